@@ -1,0 +1,32 @@
+"""Atoll: train one model across islands of GPUs. The vocabulary that both sides share.
+
+>>> from atoll import Job, TrainingSpec, ByteText
+"""
+
+from atoll.data import ByteText, Rows
+from atoll.job import (
+    Job,
+    Optimizer,
+    OptimizerName,
+    ParamGroup,
+    Precision,
+    Schedule,
+    ScheduleKind,
+    TrainingSpec,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ByteText",
+    "Job",
+    "Optimizer",
+    "OptimizerName",
+    "ParamGroup",
+    "Precision",
+    "Rows",
+    "Schedule",
+    "ScheduleKind",
+    "TrainingSpec",
+    "__version__",
+]

@@ -1,0 +1,195 @@
+"""Job: what its owner wants trained; JobSpec: the part of it that travels.
+
+A job file is plain Python, run on the owner's machine only, whose ``job()`` returns a ``Job``.
+Nothing in a JobSpec is code: optimizer, groups, schedule and data order are declared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from atoll.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from atoll.data import DataSource
+
+
+class OptimizerName(StrEnum):
+    SGD = "sgd"
+    ADAMW = "adamw"
+
+
+class Precision(StrEnum):
+    FP32 = "fp32"
+    BF16 = "bf16"  # autocast; parameters and optimizer state stay fp32
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """Overrides for parameters whose name matches one of ``patterns`` (shell wildcards).
+
+    The first group that matches wins; ``frozen`` parameters get no gradient and no state.
+    """
+
+    patterns: tuple[str, ...]
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """A torch optimizer by name, with its hyper-parameters."""
+
+    name: OptimizerName = OptimizerName.ADAMW
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    nesterov: bool = False
+    groups: tuple[ParamGroup, ...] = ()
+    clip_norm: float | None = None  # global L2 norm over all stages
+
+    def group_of(self, parameter: str) -> ParamGroup | None:
+        """The first group one of whose patterns matches ``parameter``."""
+        for group in self.groups:
+            if any(fnmatchcase(parameter, pattern) for pattern in group.patterns):
+                return group
+        return None
+
+
+class ScheduleKind(StrEnum):
+    CONSTANT = "constant"
+    COSINE = "cosine"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Learning-rate factor by step: linear warm-up, then constant or cosine to ``final``."""
+
+    kind: ScheduleKind = ScheduleKind.CONSTANT
+    warmup_steps: int = 0
+    final: float = 0.1  # of the base rate, at the last step
+
+    def factor(self, step: int, steps: int) -> float:
+        """Multiplier of the base learning rate at ``step`` of ``steps``, both from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind is ScheduleKind.CONSTANT:
+            return 1.0
+        span = max(1, steps - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSpec:
+    """What every stage must know to train: declared, bounded, the same on each."""
+
+    steps: int
+    n_micro: int
+    seed: int = 0
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    precision: Precision = Precision.FP32
+    recompute: bool = False  # keep stage inputs only, run the forward again in the backward
+    eval_every: int = 0  # steps; 0 = only at the end
+    eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
+    checkpoint_every: int = 0  # steps; 0 = only at the end
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("steps", self.steps, 1, 10**9),
+            ("n_micro", self.n_micro, 1, 4096),
+            ("eval_every", self.eval_every, 0, 10**9),
+            ("eval_batches", self.eval_batches, 0, 10**6),
+            ("checkpoint_every", self.checkpoint_every, 0, 10**9),
+        ):
+            if not low <= value <= high:
+                raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+
+    def learning_rate(self, step: int) -> float:
+        """Base learning rate at ``step``, schedule applied."""
+        return self.optimizer.lr * self.schedule.factor(step, self.steps)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to train, as a job file returns it.
+
+    ``module(**example_inputs)`` returns the scalar loss, or an object with a ``loss``
+    attribute; ``example_inputs`` are tensors at micro-batch size, keyed by argument name;
+    ``data`` gives every one of them.
+    """
+
+    module: torch.nn.Module
+    example_inputs: Mapping[str, torch.Tensor]
+    data: DataSource
+    training: TrainingSpec
+    name: str = "job"
+    notes: Mapping[str, Any] = field(default_factory=dict)  # shown by `atoll status`, never used
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A submitted job: hashes of content-addressed blobs and declarations, no code.
+
+    ``tensors`` maps every state-dict name to the hash of its safetensors blob (one tensor,
+    key "value"); ``data`` and ``eval_data`` describe what the data provider serves.
+    """
+
+    name: str
+    training: TrainingSpec
+    dag_hash: str
+    eval_dag_hash: str
+    tensors: Mapping[str, str]
+    data: DataSpec
+    eval_data: DataSpec | None
+    partitioner: str = "op_fence"
+    schedule: str = "auto"  # auto | gpipe | 1f1b
+    resume_of: str = ""  # job whose last checkpoint it continues
+
+
+class Layout(StrEnum):
+    """How a sample is cut from a field's stored tensor."""
+
+    ROWS = "rows"  # stored [N, ...]; sample i is row i
+    WINDOWS = "windows"  # stored [L]; sample i is [i*stride + offset, ... + length)
+
+
+@dataclass(frozen=True, slots=True)
+class DataField:
+    """One input of the DAG: its stored tensor and how samples are cut from it."""
+
+    input: str
+    blob: str  # safetensors, key "value"; may be of a narrower dtype than the input
+    layout: Layout
+    length: int = 0  # windows only
+    stride: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataSpec:
+    """Materialised data: ``n_samples`` in a seeded order, ``batch`` of them a micro-batch."""
+
+    fields: tuple[DataField, ...]
+    n_samples: int
+    batch: int
+    shuffle_seed: int | None = 0  # None: in stored order
+
+
+def stepwise_groups(names: Sequence[str], optimizer: Optimizer) -> dict[str, ParamGroup]:
+    """Group of each parameter name, the default group where none matches."""
+    default = ParamGroup(patterns=("*",))
+    return {name: optimizer.group_of(name) or default for name in names}

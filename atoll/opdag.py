@@ -1,0 +1,191 @@
+"""The model as a DAG of operators: our own frozen form of a captured graph.
+
+``OpDag.ops`` stands in one canonical topological order, chosen once at capture; a stage of a
+Plan is a half-open interval of positions in that order, so every sum over uses of a tensor or
+parameter has one order whatever the cut (DESIGN section 3). A node names its op, never holds
+code; its arguments are references or literals. Node kinds after FusionLLM
+(papers/decentralized.md 1.3). This module knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+}
+FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "complex64"})
+
+
+class Kind(StrEnum):
+    """What an op is to the planner; PLACEHOLDER marks the DAG's inputs."""
+
+    PLACEHOLDER = "placeholder"
+    PARAMETRIC = "parametric"
+    NON_PARAMETRIC = "non_parametric"
+    LOSS = "loss"
+
+
+class Source(StrEnum):
+    """Where a named leaf tensor comes from."""
+
+    INPUT = "input"  # a micro-batch's data, from the data provider
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"  # lifted from the module at capture, never changes
+
+
+@dataclass(frozen=True, slots=True)
+class OpRef:
+    """The value of the op at position ``op`` of ``OpDag.ops``."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeafRef:
+    """A named tensor that no op of the DAG computes."""
+
+    source: Source
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchLiteral:
+    """A torch enumeration as an argument: dtype 'float32', layout 'strided', memory_format
+    'contiguous_format', or device '' (the device of the stage that runs the op)."""
+
+    kind: str  # dtype | layout | memory_format | device
+    name: str
+
+
+Arg = OpRef | LeafRef | TorchLiteral | int | float | bool | str | None | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Static shape and dtype of one tensor at micro-batch size."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """An autocast region's own setting inside the model; overrides the job's precision."""
+
+    enabled: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpNode:
+    """One operator call.
+
+    ``outputs`` has one entry for an op that returns a tensor and n for one that returns a
+    tuple (``is_tuple``); the ``builtin.getitem`` nodes of a tuple stand right behind it, so only
+    single tensors ever cross a cut. ``requires_grad`` is that of the (single) output in training.
+    """
+
+    name: str
+    kind: Kind
+    target: str  # "aten.linear.default", "builtin.getitem"
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[TensorMeta, ...]
+    is_tuple: bool = False
+    requires_grad: bool = False
+    grad_enabled: bool = True
+    autocast: Autocast | None = None
+    random: bool = False
+    flops_forward: int = 0
+    flops_backward: int = 0
+    bytes_moved: int = 0  # tensor bytes read and written by the forward
+    bytes_saved: int = 0  # kept for the backward, beyond what other ops already keep
+    module_path: str = ""  # "transformer.h.0.attn", for people and for grouping
+    source_line: str = ""  # "model.py:41", for error messages
+
+
+@dataclass(frozen=True, slots=True)
+class StateMeta:
+    """A parameter, buffer or constant of the module."""
+
+    meta: TensorMeta
+    requires_grad: bool = False
+    mutated: bool = False  # a buffer that training ops write
+
+
+@dataclass(frozen=True, slots=True)
+class OpDag:
+    """A captured graph, in training or evaluation mode.
+
+    ``unsplittable`` lists half-open ranges [a, b) of positions that must lie in one stage:
+    tuple ops with their getitems, alias groups that are written in place, all users of a
+    mutated buffer. ``aliases`` maps every other state-dict name of a tied tensor to the name
+    used here. ``constant_ops`` depend on no input, no parameter and no mutated buffer, and are
+    recomputed in each stage that uses them.
+    """
+
+    ops: tuple[OpNode, ...]
+    inputs: dict[str, TensorMeta]
+    parameters: dict[str, StateMeta]
+    buffers: dict[str, StateMeta]
+    constants: dict[str, TensorMeta]
+    loss: int
+    unsplittable: tuple[tuple[int, int], ...] = ()
+    constant_ops: frozenset[int] = field(default_factory=frozenset)
+    aliases: dict[str, str] = field(default_factory=dict)
+    training: bool = True
+
+    def cuttable(self) -> tuple[int, ...]:
+        """Positions 0 < p < len(ops) where a stage may begin, ascending."""
+        closed = set()
+        for begin, end in self.unsplittable:
+            closed.update(range(begin + 1, end))
+        return tuple(p for p in range(1, len(self.ops)) if p not in closed)
+
+
+def op_refs(node: OpNode) -> tuple[int, ...]:
+    """Positions of the ops whose values ``node`` reads, in argument order, without repeats."""
+    return tuple(dict.fromkeys(leaf.op for leaf in _leaves(node) if isinstance(leaf, OpRef)))
+
+
+def leaf_refs(node: OpNode) -> tuple[LeafRef, ...]:
+    """Named leaves that ``node`` reads, in argument order, without repeats."""
+    return tuple(dict.fromkeys(leaf for leaf in _leaves(node) if isinstance(leaf, LeafRef)))
+
+
+def _leaves(node: OpNode) -> list[Arg]:
+    found: list[Arg] = []
+
+    def walk(arg: Arg) -> None:
+        if isinstance(arg, tuple):
+            for item in arg:
+                walk(item)
+        else:
+            found.append(arg)
+
+    walk(node.args)
+    for _, value in node.kwargs:
+        walk(value)
+    return found
