@@ -139,7 +139,8 @@ def take(array: Array, source: DataField, samples: NDArray[np.int64]) -> Array:
     if source.layout is Layout.ROWS:
         return array[samples]
     starts = samples * source.stride + source.offset
-    return array[starts[:, None] + np.arange(source.length)[None, :]]
+    windows: Array = array[starts[:, None] + np.arange(source.length)[None, :]]
+    return windows
 
 
 @lru_cache(maxsize=8)

@@ -159,7 +159,7 @@ class OpDag:
 
     def cuttable(self) -> tuple[int, ...]:
         """Positions 0 < p < len(ops) where a stage may begin, ascending."""
-        closed = set()
+        closed: set[int] = set()
         for begin, end in self.unsplittable:
             closed.update(range(begin + 1, end))
         return tuple(p for p in range(1, len(self.ops)) if p not in closed)

@@ -1,0 +1,1 @@
+"""Tensor -> Packet -> tensor: how a link spends its bytes."""

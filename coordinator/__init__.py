@@ -1,0 +1,1 @@
+"""Decides: captures, plans, schedules, keeps the journal."""

@@ -1,0 +1,1 @@
+"""What both ends of a wire agree on: schema, conversions, identities, names."""

@@ -1,0 +1,1 @@
+"""Computes: runs stages, moves tensors, obeys its guest's limits."""
