@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from atoll.opdag import LeafRef, OpDag, OpNode, Source, leaf_refs, op_refs
+from atoll.opdag import LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,7 @@ class Received:
     requires_grad: bool
     grad_from: int | None
     grad_to: int
+    meta: TensorMeta  # of the value and, in training, of its gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ def _received(dag: OpDag, stage: int, users: dict[int, list[int]], owner: list[i
                     requires_grad=dag.ops[op].requires_grad,
                     grad_from=chain[at + 1] if at + 1 < len(chain) else None,
                     grad_to=chain[at - 1] if at else owner[op],
+                    meta=dag.ops[op].outputs[0],
                 )
             )
     return tuple(found)

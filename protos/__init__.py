@@ -1,1 +1,3 @@
 """What both ends of a wire agree on: schema, conversions, identities, names."""
+
+PROTOCOL_VERSION = 1

@@ -970,11 +970,14 @@ class Received(_message.Message):
     REQUIRES_GRAD_FIELD_NUMBER: _builtins.int
     GRAD_FROM_FIELD_NUMBER: _builtins.int
     GRAD_TO_FIELD_NUMBER: _builtins.int
+    META_FIELD_NUMBER: _builtins.int
     op: _builtins.int
     source: _builtins.int
     requires_grad: _builtins.bool
     grad_from: _builtins.int
     grad_to: _builtins.int
+    @_builtins.property
+    def meta(self) -> Global___TensorMeta: ...
     def __init__(
         self,
         *,
@@ -983,10 +986,11 @@ class Received(_message.Message):
         requires_grad: _builtins.bool = ...,
         grad_from: _builtins.int | None = ...,
         grad_to: _builtins.int = ...,
+        meta: Global___TensorMeta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from", "grad_from", b"grad_from"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from", "grad_from", b"grad_from", "meta", b"meta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from", "grad_from", b"grad_from", "grad_to", b"grad_to", "op", b"op", "requires_grad", b"requires_grad", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from", "grad_from", b"grad_from", "grad_to", b"grad_to", "meta", b"meta", "op", b"op", "requires_grad", b"requires_grad", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__grad_from: _TypeAlias = _typing.Literal["grad_from"]  # noqa: Y015
     _WhichOneofArgType__grad_from: _TypeAlias = _typing.Literal["_grad_from", b"_grad_from"]  # noqa: Y015
