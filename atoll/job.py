@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atoll.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -66,6 +66,15 @@ class Optimizer:
             if any(fnmatchcase(parameter, pattern) for pattern in group.patterns):
                 return group
         return None
+
+    def gradient_scale(self, square_norms: Iterable[float]) -> float:
+        """min(1, clip_norm / (norm + 1e-6)), norm over all parameters of all stages; 1 unclipped.
+
+        The exact sum makes the figure independent of the cut. Formula: torch's clip_grad_norm_.
+        """
+        if self.clip_norm is None:
+            return 1.0
+        return min(1.0, self.clip_norm / (math.sqrt(math.fsum(square_norms)) + 1e-6))
 
 
 class ScheduleKind(StrEnum):

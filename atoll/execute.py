@@ -1,0 +1,621 @@
+"""Runs a StageProgram on torch tensors: the only interpreter of an OpDag.
+
+Each node is compiled once into a call on slots of a list, so that a run costs a list copy and
+one indexed call per op. Autograd across stages follows DESIGN section 3: sums over the uses of a
+tensor or parameter are taken in descending op order whatever the cut, because torch's engine
+runs backward nodes in descending creation order and
+
+- a received value enters through its own graph node, so that the gradient folded by later
+  stages joins it as a root, before this stage's own uses;
+- each (parameter, op) use is a leaf of its own, summed in descending op order at the step's end;
+- an op that returned its argument unchanged (`to`, `contiguous`, `dropout` with p = 0) gets a
+  node of its own, or two names of one tensor would fold in an order that depends on the cut.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from atoll.errors import UsageError
+from atoll.job import Precision
+from atoll.opdag import (
+    Arg,
+    Autocast,
+    LeafRef,
+    OpNode,
+    OpRef,
+    Source,
+    TorchLiteral,
+    leaf_refs,
+    op_refs,
+)
+from atoll.ops import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from contextlib import AbstractContextManager
+
+    from atoll.program import StageProgram
+
+    Values = list[Any]
+    Getter = Callable[[Values], tuple[Any, ...]]
+    Call = Callable[..., Any]
+    Observer = Callable[[int, Any], None]
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8",
+        "bool", "complex64",
+    )
+}  # fmt: skip
+_LAYOUTS = {"strided": torch.strided}
+_MEMORY_FORMATS = {
+    name: getattr(torch, name)
+    for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+}
+# The generators are the process's own: two stages in one process must not interleave
+# "set the seed" and "draw".
+_DRAWING = threading.Lock()
+
+
+def op_seed(seed: int, step: int, micro: int, op: int) -> int:
+    """Generator seed in [0, 2^63) of a random op: a pure function of its four arguments."""
+    key = struct.pack("<QQQQ", seed & (2**64 - 1), step, micro, op)
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def torch_literal(literal: TorchLiteral, device: torch.device) -> object:
+    """The torch object a literal names; UsageError for a name outside the tables."""
+    tables: dict[str, Mapping[str, object]] = {
+        "dtype": DTYPES,
+        "layout": _LAYOUTS,
+        "memory_format": _MEMORY_FORMATS,
+        "device": {literal.name: device},
+    }
+    found = tables.get(literal.kind, {}).get(literal.name)
+    if found is None:
+        raise UsageError(f"unknown torch literal {literal.kind}={literal.name!r} in an op's arguments")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One compiled op: ``values[out] = call(*get(values))``, then free ``dead``."""
+
+    position: int
+    call: Call
+    get: Getter
+    out: int
+    dead: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Consecutive ops that run under the same gradient and autocast setting."""
+
+    grad_enabled: bool
+    autocast: Autocast | None
+    steps: tuple[tuple[Call, Getter, int, tuple[int, ...]], ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Micro:
+    """What one micro-batch keeps from its forward for its backward."""
+
+    step: int
+    loss: Tensor | None = None
+    roots: list[tuple[int, Tensor]] = field(default_factory=list)  # descending op order
+    sink: dict[int, Tensor] = field(default_factory=dict)
+    # recompute only
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Boundary(torch.autograd.Function):
+    """A received value's own graph node; its whole gradient lands in ``sink[op]``.
+
+    Unlike ``leaf.grad`` the gradient keeps the memory layout it was computed in, which is the
+    one that the producing op meets when nothing is cut.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, sink: dict[int, Tensor], op: int) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sink, ctx.op = sink, op
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if grads[0] is not None:
+            ctx.sink[ctx.op] = grads[0]
+        return None, None, None, None
+
+
+class Executor:
+    """One stage's ops, its leaves, and the graphs of the micro-batches in flight.
+
+    ``differentiate=False`` is for evaluation: no graph, no recompute. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        device: torch.device | str = "cpu",
+        precision: Precision = Precision.FP32,
+        seed: int = 0,
+        *,
+        recompute: bool = False,
+        differentiate: bool = True,
+    ) -> None:
+        self.program = program
+        self.device = torch.device(device)
+        self._autocast = Autocast(True, "bfloat16") if precision is Precision.BF16 else None
+        self._seed = seed
+        self._differentiate = differentiate
+        self._recompute = recompute and differentiate
+        self._key = (0, 0)
+        self._live: dict[int, _Micro] = {}
+        self._fresh: tuple[int, _Micro] | None = None
+        self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
+        self._effects = effects(program)
+        self.uses: dict[str, list[tuple[int, Tensor]]] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self._segments: tuple[_Segment, ...] = ()
+        self._template: Values = []
+
+    @property
+    def mutated_buffers(self) -> tuple[str, ...]:
+        """Names of buffers that the ops may write, in program order."""
+        written = self._effects.leaves
+        return tuple(n for n in self.program.buffers if LeafRef(Source.BUFFER, n) in written)
+
+    def load(self, tensors: Mapping[str, Tensor], frozen: Collection[str] = ()) -> None:
+        """Bind parameters, buffers and constants (already on the device, shared, not copied).
+
+        Floating parameters outside ``frozen`` get one gradient leaf per use. UsageError when a
+        tensor is missing.
+        """
+        program = self.program
+        missing = [n for n in (*program.parameters, *program.buffers, *program.constants) if n not in tensors]
+        if missing:
+            raise UsageError(f"stage {program.stage} lacks {len(missing)} tensors: {missing[:5]}")
+        self.reset()
+        self.buffers = {name: tensors[name] for name in program.buffers}
+        self.uses = {}
+        compiler = _Compiler(self, tensors, frozen)
+        self._template, constants, steps = compiler.compile()
+        self._input_slots = compiler.leaf_slots(Source.INPUT)
+        self._buffer_slots = compiler.leaf_slots(Source.BUFFER)
+        self._constant_slots = compiler.leaf_slots(Source.CONSTANT)
+        self._op_slots = compiler.op_slots
+        for sites in self.uses.values():
+            sites.sort(key=lambda use: -use[0])
+        nodes = dict(program.ops)
+        self._constants = _segments(constants, nodes, self._autocast)
+        self._segments = _segments(steps, nodes, self._autocast)
+        self._run(self._template, self._constants, grad=False)
+
+    def forward(
+        self,
+        step: int,
+        micro: int,
+        inputs: Mapping[str, Tensor],
+        received: Mapping[int, Tensor],
+        observe: Observer | None = None,
+    ) -> dict[int, Tensor]:
+        """Run one micro-batch; return the produced values, and the loss where it is computed,
+        detached, by op position. ``observe(position, value)`` sees every op's value."""
+        record = _Micro(step)
+        if self._recompute:
+            self._fresh = None
+            record.inputs, record.received = dict(inputs), dict(received)
+            record.buffers = {name: self.buffers[name].clone() for name in self.mutated_buffers}
+        if observe is not None:
+            for segment in self._constants:
+                for position, compiled in zip(segment.positions, segment.steps, strict=True):
+                    observe(position, self._template[compiled[2]])
+        graph = self._forward(step, micro, inputs, received, {}, observe)
+        out = {p.op: self._value(p.op).detach() for p in self.program.produced}
+        if self.program.loss is not None:
+            out[self.program.loss] = self._value(self.program.loss).detach()
+        self._values: Values = []
+        if self._recompute:
+            self._live[micro], self._fresh = record, (micro, graph)
+        elif self._differentiate:
+            self._live[micro] = graph
+        return out
+
+    def backward(
+        self, micro: int, grads: Mapping[int, Tensor | None], loss_divisor: float = 1.0
+    ) -> dict[int, Tensor | None]:
+        """Backward of ``micro`` from loss / ``loss_divisor`` and the gradients of crossing values.
+
+        ``grads[op]`` None or absent marks a zero gradient, as does None in the answer, which
+        has one entry for every received value that requires a gradient.
+        """
+        graph = self._graph(micro)
+        roots: list[Tensor] = []
+        gradients: list[Tensor | None] = []
+        if graph.loss is not None and graph.loss.requires_grad:
+            with torch.enable_grad():
+                roots.append(graph.loss / loss_divisor)
+            gradients.append(None)
+        for op, value in graph.roots:
+            gradient = grads.get(op)
+            if gradient is not None and value.requires_grad:
+                roots.append(value)
+                gradients.append(gradient)
+        graph.roots, graph.loss = [], None
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        return {r.op: graph.sink.get(r.op) for r in self.program.received if r.requires_grad}
+
+    def gradient(self, name: str, later: Tensor | None = None) -> Tensor | None:
+        """``later`` plus this stage's uses of a parameter in descending op order; None = zero.
+
+        Without ``later`` the sum is taken in place on the last use's accumulator.
+        """
+        total = later
+        for _, leaf in self.uses.get(name, ()):
+            if leaf.grad is None:
+                continue
+            if total is None:
+                total = leaf.grad
+            elif total is later:
+                total = total + leaf.grad
+            else:
+                total.add_(leaf.grad)
+        return total
+
+    def zero_gradients(self) -> None:
+        """Drop every accumulator."""
+        for sites in self.uses.values():
+            for _, leaf in sites:
+                leaf.grad = None
+
+    def reset(self) -> None:
+        """Drop the graphs of all micro-batches in flight."""
+        self._live.clear()
+        self._fresh = None
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches forwarded and not yet backwarded."""
+        return len(self._live)
+
+    def _graph(self, micro: int) -> _Micro:
+        """The micro-batch's graph, run again when only its inputs were kept."""
+        record = self._live.pop(micro)
+        fresh, self._fresh = self._fresh, None
+        if not self._recompute:
+            return record
+        # Nothing ran since this micro-batch's forward: its graph is still the one at hand.
+        if fresh is not None and fresh[0] == micro:
+            return fresh[1]
+        del fresh
+        graph = self._forward(record.step, micro, record.inputs, record.received, record.buffers, None)
+        self._values = []
+        return graph
+
+    def _forward(
+        self,
+        step: int,
+        micro: int,
+        inputs: Mapping[str, Tensor],
+        received: Mapping[int, Tensor],
+        buffers: Mapping[str, Tensor],
+        observe: Observer | None,
+    ) -> _Micro:
+        self._key = (step, micro)
+        graph = _Micro(step)
+        values = self._values = self._template.copy()
+        written = self._effects.leaves
+        for name, slot in self._input_slots.items():
+            copied = LeafRef(Source.INPUT, name) in written
+            values[slot] = inputs[name].clone() if copied else inputs[name]
+        for name, slot in self._constant_slots.items():
+            if LeafRef(Source.CONSTANT, name) in written:
+                values[slot] = values[slot].clone()
+        for name, buffer in buffers.items():
+            values[self._buffer_slots[name]] = buffer
+        for r in self.program.received:
+            value = received[r.op].detach()
+            if r.requires_grad and self._differentiate:
+                value = _Boundary.apply(self._anchor, value, graph.sink, r.op)
+                if r.grad_from is not None:
+                    graph.roots.append((r.op, value))
+            values[self._op_slots[r.op]] = value
+        self._run(values, self._segments, grad=self._differentiate, observe=observe)
+        if self._differentiate:
+            graph.roots.extend((p.op, self._value(p.op)) for p in self.program.produced if p.requires_grad)
+            graph.roots.sort(key=lambda root: -root[0])
+            graph.loss = None if self.program.loss is None else self._value(self.program.loss)
+        return graph
+
+    def _value(self, op: int) -> Tensor:
+        value: Tensor = self._values[self._op_slots[op]]
+        return value
+
+    def _run(
+        self, values: Values, segments: Iterable[_Segment], grad: bool, observe: Observer | None = None
+    ) -> None:
+        for segment in segments:
+            with ExitStack() as modes:
+                modes.enter_context(torch.set_grad_enabled(grad and segment.grad_enabled))
+                modes.enter_context(self._autocast_mode(segment.autocast))
+                if observe is None:
+                    for call, get, out, dead in segment.steps:
+                        values[out] = call(*get(values))
+                        for slot in dead:
+                            values[slot] = None
+                    continue
+                for position, (call, get, out, dead) in zip(segment.positions, segment.steps, strict=True):
+                    values[out] = call(*get(values))
+                    observe(position, values[out])
+                    for slot in dead:
+                        values[slot] = None
+
+    def _autocast_mode(self, setting: Autocast | None) -> AbstractContextManager[object]:
+        if setting is None:
+            return nullcontext()
+        # No cast cache: its hits depend on which ops share a stage.
+        return torch.autocast(
+            self.device.type, DTYPES[setting.dtype], enabled=setting.enabled, cache_enabled=False
+        )
+
+    def _draw(self, position: int, call: Call, *args: Any) -> Any:
+        seed = op_seed(self._seed, *self._key, position)
+        with _DRAWING:
+            if self.device.type == "cuda":
+                torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            return call(*args)
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What the ops of a program write, and which of its constants hold for all micro-batches."""
+
+    cached: frozenset[int]  # constant ops to run once, at load
+    leaves: frozenset[LeafRef]  # named tensors that an op may write
+
+
+def effects(program: StageProgram) -> Effects:
+    """Derive aliasing and writing from the op schemas; errs towards "written"."""
+    nodes = dict(program.ops)
+    leaves: set[LeafRef] = set()
+    spoilt: set[int] = set()
+    while True:
+        cached: set[int] = set()
+        for op, node in program.ops:
+            settled = op in program.constant_ops and op not in spoilt and not node.random
+            if settled and all(r in cached for r in op_refs(node)):
+                cached.add(op)
+        found: set[int] = set()
+        for op, node in program.ops:
+            ops, named = _written(node, nodes)
+            leaves |= named
+            if op not in cached:
+                found |= ops & cached
+        if not found:
+            return Effects(frozenset(cached), frozenset(leaves))
+        spoilt |= found
+
+
+def _written(node: OpNode, nodes: Mapping[int, OpNode]) -> tuple[set[int], set[LeafRef]]:
+    """Ops and leaves whose memory ``node`` may write."""
+    ops: set[int] = set()
+    leaves: set[LeafRef] = set()
+    if "batch_norm" in node.target or "instance_norm" in node.target:
+        # Their schemas hide that they write the running statistics.
+        leaves |= {leaf for leaf in leaf_refs(node) if leaf.source is Source.BUFFER}
+    stack = [ref for arg in _written_args(node) for ref in _references(arg)]
+    while stack:
+        ref = stack.pop()
+        if isinstance(ref, LeafRef):
+            leaves.add(ref)
+        elif ref.op in nodes and ref.op not in ops:
+            ops.add(ref.op)
+            if _may_alias(nodes[ref.op]):
+                stack.extend(r for arg in nodes[ref.op].args for r in _references(arg))
+    return ops, leaves
+
+
+def _written_args(node: OpNode) -> list[Arg]:
+    schema = getattr(resolve(node.target), "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    named = dict(node.kwargs)
+    given = [*node.args, *(named.get(a.name) for a in schema.arguments[len(node.args) :])]
+    return [
+        value
+        for argument, value in zip(schema.arguments, given, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _may_alias(node: OpNode) -> bool:
+    """Whether the op's result may share memory with an argument."""
+    target = resolve(node.target)
+    schema = getattr(target, "_schema", None)
+    if schema is None:  # getitem
+        return True
+    hidden = torch.Tag.maybe_aliasing_or_mutating in getattr(target, "tags", ())
+    return hidden or any(r.alias_info is not None for r in schema.returns)
+
+
+def _references(arg: Arg) -> list[OpRef | LeafRef]:
+    if isinstance(arg, tuple):
+        return [ref for item in arg for ref in _references(item)]
+    return [arg] if isinstance(arg, OpRef | LeafRef) else []
+
+
+class _Compiler:
+    """Turns nodes into steps over slots; every argument, literal or not, is a slot, so that the
+    arguments of an op are one ``itemgetter`` call."""
+
+    def __init__(self, owner: Executor, tensors: Mapping[str, Tensor], frozen: Collection[str]) -> None:
+        self.owner = owner
+        self.program = owner.program
+        self.tensors = tensors
+        self.frozen = frozen
+        self.cached = owner._effects.cached
+        self.template: Values = []
+        self.op_slots: dict[int, int] = {}
+        self.leaves: dict[tuple[LeafRef, int], int] = {}
+
+    def compile(self) -> tuple[Values, list[_Step], list[_Step]]:
+        """Template of slot values, the steps run once, and the steps run per micro-batch."""
+        for r in self.program.received:
+            self.op_slots[r.op] = self.slot(None)
+        for op, _ in self.program.ops:
+            self.op_slots[op] = self.slot(None)
+        dead = self.last_uses()
+        steps = [
+            _Step(op, *self.call(op, node), self.op_slots[op], tuple(self.op_slots[d] for d in dead[op]))
+            for op, node in self.program.ops
+        ]
+        constants = [s for s in steps if s.position in self.cached]
+        return self.template, constants, [s for s in steps if s.position not in self.cached]
+
+    def leaf_slots(self, source: Source) -> dict[str, int]:
+        return {leaf.name: slot for (leaf, _), slot in self.leaves.items() if leaf.source is source}
+
+    def last_uses(self) -> dict[int, list[int]]:
+        """Op -> ops whose values nothing in this stage reads after it."""
+        kept = {p.op for p in self.program.produced} | self.cached
+        if self.program.loss is not None:
+            kept.add(self.program.loss)
+        last: dict[int, int] = {}
+        for op, node in self.program.ops:
+            if op not in self.cached:
+                last[op] = op
+                last.update((r, op) for r in op_refs(node))
+        dead: dict[int, list[int]] = {op: [] for op, _ in self.program.ops}
+        for op, user in last.items():
+            if op not in kept:
+                dead[user].append(op)
+        return dead
+
+    def slot(self, value: object) -> int:
+        self.template.append(value)
+        return len(self.template) - 1
+
+    def call(self, op: int, node: OpNode) -> tuple[Call, Getter]:
+        function = resolve(node.target)
+        call: Call = function
+        literal = {n: self.literal(v) for n, v in node.kwargs if not _references(v)}
+        variable = [(n, v) for n, v in node.kwargs if _references(v)]
+        if literal:
+            call = partial(call, **literal)
+        if variable:
+            call = _with_keywords(call, tuple(n for n, _ in variable))
+        schema = getattr(function, "_schema", None)
+        if schema is not None and not schema.is_mutable and not node.is_tuple and _may_alias(node):
+            call = _own_node(call)
+        if node.random:
+            call = partial(self.owner._draw, op, call)
+        return call, self.getter(op, (*node.args, *(v for _, v in variable)))
+
+    def getter(self, op: int, args: tuple[Arg, ...]) -> Getter:
+        if any(isinstance(arg, tuple) and _references(arg) for arg in args):
+            parts = tuple(self.part(op, arg) for arg in args)
+            return lambda values: tuple([part(values) for part in parts])
+        slots = [self.argument_slot(op, arg) for arg in args]
+        if len(slots) == 1:
+            only = slots[0]
+            return lambda values: (values[only],)
+        return itemgetter(*slots) if slots else lambda values: ()
+
+    def part(self, op: int, arg: Arg) -> Callable[[Values], Any]:
+        if isinstance(arg, tuple) and _references(arg):
+            parts = tuple(self.part(op, item) for item in arg)
+            return lambda values: [part(values) for part in parts]
+        return itemgetter(self.argument_slot(op, arg))
+
+    def argument_slot(self, op: int, arg: Arg) -> int:
+        if isinstance(arg, OpRef):
+            return self.op_slots[arg.op]
+        if isinstance(arg, LeafRef):
+            return self.leaf_slot(op, arg)
+        return self.slot(self.literal(arg))
+
+    def leaf_slot(self, op: int, leaf: LeafRef) -> int:
+        if leaf.source is Source.INPUT:
+            key = (leaf, -1)
+            return self.leaves[key] if key in self.leaves else self.new_leaf(key, None)
+        tensor = self.tensors[leaf.name]
+        trained = leaf.source is Source.PARAMETER and self.owner._differentiate
+        trained = trained and leaf.name not in self.frozen and tensor.is_floating_point()
+        key = (leaf, op if trained else -1)
+        if key in self.leaves:
+            return self.leaves[key]
+        value = tensor.detach()
+        if leaf.source is Source.CONSTANT and leaf in self.owner._effects.leaves:
+            value = value.clone()
+        if trained:
+            value = value.requires_grad_()
+            self.owner.uses.setdefault(leaf.name, []).append((op, value))
+        return self.new_leaf(key, value)
+
+    def new_leaf(self, key: tuple[LeafRef, int], value: Tensor | None) -> int:
+        self.leaves[key] = self.slot(value)
+        return self.leaves[key]
+
+    def literal(self, arg: Arg) -> object:
+        if isinstance(arg, tuple):
+            return [self.literal(item) for item in arg]
+        if isinstance(arg, TorchLiteral):
+            return torch_literal(arg, self.owner.device)
+        return arg
+
+
+def _with_keywords(call: Call, names: tuple[str, ...]) -> Call:
+    count = len(names)
+
+    def with_keywords(*args: Any) -> Any:
+        return call(*args[:-count], **dict(zip(names, args[-count:], strict=True)))
+
+    return with_keywords
+
+
+def _own_node(call: Call) -> Call:
+    def own_node(*args: Any) -> Any:
+        out = call(*args)
+        return out.view_as(out) if args and out is args[0] else out
+
+    return own_node
+
+
+def _segments(
+    steps: Iterable[_Step], nodes: Mapping[int, OpNode], default: Autocast | None
+) -> tuple[_Segment, ...]:
+    groups: list[tuple[bool, Autocast | None, list[_Step]]] = []
+    for step in steps:
+        node = nodes[step.position]
+        setting = (node.grad_enabled, node.autocast or default)
+        if not groups or groups[-1][:2] != setting:
+            groups.append((*setting, []))
+        groups[-1][2].append(step)
+    return tuple(
+        _Segment(
+            grad,
+            autocast,
+            tuple((s.call, s.get, s.out, s.dead) for s in group),
+            tuple(s.position for s in group),
+        )
+        for grad, autocast, group in groups
+    )
