@@ -1,0 +1,326 @@
+"""One stage of a job: its executor, its share of the optimizer, and the step's bookkeeping.
+
+A step is begin_step, the plan's forwards and backwards, the folding of tied parameters,
+finish_step, then either apply (commit) or discard, which leaves no trace of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from atoll.errors import PlanError, UsageError
+from atoll.execute import DTYPES, Executor
+from atoll.job import OptimizerName, stepwise_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from atoll.job import TrainingSpec
+    from atoll.opdag import StateMeta
+    from atoll.program import StageProgram
+
+STATE_KEYS = {
+    OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
+    OptimizerName.SGD: ("momentum_buffer",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What a stage says of a step before its commit."""
+
+    loss: float | None  # sum of loss_m / n_micro, where this stage computes it
+    square_norms: tuple[float, ...]  # of gradients; see Stage.norm_names
+    finite: bool
+
+
+class Stage:
+    """A StageProgram with its tensors, ready to train; not thread-safe.
+
+    ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
+    state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
+    has; without it every parameter trains and inputs are taken as they come.
+    UsageError for missing or misshapen tensors, PlanError when the evaluation program needs
+    state that another stage trains.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        eval_program: StageProgram | None,
+        training: TrainingSpec,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        device: torch.device | str = "cpu",
+        *,
+        states: Mapping[str, StateMeta] | None = None,
+    ) -> None:
+        self.program = program
+        self.training = training
+        self.device = torch.device(device)
+        self._states = states or {}
+        groups = stepwise_groups(program.parameters, training.optimizer)
+        self.frozen = frozenset(
+            name
+            for name in program.parameters
+            if groups[name].frozen or (name in self._states and not self._states[name].requires_grad)
+        )
+        leaves = _leaf_names(program) | (_leaf_names(eval_program) if eval_program else set())
+        self._values = self._load(tensors, leaves)
+        self._executor = Executor(
+            program, self.device, training.precision, training.seed, recompute=training.recompute
+        )
+        self._executor.load(self._values, self.frozen)
+        self._trainable = tuple(n for n in program.parameters if n in self._executor.uses)
+        self._followed = {t.name for t in program.tied if t.holders[0] != program.stage}
+        self._optimizer = self._make_optimizer(tensors)
+        self._evaluator = self._make_evaluator(eval_program) if eval_program else None
+        self._step = 0
+        self._losses: dict[int, Tensor] = {}
+        self._eval_losses: list[Tensor] = []
+        self._totals: dict[str, Tensor | None] = {}
+        self._rollback: dict[str, Tensor] = {}
+        self._eval_rollback: dict[str, Tensor] = {}
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """Parameters of StageReport.square_norms: in order of first use, a tied one only at its
+        first holder, so that the norms of all stages in a row do not depend on the cut."""
+        return tuple(n for n in self._trainable if n not in self._followed)
+
+    def begin_step(self, step: int) -> None:
+        """Open ``step``: no gradients, no micro-batches in flight, buffers remembered."""
+        self._step = step
+        self._executor.reset()
+        self._executor.zero_gradients()
+        self._losses.clear()
+        self._totals.clear()
+        self._rollback = {n: self._executor.buffers[n].clone() for n in self._executor.mutated_buffers}
+
+    def forward(
+        self, micro: int, inputs: Mapping[str, Tensor], received: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Forward of one micro-batch; returns the values that later stages use, detached."""
+        out = self._executor.forward(
+            self._step, micro, self._on_device(inputs), {op: self._moved(v) for op, v in received.items()}
+        )
+        self._take_loss(out, self.program, micro)
+        return out
+
+    def backward(self, micro: int, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
+        """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
+        moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
+        return self._executor.backward(micro, moved, self.training.n_micro)
+
+    def tied_partial(self, name: str, later: Tensor | None) -> Tensor | None:
+        """Later holders' partial sum plus this stage's own uses of a tied parameter."""
+        return self._executor.gradient(name, None if later is None else self._moved(later))
+
+    def set_tied_total(self, name: str, total: Tensor | None) -> None:
+        """The tied parameter's whole gradient, as its first holder computed it."""
+        self._totals[name] = None if total is None else self._moved(total)
+
+    def finish_step(self) -> StageReport:
+        """Put the step's gradients in place and report; call after every set_tied_total."""
+        tied = {t.name for t in self.program.tied}
+        parameters = self._parameters
+        for name in self._trainable:
+            total = self._totals[name] if name in tied else self._executor.gradient(name)
+            parameters[name].grad = total
+        norms = self._square_norms()
+        loss = self._step_loss()
+        finite = all(map(math.isfinite, norms)) and (loss is None or math.isfinite(loss))
+        return StageReport(loss, norms, finite)
+
+    def apply(self, gradient_scale: float = 1.0) -> None:
+        """Commit: scale the gradients, take the optimizer's step, forget the gradients."""
+        if self._optimizer is not None:
+            rate = self.training.learning_rate(self._step)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate * group["lr_scale"]
+            if gradient_scale != 1.0:
+                for name in self._trainable:
+                    gradient = self._parameters[name].grad
+                    if gradient is not None:
+                        gradient.mul_(gradient_scale)
+            self._optimizer.step()
+        self._forget()
+
+    def discard(self) -> None:
+        """Leave no trace of the step: gradients dropped, mutated buffers as at begin_step."""
+        for name, value in self._rollback.items():
+            self._executor.buffers[name].copy_(value)
+        self._forget()
+
+    def evaluate_micro(
+        self, micro: int, inputs: Mapping[str, Tensor], received: Mapping[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Forward of one held-out micro-batch through the evaluation program."""
+        if self._evaluator is None:
+            raise UsageError("this job has no evaluation program; give it held-out data at submit")
+        if not self._eval_rollback:
+            buffers = self._evaluator.buffers
+            self._eval_rollback = {n: buffers[n].clone() for n in self._evaluator.mutated_buffers}
+        out = self._evaluator.forward(
+            self._step, micro, self._on_device(inputs), {op: self._moved(v) for op, v in received.items()}
+        )
+        loss = self._evaluator.program.loss
+        if loss is not None:
+            self._eval_losses.append(out[loss])
+        return _produced_only(out, self._evaluator.program)
+
+    def evaluation_loss(self) -> float | None:
+        """Mean loss of the micro-batches evaluated since the last call; None without any."""
+        for name, value in self._eval_rollback.items():
+            self._evaluator.buffers[name].copy_(value)  # type: ignore[union-attr]
+        self._eval_rollback = {}
+        losses, self._eval_losses = self._eval_losses, []
+        if not losses:
+            return None
+        return math.fsum(float(loss) for loss in losses) / len(losses)
+
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """CPU copies of parameters, their optimizer state and buffers, as safetensors takes them."""
+        found = {
+            name: {"value": _cpu_copy(self._values[name])}
+            for name in (*self.program.parameters, *self.program.buffers)
+            if name not in self._followed
+        }
+        if self._optimizer is not None:
+            for name in self.norm_names:
+                state = self._optimizer.state.get(self._parameters[name], {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor):
+                        found[name][key] = _cpu_copy(value)
+        return found
+
+    def _load(self, tensors: Mapping[str, Mapping[str, Tensor]], names: Collection[str]) -> dict[str, Tensor]:
+        missing = sorted(name for name in names if "value" not in tensors.get(name, {}))
+        if missing:
+            raise UsageError(f"stage {self.program.stage} lacks {len(missing)} tensors: {missing[:5]}")
+        values = {}
+        for name in names:
+            value = tensors[name]["value"].detach()
+            expected = self._states.get(name)
+            if expected is not None and tuple(value.shape) != expected.meta.shape:
+                raise UsageError(f"{name} has shape {tuple(value.shape)}, the model {expected.meta.shape}")
+            # Own storage: the caller's may be a read-only file, or shared with another stage.
+            values[name] = value.to(self.device, copy=True).contiguous()
+        return values
+
+    def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> torch.optim.Optimizer | None:
+        spec = self.training.optimizer
+        self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self._trainable}
+        if not self._trainable:
+            return None
+        chosen = stepwise_groups(self._trainable, spec)
+        by_group: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+        for name in self._trainable:
+            decay = chosen[name].weight_decay
+            key = (chosen[name].lr_scale, spec.weight_decay if decay is None else decay)
+            by_group.setdefault(key, []).append(self._parameters[name])
+        groups: list[dict[str, Any]] = [
+            {"params": parameters, "lr_scale": scale, "weight_decay": decay}
+            for (scale, decay), parameters in by_group.items()
+        ]
+        optimizer: torch.optim.Optimizer
+        if spec.name is OptimizerName.ADAMW:
+            optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+        else:
+            optimizer = torch.optim.SGD(
+                groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=True
+            )
+        for name in self._trainable:
+            self._restore(optimizer, name, tensors[name])
+        return optimizer
+
+    def _restore(self, optimizer: torch.optim.Optimizer, name: str, stored: Mapping[str, Tensor]) -> None:
+        keys = STATE_KEYS[self.training.optimizer.name]
+        present = [key for key in keys if key in stored]
+        if not present:
+            return
+        parameter = self._parameters[name]
+        shapes = {key: tuple(stored[key].shape) for key in present if key != "step"}
+        if len(present) != len(keys) or any(s != tuple(parameter.shape) for s in shapes.values()):
+            raise UsageError(f"optimizer state of {name} does not fit: {shapes}, expected {keys}")
+        optimizer.state[parameter] = {
+            key: stored[key].detach().to(self.device, torch.float32, copy=True).contiguous() for key in keys
+        }
+
+    def _make_evaluator(self, program: StageProgram) -> Executor:
+        trained = {n for n in program.parameters if n not in self.program.parameters}
+        trained |= {
+            n
+            for n in program.buffers
+            if n not in self.program.buffers and n in self._states and self._states[n].mutated
+        }
+        if trained:
+            raise PlanError(
+                f"stage {program.stage} evaluates with {sorted(trained)[:3]}, which another stage trains; "
+                "cut the evaluation DAG where the training DAG is cut"
+            )
+        evaluator = Executor(
+            program, self.device, self.training.precision, self.training.seed, differentiate=False
+        )
+        evaluator.load(self._values)
+        return evaluator
+
+    def _on_device(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        moved = {}
+        for name, value in inputs.items():
+            state = self._states.get(name)
+            dtype = DTYPES[state.meta.dtype] if state is not None else value.dtype
+            moved[name] = value.to(self.device, dtype)
+        return moved
+
+    def _moved(self, value: Tensor) -> Tensor:
+        return value.to(self.device)
+
+    def _take_loss(self, out: dict[int, Tensor], program: StageProgram, micro: int) -> None:
+        if program.loss is None:
+            return
+        self._losses[micro] = out[program.loss]
+        if all(p.op != program.loss for p in program.produced):
+            del out[program.loss]
+
+    def _square_norms(self) -> tuple[float, ...]:
+        """Sums of squares in float64; one transfer from the device for all of them."""
+        norms = []
+        for name in self.norm_names:
+            gradient = self._parameters[name].grad
+            if gradient is None:
+                norms.append(torch.zeros((), dtype=torch.float64, device=self.device))
+            else:
+                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        return tuple(float(n) ** 2 for n in torch.stack(norms).tolist()) if norms else ()
+
+    def _step_loss(self) -> float | None:
+        if self.program.loss is None:
+            return None
+        n_micro = self.training.n_micro
+        return sum(float(self._losses[micro]) / n_micro for micro in sorted(self._losses))
+
+    def _forget(self) -> None:
+        self._executor.reset()
+        self._executor.zero_gradients()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._losses.clear()
+        self._totals.clear()
+        self._rollback = {}
+
+
+def _leaf_names(program: StageProgram) -> set[str]:
+    return {*program.parameters, *program.buffers, *program.constants}
+
+
+def _produced_only(out: dict[int, Tensor], program: StageProgram) -> dict[int, Tensor]:
+    return {p.op: out[p.op] for p in program.produced}
+
+
+def _cpu_copy(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True).contiguous()
