@@ -1,0 +1,138 @@
+"""The machines a plan may use: devices in join order, the links between them, shared uplinks.
+
+A Fleet is a value: the live one is built from probes (``Fleet.measured``), one described in a
+file by ``coordinator.fleet_file.read_fleet``. A transfer from a to b passes, first in first out,
+every uplink that has a but not b (upwards), every one that has b but not a (downwards), and the
+pair's own rate; it arrives one latency later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coordinator.links import LinkEstimate, LinkTable, Uplink
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home line, until probed
+TCP_SHARE = 0.95  # payload share of a configured rate (decentralized.md 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One worker as the planner sees it.
+
+    Seconds of an op: ``timings[signature]`` where it was probed, else the analytic fallback of
+    ``coordinator.estimate`` from the rates; both times ``scale``, what training measured over
+    what was predicted.
+    """
+
+    worker: str
+    memory_limit_bytes: int
+    name: str = ""
+    site: str = ""
+    gflops: Mapping[str, float] = field(default_factory=dict)  # by op class; "" is the default
+    memory_gbps: float = 10.0  # GB/s
+    op_overhead_s: float = 20e-6
+    timings: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    scale: float = 1.0
+    coordinator: LinkEstimate = UNKNOWN
+
+    @property
+    def label(self) -> str:
+        return self.name or self.worker
+
+
+@dataclass(frozen=True, eq=False)
+class Fleet:
+    """Devices in join order and what joins them; matrices are indexed [source, target].
+
+    ``payload_share``: part of every rate that carries payload: 1.0 for measured goodput,
+    ``TCP_SHARE`` for configured rates.
+    """
+
+    devices: tuple[Device, ...]
+    bandwidth_bps: Floats
+    latency_s: Floats
+    uplinks: tuple[Uplink, ...] = ()
+    payload_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        n = len(self.devices)
+        if self.bandwidth_bps.shape != (n, n) or self.latency_s.shape != (n, n):
+            raise ValueError(f"{n} devices need {n} x {n} link matrices")
+
+    @classmethod
+    def measured(
+        cls,
+        devices: Sequence[Device],
+        table: LinkTable,
+        uplinks: Sequence[Uplink] = (),
+        unknown: LinkEstimate = UNKNOWN,
+    ) -> Fleet:
+        """The live fleet: estimates of ``table``, ``unknown`` where a pair was never probed."""
+        n = len(devices)
+        bandwidth, latency = np.full((n, n), np.inf), np.zeros((n, n))
+        for i, a in enumerate(devices):
+            for j, b in enumerate(devices):
+                if i != j:
+                    link = table.get(a.worker, b.worker) or unknown
+                    bandwidth[i, j], latency[i, j] = link.bandwidth_bps, link.latency_s
+        return cls(tuple(devices), bandwidth, latency, tuple(uplinks))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Worker -> its place in ``devices``."""
+        return {device.worker: i for i, device in enumerate(self.devices)}
+
+    @cached_property
+    def _uplinks_of(self) -> tuple[tuple[int, ...], ...]:
+        held: list[list[int]] = [[] for _ in self.devices]
+        for u, uplink in enumerate(self.uplinks):
+            for worker in uplink.members:
+                if worker in self.index:
+                    held[self.index[worker]].append(u)
+        return tuple(map(tuple, held))
+
+    def path(self, source: int, target: int) -> tuple[tuple[str, float], ...]:
+        """(resource, bit/s) that a transfer passes in order; the pair's own rate comes last."""
+        ups, downs = self._uplinks_of[source], self._uplinks_of[target]
+        found = [(f"{self.uplinks[u].name} up", self.uplinks[u].up_bps) for u in ups if u not in downs]
+        found += [(f"{self.uplinks[u].name} down", self.uplinks[u].down_bps) for u in downs if u not in ups]
+        pair = f"{self.devices[source].label}>{self.devices[target].label}"
+        found.append((pair, float(self.bandwidth_bps[source, target])))
+        return tuple((name, rate * self.payload_share) for name, rate in found)
+
+    @cached_property
+    def effective_bps(self) -> Floats:
+        """[source, target] payload rate of a transfer that is alone."""
+        rate = self.bandwidth_bps.copy()
+        for uplink in self.uplinks:
+            inside = np.zeros(len(self.devices), dtype=bool)
+            inside[[self.index[w] for w in uplink.members if w in self.index]] = True
+            rows = np.flatnonzero(inside)
+            rate[rows] = np.where(inside, rate[rows], np.minimum(rate[rows], uplink.up_bps))
+            columns = rate[:, rows]
+            rate[:, rows] = np.where(inside[:, None], columns, np.minimum(columns, uplink.down_bps))
+        return rate * self.payload_share
+
+    def subset(self, workers: Sequence[str]) -> Fleet:
+        """The fleet of these workers only, in the order given; uplinks keep their names."""
+        chosen = np.array([self.index[w] for w in workers], dtype=np.intp)
+        return Fleet(
+            tuple(self.devices[i] for i in chosen),
+            self.bandwidth_bps[np.ix_(chosen, chosen)],
+            self.latency_s[np.ix_(chosen, chosen)],
+            self.uplinks,
+            self.payload_share,
+        )

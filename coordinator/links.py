@@ -1,0 +1,188 @@
+"""Newest bandwidth and latency of every ordered pair of workers, smoothed; and what is impossible.
+
+Rates are payload bits per second (TCP, TLS and framing already paid); latencies are one way.
+Samples come from probes at joining and from what training itself sends; nothing here measures.
+Who reports an impossible figure is judged here, in words, so that the caller can log and show them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Pair = tuple[str, str]  # (source, target)
+
+PROBE_WEIGHT = 0.5  # a probe fills the link on purpose: trust it
+GOODPUT_WEIGHT = 0.1  # training's own traffic may be limited by the sender (decentralized.md 1.5)
+MIN_GOODPUT_BYTES = 64 * 1024  # less than this measures latency, not rate
+
+MAX_BANDWIDTH_BPS = 1e12  # no host's network card is faster today
+MIN_BANDWIDTH_BPS = 1e3  # below this no step would ever end
+MAX_RTT_S = 30.0
+MAX_FLOPS_PER_S = 2e15  # dense bf16 of one accelerator
+MAX_OP_S = 600.0
+NOISE_FLOOR_S = 2e-6  # shorter timings are all overhead; their implied rate says nothing
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """What one direction between two workers carries."""
+
+    bandwidth_bps: float  # payload bits per second, > 0
+    latency_s: float  # one way
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """A rate that a set of workers share towards everyone outside the set, each direction its own.
+
+    One member: a host's own line. Several: a home router, a campus, a cluster's gateway.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    up_bps: float
+    down_bps: float
+
+
+@dataclass
+class LinkTable:
+    """Estimates by ordered pair; ``None`` where nothing is known yet."""
+
+    estimates: dict[Pair, LinkEstimate] = field(default_factory=dict)
+
+    def probed(self, source: str, target: str, bandwidth_bps: float, rtt_s: float) -> str | None:
+        """Take in a probe; returns why it was refused, None when it was taken."""
+        wrong = judge_link(source, target, bandwidth_bps, rtt_s)
+        if wrong is None:
+            self._blend((source, target), bandwidth_bps, rtt_s / 2.0, PROBE_WEIGHT)
+        return wrong
+
+    def carried(self, source: str, target: str, n_bytes: int, busy_s: float, rtt_s: float) -> str | None:
+        """Take in what training sent; returns why it was refused.
+
+        Too little traffic refreshes the latency only. rtt_s <= 0 means not measured.
+        """
+        if not isfinite(busy_s) or busy_s < 0.0 or n_bytes < 0:
+            return f"{source} reports {n_bytes} bytes to {target} in {busy_s} s"
+        old = self.estimates.get((source, target))
+        enough = n_bytes >= MIN_GOODPUT_BYTES and busy_s > 0.0
+        if not enough and old is None:
+            return None
+        rate = n_bytes * 8.0 / busy_s if enough else old.bandwidth_bps if old else 0.0
+        delay = rtt_s if rtt_s > 0.0 else 2.0 * old.latency_s if old else 0.0
+        wrong = judge_link(source, target, rate, delay)
+        if wrong is None:
+            self._blend((source, target), rate, delay / 2.0, GOODPUT_WEIGHT)
+        return wrong
+
+    def get(self, source: str, target: str) -> LinkEstimate | None:
+        """The estimate of this direction, else that of the other one, else None."""
+        return self.estimates.get((source, target)) or self.estimates.get((target, source))
+
+    def forget(self, worker: str) -> None:
+        """Drop every pair of a worker that left."""
+        for pair in [p for p in self.estimates if worker in p]:
+            del self.estimates[pair]
+
+    def _blend(self, pair: Pair, bandwidth_bps: float, latency_s: float, weight: float) -> None:
+        old = self.estimates.get(pair)
+        if old is not None:
+            bandwidth_bps = old.bandwidth_bps + weight * (bandwidth_bps - old.bandwidth_bps)
+            latency_s = old.latency_s + weight * (latency_s - old.latency_s)
+        self.estimates[pair] = LinkEstimate(bandwidth_bps, latency_s)
+
+
+def judge_link(source: str, target: str, bandwidth_bps: float, rtt_s: float) -> str | None:
+    """Why these figures cannot be true, None when they can."""
+    if not isfinite(bandwidth_bps) or not MIN_BANDWIDTH_BPS <= bandwidth_bps <= MAX_BANDWIDTH_BPS:
+        return (
+            f"{source} reports {bandwidth_bps:.3g} bit/s to {target}; "
+            f"possible are {MIN_BANDWIDTH_BPS:.0e} to {MAX_BANDWIDTH_BPS:.0e}"
+        )
+    if not isfinite(rtt_s) or not 0.0 <= rtt_s <= MAX_RTT_S:
+        return f"{source} reports a round trip of {rtt_s:.3g} s to {target}; possible are 0 to {MAX_RTT_S:.0f}"
+    return None
+
+
+def judge_timing(worker: str, op: str, seconds: float, flops: int) -> str | None:
+    """Why ``worker`` cannot have run ``flops`` of ``op`` in ``seconds``, None when it can."""
+    if not isfinite(seconds) or not 0.0 <= seconds <= MAX_OP_S:
+        return f"{worker} reports {seconds:.3g} s for {op}; possible are 0 to {MAX_OP_S:.0f}"
+    if flops / max(seconds, NOISE_FLOOR_S) > MAX_FLOPS_PER_S:
+        return (
+            f"{worker} reports {seconds:.3g} s for {op} of {flops / 1e9:.3g} GFLOP, "
+            f"{flops / max(seconds, NOISE_FLOOR_S) / 1e12:.0f} TFLOP/s; no device does more than "
+            f"{MAX_FLOPS_PER_S / 1e12:.0f}"
+        )
+    return None
+
+
+def judge_step(worker: str, busy_s: float, elapsed_s: float) -> str | None:
+    """Why a stage cannot have been busy for ``busy_s`` of a step that took ``elapsed_s``."""
+    if not isfinite(busy_s) or busy_s < 0.0:
+        return f"{worker} reports {busy_s:.3g} busy seconds in a step"
+    if busy_s > 1.5 * elapsed_s + 0.1:  # clocks differ a little, and a report may be late
+        return f"{worker} reports {busy_s:.3g} busy seconds in a step of {elapsed_s:.3g}"
+    return None
+
+
+# Sharing shows when flows that each reach the rate alone reach it together only in sum.
+SHARED_BELOW = 0.75  # of the sum of the solo rates
+
+
+def infer_shared(
+    solo: Mapping[Pair, float], together: Iterable[Mapping[Pair, float]], sites: Mapping[str, str]
+) -> tuple[Uplink, ...]:
+    """Shared uplinks, from concurrent probes and from declared sites.
+
+    ``solo``: bit/s of each pair probed alone; ``together``: bit/s of pairs probed at once;
+    ``sites``: worker -> site, "" for none. A concurrent probe whose sum stays below 75 % of the
+    solo sum shows that its sources (or, when those differ in nothing, its targets) share a
+    rate: the sum. Members of a site that no concurrent probe covers share the best rate that any
+    of them reached alone, towards and from outside.
+    """
+    rates: dict[frozenset[str], list[float]] = {}
+    for probe in together:
+        alone = sum(solo.get(pair, 0.0) for pair in probe)
+        total = sum(probe.values())
+        if len(probe) < 2 or total >= SHARED_BELOW * alone:
+            continue
+        members, direction = _sharing(list(probe), sites)
+        rates.setdefault(members, [0.0, 0.0])[direction] = total
+    for name in sorted(set(sites.values()) - {""}):
+        members = frozenset(w for w, site in sites.items() if site == name)
+        known = rates.setdefault(members, [0.0, 0.0])
+        up = [bps for (a, b), bps in solo.items() if a in members and b not in members]
+        down = [bps for (a, b), bps in solo.items() if a not in members and b in members]
+        known[0] = known[0] or max(up, default=0.0)
+        known[1] = known[1] or max(down, default=0.0)
+    return tuple(
+        Uplink(_uplink_name(members, sites), tuple(sorted(members)), up or float("inf"), down or float("inf"))
+        for members, (up, down) in sorted(rates.items(), key=lambda item: sorted(item[0]))
+        if up or down
+    )
+
+
+def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset[str], int]:
+    """(members, 0 for up or 1 for down) of the line that these concurrent pairs share."""
+    sources = {a for a, _ in pairs}
+    targets = {b for _, b in pairs}
+    shares_down = len(targets) == 1 or len({sites.get(b, "") or b for b in targets}) == 1
+    shares_up = len(sources) == 1 or len({sites.get(a, "") or a for a in sources}) == 1
+    ends, direction = (targets, 1) if shares_down and not shares_up else (sources, 0)
+    named = {sites.get(w, "") for w in ends}
+    if len(ends) > 1 and len(named) == 1 and "" not in named:
+        site = named.pop()
+        ends = {w for w, s in sites.items() if s == site}
+    return frozenset(ends), direction
+
+
+def _uplink_name(members: frozenset[str], sites: Mapping[str, str]) -> str:
+    named = {sites.get(w, "") for w in members}
+    only = named.pop() if len(named) == 1 else ""
+    return only if only and len(members) > 1 else "+".join(sorted(members)[:3])
