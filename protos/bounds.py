@@ -1,0 +1,90 @@
+"""Checks on what a peer sent: every count, length, number and name has a bound.
+
+Each check returns the value it was given or raises BadFrame with the numbers; the caller closes
+the connection or refuses the call, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sized
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeVar
+
+from atoll.errors import BadFrame
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+_S = TypeVar("_S", bound=Sized)
+_E = TypeVar("_E", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Largest sizes accepted from a peer."""
+
+    ops: int = 200_000
+    items: int = 100_000  # entries of any list that has no bound of its own
+    args: int = 4096  # of one op, and of one nested tuple
+    nesting: int = 8  # depth of tuples within an argument
+    outputs: int = 4096  # of one op
+    dims: int = 16
+    tensor_bytes: int = 64 * 2**30
+    name_chars: int = 1024
+    text_chars: int = 16_384
+    stages: int = 4096
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def text(what: str, value: str, limit: int) -> str:
+    """``value`` when it has at most ``limit`` characters."""
+    if len(value) > limit:
+        raise BadFrame(f"{what} has {len(value)} characters; at most {limit} are accepted")
+    return value
+
+
+def name(what: str, value: str, limits: Limits) -> str:
+    """A non-empty name of bounded length."""
+    if not value:
+        raise BadFrame(f"{what} is empty")
+    return text(what, value, limits.name_chars)
+
+
+def count(what: str, items: _S, limit: int) -> _S:
+    """``items`` when there are at most ``limit`` of them."""
+    if len(items) > limit:
+        raise BadFrame(f"{what}: {len(items)} entries; at most {limit} are accepted")
+    return items
+
+
+def within(what: str, value: int, low: int, high: int) -> int:
+    """``value`` when low <= value <= high."""
+    if not low <= value <= high:
+        raise BadFrame(f"{what} = {value}; {low} to {high} are accepted")
+    return value
+
+
+def number(what: str, value: float, low: float = 0.0, high: float = math.inf) -> float:
+    """A finite number with low <= value <= high."""
+    if not math.isfinite(value) or not low <= value <= high:
+        raise BadFrame(f"{what} = {value}; a finite number from {low} to {high} is accepted")
+    return value
+
+
+def one_of(what: str, value: str, kind: type[_E]) -> _E:
+    """The member of ``kind`` called ``value``."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise BadFrame(f"{what} {value[:64]!r} is unknown; known are {known}") from None
+
+
+def blob_hash(what: str, value: str) -> str:
+    """A sha256 in 64 lower-case hexadecimal digits."""
+    if _HASH.fullmatch(value) is None:
+        raise BadFrame(f"{what} {value[:80]!r} is not a sha256 in 64 hexadecimal digits")
+    return value

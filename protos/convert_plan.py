@@ -1,0 +1,313 @@
+"""Plans and stage programs between pb2 and atoll's types; what arrives is bounded and checked."""
+
+from __future__ import annotations
+
+from atoll.errors import BadFrame
+from atoll.microbatch import ScheduleName
+from atoll.opdag import OpNode, Source, leaf_refs, op_refs
+from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
+from atoll.program import Produced, Received, StageProgram, TiedParameter
+from protos import atoll_job_pb2 as pb
+from protos import bounds
+from protos.bounds import Limits
+from protos.convert_graph import meta_from_proto, meta_to_proto, node_from_proto, node_to_proto
+
+_U32 = 2**32 - 1
+
+
+def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
+    """What the timeline says of a plan."""
+    message = pb.Prediction(
+        step_s=prediction.step_s,
+        lower_bound_s=prediction.lower_bound_s,
+        bottleneck=prediction.bottleneck,
+        reason=prediction.reason,
+        stages=[
+            pb.StagePrediction(
+                worker=s.worker,
+                compute_s=s.compute_s,
+                busy_share=s.busy_share,
+                memory_bytes=s.memory_bytes,
+                memory_limit_bytes=s.memory_limit_bytes,
+            )
+            for s in prediction.stages
+        ],
+        links=[
+            pb.LinkPrediction(
+                source=link.source,
+                target=link.target,
+                bytes_per_step=link.bytes_per_step,
+                busy_s=link.busy_s,
+            )
+            for link in prediction.links
+        ],
+        commit_s=prediction.commit_s,
+        single_machine=prediction.single_machine,
+        notes=prediction.notes,
+    )
+    if prediction.single_machine_s is not None:
+        message.single_machine_s = prediction.single_machine_s
+    return message
+
+
+def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
+    """What the timeline says of a plan; for people, so its figures are not judged."""
+
+    def words(what: str, value: str) -> str:
+        return bounds.text(what, value, limits.text_chars)
+
+    return Prediction(
+        step_s=message.step_s,
+        lower_bound_s=message.lower_bound_s,
+        bottleneck=words("bottleneck", message.bottleneck),
+        reason=words("reason", message.reason),
+        stages=tuple(
+            StagePrediction(
+                worker=words("worker", s.worker),
+                compute_s=s.compute_s,
+                busy_share=s.busy_share,
+                memory_bytes=s.memory_bytes,
+                memory_limit_bytes=s.memory_limit_bytes,
+            )
+            for s in bounds.count("predicted stages", message.stages, limits.stages)
+        ),
+        links=tuple(
+            LinkPrediction(words("worker", p.source), words("worker", p.target), p.bytes_per_step, p.busy_s)
+            for p in bounds.count("predicted links", message.links, limits.items)
+        ),
+        commit_s=message.commit_s,
+        single_machine_s=message.single_machine_s if message.HasField("single_machine_s") else None,
+        single_machine=words("single machine", message.single_machine),
+        notes=tuple(words("note", note) for note in bounds.count("notes", message.notes, limits.args)),
+    )
+
+
+def plan_to_proto(plan: Plan) -> pb.Plan:
+    """One versioned plan with its prediction."""
+    message = pb.Plan(
+        job=plan.job,
+        version=plan.version,
+        dag_hash=plan.dag_hash,
+        eval_dag_hash=plan.eval_dag_hash,
+        partitioner=plan.partitioner,
+        schedule=plan.schedule.value,
+        n_micro=plan.n_micro,
+        stages=[
+            pb.StageSpec(
+                start=s.start,
+                stop=s.stop,
+                eval_start=s.eval_start,
+                eval_stop=s.eval_stop,
+                workers=s.workers,
+                warmup=s.warmup,
+            )
+            for s in plan.stages
+        ],
+        links=[
+            pb.LinkSpec(source=link.source, target=link.target, codec=link.codec, ratio=link.ratio)
+            for link in plan.links
+        ],
+        left_out=[pb.LeftOut(worker=worker, why=why) for worker, why in plan.left_out],
+    )
+    if plan.prediction is not None:
+        message.prediction.CopyFrom(prediction_to_proto(plan.prediction))
+    return message
+
+
+def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
+    """One versioned plan; ``atoll.plan.validate`` checks it against its DAG."""
+    stages = bounds.count("stages", message.stages, limits.stages)
+    n_stages = len(stages)
+    links = bounds.count("links", message.links, limits.items)
+    return Plan(
+        job=bounds.name("job", message.job, limits),
+        version=message.version,
+        dag_hash=_optional_hash("dag_hash", message.dag_hash),
+        eval_dag_hash=_optional_hash("eval_dag_hash", message.eval_dag_hash),
+        partitioner=bounds.name("partitioner", message.partitioner, limits),
+        schedule=bounds.one_of("schedule", message.schedule, ScheduleName),
+        n_micro=bounds.within("n_micro", message.n_micro, 1, 4096),
+        stages=tuple(_stage_from_proto(stage, limits) for stage in stages),
+        links=tuple(
+            LinkSpec(
+                source=bounds.within("source stage of a link", link.source, 0, n_stages - 1),
+                target=bounds.within("target stage of a link", link.target, 0, n_stages - 1),
+                codec=bounds.name("codec", link.codec, limits),
+                ratio=bounds.number("compression ratio", link.ratio),
+            )
+            for link in links
+        ),
+        left_out=tuple(
+            (bounds.name("worker", o.worker, limits), bounds.text("why", o.why, limits.text_chars))
+            for o in bounds.count("workers left out", message.left_out, limits.items)
+        ),
+        prediction=(
+            prediction_from_proto(message.prediction, limits) if message.HasField("prediction") else None
+        ),
+    )
+
+
+def _stage_from_proto(message: pb.StageSpec, limits: Limits) -> StageSpec:
+    workers = bounds.count("workers of a stage", message.workers, limits.stages)
+    if not workers:
+        raise BadFrame("a stage without a worker")
+    stop = bounds.within("stop of a stage", message.stop, 0, limits.ops)
+    eval_stop = bounds.within("eval_stop of a stage", message.eval_stop, 0, limits.ops)
+    return StageSpec(
+        start=bounds.within("start of a stage", message.start, 0, stop),
+        stop=stop,
+        eval_start=bounds.within("eval_start of a stage", message.eval_start, 0, eval_stop),
+        eval_stop=eval_stop,
+        workers=tuple(bounds.name("worker", worker, limits) for worker in workers),
+        warmup=bounds.within("warmup", message.warmup, 0, 4096),
+    )
+
+
+def program_to_proto(program: StageProgram) -> pb.StageProgram:
+    """One stage's share of the DAG."""
+    message = pb.StageProgram(
+        stage=program.stage,
+        n_stages=program.n_stages,
+        ops=[pb.PlacedOp(position=op, node=node_to_proto(node)) for op, node in program.ops],
+        constant_ops=sorted(program.constant_ops),
+        received=[_received_to_proto(r) for r in program.received],
+        produced=[
+            pb.Produced(op=p.op, targets=p.targets, requires_grad=p.requires_grad, grad_from=p.grad_from)
+            for p in program.produced
+        ],
+        inputs=program.inputs,
+        parameters=program.parameters,
+        buffers=program.buffers,
+        constants=program.constants,
+        tied=[pb.Tied(name=t.name, holders=t.holders, index=t.index) for t in program.tied],
+    )
+    if program.loss is not None:
+        message.loss = program.loss
+    return message
+
+
+def program_from_proto(message: pb.StageProgram, limits: Limits) -> StageProgram:
+    """One stage's share; positions ascend, references name earlier ops, received values or
+    declared leaves, and every neighbour is another stage of the plan."""
+    n_stages = bounds.within("n_stages", message.n_stages, 1, limits.stages)
+    stage = bounds.within("stage", message.stage, 0, n_stages - 1)
+    program = StageProgram(
+        stage=stage,
+        n_stages=n_stages,
+        ops=tuple(
+            (bounds.within("op position", p.position, 0, limits.ops), node_from_proto(p.node, limits))
+            for p in bounds.count("ops", message.ops, limits.ops)
+        ),
+        constant_ops=frozenset(bounds.count("constant ops", message.constant_ops, limits.ops)),
+        received=tuple(
+            _received_from_proto(r, stage, limits)
+            for r in bounds.count("received values", message.received, limits.items)
+        ),
+        produced=tuple(
+            _produced_from_proto(p, stage, n_stages)
+            for p in bounds.count("produced values", message.produced, limits.items)
+        ),
+        inputs=_names("inputs", message.inputs, limits),
+        parameters=_names("parameters", message.parameters, limits),
+        buffers=_names("buffers", message.buffers, limits),
+        constants=_names("constants", message.constants, limits),
+        tied=tuple(_tied_from_proto(t, stage, n_stages, limits) for t in message.tied),
+        loss=message.loss if message.HasField("loss") else None,
+    )
+    _check_program(program)
+    return program
+
+
+def _received_to_proto(received: Received) -> pb.Received:
+    message = pb.Received(
+        op=received.op,
+        source=received.source,
+        requires_grad=received.requires_grad,
+        grad_to=received.grad_to,
+        meta=meta_to_proto(received.meta),
+    )
+    if received.grad_from is not None:
+        message.grad_from = received.grad_from
+    return message
+
+
+def _received_from_proto(message: pb.Received, stage: int, limits: Limits) -> Received:
+    if stage == 0:
+        raise BadFrame("stage 0 receives no value, since no stage comes before it")
+    source = bounds.within("source stage of a value", message.source, 0, stage - 1)
+    grad_from = None
+    if message.HasField("grad_from"):
+        grad_from = bounds.within("stage a gradient comes from", message.grad_from, stage + 1, limits.stages)
+    return Received(
+        op=bounds.within("position of a received value", message.op, 0, limits.ops),
+        source=source,
+        requires_grad=message.requires_grad,
+        grad_from=grad_from,
+        grad_to=bounds.within("stage a gradient goes to", message.grad_to, source, stage - 1),
+        meta=meta_from_proto(message.meta, limits),
+    )
+
+
+def _produced_from_proto(message: pb.Produced, stage: int, n_stages: int) -> Produced:
+    targets = tuple(bounds.count("targets of a value", message.targets, n_stages))
+    if not targets or list(targets) != sorted(set(targets)) or targets[0] <= stage or targets[-1] >= n_stages:
+        raise BadFrame(f"value {message.op} of stage {stage} goes to stages {targets} of {n_stages}")
+    if message.grad_from != targets[0]:
+        raise BadFrame(f"gradient of value {message.op} comes from {message.grad_from}, not {targets[0]}")
+    return Produced(message.op, targets, message.requires_grad, message.grad_from)
+
+
+def _tied_from_proto(message: pb.Tied, stage: int, n_stages: int, limits: Limits) -> TiedParameter:
+    holders = tuple(bounds.count("holders of a tied parameter", message.holders, n_stages))
+    if list(holders) != sorted(set(holders)) or stage not in holders or holders[-1] >= n_stages:
+        raise BadFrame(f"tied parameter {message.name[:64]!r} of stage {stage} is held by {holders}")
+    index = bounds.within("index of a tied parameter", message.index, 0, limits.items)
+    return TiedParameter(bounds.name("tied parameter", message.name, limits), holders, index)
+
+
+def _check_program(program: StageProgram) -> None:
+    positions = [op for op, _ in program.ops]
+    if positions != sorted(set(positions)):
+        raise BadFrame(f"op positions of stage {program.stage} do not ascend")
+    here = set(positions)
+    if not program.constant_ops <= here:
+        raise BadFrame(f"constant ops {sorted(program.constant_ops - here)[:8]} are not in the stage")
+    known = {r.op for r in program.received}
+    leaves = {
+        Source.INPUT: set(program.inputs),
+        Source.PARAMETER: set(program.parameters),
+        Source.BUFFER: set(program.buffers),
+        Source.CONSTANT: set(program.constants),
+    }
+    if len(known) != len(program.received) or known & here:
+        raise BadFrame(f"stage {program.stage} receives a value twice or one that it computes")
+    for position, node in program.ops:
+        _check_node(position, node, known, leaves)
+        known.add(position)
+    for produced in program.produced:
+        if produced.op not in here:
+            raise BadFrame(f"produced value {produced.op} is not computed by stage {program.stage}")
+    if program.loss is not None and program.loss not in here:
+        raise BadFrame(f"loss at op {program.loss} is not computed by stage {program.stage}")
+    if not {t.name for t in program.tied} <= leaves[Source.PARAMETER]:
+        raise BadFrame(f"stage {program.stage} ties a parameter that it does not hold")
+
+
+def _check_node(position: int, node: OpNode, known: set[int], leaves: dict[Source, set[str]]) -> None:
+    for op in op_refs(node):
+        if op not in known:
+            raise BadFrame(f"op {position} ({node.name}) reads op {op}, neither computed before nor received")
+    for leaf in leaf_refs(node):
+        if leaf.name not in leaves[leaf.source]:
+            raise BadFrame(f"op {position} ({node.name}) reads undeclared {leaf.source.value} {leaf.name!r}")
+
+
+def _names(what: str, names: object, limits: Limits) -> tuple[str, ...]:
+    found = tuple(bounds.name(what, str(n), limits) for n in bounds.count(what, list(names), limits.items))  # type: ignore[call-overload]
+    if len(set(found)) != len(found):
+        raise BadFrame(f"{what} repeat a name")
+    return found
+
+
+def _optional_hash(what: str, value: str) -> str:
+    return bounds.blob_hash(what, value) if value else value
