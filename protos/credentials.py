@@ -1,0 +1,473 @@
+"""TLS identities and join tokens: who may enter, and how two ends know each other.
+
+The coordinator is its own certificate authority (EC P-256). A join token carries the CA's
+certificate, so the first call of a new worker is already verified; the coordinator answers it
+with a certificate for the worker's key. From then on both ends of every connection show a
+certificate, and a client checks the name: ``coordinator`` or the peer's worker id, wherever the
+machine happens to live. No secret appears in a repr, an error or a log.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import datetime as dt
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import struct
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from atoll.errors import AccessDenied, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+COORDINATOR = "coordinator"
+WORKER_ID = re.compile(r"w-[0-9a-z](?:[0-9a-z-]{0,40}[0-9a-z])?")
+"""A worker's id is one DNS label, so that TLS itself can check it."""
+
+CA_LIFETIME = dt.timedelta(days=3650)
+CERTIFICATE_LIFETIME = dt.timedelta(days=365)
+RENEW_BEFORE = dt.timedelta(days=30)
+CLOCK_SKEW = dt.timedelta(days=1)
+"""How far a volunteer's clock may run behind ours before a fresh certificate looks unborn."""
+
+MAX_PEM_BYTES = 16 * 1024
+MAX_TOKEN_CHARS = 8 * 1024
+SECRET_BYTES = 16
+TOKEN_PREFIX = "atoll1_"  # noqa: S105 - names the format, opens nothing
+_TOKEN_HEAD = struct.Struct("!BHB")  # version, work port, secret length
+_TOKEN_VERSION = 1
+
+
+# ---------------------------------------------------------------- identities
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One end's name, private key, certificate and the CA it trusts."""
+
+    name: str  # worker id, or "coordinator"
+    key_pem: bytes = field(repr=False)
+    certificate_pem: bytes = field(repr=False)
+    ca_pem: bytes = field(repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.certificate_pem)
+
+    def expires(self) -> dt.datetime:
+        return _certificate(self.certificate_pem).not_valid_after_utc
+
+    def save(self, directory: Path) -> None:
+        """Write key, certificate and CA with mode 0600 into ``directory`` (0700).
+
+        Raises StorageError when the disk refuses.
+        """
+        _make_private(directory)
+        _write_private(directory / "ca.pem", self.ca_pem)
+        _write_private(directory / "key.pem", self.key_pem)
+        # The certificate last: an identity without one counts as absent.
+        _write_private(directory / "certificate.pem", self.certificate_pem)
+
+    @classmethod
+    def load(cls, directory: Path) -> Identity | None:
+        """The identity stored in ``directory``, or None when there is none.
+
+        Raises AccessDenied when the stored files do not belong together.
+        """
+        paths = [directory / name for name in ("key.pem", "certificate.pem", "ca.pem")]
+        if not all(path.is_file() for path in paths):
+            return None
+        key, certificate, ca = (_read(path) for path in paths)
+        return identity_from(key, certificate, ca)
+
+
+def identity_from(key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> Identity:
+    """Check that key, certificate and CA belong together; the name is the certificate's.
+
+    Raises AccessDenied.
+    """
+    name = verify_certificate(certificate_pem, ca_pem)
+    public = _certificate(certificate_pem).public_key()
+    if _spki(_private_key(key_pem).public_key()) != _spki(public):
+        raise AccessDenied(f"the private key does not belong to the certificate of {name}; join again")
+    return Identity(name, key_pem, certificate_pem, ca_pem)
+
+
+def new_key() -> bytes:
+    """A fresh P-256 private key, PEM."""
+    return _key_pem(ec.generate_private_key(ec.SECP256R1()))
+
+
+def signing_request(key_pem: bytes, name: str) -> bytes:
+    """CSR (PEM) for ``key_pem``; the coordinator chooses the id, ``name`` is for people."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64] or "worker")])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    return request.sign(_private_key(key_pem), hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def new_worker_id() -> str:
+    """A random id such as ``w-7f3a2c``; the caller checks that it is not taken."""
+    return "w-" + secrets.token_hex(3)
+
+
+def fingerprint(certificate_pem: bytes) -> str:
+    """SHA-256 of the certificate's DER form, hex; what a person may compare by eye."""
+    return _certificate(certificate_pem).fingerprint(hashes.SHA256()).hex()
+
+
+def verify_certificate(certificate_pem: bytes, ca_pem: bytes, now: dt.datetime | None = None) -> str:
+    """Return the name that the CA vouches for.
+
+    Raises AccessDenied when the CA did not sign it or it is not valid at ``now``.
+    """
+    certificate, ca = _certificate(certificate_pem), _certificate(ca_pem)
+    now = now or dt.datetime.now(dt.UTC)
+    try:
+        certificate.verify_directly_issued_by(ca)
+    except (InvalidSignature, ValueError, TypeError):
+        raise AccessDenied("certificate was not issued by this coordinator; join with a new token") from None
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not begins <= now <= ends:
+        raise AccessDenied(
+            f"certificate is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, this machine's clock says "
+            f"{now:%Y-%m-%d %H:%M} UTC; set the clock or join again"
+        )
+    return _dns_name(certificate)
+
+
+# ---------------------------------------------------------------- the coordinator's authority
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """The coordinator's certificate authority; lives in ``<state>/ca``."""
+
+    key_pem: bytes = field(repr=False)
+    certificate_pem: bytes = field(repr=False)
+
+    @classmethod
+    def open(cls, directory: Path) -> Authority:
+        """Load the CA in ``directory``, or create it there once.
+
+        Raises StorageError when the disk refuses or only half of a CA is there.
+        """
+        key_path, certificate_path = directory / "ca-key.pem", directory / "ca.pem"
+        if certificate_path.exists():
+            if not key_path.exists():
+                raise StorageError(f"{key_path} is missing beside ca.pem; restore it from a backup")
+            return cls(_read(key_path), _read(certificate_path))
+        _make_private(directory)
+        made = cls._create()
+        _write_private(key_path, made.key_pem)
+        # Certificate last and by rename: a crash in between leaves no CA, not half of one.
+        _write_private(certificate_path, made.certificate_pem)
+        return made
+
+    @classmethod
+    def _create(cls) -> Authority:
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"atoll {secrets.token_hex(4)}")])
+        builder = (
+            _builder(key.public_key(), name, name, CA_LIFETIME)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(_usage(ca=True), critical=True)
+        )
+        certificate = builder.sign(key, hashes.SHA256())
+        return cls(_key_pem(key), certificate.public_bytes(serialization.Encoding.PEM))
+
+    @property
+    def certificate_der(self) -> bytes:
+        return _certificate(self.certificate_pem).public_bytes(serialization.Encoding.DER)
+
+    def server_identity(self) -> Identity:
+        """A fresh key and certificate for the coordinator's own ports; made at every start."""
+        key_pem = new_key()
+        return Identity(
+            COORDINATOR,
+            key_pem,
+            self._issue(_private_key(key_pem).public_key(), COORDINATOR),
+            self.certificate_pem,
+        )
+
+    def sign(self, csr_pem: bytes, worker_id: str) -> bytes:
+        """Certificate (PEM) that binds the CSR's key to ``worker_id``; the CSR's own names are ignored.
+
+        Raises AccessDenied for a malformed request or id.
+        """
+        if not WORKER_ID.fullmatch(worker_id):
+            raise AccessDenied(f"worker id {worker_id[:60]!r} is not of the form w-7f3a2c")
+        if len(csr_pem) > MAX_PEM_BYTES:
+            raise AccessDenied(f"certificate request of {len(csr_pem)} bytes; at most {MAX_PEM_BYTES}")
+        try:
+            request = x509.load_pem_x509_csr(csr_pem)
+            key = request.public_key()
+            valid = request.is_signature_valid
+        except ValueError:
+            raise AccessDenied("certificate request is malformed; update this worker") from None
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise AccessDenied("certificate request must hold a P-256 key; update this worker")
+        if not valid:
+            raise AccessDenied("certificate request is not signed by its own key")
+        return self._issue(key, worker_id)
+
+    def _issue(self, public: ec.EllipticCurvePublicKey, name: str) -> bytes:
+        ca = _certificate(self.certificate_pem)
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        builder = (
+            _builder(public, subject, ca.subject, CERTIFICATE_LIFETIME)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(ca=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        )
+        signed = builder.sign(_private_key(self.key_pem), hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM)
+
+
+# ---------------------------------------------------------------- join tokens
+
+
+@dataclass(frozen=True, slots=True)
+class JoinToken:
+    """What ``atoll serve`` prints and ``atoll-worker join --token`` takes."""
+
+    ca_der: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
+    work_port: int  # a hint; 0 = ask the entry port
+
+    @property
+    def ca_pem(self) -> bytes:
+        return x509.load_der_x509_certificate(self.ca_der).public_bytes(serialization.Encoding.PEM)
+
+    @property
+    def presented(self) -> str:
+        """The part that travels to the coordinator: the secret alone, printable."""
+        return base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
+
+    def encode(self) -> str:
+        """``atoll1_`` + base64url(version, port, secret, CA DER, crc32)."""
+        body = _TOKEN_HEAD.pack(_TOKEN_VERSION, self.work_port, len(self.secret)) + self.secret + self.ca_der
+        body += struct.pack("!I", zlib.crc32(body))
+        return TOKEN_PREFIX + base64.urlsafe_b64encode(body).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, text: str) -> JoinToken:
+        """Parse a token as pasted by a person. Raises AccessDenied, saying what is wrong with it."""
+        text = "".join(text.split())
+        if not text.startswith(TOKEN_PREFIX):
+            raise AccessDenied(f"this is no join token: it must begin with {TOKEN_PREFIX}; copy it whole")
+        if len(text) > MAX_TOKEN_CHARS:
+            raise AccessDenied(
+                f"join token of {len(text)} characters; at most {MAX_TOKEN_CHARS}; copy it whole"
+            )
+        encoded = text.removeprefix(TOKEN_PREFIX)
+        try:
+            body = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            raise AccessDenied(
+                "join token holds characters that do not belong there; copy it again"
+            ) from None
+        if len(body) < _TOKEN_HEAD.size + 4 or zlib.crc32(body[:-4]) != struct.unpack("!I", body[-4:])[0]:
+            raise AccessDenied("join token is damaged or cut off (checksum differs); copy it whole")
+        version, port, secret_bytes = _TOKEN_HEAD.unpack_from(body)
+        if version != _TOKEN_VERSION:
+            raise AccessDenied(
+                f"join token of version {version}, this is version {_TOKEN_VERSION}; update atoll"
+            )
+        start = _TOKEN_HEAD.size
+        token = cls(body[start + secret_bytes : -4], body[start : start + secret_bytes], port)
+        if len(token.secret) < SECRET_BYTES or len(token.secret) != secret_bytes:
+            raise AccessDenied("join token holds no usable secret; ask for a new one")
+        if token.encode() != text:
+            raise AccessDenied("join token is not written as it was issued; copy it again")
+        try:
+            x509.load_der_x509_certificate(token.ca_der)
+        except ValueError:
+            raise AccessDenied("join token holds no readable certificate; ask for a new one") from None
+        return token
+
+
+def new_token(authority: Authority, work_port: int = 0) -> JoinToken:
+    """A token with a fresh 128-bit secret; store only ``secret_hash(token.presented)``."""
+    return JoinToken(authority.certificate_der, secrets.token_bytes(SECRET_BYTES), work_port)
+
+
+def secret_hash(presented: str) -> str:
+    """What the coordinator stores of a secret: SHA-256, hex. The secret has 128 random bits, so
+    a slow hash would add nothing."""
+    return hashlib.sha256(b"atoll join secret\0" + presented.encode("utf-8", "replace")).hexdigest()
+
+
+def token_id(presented: str) -> str:
+    """Short public name of a token, for lists and logs; says nothing of the secret."""
+    return "t-" + secret_hash(presented)[:8]
+
+
+def matching_hash(presented: str, stored: Iterable[str]) -> str | None:
+    """The stored hash that ``presented`` opens, or None; takes the same time either way."""
+    given = secret_hash(presented[:MAX_TOKEN_CHARS])
+    found = None
+    for candidate in stored:
+        if hmac.compare_digest(given, candidate):
+            found = candidate
+    return found
+
+
+# ---------------------------------------------------------------- gRPC credentials
+
+
+def server_credentials(identity: Identity, *, mutual: bool) -> grpc.ServerCredentials:
+    """``mutual``: work and peer ports ask for a certificate; the entry port cannot."""
+    return grpc.ssl_server_credentials(
+        [(identity.key_pem, identity.certificate_pem)],
+        root_certificates=identity.ca_pem if mutual else None,
+        require_client_auth=mutual,
+    )
+
+
+def channel_credentials(ca_pem: bytes, identity: Identity | None = None) -> grpc.ChannelCredentials:
+    """Trust only ``ca_pem``; show ``identity`` where the port is mutual."""
+    if identity is None:
+        return grpc.ssl_channel_credentials(root_certificates=ca_pem)
+    return grpc.ssl_channel_credentials(
+        root_certificates=ca_pem, private_key=identity.key_pem, certificate_chain=identity.certificate_pem
+    )
+
+
+def name_options(expected: str) -> list[tuple[str, str]]:
+    """Channel options that make TLS demand the name ``expected``, whatever address was dialled."""
+    return [("grpc.ssl_target_name_override", expected), ("grpc.default_authority", expected)]
+
+
+def peer_name(auth_context: Mapping[str, Sequence[bytes]]) -> str | None:
+    """The name in the client's verified certificate; None without one (insecure or entry port)."""
+    if auth_context.get("transport_security_type", [b""])[0] != b"ssl":
+        return None
+    names = auth_context.get("x509_subject_alternative_name") or ()
+    if len(names) != 1:
+        return None
+    return names[0].decode("ascii", "replace")
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _builder(
+    public: ec.EllipticCurvePublicKey, subject: x509.Name, issuer: x509.Name, lifetime: dt.timedelta
+) -> x509.CertificateBuilder:
+    now = dt.datetime.now(dt.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCK_SKEW)
+        .not_valid_after(now + lifetime)
+    )
+
+
+def _usage(*, ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not ca,
+        key_cert_sign=ca,
+        crl_sign=ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _certificate(pem: bytes) -> x509.Certificate:
+    if len(pem) > MAX_PEM_BYTES:
+        raise AccessDenied(f"certificate of {len(pem)} bytes; at most {MAX_PEM_BYTES}")
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except ValueError:
+        raise AccessDenied("certificate is malformed; join again") from None
+
+
+def _private_key(pem: bytes) -> ec.EllipticCurvePrivateKey:
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError):
+        raise AccessDenied("private key is malformed; remove the identity and join again") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise AccessDenied("private key is not an elliptic-curve key; remove the identity and join again")
+    return key
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _spki(key: object) -> bytes:
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise AccessDenied("certificate does not hold an elliptic-curve key")
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _dns_name(certificate: x509.Certificate) -> str:
+    try:
+        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except (x509.ExtensionNotFound, ValueError):
+        raise AccessDenied("certificate carries no name") from None
+    names = extension.value.get_values_for_type(x509.DNSName)
+    if len(names) != 1:
+        raise AccessDenied(f"certificate carries {len(names)} names, expected one")
+    return str(names[0])
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot create {directory}: {error.strerror}; choose another state directory"
+        ) from None
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    """Replace ``path`` atomically; nobody else can read it at any moment."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; free space or choose another state directory"
+        ) from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_PEM_BYTES + 1)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
