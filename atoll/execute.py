@@ -334,7 +334,7 @@ class Executor:
         for r in self.program.received:
             value = received[r.op].detach()
             if r.requires_grad and self._differentiate:
-                value = _Boundary.apply(self._anchor, value, graph.sink, r.op)
+                value = _Boundary.apply(self._anchor, value, graph.sink, r.op)  # type: ignore[no-untyped-call]
                 if r.grad_from is not None:
                     graph.roots.append((r.op, value))
             values[self._op_slots[r.op]] = value
