@@ -238,6 +238,26 @@ class Executor:
             self._live[micro] = graph
         return out
 
+    def bind(self, inputs: Mapping[str, Tensor], received: Mapping[int, Tensor]) -> Callable[[], Any]:
+        """The first op as a call on these very tensors, in the caller's gradient mode: what a
+        timing of that op repeats."""
+        values = self._template.copy()
+        for name, slot in self._input_slots.items():
+            values[slot] = inputs[name]
+        for op, value in received.items():
+            values[self._op_slots[op]] = value
+        segment = (self._segments or self._constants)[0]
+        call, get, _, _ = segment.steps[0]
+        setting = segment.autocast
+        if setting is None:
+            return lambda: call(*get(values))
+
+        def under_autocast() -> Any:
+            with self._autocast_mode(setting):
+                return call(*get(values))
+
+        return under_autocast
+
     def backward(
         self, micro: int, grads: Mapping[int, Tensor | None], loss_divisor: float = 1.0
     ) -> dict[int, Tensor | None]:

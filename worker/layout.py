@@ -26,7 +26,8 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     identity = tuple(range(tensor.dim()))
     if tensor.is_contiguous():
         return identity
-    order = tuple(sorted(identity, key=lambda d: (-tensor.stride(d), d)))
+    strides = tensor.stride()
+    order = tuple(sorted(identity, key=lambda d: (-strides[d], d)))
     return order if tensor.permute(order).is_contiguous() else identity
 
 

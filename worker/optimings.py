@@ -1,0 +1,286 @@
+"""Seconds of single ops on this device, forward and backward, for the planner.
+
+An op runs as it will in a stage: through the executor's own call, on random inputs of the right
+shapes, under the job's precision, with its parameters' gradients accumulating. The timings of a
+stage's ops are meant to add up to the stage, so
+
+- each op is timed over a sustained window after a warm-up, by the mean: a CPU quota slows what
+  lasts and spares what is short, and a median would not see it;
+- inputs are taken in turn from several sets, so that weights come from memory as they do when
+  a whole stage runs between two uses, where a single set would stay in the nearest cache;
+- the cost of entering the autograd engine, paid once a micro-batch and not once an op, is
+  measured and taken off every backward.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from atoll.errors import AtollError
+from atoll.execute import DTYPES, Executor
+from atoll.job import OptimizerName, Precision
+from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
+from atoll.program import Received, StageProgram
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SUSTAINED_S = 0.025  # of one op's timed window, after its warm-up
+MIN_REPETITIONS = 3
+MAX_REPETITIONS = 2000
+SETS_BYTES = 32 << 20  # what the input sets of one op should exceed together
+MAX_SETS = 8
+_POSITION = 1 << 20  # of the probed op, beyond every position it may refer to
+
+
+@dataclass(frozen=True, slots=True)
+class OpProbe:
+    """One op to time. ``op_inputs`` describe ``op_refs(node)``, ``leaves`` ``leaf_refs(node)``, in
+    order; ``op_grads`` says which op inputs require a gradient (None: guessed)."""
+
+    signature: str
+    node: OpNode
+    op_inputs: tuple[TensorMeta, ...]
+    leaves: tuple[TensorMeta, ...]
+    op_grads: tuple[bool, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpTiming:
+    forward_s: float
+    backward_s: float  # 0 where the output requires no gradient
+
+
+def time_ops(
+    probes: Sequence[OpProbe],
+    device: torch.device | str = "cpu",
+    precision: Precision = Precision.FP32,
+    budget_s: float = 30.0,
+    max_bytes: int = 1 << 30,
+    sustained_s: float = SUSTAINED_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, OpTiming]:
+    """Time each op; those that fail, exceed ``max_bytes`` or come after ``budget_s`` are left out.
+
+    An op's window is at least ``sustained_s`` and MIN_REPETITIONS runs of forward and backward,
+    so the budget may be exceeded by one op.
+    """
+    place = torch.device(device)
+    started = clock()
+    overhead = _engine_overhead(place, clock)
+    timings: dict[str, OpTiming] = {}
+    for probe in probes:
+        if clock() - started > budget_s:
+            break
+        if 3 * _probe_bytes(probe) > max_bytes or not _known_dtypes(probe):
+            continue
+        try:
+            bench = _Bench(_functional(probe), place, precision, max_bytes)
+            timings[probe.signature] = bench.time(sustained_s, overhead, clock)
+        except (RuntimeError, IndexError, TypeError, ValueError, AtollError):
+            # Random values need not be valid arguments of every op; the planner falls back on
+            # its analytic figure for what is missing here.
+            continue
+    return timings
+
+
+def time_optimizer(
+    name: OptimizerName,
+    device: torch.device | str = "cpu",
+    elements: int = 1 << 21,
+    sustained_s: float = SUSTAINED_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds per parameter element of finish_step and apply: norm, update, release."""
+    place = torch.device(device)
+    parameter = torch.nn.Parameter(torch.zeros(elements, device=place))
+    optimizer: torch.optim.Optimizer
+    if name is OptimizerName.ADAMW:
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+    else:
+        optimizer = torch.optim.SGD([parameter], lr=1e-3, momentum=0.9, fused=True)
+
+    def update() -> None:
+        parameter.grad = gradient
+        torch.linalg.vector_norm(gradient, dtype=torch.float64).item()
+        optimizer.step()
+
+    gradient = torch.full_like(parameter, 1e-3)
+    update()
+    return _sustained([update], place, sustained_s, clock) / elements
+
+
+class _Bench:
+    """One op bound to its sets of random inputs."""
+
+    def __init__(self, probe: OpProbe, device: torch.device, precision: Precision, max_bytes: int) -> None:
+        self.device = device
+        self.node = probe.node
+        size = max(1, _probe_bytes(probe))
+        n_sets = min(MAX_SETS, max(1, -(-SETS_BYTES // size)), max(1, max_bytes // (3 * size)))
+        self.calls = []
+        self.kept: list[Tensor] = []
+        for at in range(n_sets):
+            self.calls.append(self._bound(probe, precision, torch.Generator().manual_seed(at)))
+
+    def time(self, sustained_s: float, overhead_s: float, clock: Callable[[], float]) -> OpTiming:
+        with torch.set_grad_enabled(self.node.grad_enabled):
+            outputs = _tensors(self.calls[0]())
+            seeds = [torch.randn_like(o) if o.requires_grad else None for o in outputs]
+            del outputs
+            forward_s = _sustained(self.calls, self.device, sustained_s, clock)
+            if all(seed is None for seed in seeds):
+                return OpTiming(forward_s, 0.0)
+            both = [self._with_backward(call, seeds) for call in self.calls]
+            both_s = _sustained(both, self.device, sustained_s, clock)
+        return OpTiming(forward_s, max(both_s - forward_s - overhead_s, 0.0))
+
+    def _with_backward(self, call: Callable[[], Any], seeds: list[Tensor | None]) -> Callable[[], None]:
+        inputs = self.kept
+
+        def run() -> None:
+            pairs = [(o, s) for o, s in zip(_tensors(call()), seeds, strict=True) if s is not None]
+            torch.autograd.backward([o for o, _ in pairs], [s for _, s in pairs])
+            for value in inputs:
+                value.grad = None
+
+        return run
+
+    def _bound(self, probe: OpProbe, precision: Precision, generator: torch.Generator) -> Callable[[], Any]:
+        refs, leaves = op_refs(probe.node), leaf_refs(probe.node)
+        program = _program_of(probe, dict(zip(refs, probe.op_inputs, strict=True)))
+        bound = _index_bound(probe)
+        named = {
+            leaf.name: _random(meta, bound, generator, self.device)
+            for leaf, meta in zip(leaves, probe.leaves, strict=True)
+        }
+        executor = Executor(program, self.device, precision)
+        executor.load(named)
+        grads = probe.op_grads or tuple(_guess_gradient(probe.node, at) for at in range(len(refs)))
+        received = {}
+        for op, meta, wanted in zip(refs, probe.op_inputs, grads, strict=True):
+            value = _random(meta, bound, generator, self.device)
+            if wanted and probe.node.requires_grad and meta.dtype in FLOATING:
+                value.requires_grad_()
+                self.kept.append(value)
+            received[op] = value
+        return executor.bind(named, received)
+
+
+def _program_of(probe: OpProbe, metas: dict[int, TensorMeta]) -> StageProgram:
+    leaves = leaf_refs(probe.node)
+
+    def names(source: Source) -> tuple[str, ...]:
+        return tuple(leaf.name for leaf in leaves if leaf.source is source)
+
+    return StageProgram(
+        stage=0,
+        n_stages=1,
+        ops=((_POSITION, probe.node),),
+        constant_ops=frozenset(),
+        received=tuple(Received(op, 0, False, None, 0, meta) for op, meta in metas.items()),
+        produced=(),
+        inputs=names(Source.INPUT),
+        parameters=names(Source.PARAMETER),
+        buffers=names(Source.BUFFER),
+        constants=names(Source.CONSTANT),
+        tied=(),
+        loss=None,
+    )
+
+
+def _sustained(
+    calls: Sequence[Callable[[], Any]],
+    device: torch.device,
+    sustained_s: float,
+    clock: Callable[[], float],
+) -> float:
+    """Mean seconds of a call over a window of at least ``sustained_s`` and MIN_REPETITIONS,
+    after one pass through ``calls``."""
+    for call in calls:
+        call()
+    repetitions = max(MIN_REPETITIONS, len(calls))
+    runs = 0
+    _wait(device)
+    started = clock()
+    while True:
+        for at in range(repetitions):
+            calls[at % len(calls)]()
+        _wait(device)
+        runs += repetitions
+        elapsed = clock() - started
+        if elapsed >= sustained_s or runs >= MAX_REPETITIONS:
+            return elapsed / runs
+
+
+def _engine_overhead(device: torch.device, clock: Callable[[], float]) -> float:
+    """Seconds of one autograd.backward call beyond the nodes that it runs."""
+    leaf = torch.zeros((), device=device, requires_grad=True)
+    seed = torch.ones((), device=device)
+
+    def chain(length: int) -> Callable[[], None]:
+        def run() -> None:
+            value = leaf
+            for _ in range(length):
+                value = value.view_as(value)
+            torch.autograd.backward([value], [seed])
+            leaf.grad = None
+
+        return run
+
+    one, many = (_sustained([chain(n)], device, SUSTAINED_S / 4, clock) for n in (1, 33))
+    return max(one - (many - one) / 32, 0.0)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [v for v in value if isinstance(v, Tensor)]
+
+
+def _random(meta: TensorMeta, bound: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    dtype = DTYPES[meta.dtype]
+    if meta.dtype == "bool":
+        return torch.ones(meta.shape, dtype=dtype, device=device)
+    if meta.dtype in FLOATING:
+        return torch.randn(meta.shape, generator=generator).to(device, dtype)
+    return torch.randint(0, bound, meta.shape, generator=generator).to(device, dtype)
+
+
+def _index_bound(probe: OpProbe) -> int:
+    """Integers below it are valid indices into whatever table the op reads: embeddings, classes."""
+    metas = [m for m in (*probe.op_inputs, *probe.leaves) if m.dtype in FLOATING and m.shape]
+    smallest = min((size for m in metas for size in m.shape), default=2)
+    if probe.node.target.startswith("aten.embedding"):
+        smallest = metas[0].shape[0] if metas else 2
+    return max(1, min(smallest, 127))
+
+
+def _guess_gradient(node: OpNode, at: int) -> bool:
+    # Attention's fourth input is a mask: with a gradient it would force another kernel.
+    return not ("scaled_dot_product_attention" in node.target and at >= 3)
+
+
+def _functional(probe: OpProbe) -> OpProbe:
+    """In-place ops as their functional namesakes: a leaf cannot be written again and again."""
+    parts = probe.node.target.split(".")
+    if len(parts) == 3 and parts[1].endswith("_"):
+        parts[1] = parts[1].rstrip("_")
+        return replace(probe, node=replace(probe.node, target=".".join(parts)))
+    return probe
+
+
+def _probe_bytes(probe: OpProbe) -> int:
+    return sum(m.nbytes for m in (*probe.op_inputs, *probe.leaves, *probe.node.outputs))
+
+
+def _known_dtypes(probe: OpProbe) -> bool:
+    return all(m.dtype in DTYPES for m in (*probe.op_inputs, *probe.leaves))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
