@@ -1009,6 +1009,7 @@ class DataServicer:
 
     def Batches(self, request, context):
         """Micro-batches of the named inputs for steps [first, first + count), in (step, micro, input) order.
+        Evaluation data has one step, 0, of eval_batches micro-batches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
