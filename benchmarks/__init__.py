@@ -1,0 +1,1 @@
+"""Every figure in the docs comes from a script here."""

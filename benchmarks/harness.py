@@ -1,0 +1,257 @@
+"""Shared by the benchmarks: a live fleet in the lab, the rival beside it, and honest output.
+
+Everything a benchmark times is started here by the commands a user would type.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab.scenario import load_scenario
+from lab.world import open_lab
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parser(doc: str, *, scenario: str | None = None, job: str | None = None) -> argparse.ArgumentParser:
+    """The options every benchmark has, and those that apply to this one."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument(
+        "--json", action="store_true", help="print the figures as one JSON object on the last line"
+    )
+    if scenario is not None:
+        made.add_argument(
+            "--scenario", action="append", help=f"name or path; may repeat (default {scenario})"
+        )
+    if job is not None:
+        made.add_argument("--job", default=job, help="any other job file")
+    return made
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "load1": round(os.getloadavg()[0], 2),
+    }
+
+
+class CommandFailed(RuntimeError):
+    """A command of the product ended with an error."""
+
+
+class LabFleet:
+    """A coordinator and one worker per host of a scenario, running in the lab."""
+
+    def __init__(self, scenario: str) -> None:
+        self.scenario = load_scenario(scenario)
+        self._stack = contextlib.ExitStack()
+        self.python = sys.executable
+
+    def __enter__(self) -> LabFleet:
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-bench-")))
+        self.lab = self._stack.enter_context(open_lab(self.scenario))
+        self.home = self.scenario.coordinator
+        self.address = f"{self.lab.address(self.home)}:7700"
+        try:
+            self._serve()
+            for host in self.scenario.join_order:
+                self._join(host)
+            self._wait_for_pool()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _spawn(self, host: str, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+        log = (self.folder / f"{name}.log").open("wb")
+        return self.lab.popen(host, command, stdout=log, stderr=subprocess.STDOUT, env=self._environment())
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wan0"}
+
+    def _serve(self) -> None:
+        state = self.folder / "coordinator"
+        self._spawn(
+            self.home,
+            "coordinator",
+            [
+                self.python,
+                "-m",
+                "coordinator.cli",
+                "serve",
+                "--listen",
+                "0.0.0.0:7700",
+                "--state-dir",
+                str(state),
+            ],
+        )
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with contextlib.suppress(CommandFailed):
+                self.token = self.atoll("token", "create", "--name", "bench", "--json")["token"]
+                return
+            time.sleep(0.3)
+        raise CommandFailed("the coordinator did not start: " + self.log("coordinator"))
+
+    def _join(self, host: str) -> None:
+        budget = self.scenario.host(host).memory_mib
+        command = [
+            self.python,
+            "-m",
+            "worker.cli",
+            "join",
+            self.address,
+            "--token",
+            self.token,
+            "--name",
+            host,
+        ]
+        command += ["--threads", "1", "--device", "cpu", "--state-dir", str(self.folder / host)]
+        if budget:
+            command += ["--memory", f"{budget}MiB"]
+        if not self.scenario.host(host).inbound:
+            command += ["--no-inbound"]
+        self._spawn(host, host, command)
+        self._wait(lambda: host in {w["name"] for w in self.status()["workers"]}, 60, f"{host} to join", host)
+
+    def _wait_for_pool(self) -> None:
+        count = len(self.scenario.join_order)
+        self._wait(
+            lambda: sum(w["state"] == "pool" for w in self.status()["workers"]) == count,
+            60,
+            "the pool",
+            "coordinator",
+        )
+
+    def _wait(self, done: Any, seconds: float, what: str, log: str) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if done():
+                return
+            time.sleep(0.3)
+        raise CommandFailed(f"waited {seconds:.0f} s for {what}: {self.log(log)}")
+
+    def log(self, name: str) -> str:
+        """The end of a daemon's log."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace")[-3000:] if path.exists() else "(no log)"
+
+    def atoll(self, *args: str, timeout: float = 600) -> Any:
+        """Run an `atoll` command in the coordinator's host and return its JSON."""
+        command = [
+            self.python,
+            "-m",
+            "coordinator.cli",
+            *args,
+            "--state-dir",
+            str(self.folder / "coordinator"),
+        ]
+        process = self.lab.popen(
+            self.home, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment()
+        )
+        out, err = process.communicate(timeout=timeout)
+        if process.returncode:
+            raise CommandFailed(f"{' '.join(args)}: {err.decode(errors='replace')[-2000:]}")
+        lines = [line for line in out.decode().splitlines() if line.strip()]
+        return json.loads("\n".join(lines)) if lines else None
+
+    def status(self) -> dict[str, Any]:
+        with contextlib.suppress(CommandFailed):
+            found: dict[str, Any] = self.atoll("status", "--json")
+            return found
+        return {"workers": [], "jobs": []}
+
+    def train(
+        self, job: str, partitioner: str, settings: Sequence[str], timeout: float = 600
+    ) -> dict[str, Any]:
+        """Submit a job, wait for its end, return its plan, losses and seconds of every step."""
+        options = [part for setting in settings for part in ("--set", setting)]
+        submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
+        name = submitted["job"]
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            found = next(j for j in self.status()["jobs"] if j["job"] == name)
+            if found["state"] in ("finished", "failed", "cancelled"):
+                break
+            time.sleep(1.0)
+        if found["state"] != "finished":
+            raise CommandFailed(
+                f"{name} ended {found['state']}: {found.get('reason')} {self.log('coordinator')}"
+            )
+        return {"job": name, "plan": found["plan"], **self._metrics(name)}
+
+    def _metrics(self, job: str) -> dict[str, Any]:
+        with (self.folder / "coordinator" / "runs" / job / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        series: dict[str, list[float]] = {}
+        for row in rows:
+            series.setdefault(row["name"], []).append(float(row["value"]))
+        return {"step_s": series.get("step_seconds", []), "loss": series.get("loss", [])}
+
+    def rival(
+        self, job: str, hosts: Sequence[str], schedule: str, steps: int, settings: Sequence[str]
+    ) -> dict[str, Any]:
+        """torch.distributed.pipelining, one rank on each host in the given order."""
+        port = 29500 + int(time.monotonic() * 10) % 1000
+        master = f"{self.lab.address(hosts[0])}:{port}"
+        options = [part for setting in settings for part in ("--set", setting)]
+        ranks = []
+        for rank, host in enumerate(hosts):
+            command = [
+                self.python,
+                "-m",
+                "benchmarks.rivals.torch_pipeline",
+                "--job",
+                job,
+                "--rank",
+                str(rank),
+            ]
+            command += ["--world", str(len(hosts)), "--master", master, "--schedule", schedule]
+            command += ["--steps", str(steps), *options]
+            ranks.append(
+                self.lab.popen(
+                    host,
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=self._environment(),
+                    cwd=ROOT,
+                )
+            )
+        results = [p.communicate(timeout=900) for p in ranks]
+        if any(p.returncode for p in ranks):
+            raise CommandFailed(
+                "the rival failed: " + "".join(e.decode(errors="replace")[-600:] for _, e in results)
+            )
+        last = json.loads(results[-1][0].decode().strip().splitlines()[-1])
+        return {"step_s": last["seconds"], "loss": last["losses"]}
+
+
+def steady(seconds: Sequence[float], skip: int = 2) -> float:
+    """Median after the first steps, which load caches and open connections."""
+    return statistics.median(list(seconds)[skip:] or list(seconds))

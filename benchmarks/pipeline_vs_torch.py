@@ -1,0 +1,112 @@
+"""Samples a second of our plans and of torch.distributed.pipelining, alternating in one lab.
+
+torch runs over gloo with GPipe and 1F1B, an equal split by blocks, in op_fence's device order.
+Every run's losses are compared: a fast pipeline that computes something else would show here.
+
+  python -m benchmarks.pipeline_vs_torch --scenario two_islands --json
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+from benchmarks.harness import CommandFailed, LabFleet, machine, parser, steady
+from coordinator.jobfile import load_job
+
+OURS = ("op_fence", "proportional", "even")
+RIVALS = {"torch_gpipe": "gpipe", "torch_1f1b": "1f1b"}
+LOSS_TOLERANCE = 2e-3  # relative; the rival's initial weights and order of sums differ in the last bits
+
+
+def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: int) -> dict[str, Any]:
+    """One scenario: ``rounds`` alternating runs of everything."""
+    loaded = load_job(job, settings)
+    batch = next(iter(loaded.example_inputs.values())).shape[0]
+    samples = batch * loaded.training.n_micro
+    rates: dict[str, list[float]] = {name: [] for name in (*OURS, *RIVALS)}
+    plans: dict[str, Any] = {}
+    losses: dict[str, list[float]] = {}
+    limits: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    with LabFleet(scenario) as fleet:
+        for _ in range(rounds):
+            for name in OURS:
+                run = fleet.train(job, name, settings)
+                plans[name], losses[name] = run["plan"], run["loss"]
+                seconds = steady(run["step_s"])
+                rates[name].append(samples / seconds)
+                limits[name] = seconds / run["plan"]["prediction"]["lower_bound_s"]
+            order = hosts_of(fleet, plans["op_fence"])
+            for name, schedule in RIVALS.items():
+                try:
+                    run = fleet.rival(job, order, schedule, steps, settings)
+                except CommandFailed as error:
+                    refused[name] = str(error)[-500:]
+                    continue
+                losses[name] = run["loss"]
+                rates[name].append(samples / steady(run["step_s"]))
+    return {
+        "scenario": fleet.scenario.name,
+        "samples_per_s": {name: round(statistics.median(r), 4) for name, r in rates.items() if r},
+        "limit_ratio": {name: round(ratio, 4) for name, ratio in limits.items()},
+        "plan": {name: summary(plan) for name, plan in plans.items()},
+        "same_losses": agree(losses),
+        "refused": refused,
+    }
+
+
+def hosts_of(fleet: LabFleet, plan: dict[str, Any]) -> list[str]:
+    """Names of the hosts of a plan's stages, in stage order; the rival needs two at least."""
+    names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
+    hosts = [names[stage["workers"][0]] for stage in plan["stages"]]
+    return hosts if len(hosts) > 1 else list(fleet.scenario.join_order)
+
+
+def summary(plan: dict[str, Any]) -> dict[str, Any]:
+    """The cut, its devices and its prediction."""
+    return {
+        "stages": [(s["start"], s["stop"], s["workers"][0]) for s in plan["stages"]],
+        "schedule": plan["schedule"],
+        "predicted_s": plan["prediction"]["step_s"],
+        "lower_bound_s": plan["prediction"]["lower_bound_s"],
+        "bottleneck": plan["prediction"]["bottleneck"],
+    }
+
+
+def agree(losses: dict[str, list[float]]) -> bool:
+    """Whether every run's losses follow op_fence's, step by step."""
+    reference = losses["op_fence"]
+    return all(
+        abs(a - b) <= LOSS_TOLERANCE * abs(b)
+        for run in losses.values()
+        for a, b in zip(run, reference, strict=False)
+    )
+
+
+def main() -> None:
+    """Print a table a scenario and, with --json, one object (a list for several scenarios)."""
+    options = parser(__doc__, scenario="two_islands", job="examples/gpt.py")
+    options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--rounds", type=int, default=2, help="alternations of everything")
+    options.add_argument("--set", action="append", default=[], help="job override")
+    args = options.parse_args()
+    settings = [f"steps={args.steps}", f"seed={args.seed}", "n_micro=16", "eval_batches=0", *args.set]
+    found = []
+    for scenario in args.scenario or ("two_islands",):
+        result = compare(scenario, args.job, settings, args.steps, args.rounds)
+        found.append(result)
+        best = result["samples_per_s"].get("op_fence", 0.0)
+        print(f"{result['scenario']}: samples/s (op_fence over it), measured / lower bound")
+        for name, rate in result["samples_per_s"].items():
+            ratio = result["limit_ratio"].get(name)
+            print(f"  {name:<13} {rate:8.2f} ({best / rate:5.2f}x)  {f'{ratio:.2f}' if ratio else '':>5}")
+        print(f"  losses agree: {result['same_losses']}", flush=True)
+    print(f"machine {machine()}, seed {args.seed}")
+    if args.json:
+        print(json.dumps(found[0] if len(found) == 1 else found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a user would pick instead, at its best sensible settings."""

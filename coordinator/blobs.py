@@ -1,0 +1,171 @@
+"""Content-addressed store on disk: weights, data and checkpoints, named by their SHA-256.
+
+A blob lies at ``ab/cdef...``; while it arrives it is ``partial/HASH``, whose length says where to
+go on, so an upload resumes after any interruption. A blob appears under its name only when its
+bytes hash to it and are on the disk: nothing half-written is ever read.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+CHUNK_BYTES = 1 << 20
+_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+class BlobStore:
+    """Blobs under one folder; safe for several threads of one process.
+
+    ``max_blob_bytes`` bounds one blob, ``quota_bytes`` all of them together.
+    """
+
+    def __init__(self, root: Path, max_blob_bytes: int = 16 << 30, quota_bytes: int = 1 << 40) -> None:
+        self.root = root
+        self.max_blob_bytes = max_blob_bytes
+        self.quota_bytes = quota_bytes
+        self._lock = threading.Lock()
+        (root / "partial").mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all blobs, whole and partial."""
+        return self._used
+
+    def path(self, name: str) -> Path:
+        """Where the blob lies once it is whole; UsageError for a name that is no hash."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"blob name {name[:80]!r} is not 64 hexadecimal digits")
+        return self.root / name[:2] / name[2:]
+
+    def has(self, name: str) -> bool:
+        """Whether the whole blob is here."""
+        return self.path(name).exists()
+
+    def size(self, name: str) -> int:
+        """Bytes of a whole blob; StorageError when it is not here."""
+        try:
+            return self.path(name).stat().st_size
+        except FileNotFoundError:
+            raise StorageError(f"blob {name[:12]} is not in the store; submit the job again") from None
+
+    def held(self, name: str) -> int:
+        """How many bytes of the blob have arrived."""
+        whole = self.path(name)
+        if whole.exists():
+            return whole.stat().st_size
+        partial = self._partial(name)
+        return partial.stat().st_size if partial.exists() else 0
+
+    def write(self, name: str, size: int, offset: int, data: bytes) -> bool:
+        """Take in the next bytes of a blob; True once it is whole and verified.
+
+        Bytes already here are skipped, a gap is refused. UsageError for impossible figures or
+        bytes that do not hash to the name (the partial blob is dropped), StorageError when the
+        disk or the quota is full.
+        """
+        if not 0 <= size <= self.max_blob_bytes or offset < 0 or offset + len(data) > size:
+            raise UsageError(
+                f"blob {name[:12]}: bytes [{offset}, {offset + len(data)}) of {size}; "
+                f"a blob has at most {self.max_blob_bytes}"
+            )
+        with self._lock:
+            if self.has(name):
+                return True
+            here = self.held(name)
+            if offset > here:
+                raise UsageError(f"blob {name[:12]}: bytes [{here}, {offset}) are missing; go on at {here}")
+            self._append(name, data[here - offset :])
+            return here + max(0, len(data) - (here - offset)) == size and self._finish(name)
+
+    def put(self, data: bytes) -> str:
+        """Store whole bytes; returns their name."""
+        name = hashlib.sha256(data).hexdigest()
+        if not data:
+            with self._lock:
+                self._append(name, b"")
+                self._finish(name)
+            return name
+        for offset in range(0, len(data), CHUNK_BYTES):
+            self.write(name, len(data), offset, data[offset : offset + CHUNK_BYTES])
+        return name
+
+    def read(self, name: str) -> bytes:
+        """The whole blob, for small ones."""
+        return b"".join(self.chunks(name))
+
+    def chunks(self, name: str, offset: int = 0) -> Iterator[bytes]:
+        """The blob from ``offset`` on, in pieces of at most 1 MiB."""
+        if offset < 0 or offset > self.size(name):
+            raise UsageError(f"blob {name[:12]} has {self.size(name)} bytes; asked from {offset}")
+        with self.path(name).open("rb") as file:
+            file.seek(offset)
+            while piece := file.read(CHUNK_BYTES):
+                yield piece
+
+    def sweep(self, keep: Collection[str]) -> int:
+        """Delete every whole blob outside ``keep``; returns the bytes freed."""
+        freed = 0
+        with self._lock:
+            for folder in self.root.iterdir():
+                if folder.name == "partial":
+                    continue
+                for path in folder.iterdir():
+                    if folder.name + path.name not in keep:
+                        freed += path.stat().st_size
+                        path.unlink()
+            self._used -= freed
+        return freed
+
+    def _partial(self, name: str) -> Path:
+        self.path(name)
+        return self.root / "partial" / name
+
+    def _append(self, name: str, data: bytes) -> None:
+        if self._used + len(data) > self.quota_bytes:
+            raise StorageError(
+                f"the blob store holds {self._used} of {self.quota_bytes} bytes; "
+                "raise its quota or delete old jobs"
+            )
+        try:
+            with self._partial(name).open("ab") as file:
+                file.write(data)
+        except OSError as error:
+            raise storage_error(error, self.root) from error
+        self._used += len(data)
+
+    def _finish(self, name: str) -> bool:
+        partial = self._partial(name)
+        with partial.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != name:
+            self._used -= partial.stat().st_size
+            partial.unlink()
+            raise UsageError(f"blob {name[:12]}: its bytes hash to {found[:12]}; send it again")
+        try:
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            whole = self.path(name)
+            whole.parent.mkdir(exist_ok=True)
+            partial.replace(whole)
+        except OSError as error:
+            raise storage_error(error, self.root) from error
+        return True
+
+
+def storage_error(error: OSError, where: Path) -> StorageError:
+    """What a failed write means for the user."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"the disk under {where} is full; free some space, the job goes on by itself")
+    return StorageError(f"cannot write under {where}: {error.strerror}")

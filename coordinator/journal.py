@@ -1,0 +1,106 @@
+"""Events to disk, in order; the coordinator's state is a fold over them.
+
+One table in SQLite by default (the file is the deployment) or any database that SQLAlchemy
+knows by URL. A record is on the disk before anybody acts on it: ``append`` returns after the
+commit, with SQLite on write-ahead log and full synchronisation.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import sqlalchemy as sa
+
+from atoll.errors import StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+MAX_RECORD_BYTES = 64 << 20
+
+_METADATA = sa.MetaData()
+_EVENTS = sa.Table(
+    "events",
+    _METADATA,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("at_s", sa.Float, nullable=False),
+    sa.Column("kind", sa.String(64), nullable=False),
+    sa.Column("payload", sa.Text, nullable=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event: what kind, when (seconds since the epoch), and its JSON-able content."""
+
+    kind: str
+    at_s: float
+    payload: Mapping[str, Any]
+
+
+class Journal:
+    """Append-only event log; one writer."""
+
+    def __init__(self, where: Path | str) -> None:
+        url = where if isinstance(where, str) and "://" in where else f"sqlite:///{where}"
+        self._engine = sa.create_engine(url)
+        if self._engine.dialect.name == "sqlite":
+            sa.event.listen(self._engine, "connect", _full_synchronisation)
+        try:
+            _METADATA.create_all(self._engine)
+            # One connection for the process's life: a step's commit must not pay for connecting.
+            self._connection = self._engine.connect()
+        except sa.exc.SQLAlchemyError as error:
+            raise StorageError(f"cannot open the journal at {where}: {_cause(error)}") from error
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write records in one transaction; on return they survive a crash.
+
+        StorageError when they could not be written; none of them is then in the journal.
+        """
+        if not records:
+            return
+        rows = [{"at_s": r.at_s, "kind": r.kind, "payload": _encoded(r)} for r in records]
+        try:
+            with self._connection.begin():
+                self._connection.execute(_EVENTS.insert(), rows)
+        except sa.exc.SQLAlchemyError as error:
+            raise StorageError(
+                f"the journal refuses {len(rows)} events: {_cause(error)}; free some disk space"
+            ) from error
+
+    def replay(self) -> Iterator[Record]:
+        """Every record, oldest first."""
+        with self._engine.connect() as connection:
+            rows = connection.execution_options(yield_per=1000).execute(
+                _EVENTS.select().order_by(_EVENTS.c.number)
+            )
+            for row in rows:
+                yield Record(row.kind, row.at_s, json.loads(row.payload))
+
+    def close(self) -> None:
+        """Close the database."""
+        self._connection.close()
+        self._engine.dispose()
+
+
+def _encoded(record: Record) -> str:
+    text = json.dumps(record.payload, separators=(",", ":"))
+    if len(text) > MAX_RECORD_BYTES:
+        raise StorageError(f"a {record.kind} event of {len(text)} bytes exceeds {MAX_RECORD_BYTES}")
+    return text
+
+
+def _full_synchronisation(connection: Any, _: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()
+
+
+def _cause(error: sa.exc.SQLAlchemyError) -> str:
+    original = getattr(error, "orig", None)
+    return str(original or error).splitlines()[0]

@@ -1,0 +1,99 @@
+"""The content-addressed store: resumable, verified, bounded."""
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.errors import StorageError, UsageError
+from coordinator.blobs import BlobStore, storage_error
+
+
+def name_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_a_blob_arrives_in_pieces_and_appears_only_when_whole(tmp_path: Path) -> None:
+    store, data = BlobStore(tmp_path), os.urandom(3000)
+    name = name_of(data)
+    assert not store.write(name, 3000, 0, data[:1000])
+    assert store.held(name) == 1000
+    assert not store.has(name)
+    assert store.write(name, 3000, 1000, data[1000:])
+    assert store.read(name) == data
+    assert b"".join(store.chunks(name, 2900)) == data[2900:]
+
+
+@given(cuts=st.lists(st.integers(0, 500), max_size=6), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_resent_and_overlapping_pieces_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], seed: int
+) -> None:
+    store = BlobStore(tmp_path_factory.mktemp("store"))
+    data = hashlib.shake_128(bytes([seed])).digest(500)
+    for cut in sorted(cuts):
+        begin = max(0, min(store.held(name_of(data)), cut - 50))
+        store.write(name_of(data), 500, begin, data[begin:cut])
+    at = store.held(name_of(data))
+    store.write(name_of(data), 500, at, data[at:])
+    assert store.read(name_of(data)) == data
+    assert store.used_bytes == 500
+
+
+def test_an_upload_resumes_in_a_new_process(tmp_path: Path) -> None:
+    data = os.urandom(100)
+    BlobStore(tmp_path).write(name_of(data), 100, 0, data[:40])
+    again = BlobStore(tmp_path)
+    assert again.held(name_of(data)) == 40
+    assert again.write(name_of(data), 100, 40, data[40:])
+
+
+def test_bytes_that_do_not_hash_to_the_name_are_refused_and_dropped(tmp_path: Path) -> None:
+    store, data = BlobStore(tmp_path), b"honest"
+    with pytest.raises(UsageError, match="hash to"):
+        store.write(name_of(data), 6, 0, b"forged")
+    assert store.held(name_of(data)) == 0
+    assert store.used_bytes == 0
+    store.put(data)
+    assert store.has(name_of(data))
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "AB" * 32, "", "0" * 63])
+def test_a_name_that_is_no_hash_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="hexadecimal"):
+        BlobStore(tmp_path).held(name)
+
+
+def test_gaps_oversize_and_quota_are_refused_with_numbers(tmp_path: Path) -> None:
+    store, name = BlobStore(tmp_path, max_blob_bytes=100, quota_bytes=60), name_of(b"x")
+    with pytest.raises(UsageError, match="missing"):
+        store.write(name, 50, 10, b"late")
+    with pytest.raises(UsageError, match="at most 100"):
+        store.write(name, 101, 0, b"x")
+    with pytest.raises(UsageError, match="of 3"):
+        store.write(name, 3, 0, b"longer")
+    with pytest.raises(StorageError, match="quota"):
+        store.write(name, 90, 0, b"x" * 70)
+
+
+def test_a_sweep_keeps_what_is_named(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    kept, dropped = store.put(b"keep"), store.put(b"drop!")
+    assert store.sweep({kept}) == 5
+    assert store.has(kept)
+    assert not store.has(dropped)
+    assert store.used_bytes == 4
+
+
+def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    assert store.read(store.put(b"")) == b""
+
+
+def test_a_full_disk_says_so(tmp_path: Path) -> None:
+    error = storage_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
+    assert "is full" in str(error)

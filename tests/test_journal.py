@@ -1,0 +1,62 @@
+"""The journal: what was appended is replayed, in order, after any end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.errors import StorageError
+from coordinator.journal import Journal, Record
+
+
+def test_records_are_replayed_in_order(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    written = [Record("step.committed", float(n), {"job": "j1", "step": n, "loss": 1 / 3}) for n in range(50)]
+    journal.append(written[:20])
+    journal.append(written[20:])
+    journal.close()
+    again = Journal(tmp_path / "journal.sqlite")
+    assert list(again.replay()) == written
+    again.close()
+
+
+def test_a_record_survives_a_killed_process(tmp_path: Path) -> None:
+    script = (
+        "import os, sys, signal; from pathlib import Path; from coordinator.journal import Journal, Record;"
+        "j = Journal(Path(sys.argv[1])); j.append([Record('kept', 1.0, {'n': 7})]);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "j.sqlite")], cwd=root, check=False)
+    journal = Journal(tmp_path / "j.sqlite")
+    assert [r.payload for r in journal.replay()] == [{"n": 7}]
+    journal.close()
+
+
+def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite")
+    too_large = Record("big", 0.0, {"x": "y" * (65 << 20)})
+    with pytest.raises(StorageError, match="exceeds"):
+        journal.append([Record("small", 0.0, {}), too_large])
+    assert list(journal.replay()) == []
+    journal.close()
+
+
+def test_a_disk_that_refuses_is_a_storage_error_and_the_journal_goes_on_later(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite")
+    journal.append([Record("first", 0.0, {})])
+    journal._connection.exec_driver_sql("PRAGMA max_page_count=8")
+    journal._connection.commit()
+    with pytest.raises(StorageError, match="full"):
+        journal.append([Record("large", 0.0, {"x": "y" * 200_000})])
+    journal._connection.exec_driver_sql("PRAGMA max_page_count=100000")
+    journal._connection.commit()
+    journal.append([Record("second", 0.0, {})])
+    assert [r.kind for r in journal.replay()] == ["first", "second"]
+    journal.close()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot open the journal"):
+        Journal(tmp_path / "missing" / "j.sqlite")
