@@ -105,7 +105,9 @@ def judge_link(source: str, target: str, bandwidth_bps: float, rtt_s: float) -> 
             f"possible are {MIN_BANDWIDTH_BPS:.0e} to {MAX_BANDWIDTH_BPS:.0e}"
         )
     if not isfinite(rtt_s) or not 0.0 <= rtt_s <= MAX_RTT_S:
-        return f"{source} reports a round trip of {rtt_s:.3g} s to {target}; possible are 0 to {MAX_RTT_S:.0f}"
+        return (
+            f"{source} reports a round trip of {rtt_s:.3g} s to {target}; possible are 0 to {MAX_RTT_S:.0f}"
+        )
     return None
 
 

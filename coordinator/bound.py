@@ -1,0 +1,131 @@
+"""The physical lower bound of a synchronous pipeline step, whatever its schedule.
+
+papers/peers.md 7.1, generalised from a chain to stages whose values skip: E(x) is the longest
+way from the step's start to the start of x, W(x) the longest way from the end of x to the end
+of the step, over one micro-batch's forwards, transfers and backwards. Then, with M micro-batches,
+
+- stage:    max_i  E(F_i) + M (f_i + b_i) + W(B_i)
+- one-way:  max_x  E(x) + M x + W(x)   over every forward, backward and transfer x
+- shared:   max_r  min_x E(x) + M sum_x x + min_x W(x)   over the transfers x through resource r
+
+which for a chain are the three terms given there. Transfers take bytes / rate plus one latency;
+commit, optimizer, headers and per-message costs are not physics and are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from coordinator.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class LowerBound:
+    """No schedule of this cut on these devices and links can be faster."""
+
+    step_s: float
+    term: str  # stage | one-way | shared
+    where: str  # "stage 2" | "link 1>2" | "lab up"
+    terms: tuple[tuple[str, float], ...] = ()  # best of each kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    source: int
+    target: int
+    backward: bool
+    seconds: float
+    latency_s: float
+
+
+def lower_bound(work: Workload, payload_share: float = 1.0) -> LowerBound:
+    """All three terms and the largest.
+
+    ``payload_share`` < 1 turns payload rates back into configured ones, which bound from below.
+    """
+    transfers = _transfers(work, payload_share)
+    early_f, early_b, late_f, late_b = _longest_ways(work, transfers)
+    m, stages = work.n_micro, work.stages
+    found: list[LowerBound] = []
+    for i, s in enumerate(stages):
+        bound = early_f[i] + m * (s.forward_s + s.backward_s) + late_b[i]
+        found.append(LowerBound(bound, "stage", f"stage {i}"))
+        found.append(LowerBound(early_f[i] + m * s.forward_s + late_f[i], "one-way", f"stage {i}"))
+        found.append(LowerBound(early_b[i] + m * s.backward_s + late_b[i], "one-way", f"stage {i}"))
+    shared: dict[str, list[tuple[float, float, float]]] = {}
+    for x in transfers:
+        begin, end = _around(work, x, (early_f, early_b, late_f, late_b))
+        found.append(LowerBound(begin + m * x.seconds + end, "one-way", f"link {x.source}>{x.target}"))
+        bits = _bits(work, x)
+        for name, rate in work.routes[x.source, x.target].resources:
+            shared.setdefault(name, []).append((begin, bits * payload_share / rate, end))
+    for name, uses in shared.items():
+        total = min(u[0] for u in uses) + m * sum(u[1] for u in uses) + min(u[2] for u in uses)
+        found.append(LowerBound(total, "shared", name))
+    best = max(found, key=lambda bound: bound.step_s)
+    kinds = ("stage", "one-way", "shared")
+    terms = tuple((kind, max((f.step_s for f in found if f.term == kind), default=0.0)) for kind in kinds)
+    return LowerBound(best.step_s, best.term, best.where, terms)
+
+
+def _transfers(work: Workload, payload_share: float) -> list[_Transfer]:
+    found = []
+    for backward, hops in ((False, work.forward), (True, work.backward)):
+        for hop in hops:
+            way = work.routes[hop.source, hop.target]
+            seconds = 8.0 * hop.n_bytes * payload_share / way.rate_bps
+            found.append(_Transfer(hop.source, hop.target, backward, seconds, way.latency_s))
+    return found
+
+
+def _bits(work: Workload, x: _Transfer) -> float:
+    hops = work.backward if x.backward else work.forward
+    return 8.0 * sum(h.n_bytes for h in hops if h.source == x.source and h.target == x.target)
+
+
+def _longest_ways(
+    work: Workload, transfers: list[_Transfer]
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """(E of forwards, E of backwards, W of forwards, W of backwards), by stage."""
+    n, stages = len(work.stages), work.stages
+    early_f, early_b = [0.0] * n, [0.0] * n
+    late_f, late_b = [0.0] * n, [0.0] * n
+    into_f: list[list[_Transfer]] = [[] for _ in range(n)]
+    into_b: list[list[_Transfer]] = [[] for _ in range(n)]
+    for x in transfers:
+        (into_b if x.backward else into_f)[x.target].append(x)
+    for i in range(n):  # forwards reach later stages only
+        early_f[i] = max(
+            (early_f[x.source] + stages[x.source].forward_s + x.seconds + x.latency_s for x in into_f[i]),
+            default=0.0,
+        )
+    for i in reversed(range(n)):  # backwards reach earlier stages only
+        ways = [early_b[x.source] + stages[x.source].backward_s + x.seconds + x.latency_s for x in into_b[i]]
+        early_b[i] = max([early_f[i] + stages[i].forward_s, *ways])
+    for i in range(n):  # a stage's backward is followed by those of earlier stages
+        for x in transfers:
+            if x.backward and x.source == i:
+                way = x.seconds + x.latency_s + stages[x.target].backward_s + late_b[x.target]
+                late_b[i] = max(late_b[i], way)
+    for i in reversed(range(n)):
+        late_f[i] = stages[i].backward_s + late_b[i]
+        for x in transfers:
+            if not x.backward and x.source == i:
+                way = x.seconds + x.latency_s + stages[x.target].forward_s + late_f[x.target]
+                late_f[i] = max(late_f[i], way)
+    return early_f, early_b, late_f, late_b
+
+
+def _around(
+    work: Workload, x: _Transfer, ways: tuple[list[float], list[float], list[float], list[float]]
+) -> tuple[float, float]:
+    """(E, W) of a transfer."""
+    early_f, early_b, late_f, late_b = ways
+    source, target = work.stages[x.source], work.stages[x.target]
+    if x.backward:
+        end = x.latency_s + target.backward_s + late_b[x.target]
+        return early_b[x.source] + source.backward_s, end
+    end = x.latency_s + target.forward_s + late_f[x.target]
+    return early_f[x.source] + source.forward_s, end

@@ -1,0 +1,211 @@
+"""Seconds of every op on a device: measured where probed, else from FLOPs and bytes.
+
+Ops that do the same work share a signature, so that a worker times each only once. A model's
+blocks repeat: a 12-layer GPT has some 30 distinct ops among 400.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.job import OptimizerName, TrainingSpec
+from atoll.opdag import (
+    Arg,
+    Kind,
+    LeafRef,
+    OpDag,
+    OpNode,
+    OpRef,
+    Source,
+    TensorMeta,
+    TorchLiteral,
+    leaf_refs,
+    op_refs,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from coordinator.fleet import Device
+
+    Floats = NDArray[np.float64]
+
+GETITEM = "builtin.getitem"
+DEFAULT_GFLOPS = 20.0  # one modest CPU core
+CLASSES = {
+    "matmul": ("linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "einsum", "addbmm", "addmv", "mv"),
+    "conv": ("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose2d"),
+    "attention": ("scaled_dot_product_attention",),
+}
+_CLASS_OF = {name: cls for cls, names in CLASSES.items() for name in names}
+
+SCALE_WEIGHT = 0.1  # of a new measurement in a worker's scale (decentralized.md 1.5)
+SCALE_RANGE = (0.05, 20.0)
+
+# Tensors read and written per parameter element in one optimizer step, fp32.
+_APPLY_PASSES = {OptimizerName.SGD: 3, OptimizerName.ADAMW: 7}
+APPLY_OVERHEAD_S = 20e-6  # per parameter tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One distinct op to time, with what it needs: the ProbeOp message in our own types."""
+
+    signature: str
+    op: int  # a position where it occurs
+    node: OpNode
+    op_inputs: tuple[TensorMeta, ...]  # of ``op_refs(node)``, in that order
+    leaves: tuple[tuple[LeafRef, TensorMeta], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Seconds of each op of a DAG on one device, for one micro-batch."""
+
+    forward_s: Floats  # [ops]
+    backward_s: Floats
+    measured_share: float  # of the seconds, from probes rather than from the fallback
+
+
+def op_class(target: str) -> str:
+    """matmul, conv, attention, or elementwise for everything that moves more than it computes."""
+    parts = target.split(".")
+    return _CLASS_OF.get(parts[1] if len(parts) > 1 else target, "elementwise")
+
+
+def leaf_meta(dag: OpDag, leaf: LeafRef) -> TensorMeta:
+    """Shape and dtype of a named leaf."""
+    if leaf.source is Source.INPUT:
+        return dag.inputs[leaf.name]
+    if leaf.source is Source.PARAMETER:
+        return dag.parameters[leaf.name].meta
+    if leaf.source is Source.BUFFER:
+        return dag.buffers[leaf.name].meta
+    return dag.constants[leaf.name]
+
+
+def signature(dag: OpDag, op: int) -> str:
+    """16 hex digits that are equal for ops of equal target, shapes, dtypes and literals."""
+    node = dag.ops[op]
+
+    def form(arg: Arg) -> str:
+        if isinstance(arg, OpRef):
+            source = dag.ops[arg.op]
+            return f"op{_metas(source.outputs)}{int(source.requires_grad)}"
+        if isinstance(arg, LeafRef):
+            return f"{arg.source.value}{_metas((leaf_meta(dag, arg),))}{int(_leaf_grad(dag, arg))}"
+        if isinstance(arg, tuple):
+            return "(" + ",".join(map(form, arg)) + ")"
+        if isinstance(arg, TorchLiteral):
+            return f"{arg.kind}:{arg.name}"
+        return repr(arg)
+
+    text = "|".join(
+        [
+            node.target,
+            form(node.args),
+            *(f"{key}={form(value)}" for key, value in node.kwargs),
+            _metas(node.outputs),
+            f"{int(node.requires_grad)}{int(node.grad_enabled)}{node.autocast}",
+        ]
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def signatures(dag: OpDag) -> tuple[str, ...]:
+    """The signature of every op, "" for those that are free (getitem and constant ops)."""
+    return tuple("" if _free(dag, op) else signature(dag, op) for op in range(len(dag.ops)))
+
+
+def probe_ops(dag: OpDag) -> tuple[Probe, ...]:
+    """Each distinct op once, in order of first appearance."""
+    found: dict[str, Probe] = {}
+    for op, sig in enumerate(signatures(dag)):
+        if sig and sig not in found:
+            node = dag.ops[op]
+            found[sig] = Probe(
+                sig,
+                op,
+                node,
+                tuple(dag.ops[r].outputs[0] for r in op_refs(node)),
+                tuple((leaf, leaf_meta(dag, leaf)) for leaf in leaf_refs(node)),
+            )
+    return tuple(found.values())
+
+
+def fallback_seconds(node: OpNode, device: Device) -> tuple[float, float]:
+    """Roofline: max(FLOPs / class rate, bytes / memory rate) + overhead, forward and backward.
+
+    The backward of an op without gradient takes no time; its bytes are twice the forward's.
+    """
+    rate = device.gflops.get(op_class(node.target), device.gflops.get("", DEFAULT_GFLOPS)) * 1e9
+    memory = device.memory_gbps * 1e9
+    forward = max(node.flops_forward / rate, node.bytes_moved / memory) + device.op_overhead_s
+    if not node.requires_grad:
+        return forward, 0.0
+    backward = max(node.flops_backward / rate, 2 * node.bytes_moved / memory) + device.op_overhead_s
+    return forward, backward
+
+
+def op_costs(dag: OpDag, device: Device, sigs: tuple[str, ...], recompute: bool = False) -> Costs:
+    """Every op's seconds on ``device``; ``sigs`` are ``signatures(dag)``.
+
+    With ``recompute`` the backward runs the forward again.
+    """
+    forward = np.zeros(len(dag.ops))
+    backward = np.zeros(len(dag.ops))
+    probed = np.zeros(len(dag.ops), dtype=bool)
+    for op, sig in enumerate(sigs):
+        if not sig:
+            continue
+        timing = device.timings.get(sig)
+        probed[op] = timing is not None
+        forward[op], backward[op] = timing or fallback_seconds(dag.ops[op], device)
+    if recompute:
+        backward += forward
+    total = float((forward + backward).sum())
+    share = float((forward + backward)[probed].sum()) / total if total else 0.0
+    return Costs(forward * device.scale, backward * device.scale, share)
+
+
+def refresh_scale(scale: float, predicted_s: float, measured_s: float) -> float:
+    """EMA of measured over predicted: ``predicted_s`` was computed with ``scale``.
+
+    Impossible figures leave the scale as it is; the result stays in SCALE_RANGE.
+    """
+    if not (isfinite(measured_s) and measured_s > 0.0 and predicted_s > 0.0):
+        return scale
+    target = scale * measured_s / predicted_s
+    blended = scale + SCALE_WEIGHT * (target - scale)
+    return min(max(blended, SCALE_RANGE[0]), SCALE_RANGE[1])
+
+
+def apply_seconds(n_bytes: float, n_tensors: float, training: TrainingSpec, device: Device) -> float:
+    """Optimizer step over trainable parameters of ``n_bytes``: memory passes plus overhead."""
+    passes = _APPLY_PASSES[training.optimizer.name]
+    seconds = passes * n_bytes / (device.memory_gbps * 1e9) + n_tensors * APPLY_OVERHEAD_S
+    return seconds * device.scale
+
+
+def _free(dag: OpDag, op: int) -> bool:
+    # Constant ops are computed once when a stage loads, not once a micro-batch.
+    return op in dag.constant_ops or dag.ops[op].target == GETITEM or dag.ops[op].kind is Kind.PLACEHOLDER
+
+
+def _metas(metas: tuple[TensorMeta, ...]) -> str:
+    return ";".join(f"{m.dtype}{list(m.shape)}" for m in metas)
+
+
+def _leaf_grad(dag: OpDag, leaf: LeafRef) -> bool:
+    return leaf.source is Source.PARAMETER and dag.parameters[leaf.name].requires_grad
+
+
+def gflops_of(rates: Mapping[str, float]) -> float:
+    """One figure for people: the matmul rate, else the default class's, else the best known."""
+    return rates.get("matmul", rates.get("", max(rates.values(), default=DEFAULT_GFLOPS)))

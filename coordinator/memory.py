@@ -1,0 +1,141 @@
+"""Bytes a stage holds, for any interval of ops.
+
+bytes(a, b, q) = state(a, b) + q * activations(a, b) + 2 * boundary(a, b), with q micro-batches
+in flight; state counts weights, gradients and optimizer state once a parameter, plus buffers and
+constants. This is the planner's figure, compared with a worker's budget; it leaves out what the
+process itself (interpreter, libraries) takes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.job import Optimizer, OptimizerName, TrainingSpec
+from atoll.opdag import LeafRef, OpDag, Source, leaf_refs
+from coordinator.estimate import leaf_meta
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from coordinator.traffic import Traffic
+
+    Floats = NDArray[np.float64]
+
+
+class MemoryModel:
+    """Prefix sums over a DAG under a TrainingSpec; every query of an interval is O(1) but for
+    leaves used more than once, which are few."""
+
+    def __init__(self, dag: OpDag, training: TrainingSpec, traffic: Traffic) -> None:
+        n = len(dag.ops)
+        self.n_micro = training.n_micro
+        self.recompute = training.recompute
+        state, trainable, tensors = np.zeros(n), np.zeros(n), np.zeros(n)
+        last_use: dict[LeafRef, int] = {}
+        repeats: list[tuple[int, int, float, float]] = []
+        for op, node in enumerate(dag.ops):
+            for leaf in leaf_refs(node):
+                bytes_held, bytes_trained = leaf_bytes(dag, leaf, training.optimizer)
+                state[op] += bytes_held
+                trainable[op] += bytes_trained
+                tensors[op] += bytes_trained > 0
+                if leaf in last_use and bytes_held:
+                    # Each use keeps its own gradient accumulator, everything else is held once.
+                    repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
+                last_use[leaf] = op
+        saved = np.array([float(node.bytes_saved) for node in dag.ops])
+        self._state, self._saved = prefix(state), prefix(saved)
+        self._trainable, self._tensors = prefix(trainable), prefix(tensors)
+        self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
+        self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
+
+    def state_bytes(self, a: int, b: int) -> float:
+        """Weights, gradients, optimizer state, buffers and constants of ops [a, b)."""
+        return float(self._state[b] - self._state[a]) - self._repeated(a, b, 2)
+
+    def trained(self, a: int, b: int) -> tuple[float, float]:
+        """(bytes, tensors) of the trainable parameters of ops [a, b)."""
+        n_bytes = float(self._trainable[b] - self._trainable[a]) - self._repeated(a, b, 3)
+        return n_bytes, float(self._tensors[b] - self._tensors[a])
+
+    def per_micro_bytes(self, a: int, b: int) -> float:
+        """What one micro-batch in flight keeps: saved activations and received values."""
+        kept = 0.0 if self.recompute else float(self._saved[b] - self._saved[a])
+        return kept + float(self.live[a])
+
+    def fixed_bytes(self, a: int, b: int) -> float:
+        """Everything that does not grow with the micro-batches in flight."""
+        # A value being sent and one being received, or their gradients, on each side.
+        boundary = 2.0 * float(self.live[a] + self.live[b])
+        again = float(self._saved[b] - self._saved[a]) if self.recompute else 0.0
+        return self.state_bytes(a, b) + boundary + again
+
+    def bytes(self, a: int, b: int, in_flight: int) -> float:
+        """Bytes of a stage that runs ops [a, b) with ``in_flight`` micro-batches."""
+        return self.fixed_bytes(a, b) + in_flight * self.per_micro_bytes(a, b)
+
+    def in_flight_cap(self, a: int, b: int, limit_bytes: float) -> int:
+        """Most micro-batches in flight under ``limit_bytes``; 0 when not even one fits."""
+        room = limit_bytes - self.fixed_bytes(a, b)
+        each = self.per_micro_bytes(a, b)
+        if room < each:
+            return 0
+        return self.n_micro if each <= 0 else int(min(self.n_micro, room // each))
+
+    def matrix(self, positions: NDArray[np.intp], in_flight: int) -> Floats:
+        """[l, i] bytes of the stage from positions[l] to positions[i]; meaningless for i <= l."""
+        p = positions
+        kept = self._saved[p][None, :] - self._saved[p][:, None]
+        total = self._state[p][None, :] - self._state[p][:, None]
+        total = total + (1 if self.recompute else in_flight) * kept
+        total += ((2 + in_flight) * self.live[p])[:, None] + (2 * self.live[p])[None, :]
+        if len(self._repeats):
+            total -= self._repeat_matrix(p)
+        return total
+
+    def _repeat_matrix(self, p: NDArray[np.intp]) -> Floats:
+        """[l, i] bytes counted twice: pairs of uses with p[l] <= first and second < p[i]."""
+        k = len(p)
+        counts = np.zeros((k + 1, k + 1))
+        first = np.searchsorted(p, self._repeats[:, 0], side="right")  # rows l < first see it
+        second = np.searchsorted(p, self._repeats[:, 1], side="right")  # columns i >= second do
+        np.add.at(counts, (first, second), self._repeats[:, 2])
+        below = counts[::-1].cumsum(axis=0)[::-1]  # sum over first >= row
+        inside: Floats = below.cumsum(axis=1)[1:, :k]  # row l: first >= l + 1
+        return inside
+
+    def _repeated(self, a: int, b: int, column: int) -> float:
+        pairs = self._repeats
+        if not len(pairs):
+            return 0.0
+        inside = (pairs[:, 0] >= a) & (pairs[:, 1] < b)
+        return float(pairs[inside, column].sum())
+
+
+def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> tuple[float, float]:
+    """(bytes held for a leaf by a stage that uses it, bytes of it that are trained)."""
+    if leaf.source is Source.INPUT:
+        return 0.0, 0.0
+    n_bytes = float(leaf_meta(dag, leaf).nbytes)
+    if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
+        return n_bytes, 0.0
+    return n_bytes * (2 + _moments(optimizer)), n_bytes
+
+
+def is_trained(dag: OpDag, parameter: str, optimizer: Optimizer) -> bool:
+    """Whether a parameter gets gradients: requires them and is in no frozen group."""
+    group = optimizer.group_of(parameter)
+    return dag.parameters[parameter].requires_grad and not (group is not None and group.frozen)
+
+
+def prefix(values: Floats) -> Floats:
+    """Cumulative sums with a leading 0: sum of [a, b) is prefix[b] - prefix[a]."""
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def _moments(optimizer: Optimizer) -> int:
+    if optimizer.name is OptimizerName.ADAMW:
+        return 2
+    return 1 if optimizer.momentum else 0

@@ -1,0 +1,136 @@
+"""What a cut of the DAG sends: the planner's fast form of ``atoll.program``.
+
+Each value that crosses goes once from its producer straight to every stage that reads it; its
+gradient folds down the chain of those stages, latest first, to the producer. The same rules as
+``atoll.program.stage_programs``, which the tests compare it with, at a fraction of the cost.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.opdag import OpDag, Source, leaf_refs, op_refs
+from coordinator.memory import is_trained
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from atoll.job import Optimizer
+
+    Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What one stage sends another for one micro-batch, in one direction."""
+
+    source: int  # stage
+    target: int
+    n_bytes: int
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class TiedExchange:
+    """A trained parameter used in several stages: partial sums down, the total back up."""
+
+    name: str
+    holders: tuple[int, ...]  # stages, ascending
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Everything that crosses between the stages of one cut."""
+
+    forward: tuple[Hop, ...]
+    backward: tuple[Hop, ...]
+    tied: tuple[TiedExchange, ...]
+
+
+class Traffic:
+    """The values of a DAG that may cross a cut, and the parameters used more than once."""
+
+    def __init__(self, dag: OpDag, optimizer: Optimizer) -> None:
+        users: dict[int, list[int]] = {}
+        uses: dict[str, list[int]] = {}
+        for op, node in enumerate(dag.ops):
+            if op in dag.constant_ops:
+                continue
+            for r in op_refs(node):
+                if r not in dag.constant_ops:
+                    users.setdefault(r, []).append(op)
+            for leaf in leaf_refs(node):
+                if leaf.source is Source.PARAMETER:
+                    uses.setdefault(leaf.name, []).append(op)
+        self.n_ops = len(dag.ops)
+        self._producers = sorted(users)
+        self._users = [users[p] for p in self._producers]
+        self._last = np.array([u[-1] for u in self._users], dtype=np.int64)
+        self._bytes = [sum(m.nbytes for m in dag.ops[p].outputs) for p in self._producers]
+        self._grad = [dag.ops[p].requires_grad for p in self._producers]
+        self._shared = [
+            (name, ops, dag.parameters[name].meta.nbytes)
+            for name, ops in uses.items()
+            if len(ops) > 1 and is_trained(dag, name, optimizer)
+        ]
+        self._live: dict[int, tuple[int, ...]] = {}
+
+    @cached_property
+    def live_bytes(self) -> Ints:
+        """[p] bytes of the values that are computed before position p and read from p on."""
+        return self._swept([1] * len(self._producers))
+
+    @cached_property
+    def live_grad_bytes(self) -> Ints:
+        """[p] bytes of their gradients."""
+        return self._swept([int(g) for g in self._grad])
+
+    def cut(self, starts: Sequence[int]) -> Cut:
+        """What crosses when the stages begin at ``starts`` (ascending, first 0)."""
+        forward: dict[tuple[int, int], list[int]] = {}
+        backward: dict[tuple[int, int], list[int]] = {}
+        crossing = dict.fromkeys(v for p in starts[1:] for v in self._live_at(p))
+        for v in crossing:
+            owner = bisect_right(starts, self._producers[v]) - 1
+            stages = sorted({bisect_right(starts, u) - 1 for u in self._users[v]} - {owner})
+            for i, stage in enumerate(stages):
+                _add(forward, (owner, stage), self._bytes[v])
+                if self._grad[v]:
+                    _add(backward, (stage, stages[i - 1] if i else owner), self._bytes[v])
+        tied = []
+        for name, ops, n_bytes in self._shared:
+            holders = tuple(sorted({bisect_right(starts, op) - 1 for op in ops}))
+            if len(holders) > 1:
+                tied.append(TiedExchange(name, holders, n_bytes))
+        return Cut(_hops(forward), _hops(backward), tuple(tied))
+
+    def _live_at(self, position: int) -> tuple[int, ...]:
+        if position not in self._live:
+            before = bisect_right(self._producers, position - 1)
+            found = np.flatnonzero(self._last[:before] >= position)
+            self._live[position] = tuple(int(v) for v in found)
+        return self._live[position]
+
+    def _swept(self, weights: list[int]) -> Ints:
+        change = np.zeros(self.n_ops + 2, dtype=np.int64)
+        for v, producer in enumerate(self._producers):
+            change[producer + 1] += weights[v] * self._bytes[v]
+            change[self._last[v] + 1] -= weights[v] * self._bytes[v]
+        return np.cumsum(change)[: self.n_ops + 1]
+
+
+def _add(hops: dict[tuple[int, int], list[int]], key: tuple[int, int], n_bytes: int) -> None:
+    entry = hops.setdefault(key, [0, 0])
+    entry[0] += n_bytes
+    entry[1] += 1
+
+
+def _hops(found: dict[tuple[int, int], list[int]]) -> tuple[Hop, ...]:
+    return tuple(Hop(s, t, n_bytes, count) for (s, t), (n_bytes, count) in sorted(found.items()))

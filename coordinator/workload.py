@@ -1,0 +1,88 @@
+"""A plan as the timeline sees it: seconds on each stage, bytes on each wire.
+
+``Workload`` is the border between the model (DAG, costs, cut) and time (timeline, lower bound);
+it knows neither ops nor tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from atoll.microbatch import Action
+
+if TYPE_CHECKING:
+    from coordinator.fleet import Fleet
+    from coordinator.traffic import Cut, Hop, TiedExchange
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What a transfer costs beyond its bytes, and the step's fixed costs.
+
+    Defaults are those of this project's transport on a CPU host; bulk rates already are payload.
+    """
+
+    per_message_s: float = 3e-4  # framing, copy and dispatch of one tensor, on the link
+    header_bytes: int = 96  # frame header and key
+    ready_bytes: int = 0  # the coordinator's messages are too small to matter
+    commit_s: float = 1.5e-3  # journal and dispatch at the coordinator
+    per_action_s: float = 5e-4  # waking the compute thread, queues, bookkeeping of one action
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """One stage on one device; seconds of one micro-batch."""
+
+    device: int  # in Fleet.devices
+    forward_s: float
+    backward_s: float
+    apply_s: float  # optimizer step
+    commit_latency_s: float  # one way to the coordinator
+    actions: tuple[Action, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way between two stages: rates in order, the last one the pair's own."""
+
+    resources: tuple[tuple[str, float], ...]  # (name, payload bit/s)
+    latency_s: float
+
+    @property
+    def rate_bps(self) -> float:
+        return min(rate for _, rate in self.resources)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A step's work: ``n_micro`` micro-batches through ``stages``."""
+
+    stages: tuple[StageLoad, ...]
+    n_micro: int
+    forward: tuple[Hop, ...]
+    backward: tuple[Hop, ...]
+    tied: tuple[TiedExchange, ...]
+    routes: dict[tuple[int, int], Route]  # by stage pair; every pair that sends
+    wire: Wire
+
+    def with_actions(self, actions: Sequence[tuple[Action, ...]]) -> Workload:
+        """The same work in another order."""
+        stages = tuple(replace(stage, actions=a) for stage, a in zip(self.stages, actions, strict=True))
+        return replace(self, stages=stages)
+
+
+def routes_of(fleet: Fleet, devices: Sequence[int], cut: Cut) -> dict[tuple[int, int], Route]:
+    """The route of every stage pair between which ``cut`` sends anything."""
+    pairs = {(hop.source, hop.target) for hop in (*cut.forward, *cut.backward)}
+    for tied in cut.tied:
+        chain = tied.holders
+        pairs.update(zip(chain[1:], chain[:-1], strict=True))
+        pairs.update((chain[0], other) for other in chain[1:])
+    return {(s, t): route(fleet, devices[s], devices[t]) for s, t in sorted(pairs)}
+
+
+def route(fleet: Fleet, source: int, target: int) -> Route:
+    """The way from one device to another."""
+    return Route(fleet.path(source, target), float(fleet.latency_s[source, target]))
