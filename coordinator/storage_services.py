@@ -1,0 +1,124 @@
+"""The Blobs and Data services: bytes in and out of the store, micro-batches to the stages.
+
+Disk work runs in threads, so a large upload never delays a step's commit. Every request is
+bounded; what is refused ends the call with INVALID_ARGUMENT and says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from atoll.errors import AtollError, StorageError
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from atoll.job import JobSpec
+    from coordinator.blobs import BlobStore
+    from coordinator.dataprovider import DataProvider
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_BLOBS_A_REQUEST = 100_000
+T = TypeVar("T")
+
+
+class BlobService(rpc.BlobsServicer):
+    """Uploads resume where ``Held`` says; downloads begin at any offset."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+
+    async def Missing(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
+        """Of the given blobs, those that are not whole here, with the bytes that are."""
+        await _bounded(request, context)
+
+        def find() -> pb.BlobList:
+            absent = (b.hash for b in request.blobs if not self._store.has(b.hash))
+            return pb.BlobList(blobs=[pb.BlobRef(hash=h, offset=self._store.held(h)) for h in absent])
+
+        return await _guarded(find, context)
+
+    async def Held(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
+        """How many bytes of each blob are here."""
+        await _bounded(request, context)
+
+        def find() -> pb.BlobList:
+            return pb.BlobList(
+                blobs=[pb.BlobRef(hash=b.hash, offset=self._store.held(b.hash)) for b in request.blobs]
+            )
+
+        return await _guarded(find, context)
+
+    async def Put(self, request_iterator: AsyncIterator[pb.BlobChunk], context: Context) -> pb.BlobList:  # noqa: N802
+        """Take chunks of any blobs; answers with those that became whole."""
+        whole: dict[str, int] = {}
+        async for chunk in request_iterator:
+            done = await _guarded(
+                partial(self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data), context
+            )
+            if done:
+                whole[chunk.hash] = chunk.size
+        return pb.BlobList(blobs=[pb.BlobRef(hash=h, size=size) for h, size in whole.items()])
+
+    async def Get(self, request: pb.BlobList, context: Context) -> AsyncIterator[pb.BlobChunk]:  # noqa: N802
+        """The given blobs in turn, each from its offset; an empty rest is one empty chunk."""
+        await _bounded(request, context)
+        for blob in request.blobs:
+            size = await _guarded(partial(self._store.size, blob.hash), context)
+            offset = blob.offset
+            pieces = self._store.chunks(blob.hash, offset)
+            while piece := await _guarded(partial(next, pieces, b""), context):
+                yield pb.BlobChunk(hash=blob.hash, size=size, offset=offset, data=piece)
+                offset += len(piece)
+            if offset == blob.offset:
+                yield pb.BlobChunk(hash=blob.hash, size=size, offset=offset)
+
+
+class DataService(rpc.DataServicer):
+    """Micro-batches of the job that ``spec_of`` knows, for the worker that asks."""
+
+    def __init__(self, provider: DataProvider, spec_of: Callable[[str], JobSpec | None]) -> None:
+        self._provider = provider
+        self._spec_of = spec_of
+
+    async def Batches(self, request: pb.BatchRequest, context: Context) -> AsyncIterator[pb.Batch]:  # noqa: N802
+        """The named inputs of some steps, in (step, micro, input) order."""
+        spec = self._spec_of(request.job)
+        if spec is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no job {request.job[:80]!r} is running")
+        served: Iterator[pb.Batch] = (
+            pb.Batch(
+                step=b.step, micro=b.micro, input=b.input, dtype=str(b.array.dtype), shape=b.array.shape,
+                data=b.array.tobytes(),
+            )
+            for b in self._provider.batches(
+                spec, request.evaluation, list(request.inputs), request.first_step, request.count
+            )
+        )  # fmt: skip
+        while (batch := await _guarded(lambda: next(served, None), context)) is not None:
+            yield batch
+
+
+async def _bounded(request: pb.BlobList, context: Context) -> None:
+    if len(request.blobs) > MAX_BLOBS_A_REQUEST:
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            f"{len(request.blobs)} blobs in one request; ask for at most {MAX_BLOBS_A_REQUEST}",
+        )
+
+
+async def _guarded(work: Callable[[], T], context: Context) -> T:
+    """Run disk work in a thread; our own errors end the call with their message."""
+    try:
+        return await asyncio.to_thread(work)
+    except StorageError as error:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+    except AtollError as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -1,0 +1,68 @@
+"""Blobs over real gRPC: uploads resume, damage is refused with a reason."""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from coordinator.blobs import BlobStore
+from coordinator.storage_services import BlobService
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+
+
+def with_server(store: BlobStore, talk: Callable[[rpc.BlobsStub], Awaitable[None]]) -> None:
+    async def run() -> None:
+        server = grpc.aio.server()
+        rpc.add_BlobsServicer_to_server(BlobService(store), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await talk(rpc.BlobsStub(channel))
+        await server.stop(0)
+
+    asyncio.run(run())
+
+
+def chunk(data: bytes, begin: int, end: int) -> pb.BlobChunk:
+    name = hashlib.sha256(data).hexdigest()
+    return pb.BlobChunk(hash=name, size=len(data), offset=begin, data=data[begin:end])
+
+
+def test_an_upload_goes_on_where_it_broke_off_and_comes_back_whole(tmp_path: Path) -> None:
+    data = os.urandom(2_500_000)
+    ref = pb.BlobRef(hash=hashlib.sha256(data).hexdigest())
+
+    async def talk(stub: rpc.BlobsStub) -> None:
+        await stub.Put(iter([chunk(data, 0, 1_000_000)]))
+        missing = (await stub.Missing(pb.BlobList(blobs=[ref]))).blobs
+        assert [b.offset for b in missing] == [1_000_000]
+        done = await stub.Put(iter([chunk(data, 1_000_000, 2_000_000), chunk(data, 2_000_000, len(data))]))
+        assert [b.hash for b in done.blobs] == [ref.hash]
+        assert not (await stub.Missing(pb.BlobList(blobs=[ref]))).blobs
+        got = [c async for c in stub.Get(pb.BlobList(blobs=[pb.BlobRef(hash=ref.hash, offset=500)]))]
+        assert b"".join(c.data for c in got) == data[500:]
+        assert {c.size for c in got} == {len(data)}
+
+    with_server(BlobStore(tmp_path), talk)
+
+
+def test_forged_bytes_and_unknown_blobs_end_the_call_with_a_reason(tmp_path: Path) -> None:
+    forged = chunk(b"honest", 0, 6)
+    forged.data = b"forged"
+
+    async def talk(stub: rpc.BlobsStub) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Put(iter([forged]))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "hash to" in (refused.value.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as absent:
+            async for _ in stub.Get(pb.BlobList(blobs=[pb.BlobRef(hash="0" * 64)])):
+                pass
+        assert absent.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    with_server(BlobStore(tmp_path), talk)
