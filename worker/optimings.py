@@ -25,6 +25,7 @@ from atoll.errors import AtollError
 from atoll.execute import DTYPES, Executor
 from atoll.job import OptimizerName, Precision
 from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
+from atoll.ops import check_node
 from atoll.program import Received, StageProgram
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def time_ops(
         if 3 * _probe_bytes(probe) > max_bytes or not _known_dtypes(probe):
             continue
         try:
+            check_node(probe.node, max_bytes)
             bench = _Bench(_functional(probe), place, precision, max_bytes)
             timings[probe.signature] = bench.time(sustained_s, overhead, clock)
         except (RuntimeError, IndexError, TypeError, ValueError, AtollError):

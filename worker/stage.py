@@ -16,6 +16,7 @@ from torch import Tensor
 from atoll.errors import PlanError, UsageError
 from atoll.execute import DTYPES, Executor
 from atoll.job import OptimizerName, stepwise_groups
+from atoll.ops import check_node
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from atoll.opdag import StateMeta
     from atoll.program import StageProgram
 
+MAX_OUTPUT_BYTES = 1 << 35  # of one op; a program that declares more is refused
 STATE_KEYS = {
     OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
     OptimizerName.SGD: ("momentum_buffer",),
@@ -45,8 +47,8 @@ class Stage:
     ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
     state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
     has; without it every parameter trains and inputs are taken as they come.
-    UsageError for missing or misshapen tensors, PlanError when the evaluation program needs
-    state that another stage trains.
+    UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
+    tensors, PlanError when the evaluation program needs state that another stage trains.
     """
 
     def __init__(
@@ -58,7 +60,10 @@ class Stage:
         device: torch.device | str = "cpu",
         *,
         states: Mapping[str, StateMeta] | None = None,
+        max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> None:
+        for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
+            check_node(node, max_output_bytes)
         self.program = program
         self.training = training
         self.device = torch.device(device)
