@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from google.protobuf.message import DecodeError, Message
 
@@ -48,6 +48,8 @@ __all__ = [
     "content_hash",
     "dag_bytes",
     "dag_from_bytes",
+    "decode",
+    "encode",
     "from_proto",
     "metas_from_proto",
     "metas_to_proto",
@@ -76,6 +78,15 @@ _FROM: dict[type, Callable[[Any, Limits], Any]] = {
     pb.Plan: plan_from_proto,
     pb.StageProgram: program_from_proto,
 }
+_MESSAGE: dict[type, type[Message]] = {
+    OpDag: pb.OpDag,
+    TrainingSpec: pb.TrainingSpec,
+    DataSpec: pb.DataSpec,
+    JobSpec: pb.JobSpec,
+    Plan: pb.Plan,
+    StageProgram: pb.StageProgram,
+}
+_T = TypeVar("_T")
 
 
 @overload
@@ -120,18 +131,31 @@ def from_proto(message: Any, limits: Limits = DEFAULT_LIMITS) -> Any:
     return _FROM[type(message)](message, limits)
 
 
+def encode(value: OpDag | TrainingSpec | DataSpec | JobSpec | Plan | StageProgram) -> bytes:
+    """Deterministic bytes of a value, for files and journals."""
+    return to_proto(value).SerializeToString(deterministic=True)
+
+
+def decode(kind: type[_T], data: bytes, limits: Limits = DEFAULT_LIMITS) -> _T:
+    """The value of type ``kind`` that ``encode`` wrote; BadFrame when it is none."""
+    message = _MESSAGE[kind]()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise BadFrame(f"{len(data)} bytes are no {kind.__name__}: {error}") from None
+    value = _FROM[type(message)](message, limits)
+    assert isinstance(value, kind)  # noqa: S101 - the two tables agree
+    return value
+
+
 def dag_bytes(dag: OpDag) -> bytes:
     """The one serialisation of a DAG: equal DAGs give equal bytes in every process."""
-    return dag_to_proto(dag).SerializeToString(deterministic=True)
+    return encode(dag)
 
 
 def dag_from_bytes(data: bytes, limits: Limits = DEFAULT_LIMITS) -> OpDag:
     """The DAG stored in ``data``; BadFrame when it is no DAG or out of bounds."""
-    try:
-        message = pb.OpDag.FromString(data)
-    except DecodeError as error:
-        raise BadFrame(f"{len(data)} bytes are not an op-DAG: {error}") from None
-    return dag_from_proto(message, limits)
+    return decode(OpDag, data, limits)
 
 
 def content_hash(data: bytes) -> str:
