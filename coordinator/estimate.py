@@ -153,25 +153,33 @@ def fallback_seconds(node: OpNode, device: Device) -> tuple[float, float]:
     return forward, backward
 
 
-def op_costs(dag: OpDag, device: Device, sigs: tuple[str, ...], recompute: bool = False) -> Costs:
-    """Every op's seconds on ``device``; ``sigs`` are ``signatures(dag)``.
+class OpTable:
+    """A DAG's ops as arrays, so that a thousand devices cost a thousand vector operations."""
 
-    With ``recompute`` the backward runs the forward again.
-    """
-    forward = np.zeros(len(dag.ops))
-    backward = np.zeros(len(dag.ops))
-    probed = np.zeros(len(dag.ops), dtype=bool)
-    for op, sig in enumerate(sigs):
-        if not sig:
-            continue
-        timing = device.timings.get(sig)
-        probed[op] = timing is not None
-        forward[op], backward[op] = timing or fallback_seconds(dag.ops[op], device)
-    if recompute:
-        backward += forward
-    total = float((forward + backward).sum())
-    share = float((forward + backward)[probed].sum()) / total if total else 0.0
-    return Costs(forward * device.scale, backward * device.scale, share)
+    def __init__(self, dag: OpDag, sigs: tuple[str, ...] | None = None) -> None:
+        sigs = signatures(dag) if sigs is None else sigs
+        self._names, kinds = np.unique(np.array(sigs), return_inverse=True)
+        self._kind: NDArray[np.intp] = kinds.astype(np.intp)  # [ops] index of its signature
+        # Ops of one signature have equal figures: one row a signature is enough.
+        first = {sig: op for op, sig in reversed(list(enumerate(sigs)))}
+        self._nodes = [dag.ops[first[str(name)]] for name in self._names]
+
+    def costs(self, device: Device, recompute: bool = False) -> Costs:
+        """Every op's seconds on ``device``; with ``recompute`` the backward runs the forward again."""
+        seconds = np.zeros((len(self._nodes), 2))
+        probed = np.zeros(len(self._nodes), dtype=bool)
+        for i, (name, node) in enumerate(zip(self._names, self._nodes, strict=True)):
+            if not name:
+                continue
+            timing = device.timings.get(str(name))
+            probed[i] = timing is not None
+            seconds[i] = timing or fallback_seconds(node, device)
+        forward, backward = seconds[self._kind, 0], seconds[self._kind, 1]
+        if recompute:
+            backward = backward + forward
+        total = float((forward + backward).sum())
+        share = float((forward + backward)[probed[self._kind]].sum()) / total if total else 0.0
+        return Costs(forward * device.scale, backward * device.scale, share)
 
 
 def refresh_scale(scale: float, predicted_s: float, measured_s: float) -> float:

@@ -1,0 +1,244 @@
+"""One planning problem: a DAG, how it is trained, a fleet; and what any candidate would cost.
+
+A Candidate is an order of devices with the position where each begins. ``Problem`` turns one
+into a Workload, chooses how many micro-batches each stage may have in flight, and asks the
+timeline. Results are kept, since searches come back to the same candidate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.microbatch import ScheduleName, delay_aware_warmup, gpipe, one_f_one_b
+from coordinator.bound import lower_bound
+from coordinator.chain import Chain
+from coordinator.estimate import OpTable, apply_seconds
+from coordinator.memory import MemoryModel, prefix
+from coordinator.timeline import Timeline, simulate
+from coordinator.traffic import Traffic
+from coordinator.workload import StageLoad, Wire, Workload, routes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from atoll.job import TrainingSpec
+    from atoll.opdag import OpDag
+    from coordinator.chain import Bools
+    from coordinator.fleet import Fleet
+
+    Floats = NDArray[np.float64]
+    Positions = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Devices (indices in the fleet) in pipeline order, and the op where each begins."""
+
+    devices: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    def bounds(self, n_ops: int) -> list[tuple[int, int]]:
+        return list(zip(self.starts, (*self.starts[1:], n_ops), strict=True))
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A candidate with the schedule that suits it and its predicted step."""
+
+    candidate: Candidate
+    schedule: ScheduleName
+    warmups: tuple[int, ...]
+    step_s: float
+
+
+class Infeasible(Exception):
+    """A stage of the candidate does not fit its device even with one micro-batch in flight."""
+
+
+@dataclass
+class Problem:
+    """Costs of ``dag`` on every device of ``fleet``; ``schedule`` None lets the timeline choose."""
+
+    dag: OpDag
+    training: TrainingSpec
+    fleet: Fleet
+    schedule: ScheduleName | None = None
+    wire: Wire = field(default_factory=Wire)
+    _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.n_ops = len(self.dag.ops)
+        self.n_micro = self.training.n_micro
+        self.traffic = Traffic(self.dag, self.training.optimizer)
+        self.memory = MemoryModel(self.dag, self.training, self.traffic)
+        table = OpTable(self.dag)
+        costs = [table.costs(d, self.training.recompute) for d in self.fleet.devices]
+        self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
+        self.backward = np.stack([prefix(c.backward_s) for c in costs])
+        self.compute = self.forward + self.backward
+        self.limits = np.array([float(d.memory_limit_bytes) for d in self.fleet.devices])
+        self.measured_share = float(np.mean([c.measured_share for c in costs]))
+
+    @cached_property
+    def positions(self) -> Positions:
+        """Where a stage may begin or end: 0, every cuttable position, the end."""
+        return np.array([0, *self.dag.cuttable(), self.n_ops], dtype=np.intp)
+
+    def coarse(self, most: int) -> Positions:
+        """At most about ``most`` of ``positions``: the cheapest cut of each share of the work.
+
+        The shares are of compute and of state bytes, so that a large embedding, which computes
+        nothing, can still be cut off.
+        """
+        p = self.positions
+        if len(p) <= most + 2:
+            return p
+        work = self.compute.sum(axis=0)[p] / max(float(self.compute.sum(axis=0)[-1]), 1e-12)
+        held = np.array([self.memory.state_bytes(0, int(i)) for i in p])
+        share = 0.5 * work + 0.5 * held / max(float(held[-1]), 1.0)
+        bins = np.minimum((share * most).astype(np.int64), most - 1)
+        live = self.traffic.live_bytes[p]
+        inner = np.arange(1, len(p) - 1)
+        order = inner[np.lexsort((inner, live[inner], bins[inner]))]
+        _, first = np.unique(bins[order], return_index=True)
+        return p[np.concatenate(([0], np.sort(order[first]), [len(p) - 1]))]
+
+    def chain(
+        self, devices: Sequence[int], positions: Positions, fits: Sequence[Bools | None] | None = None
+    ) -> Chain:
+        """The chain surrogate of an order of devices over some positions."""
+        order = list(devices)
+        link, toll = self.links(order, positions)
+        return Chain(self.compute[order][:, positions], link, toll, fits or [None] * len(order))
+
+    def links(self, order: Sequence[int], positions: Positions) -> tuple[Floats, Floats]:
+        """(occupation, toll) [devices, positions] of the link into each device."""
+        ahead = self.traffic.live_bytes[positions] * 8.0
+        back = self.traffic.live_grad_bytes[positions] * 8.0
+        link, toll = np.zeros((len(order), len(positions))), np.zeros((len(order), len(positions)))
+        rate, latency = self.fleet.effective_bps, self.fleet.latency_s
+        for j in range(1, len(order)):
+            a, b = order[j - 1], order[j]
+            there, again = ahead / rate[a, b], back / rate[b, a]
+            link[j] = np.maximum(there, again) + self.wire.per_message_s
+            toll[j] = there + again + latency[a, b] + latency[b, a] + 2 * self.wire.per_message_s
+        return link, toll
+
+    def fits(self, device: int, positions: Positions, in_flight: int) -> Bools | None:
+        """[l, i] mask of the stages that ``device`` can hold; None when it can hold them all."""
+        bytes_held = self.memory.matrix(positions, in_flight)
+        mask: Bools = bytes_held <= self.limits[device]
+        return None if mask[np.triu_indices(len(positions), 1)].all() else mask
+
+    def workload(self, candidate: Candidate, warmups: Sequence[int]) -> Workload:
+        """The candidate's step for the timeline."""
+        cut = self.traffic.cut(candidate.starts)
+        stages = []
+        for (a, b), d, warmup in zip(candidate.bounds(self.n_ops), candidate.devices, warmups, strict=True):
+            device = self.fleet.devices[d]
+            stages.append(
+                StageLoad(
+                    device=d,
+                    forward_s=float(self.forward[d, b] - self.forward[d, a]),
+                    backward_s=float(self.backward[d, b] - self.backward[d, a]),
+                    apply_s=apply_seconds(*self.memory.trained(a, b), self.training, device),
+                    commit_latency_s=device.coordinator.latency_s,
+                    actions=one_f_one_b(self.n_micro, warmup),
+                )
+            )
+        routes = routes_of(self.fleet, candidate.devices, cut)
+        return Workload(tuple(stages), self.n_micro, cut.forward, cut.backward, cut.tied, routes, self.wire)
+
+    def caps(self, candidate: Candidate) -> list[int]:
+        """Most micro-batches in flight by stage; raises Infeasible when a stage cannot hold one."""
+        found = []
+        for (a, b), d in zip(candidate.bounds(self.n_ops), candidate.devices, strict=True):
+            cap = self.memory.in_flight_cap(a, b, self.limits[d])
+            if cap < 1:
+                raise Infeasible(f"ops [{a}, {b}) on {self.fleet.devices[d].label}")
+            found.append(cap)
+        return found
+
+    def warmups(self, work: Workload, caps: Sequence[int]) -> tuple[int, ...]:
+        """Delay-aware warm-up of each stage within memory (microbatch.delay_aware_warmup).
+
+        Each boundary adds 1 + ceil(2c / (F + B)) with its own delay c and the slowest stage's
+        F + B, which is the formula where all are alike. Never rises from a stage to the next:
+        a stage that runs fewer ahead than its successor would wait for itself.
+        """
+        slowest = max(work.stages, key=lambda s: s.forward_s + s.backward_s)
+        depth = 0
+        wanted = [0]
+        for s in range(len(work.stages) - 1, 0, -1):
+            hop = self._hop_s(work, s)
+            depth += delay_aware_warmup(0, 2, self.n_micro + 1, hop, slowest.forward_s, slowest.backward_s)
+            wanted.append(min(depth, self.n_micro - 1))
+        found: list[int] = []
+        for want, cap in zip(reversed(wanted), caps, strict=True):
+            found.append(min(want, cap - 1, *found[-1:]))
+        return tuple(found)
+
+    def _hop_s(self, work: Workload, s: int) -> float:
+        """Delay plus transfer into stage s: half of there and back, from wherever it receives."""
+        ways = [0.0]
+        for hops in (work.forward, work.backward):
+            for hop in hops:
+                if s in (hop.source, hop.target) and s == max(hop.source, hop.target):
+                    way = work.routes[hop.source, hop.target]
+                    ways.append(way.latency_s + 8.0 * hop.n_bytes / way.rate_bps)
+        return max(ways)
+
+    def surrogate(self, candidate: Candidate) -> float:
+        """Seconds, for ranking only: lower bound, optimizer and commit; inf when infeasible."""
+        try:
+            self.caps(candidate)
+        except Infeasible:
+            return float("inf")
+        work = self.workload(candidate, [self.n_micro] * len(candidate.devices))
+        away = max(s.commit_latency_s for s in work.stages)
+        return lower_bound(work).step_s + 2 * away + max(s.apply_s for s in work.stages)
+
+    def score(self, candidate: Candidate) -> Scored | None:
+        """The candidate's step under its best allowed schedule; None when it does not fit."""
+        if candidate not in self._scores:
+            self._scores[candidate] = self._score(candidate)
+        return self._scores[candidate]
+
+    @property
+    def scored(self) -> int:
+        """How many candidates the timeline has judged."""
+        return len(self._scores)
+
+    def _score(self, candidate: Candidate) -> Scored | None:
+        try:
+            caps = self.caps(candidate)
+        except Infeasible:
+            return None
+        n = self.n_micro
+        options: list[Scored] = []
+        work = self.workload(candidate, [n] * len(caps))
+        if self.schedule is not ScheduleName.GPIPE:
+            warmups = self.warmups(work, caps)
+            ordered = work.with_actions([one_f_one_b(n, w) for w in warmups])
+            step = simulate(ordered).step_s
+            options.append(Scored(candidate, ScheduleName.ONE_F_ONE_B, warmups, step))
+        if self.schedule is not ScheduleName.ONE_F_ONE_B and min(caps) >= n:
+            step = simulate(work.with_actions([gpipe(n)] * len(caps))).step_s
+            options.append(Scored(candidate, ScheduleName.GPIPE, (n,) * len(caps), step))
+        # 1F1B holds fewer micro-batches: GPipe must be clearly faster to be worth its memory.
+        return min(
+            options,
+            key=lambda s: s.step_s * (1.01 if s.schedule is ScheduleName.GPIPE else 1.0),
+            default=None,
+        )
+
+    def timeline(self, scored: Scored, keep_spans: bool = True) -> tuple[Workload, Timeline]:
+        """The full timeline of a scored candidate."""
+        work = self.workload(scored.candidate, scored.warmups)
+        return work, simulate(work, keep_spans)
