@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lab.scenario import load_scenario
-from lab.world import open_lab
+from lab.reader import read_scenario
+from lab.world import Lab
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,13 +63,13 @@ class LabFleet:
     """A coordinator and one worker per host of a scenario, running in the lab."""
 
     def __init__(self, scenario: str) -> None:
-        self.scenario = load_scenario(scenario)
+        self.scenario = read_scenario(scenario)
         self._stack = contextlib.ExitStack()
         self.python = sys.executable
 
     def __enter__(self) -> LabFleet:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-bench-")))
-        self.lab = self._stack.enter_context(open_lab(self.scenario))
+        self.lab = self._stack.enter_context(Lab(self.scenario))
         self.home = self.scenario.coordinator
         self.address = f"{self.lab.address(self.home)}:7700"
         try:
@@ -92,7 +92,7 @@ class LabFleet:
         return self.lab.popen(host, command, stdout=log, stderr=subprocess.STDOUT, env=self._environment())
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "wan0"}
+        return {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "wan0"}
 
     def _serve(self) -> None:
         state = self.folder / "coordinator"
@@ -133,7 +133,7 @@ class LabFleet:
         ]
         command += ["--threads", "1", "--device", "cpu", "--state-dir", str(self.folder / host)]
         if budget:
-            command += ["--memory", f"{budget}MiB"]
+            command += ["--memory", f"{budget:g}MiB"]
         if not self.scenario.host(host).inbound:
             command += ["--no-inbound"]
         self._spawn(host, host, command)
