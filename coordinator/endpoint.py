@@ -1,0 +1,155 @@
+"""Where the coordinator is and who is asking: given on the command line or remembered locally.
+
+``atoll serve`` leaves its address and the owner's token in its state folder, so that commands on
+the same machine need neither option; elsewhere ``--coordinator`` and ``--token`` name them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from atoll.errors import StorageError, UsageError
+from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
+
+DEFAULT_PORT = 7700
+ADDRESS_FILE = "address.json"
+TOKEN_FILE = "owner-token"  # noqa: S105 - a file name
+MAX_FILE_BYTES = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A coordinator's entry port and the owner's token for it; no token means no TLS."""
+
+    host: str
+    port: int
+    token: JoinToken | None = field(default=None, repr=False)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, an IPv6 host in brackets."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def channel(self) -> grpc.Channel:
+        """A channel to the entry port; it connects at the first call."""
+        options: list[tuple[str, str | int]] = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_reconnect_backoff_ms", 1000),  # a restarted coordinator is found at once
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 5_000),
+        ]
+        if self.token is None:
+            return grpc.insecure_channel(self.address, options=options)
+        options += name_options(COORDINATOR)
+        return grpc.secure_channel(self.address, channel_credentials(self.token.ca_pem), options=options)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every owner's call carries."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token.presented}"),)
+
+
+def default_state_dir() -> Path:
+    """Where a coordinator keeps its state unless told otherwise."""
+    return Path.home() / ".local" / "state" / "atoll"
+
+
+def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """HOST, HOST:PORT, [IPV6]:PORT -> (host, port); UsageError otherwise."""
+    text = text.strip()
+    host, port_text = text, ""
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port_text = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port_text = text.partition(":")
+    try:
+        port = int(port_text) if port_text else default_port
+    except ValueError:
+        port = -1
+    if not host or any(c.isspace() or c == "/" for c in host) or not 0 <= port <= 65535:
+        raise UsageError(f"address {text!r}; write HOST:PORT, for example 192.0.2.7:{DEFAULT_PORT}")
+    return host, port
+
+
+def remember(state_dir: Path, host: str, port: int, *, insecure: bool) -> None:
+    """Leave the address of the coordinator that has its state in ``state_dir``.
+
+    Raises StorageError when the folder cannot be written.
+    """
+    # An address to listen on everywhere is reached on this machine at the loopback.
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104
+    path = state_dir / ADDRESS_FILE
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        scratch.write_text(json.dumps({"host": reachable, "port": port, "insecure": insecure}) + "\n")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None
+
+
+def find_endpoint(
+    coordinator: str | None = None,
+    token: str | None = None,
+    state_dir: Path | None = None,
+    *,
+    insecure: bool = False,
+) -> Endpoint:
+    """The endpoint that the options name; what they leave out was remembered in ``state_dir``.
+
+    UsageError says which option is missing; AccessDenied when the token is no token.
+    """
+    state_dir = state_dir or default_state_dir()
+    remembered = _recall(state_dir)
+    if coordinator is not None:
+        host, port = parse_address(coordinator)
+    elif remembered is not None:
+        host, port = remembered[0], remembered[1]
+        insecure = insecure or remembered[2]
+    else:
+        raise UsageError(
+            f"no coordinator is known in {state_dir}; give --coordinator HOST:PORT and --token, "
+            f"or start one here with `atoll serve`"
+        )
+    if insecure:
+        return Endpoint(host, port, None)
+    text = token or _read(state_dir / TOKEN_FILE)
+    if not text:
+        raise UsageError(
+            f"no owner token for {host}:{port} in {state_dir}; give --token "
+            f"(`atoll serve` keeps it in its state folder, file {TOKEN_FILE})"
+        )
+    return Endpoint(host, port, JoinToken.decode(text))
+
+
+def _recall(state_dir: Path) -> tuple[str, int, bool] | None:
+    text = _read(state_dir / ADDRESS_FILE)
+    if not text:
+        return None
+    try:
+        found = json.loads(text)
+        host, port, insecure = found["host"], found["port"], found["insecure"]
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{state_dir / ADDRESS_FILE} is damaged; remove it, or give --coordinator") from None
+    if not (isinstance(host, str) and isinstance(port, int) and isinstance(insecure, bool)):
+        raise UsageError(f"{state_dir / ADDRESS_FILE} is damaged; remove it, or give --coordinator")
+    return host, port, insecure
+
+
+def _read(path: Path) -> str:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}; is it another user's?") from None
+    with os.fdopen(descriptor, "r", encoding="utf-8", errors="replace") as file:
+        return file.read(MAX_FILE_BYTES).strip()
