@@ -123,7 +123,7 @@ class LocalPipeline:
                 partial = self.stages[stage].tied_partial(name, total)
                 total = None if partial is None else _carried(partial)
             for stage in holders:
-                self.stages[stage].set_tied_total(name, None if total is None else _carried(total, copy=True))
+                self.stages[stage].set_tied_total(name, None if total is None else _carried(total))
 
 
 class _Walk:
@@ -166,7 +166,7 @@ class _Walk:
         produced = self.pipeline.stages[stage].forward(micro, inputs, received)
         for p in program.produced:
             for target in p.targets:
-                self.values[target, micro, p.op] = _carried(produced[p.op], copy=True)
+                self.values[target, micro, p.op] = _carried(produced[p.op])
 
     def backward(self, stage: int, micro: int) -> None:
         program = self.pipeline.programs[stage]
@@ -175,7 +175,7 @@ class _Walk:
         for r in program.received:
             if r.requires_grad:
                 answer = answers[r.op]
-                self.grads[r.grad_to, micro, r.op] = None if answer is None else _carried(answer, copy=True)
+                self.grads[r.grad_to, micro, r.op] = None if answer is None else _carried(answer)
 
 
 def _gradients_awaited(program: StageProgram) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def _gradients_awaited(program: StageProgram) -> tuple[int, ...]:
     return (*own, *(r.op for r in program.received if r.requires_grad and r.grad_from is not None))
 
 
-def _carried(value: Tensor, copy: bool = False) -> Tensor:
-    """``value`` as it arrives at the other end of a link."""
-    data, order = to_wire(value)
-    return from_wire(data.clone() if copy else data, order)
+def _carried(value: Tensor) -> Tensor:
+    """``value`` as it arrives at the other end of a link: own memory, same layout."""
+    data, layout = to_wire(value)
+    return from_wire(data.clone(), value.shape, layout)

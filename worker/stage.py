@@ -279,7 +279,8 @@ class Stage:
         for name, value in inputs.items():
             state = self._states.get(name)
             dtype = DTYPES[state.meta.dtype] if state is not None else value.dtype
-            moved[name] = value.to(self.device, dtype)
+            # A copy of our own, aligned like every other tensor: kernels may look at that.
+            moved[name] = value.to(self.device, dtype, copy=True)
         return moved
 
     def _moved(self, value: Tensor) -> Tensor:

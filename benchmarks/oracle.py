@@ -1,0 +1,275 @@
+"""The oracle: whatever the cut, the model that comes out is the one that one stage would train.
+
+For a job file, or for the five built-in models, K-stage plans with random valid cuts are trained
+and compared with the one-stage plan: losses, gradient norms, parameters, optimizer state and
+buffers (`max_abs_diff`, expected 0.0). The one-stage plan is compared with the plain module
+trained by plain PyTorch, dropout 0 and SGD (`max_abs_diff_plain`, expected <= 1e-6).
+
+  python -m benchmarks.oracle --job examples/gpt.py --stages 3 --steps 5 --plans 10
+  python -m benchmarks.oracle --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from atoll.data import sample_indices, take
+from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
+from atoll.opdag import OpDag, StateMeta
+from atoll.program import stage_programs
+from coordinator.capture import capture
+from coordinator.jobfile import load_job
+from worker.local import LocalPipeline
+
+State = Mapping[str, Mapping[str, Tensor]]
+Batches = Callable[[int], list[dict[str, Tensor]]]  # step -> its micro-batches
+BUILT_IN = ("gpt2", "llama", "bert", "resnet", "branches")
+DROPOUT = 0.1
+PLAIN_LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured model with its data, ready to be trained any number of times."""
+
+    name: str
+    module: nn.Module
+    dag: OpDag
+    states: Mapping[str, StateMeta]
+    tensors: State
+    training: TrainingSpec
+    batches: Batches
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training left behind: one row of figures a step, and the final state."""
+
+    figures: tuple[tuple[float, ...], ...]
+    state: State
+
+
+Runner = Callable[[Case, Sequence[int]], Run]  # trains a case cut at the given starts
+
+
+def built_in(name: str, training: TrainingSpec, dropout: float) -> Case:
+    """One of the five models of the tests on seeded random data."""
+    from tests.models import MODELS
+
+    example = MODELS[name](dropout=dropout)
+
+    def batches(step: int) -> list[dict[str, Tensor]]:
+        first = training.seed * 1_000_003 + step * training.n_micro
+        return [example.make_batch(first + micro) for micro in range(training.n_micro)]
+
+    return case_of(name, example.module, example.example_inputs, training, batches)
+
+
+def from_job(job: Job, training: TrainingSpec) -> Case:
+    """A job file's model on the job's own data."""
+    inputs = dict(job.example_inputs)
+    data, _ = job.data.materialise(next(iter(inputs.values())).shape[0])
+
+    def batches(step: int) -> list[dict[str, Tensor]]:
+        found = []
+        for micro in range(training.n_micro):
+            samples = sample_indices(data.spec, training.n_micro, step, micro)
+            arrays = {f.input: take(data.arrays[f.blob], f, samples) for f in data.spec.fields}
+            found.append({n: torch.from_numpy(np.array(a)).to(inputs[n].dtype) for n, a in arrays.items()})
+        return found
+
+    return case_of(job.name, job.module, inputs, training, batches)
+
+
+def case_of(
+    name: str,
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    training: TrainingSpec,
+    batches: Batches,
+) -> Case:
+    """Capture a module for training."""
+    dag, tensors = capture(module, inputs)
+    states = {**dag.parameters, **dag.buffers}
+    return Case(name, module, dag, states, {n: {"value": t} for n, t in tensors.items()}, training, batches)
+
+
+def run_local(case: Case, starts: Sequence[int], **options: object) -> Run:
+    """Train the case in this process, one Stage per start."""
+    pipeline = LocalPipeline(
+        stage_programs(case.dag, starts),
+        case.training,
+        case.tensors,
+        states=case.states,
+        **options,  # type: ignore[arg-type]
+    )
+    results = [pipeline.step(step, case.batches(step)) for step in range(case.training.steps)]
+    return Run(tuple((r.loss, *r.square_norms) for r in results), pipeline.snapshot())
+
+
+def run_plain(case: Case) -> Run:
+    """Train a copy of the module itself with torch's SGD at the case's learning rate."""
+    module = copy.deepcopy(case.module).train()
+    optimizer = torch.optim.SGD(
+        [p for p in module.parameters() if p.requires_grad], case.training.optimizer.lr
+    )
+    figures = []
+    for step in range(case.training.steps):
+        total = 0.0
+        for batch in case.batches(step):
+            out = module(**batch)
+            loss = getattr(out, "loss", out) / case.training.n_micro
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        figures.append((total,))
+    named = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return Run(tuple(figures), {name: {"value": value.detach()} for name, value in named.items()})
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    """A copy whose dropout layers and dropout attributes are 0."""
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and (
+                "drop" in name or (name == "p" and "Dropout" in type(part).__name__)
+            ):
+                setattr(part, name, 0.0)
+    return module
+
+
+def random_starts(dag: OpDag, stages: int, source: random.Random) -> tuple[int, ...]:
+    """Starts of ``stages`` stages at random valid positions, each with at least one op."""
+    positions = dag.cuttable()
+    return (0, *sorted(source.sample(positions, min(stages - 1, len(positions)))))
+
+
+def difference(a: Run, b: Run, figures: int | None = None) -> float:
+    """Largest absolute difference of the first ``figures`` of each step and of the state.
+
+    Infinite when one has a tensor that the other lacks (among keys of both for a plain module).
+    """
+    worst = 0.0
+    for one, other in zip(a.figures, b.figures, strict=True):
+        pairs = zip(one[:figures], other[:figures], strict=True)
+        worst = max([worst, *(_scalar_difference(x, y) for x, y in pairs)])
+    if figures is None and {n: set(k) for n, k in a.state.items()} != {n: set(k) for n, k in b.state.items()}:
+        return float("inf")
+    for name in a.state.keys() & b.state.keys():
+        for key in a.state[name].keys() & b.state[name].keys():
+            one_tensor, other_tensor = a.state[name][key], b.state[name][key]
+            if not torch.equal(one_tensor, other_tensor):
+                gap = (one_tensor.double() - other_tensor.double()).abs().max()
+                worst = max(worst, float(gap) if torch.isfinite(gap) else float("inf"))
+    return worst
+
+
+def _scalar_difference(x: float, y: float) -> float:
+    if x == y:
+        return 0.0
+    return abs(x - y) if np.isfinite(x) and np.isfinite(y) else float("inf")
+
+
+def measure(case: Case, plain: Case, stages: int, plans: int, seed: int, run: Runner) -> dict[str, object]:
+    """The two figures of one case; ``plain`` is the same model without dropout, under SGD."""
+    source = random.Random(seed)
+    reference = run_local(case, (0,))
+    worst, where = 0.0, None
+    for _ in range(plans):
+        starts = random_starts(case.dag, stages, source)
+        gap = difference(run(case, starts), reference)
+        if gap > worst or where is None:
+            worst, where = gap, starts
+    return {
+        "model": case.name,
+        "ops": len(case.dag.ops),
+        "stages": stages,
+        "steps": case.training.steps,
+        "plans": plans,
+        "worst_cut": where,
+        "max_abs_diff": worst,
+        "max_abs_diff_plain": difference(run_local(plain, (0,)), run_plain(plain), figures=1),
+    }
+
+
+def plain_training(training: TrainingSpec) -> TrainingSpec:
+    """The declared training with the optimizer that the comparison with torch uses."""
+    return replace(training, optimizer=Optimizer(OptimizerName.SGD, lr=PLAIN_LEARNING_RATE))
+
+
+def cases(args: argparse.Namespace) -> list[tuple[Case, Case]]:
+    """Each case beside its dropout-free twin."""
+    if args.job is None:
+        training = TrainingSpec(args.steps, args.micro or 4, args.seed, Optimizer(clip_norm=1.0))
+        return [
+            (built_in(name, training, DROPOUT), built_in(name, plain_training(training), 0.0))
+            for name in BUILT_IN
+        ]
+    job = load_job(Path(args.job), args.set)
+    training = replace(
+        job.training, steps=args.steps, n_micro=args.micro or job.training.n_micro, seed=args.seed
+    )
+    twin = replace(job, module=without_dropout(job.module))
+    return [(from_job(job, training), from_job(twin, plain_training(training)))]
+
+
+def main() -> int:
+    """Print a row per model; exit code 1 when a figure is beyond its bound."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--job", help="job file; default: the five built-in models")
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--micro", type=int, help="micro-batches a step (default: the job's, or 4)")
+    parser.add_argument("--plans", type=int, default=10, help="random cuts per model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], help="job override, e.g. optimizer.lr=3e-4")
+    parser.add_argument("--json", action="store_true", help="figures as one JSON object on the last line")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for case, plain in cases(args):
+        row = measure(case, plain, args.stages, args.plans, args.seed, run_local)
+        rows.append(row)
+        print(
+            f"{row['model']}: {row['ops']} ops, {args.plans} cuts into {args.stages}, {args.steps} steps: "
+            f"max_abs_diff {row['max_abs_diff']}  max_abs_diff_plain {row['max_abs_diff_plain']:.2e}",
+            flush=True,
+        )
+    worst = max(float(str(row["max_abs_diff"])) for row in rows)
+    worst_plain = max(float(str(row["max_abs_diff_plain"])) for row in rows)
+    print(f"max_abs_diff {worst}")
+    print(f"max_abs_diff_plain {worst_plain:.3e}")
+    if args.json:
+        figures = {
+            "max_abs_diff": worst,
+            "max_abs_diff_plain": worst_plain,
+            "seed": args.seed,
+            "models": rows,
+        }
+        print(json.dumps(figures))
+    return 0 if worst == 0.0 and worst_plain <= 1e-6 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
