@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 VOCABULARY = 61
 BATCH = 2
@@ -73,6 +73,8 @@ def gpt2(dropout: float = 0.0, layers: int = 2) -> Example:
         resid_pdrop=dropout,
         embd_pdrop=dropout,
         attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
         use_cache=False,
     )
     return _example("gpt2", GPT2LMHeadModel(config), _token_batch)

@@ -1,0 +1,66 @@
+"""Turns what a module raised under torch.export into a refusal that names where and why."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.errors import CaptureError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch import nn
+
+_TORCH = re.compile(r"[/\\](torch|coordinator)[/\\]")
+_DATA_DEPENDENT = re.compile(r"GuardOnDataDependent|DataDependent|DynamicOutputShape|PendingUnbacked")
+_TEXT = re.compile(r"data-dependent|unbacked|meta tensors|fake tensor", re.IGNORECASE)
+
+
+def blame(error: BaseException, module: nn.Module) -> CaptureError:
+    """A CaptureError naming the module path, the source line and its text."""
+    names = {id(child): name for name, child in module.named_modules()}
+    path, line, statement = "", "", ""
+    for frame, number in _frames(error):
+        owner = frame.f_locals.get("self")
+        if id(owner) in names:
+            path = names[id(owner)] or path
+        filename = frame.f_code.co_filename
+        if not _TORCH.search(filename) and not filename.startswith("<"):
+            line = f"{Path(filename).name}:{number}"
+            statement = linecache.getline(filename, number).strip()[:120]
+    where = f"in {path or 'the module'} at {line or 'an unknown line'}" + (
+        f" (`{statement}`)" if statement else ""
+    )
+    causes = list(_chain(error))
+    text = " ".join(str(error).split())[:240]
+    if any(_DATA_DEPENDENT.search(type(cause).__name__) or _TEXT.search(str(cause)) for cause in causes):
+        return CaptureError(
+            f"data-dependent control flow or shape {where}: an op there reads a number out of a tensor; keep it "
+            "a tensor (torch.where instead of if, a mask instead of indexing)"
+        )
+    return CaptureError(f"the module cannot be captured {where}: {type(error).__name__}: {text}")
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Frames of the deepest cause that has any of the user's, outermost first."""
+    found: list[tuple[FrameType, int]] = []
+    for cause in _chain(error):
+        frames = []
+        trace = cause.__traceback__
+        while trace is not None:
+            frames.append((trace.tb_frame, trace.tb_lineno))
+            trace = trace.tb_next
+        if len(frames) > len(found):
+            found = frames
+    return found

@@ -1,0 +1,254 @@
+"""A torch module becomes op-DAGs: one for training, one for evaluation, over the same state.
+
+Capture runs on the owner's machine. ``capture`` exports both modes with the loss inside, brings
+them into canonical form and measures every op once; ``coordinator.selfcheck`` then proves the
+result against the module. ``op_uses`` lists a model's ops for `atoll ops`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from atoll.errors import CaptureError, UnsupportedOp
+from atoll.job import Precision, TrainingSpec
+from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
+from atoll.ops import ALLOWED
+from coordinator.costs import measured
+from coordinator.exported import Constants, Exported, device_of, export, meta_of
+from coordinator.regions import Region, follow_in_place, is_random, settle, written_buffers
+
+MAX_LISTED = 20  # unsupported ops named in one message
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Both graphs and every tensor they or the module's state dict name.
+
+    ``state`` holds detached tensors that share the module's memory, under the module's own
+    names; lifted constants are "constant/N".
+    """
+
+    train: OpDag
+    evaluation: OpDag
+    state: Mapping[str, Tensor]
+    precision: Precision
+    frozen: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class OpUse:
+    """An op of a model: how often, and where it is first used."""
+
+    target: str
+    count: int
+    module_path: str
+    source_line: str
+    supported: bool
+
+
+@dataclass(frozen=True)
+class _Metas:
+    """An input and a parameter may bear the same name."""
+
+    inputs: Mapping[str, TensorMeta]
+    state: Mapping[str, TensorMeta]
+
+    def of(self, leaf: LeafRef) -> TensorMeta:
+        return (self.inputs if leaf.source is Source.INPUT else self.state)[leaf.name]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A module as capture sees it: names made canonical, frozen parameters known."""
+
+    module: nn.Module
+    inputs: Mapping[str, Tensor]
+    precision: Precision
+    canonical: Mapping[str, str]
+    frozen: frozenset[str]
+    constants: Constants
+
+    def export(self, training: bool) -> Exported:
+        return export(
+            self.module,
+            self.inputs,
+            training=training,
+            precision=self.precision,
+            frozen=self.frozen,
+            canonical=self.canonical,
+            constants=self.constants,
+        )
+
+
+def capture(
+    module: nn.Module, example_inputs: Mapping[str, Tensor], training: TrainingSpec | None = None
+) -> Captured:
+    """Capture ``module(**example_inputs)`` in training and evaluation mode.
+
+    The module is left as it was. CaptureError names the op, module path and source line of what
+    cannot be captured; UnsupportedOp lists every op outside the allow-list.
+    """
+    source = _source(module, example_inputs, training)
+    graphs = {mode: source.export(mode) for mode in (True, False)}
+    unsupported = [use for use in _uses(graphs.values()) if not use.supported]
+    if unsupported:
+        raise _unsupported(unsupported)
+    mutated = written_buffers(follow_in_place(graphs[True].nodes))
+    mutated |= written_buffers(follow_in_place(graphs[False].nodes))
+    state = _state(source)
+    metas = _Metas(
+        {name: meta_of(tensor, f"input {name!r}") for name, tensor in example_inputs.items()},
+        {name: meta_of(tensor, f"tensor {name!r}") for name, tensor in state.items()},
+    )
+    device = device_of(module, example_inputs)
+    dags = {}
+    for mode, graph in graphs.items():
+        region = settle(graph.nodes, graph.loss, mutated, metas.of)
+        dag = _dag(source, region, metas, mode)
+        dags[mode] = measured(dag, example_inputs, state, source.precision, device)
+    _check_trainable(dags[True])
+    return Captured(dags[True], dags[False], state, source.precision, source.frozen)
+
+
+def op_uses(module: nn.Module, example_inputs: Mapping[str, Tensor]) -> tuple[OpUse, ...]:
+    """Every op of both modes, unsupported ones first, then by name."""
+    source = _source(module, example_inputs, None)
+    return _uses([source.export(True), source.export(False)])
+
+
+def _uses(graphs: Collection[Exported]) -> tuple[OpUse, ...]:
+    counts: Counter[str] = Counter()
+    first: dict[str, OpNode] = {}
+    for graph in graphs:
+        once = Counter(node.target for node in graph.nodes)
+        counts |= once  # the larger of the two modes
+        for node in graph.nodes:
+            first.setdefault(node.target, node)
+    uses = [
+        OpUse(target, counts[target], node.module_path, node.source_line, target in ALLOWED)
+        for target, node in first.items()
+    ]
+    return tuple(sorted(uses, key=lambda use: (use.supported, use.target)))
+
+
+def _unsupported(uses: list[OpUse]) -> UnsupportedOp:
+    lines = [
+        f"  {use.target} x{use.count}, first in {use.module_path or 'the module'} at {use.source_line or '?'}"
+        for use in uses[:MAX_LISTED]
+    ]
+    more = f"\n  and {len(uses) - MAX_LISTED} more" if len(uses) > MAX_LISTED else ""
+    return UnsupportedOp(
+        f"{len(uses)} ops of the model are not on the allow-list; replace them by plain tensor ops "
+        f"(`atoll ops MODEL.py` lists all):\n" + "\n".join(lines) + more
+    )
+
+
+def _source(module: nn.Module, inputs: Mapping[str, Tensor], training: TrainingSpec | None) -> _Source:
+    if not isinstance(module, nn.Module):
+        raise CaptureError(f"the model is a {type(module).__name__}, not a torch.nn.Module")
+    for name, value in inputs.items():
+        if not isinstance(value, Tensor):
+            raise CaptureError(
+                f"example input {name!r} is a {type(value).__name__}, not a tensor; fix other arguments in "
+                "the module itself"
+            )
+    if not inputs:
+        raise CaptureError("there are no example inputs; give one tensor for each argument that data fills")
+    canonical = _canonical_names(module)
+    _refuse_overlaps(module)
+    frozen = {canonical[n] for n, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    if training is not None:
+        for name in set(canonical.values()):
+            group = training.optimizer.group_of(name)
+            if group is not None and group.frozen:
+                frozen.add(name)
+    parameters = {canonical[n] for n, _ in module.named_parameters(remove_duplicate=False)}
+    precision = training.precision if training is not None else Precision.FP32
+    return _Source(module, inputs, precision, canonical, frozenset(frozen & parameters), Constants())
+
+
+def _canonical_names(module: nn.Module) -> dict[str, str]:
+    """Every parameter and buffer name -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    names = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _refuse_overlaps(module: nn.Module) -> None:
+    """Two different parameters or buffers on one memory would part ways on the workers."""
+    spans = sorted(
+        (t.data_ptr(), t.data_ptr() + t.element_size() * _extent(t), name, id(t))
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+        if t.numel()
+    )
+    for (_, end, name, one), (begin, _, other, two) in zip(spans, spans[1:], strict=False):
+        if begin < end and one != two:
+            raise CaptureError(
+                f"{name!r} and {other!r} are different tensors on the same memory; make them one parameter, "
+                "or copy one of them"
+            )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last that the tensor reaches."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _state(source: _Source) -> dict[str, Tensor]:
+    """The state dict under all its names, non-persistent buffers and lifted constants."""
+    module = source.module
+    found = {
+        name: t.detach() for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)
+    }
+    for name, buffer in module.named_buffers():
+        found.setdefault(name, buffer.detach())
+    for name, parameter in module.named_parameters():
+        found.setdefault(name, parameter.detach())
+    return {**found, **source.constants.tensors}
+
+
+def _dag(source: _Source, region: Region, metas: _Metas, training: bool) -> OpDag:
+    used = {leaf for node in region.nodes for leaf in leaf_refs(node)}
+
+    def names(kind: Source) -> list[str]:
+        mine = {leaf.name for leaf in used if leaf.source is kind}
+        return [name for name in metas.state if name in mine]
+
+    return OpDag(
+        ops=tuple(_kinded(node, at == region.loss) for at, node in enumerate(region.nodes)),
+        inputs=dict(metas.inputs),
+        parameters={
+            name: StateMeta(metas.state[name], requires_grad=name not in source.frozen)
+            for name in names(Source.PARAMETER)
+        },
+        buffers={
+            name: StateMeta(metas.state[name], mutated=name in region.mutated)
+            for name in names(Source.BUFFER)
+        },
+        constants={name: metas.state[name] for name in names(Source.CONSTANT)},
+        loss=region.loss,
+        unsplittable=region.unsplittable,
+        constant_ops=region.constant_ops,
+        aliases={name: first for name, first in source.canonical.items() if name != first},
+        training=training,
+    )
+
+
+def _kinded(node: OpNode, is_loss: bool) -> OpNode:
+    parametric = any(leaf.source is Source.PARAMETER for leaf in leaf_refs(node))
+    kind = Kind.LOSS if is_loss else Kind.PARAMETRIC if parametric else Kind.NON_PARAMETRIC
+    return replace(node, kind=kind, random=is_random(node))
+
+
+def _check_trainable(dag: OpDag) -> None:
+    if not dag.ops[dag.loss].requires_grad:
+        raise CaptureError("the loss depends on no trainable parameter: all are frozen, detached or unused")
