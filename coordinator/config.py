@@ -1,0 +1,124 @@
+"""CoordinatorConfig: every bound and interval of the coordinator, checked once, with units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atoll.errors import UsageError
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """When silence means something (DESIGN section 10)."""
+
+    heartbeat_s: float = 0.5
+    suspect_after_s: float = 1.5
+    dead_after_s: float = 2.0
+    return_within_s: float = 0.3  # a broken connection may come back as if nothing had been
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.heartbeat_s < self.suspect_after_s < self.dead_after_s <= 3600:
+            raise UsageError(
+                f"heartbeat {self.heartbeat_s} s, suspect {self.suspect_after_s} s, dead "
+                f"{self.dead_after_s} s; give three rising numbers from 0.01 to 3600"
+            )
+        if not 0 <= self.return_within_s <= self.dead_after_s:
+            raise UsageError(
+                f"return_within_s = {self.return_within_s}; give 0 to dead_after_s = {self.dead_after_s}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Probing:
+    """How much measuring a fleet bears."""
+
+    seconds: float = 0.6  # of sending, one direction of one pair
+    max_bytes: int = 64 * MIB
+    answer_within_s: float = 20.0  # beyond the sending itself
+    ops_answer_within_s: float = 300.0
+    stale_after_s: float = 600.0  # older link figures are measured again before planning
+    max_peers: int = 16  # a worker is probed against at most so many others
+    ops_per_request: int = 4096
+    attempts: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0.05 <= self.seconds <= 60 or self.max_bytes < 65536 or self.max_peers < 1:
+            raise UsageError(
+                f"probe of {self.seconds} s, {self.max_bytes} bytes, {self.max_peers} peers; "
+                "give 0.05 to 60 s, at least 65536 bytes and 1 peer"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """One coordinator process."""
+
+    state_dir: Path
+    host: str = "127.0.0.1"
+    entry_port: int = 7700  # 0: any free one
+    work_port: int = 0  # 0: entry_port + 1, or any free one when entry_port is 0
+    advertise: str = ""  # what the join command names; "" = host
+    insecure: bool = False  # no TLS, no tokens: loopback experiments only
+    database_url: str = ""  # "" = SQLite in state_dir
+    metrics_port: int | None = None
+    liveness: Liveness = field(default_factory=Liveness)
+    probing: Probing = field(default_factory=Probing)
+    concurrent_jobs: int = 1  # further jobs wait in the queue
+    keep_checkpoints: int = 2
+    max_message_bytes: int = 64 * MIB
+    blob_quota_bytes: int = 512 * GIB
+    max_blob_bytes: int = 64 * GIB
+    outgoing_messages: int = 1024  # queued for one worker; beyond it the session is closed
+    max_workers: int = 4096
+    max_jobs: int = 10_000
+    wrong_token_delay_s: float = 0.5
+    wrong_tokens_at_once: int = 16  # further ones are refused without a look
+    trace_bytes: int = 64 * MIB  # of spans kept for one job
+    log_lines: int = 5000  # kept in memory for `atoll logs`
+    stop_within_s: float = 1.5
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("entry_port", self.entry_port, 0, 65535),
+            ("work_port", self.work_port, 0, 65535),
+            ("concurrent_jobs", self.concurrent_jobs, 1, 1000),
+            ("keep_checkpoints", self.keep_checkpoints, 1, 1000),
+            ("max_message_bytes", self.max_message_bytes, MIB, 2 * GIB - 1),
+            ("blob_quota_bytes", self.blob_quota_bytes, MIB, 2**60),
+            ("max_blob_bytes", self.max_blob_bytes, MIB, 2**50),
+            ("outgoing_messages", self.outgoing_messages, 16, 10**6),
+            ("max_workers", self.max_workers, 1, 10**5),
+            ("max_jobs", self.max_jobs, 1, 10**6),
+            ("trace_bytes", self.trace_bytes, 0, 2**40),
+            ("log_lines", self.log_lines, 10, 10**6),
+        ):
+            if not low <= value <= high:
+                raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        if not 0 <= self.wrong_token_delay_s <= 60 or not math.isfinite(self.stop_within_s):
+            raise UsageError(f"wrong_token_delay_s = {self.wrong_token_delay_s}; give 0 to 60")
+        if self.insecure and self.host not in ("127.0.0.1", "::1", "localhost") and not self.advertise:
+            raise UsageError(
+                f"--insecure listens on {self.host} without any check of who joins; use 127.0.0.1, or name "
+                "the address with --advertise to say that this is meant"
+            )
+
+    @property
+    def journal_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.state_dir / 'journal.sqlite'}"
+
+    @property
+    def blob_dir(self) -> Path:
+        return self.state_dir / "blobs"
+
+    @property
+    def runs_dir(self) -> Path:
+        return self.state_dir / "runs"
+
+    @property
+    def owner_token_path(self) -> Path:
+        return self.state_dir / "owner-token"

@@ -1,0 +1,257 @@
+"""Membership of one worker: joined -> pool -> assigned -> suspect -> dead, draining -> left.
+
+A pure machine: ``step`` takes a member, an event and the time, and returns the new member with
+its reason. An event that a peer sent and that no transition knows is refused, in words; one that
+we made ourselves raises. Source of the roles: FusionAI (papers/decentralized.md 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from coordinator.config import Liveness
+
+_HISTORY = 8
+
+
+class Phase(StrEnum):
+    """Where a worker stands."""
+
+    JOINED = "joined"  # its session is open, its facts are not yet accepted
+    POOL = "pool"
+    ASSIGNED = "assigned"
+    SUSPECT = "suspect"  # silent or disconnected for a moment; keeps its stage
+    DRAINING = "draining"  # wants to leave, holds a stage until released
+    DEAD = "dead"
+    LEFT = "left"
+
+
+GONE = frozenset({Phase.DEAD, Phase.LEFT})
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A session was opened by the process ``incarnation``."""
+
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """Its facts are possible; it may be planned with."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatArrived:
+    """A sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The session's stream ended without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedTo:
+    """A stage of ``job`` was given to it."""
+
+    job: str
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """It holds no stage any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingSaid:
+    """The worker asked to leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kicked:
+    """The owner, or a failed check, put it out."""
+
+    reason: str
+
+
+Event = (
+    Joined
+    | Admitted
+    | HeartbeatArrived
+    | ConnectionLost
+    | Tick
+    | AssignedTo
+    | Released
+    | LeavingSaid
+    | Kicked
+)
+FROM_PEER = (Joined, HeartbeatArrived, LeavingSaid)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One worker's membership; ``history`` holds its last changes, oldest first."""
+
+    worker: str
+    phase: Phase
+    reason: str
+    incarnation: int
+    seen_s: float
+    since_s: float
+    lost_s: float | None = None  # when its connection broke
+    job: str = ""
+    stage: int = -1
+    before: Phase = Phase.JOINED  # what it was before it became suspect
+    history: tuple[tuple[float, Phase, str], ...] = ()
+
+    @property
+    def gone(self) -> bool:
+        return self.phase in GONE
+
+
+def joined(worker: str, incarnation: int, now_s: float) -> Member:
+    """A worker seen for the first time, or again after it was gone."""
+    return Member(worker, Phase.JOINED, "session opened", incarnation, now_s, now_s)
+
+
+def step(member: Member, event: Event, now_s: float, timing: Liveness) -> tuple[Member, str | None]:
+    """The member after ``event``; the second value says why a peer's event was refused.
+
+    Raises LookupError, with the member's last changes, for an event of our own that its phase
+    does not know.
+    """
+    transition = TRANSITIONS.get((member.phase, type(event)))
+    if transition is not None:
+        return transition(member, event, now_s, timing), None
+    history = "; ".join(f"{at:.3f} {phase.value}: {why}" for at, phase, why in member.history)
+    words = f"{type(event).__name__} while {member.phase.value} ({history or member.reason})"
+    if isinstance(event, FROM_PEER):
+        return member, words
+    raise LookupError(f"{member.worker}: {words}")
+
+
+def silence_forgiven(member: Member, gap_s: float) -> Member:
+    """The member as if ``gap_s`` had not passed: our own stall is not its silence."""
+    lost_s = None if member.lost_s is None else member.lost_s + gap_s
+    return replace(member, seen_s=member.seen_s + gap_s, lost_s=lost_s)
+
+
+def _to(member: Member, phase: Phase, reason: str, now_s: float) -> Member:
+    history = (*member.history, (now_s, phase, reason))[-_HISTORY:]
+    return replace(member, phase=phase, reason=reason, since_s=now_s, history=history)
+
+
+def _rejoin(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    """The same process is back and keeps its place; another one replaces its ghost."""
+    assert isinstance(event, Joined)  # noqa: S101 - the table says so
+    if event.incarnation != member.incarnation or member.gone:
+        fresh = joined(member.worker, event.incarnation, now_s)
+        return _to(replace(fresh, history=member.history), Phase.JOINED, "process started anew", now_s)
+    back = replace(member, seen_s=now_s, lost_s=None)
+    if member.phase is Phase.SUSPECT:
+        return _to(back, member.before, "session reopened", now_s)
+    return back
+
+
+def _admit(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    return _to(member, Phase.POOL, "in the backup pool", now_s)
+
+
+def _hear(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    heard = replace(member, seen_s=now_s)
+    if member.phase is Phase.SUSPECT and member.lost_s is None:
+        return _to(heard, member.before, "heard again", now_s)
+    return heard
+
+
+def _lose_connection(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    lost = replace(member, lost_s=now_s)
+    if member.phase is Phase.SUSPECT:
+        return lost
+    return _to(replace(lost, before=member.phase), Phase.SUSPECT, "connection lost", now_s)
+
+
+def _leave_by_disconnecting(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    return _to(member, Phase.LEFT, f"left: {member.reason}", now_s)
+
+
+def _watch(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    """Suspect before dead: a re-plan costs more than one late heartbeat."""
+    if member.lost_s is not None and now_s - member.lost_s > timing.return_within_s:
+        away_s = now_s - member.lost_s
+        return _to(member, Phase.DEAD, f"connection lost and not back within {away_s:.1f} s", now_s)
+    silent_s = now_s - member.seen_s
+    if silent_s > timing.dead_after_s:
+        return _to(member, Phase.DEAD, f"silent for {silent_s:.1f} s", now_s)
+    if silent_s > timing.suspect_after_s and member.phase is not Phase.SUSPECT:
+        return _to(replace(member, before=member.phase), Phase.SUSPECT, f"silent for {silent_s:.1f} s", now_s)
+    return member
+
+
+def _assign(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    assert isinstance(event, AssignedTo)  # noqa: S101 - the table says so
+    placed = replace(member, job=event.job, stage=event.stage)
+    return _to(placed, Phase.ASSIGNED, f"stage {event.stage} of {event.job}", now_s)
+
+
+def _release(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    assert isinstance(event, Released)  # noqa: S101 - the table says so
+    free = replace(member, job="", stage=-1)
+    if member.phase is Phase.SUSPECT:
+        before = Phase.POOL if member.before is Phase.ASSIGNED else member.before
+        return replace(free, before=before)
+    if member.phase is Phase.DRAINING:
+        return _to(free, Phase.LEFT, f"left: {member.reason}", now_s)
+    if member.phase is Phase.ASSIGNED:
+        return _to(free, Phase.POOL, event.reason, now_s)
+    return free
+
+
+def _drain(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    assert isinstance(event, LeavingSaid)  # noqa: S101 - the table says so
+    reason = event.reason or "asked to leave"
+    if member.job:
+        return _to(member, Phase.DRAINING, reason, now_s)
+    return _to(member, Phase.LEFT, f"left: {reason}", now_s)
+
+
+def _kick(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    assert isinstance(event, Kicked)  # noqa: S101 - the table says so
+    return _to(member, Phase.LEFT, f"kicked: {event.reason}", now_s)
+
+
+def _nothing(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+    return member
+
+
+Transition = Callable[[Member, Event, float, Liveness], Member]
+_LIVE = (Phase.JOINED, Phase.POOL, Phase.ASSIGNED, Phase.SUSPECT, Phase.DRAINING)
+TRANSITIONS: dict[tuple[Phase, type], Transition] = {
+    **{(phase, Joined): _rejoin for phase in Phase},
+    (Phase.JOINED, Admitted): _admit,
+    **{(phase, HeartbeatArrived): _hear for phase in _LIVE},
+    **{(phase, Tick): _watch for phase in _LIVE},
+    **{(phase, Tick): _nothing for phase in GONE},
+    **{(phase, ConnectionLost): _lose_connection for phase in _LIVE},
+    **{(phase, ConnectionLost): _nothing for phase in GONE},
+    (Phase.DRAINING, ConnectionLost): _leave_by_disconnecting,
+    (Phase.POOL, AssignedTo): _assign,
+    (Phase.ASSIGNED, AssignedTo): _assign,  # the next version of its job's plan
+    **{(phase, Released): _release for phase in Phase},
+    **{(phase, LeavingSaid): _drain for phase in _LIVE if phase is not Phase.DRAINING},
+    **{(phase, Kicked): _kick for phase in _LIVE},
+    **{(phase, Kicked): _nothing for phase in GONE},
+}

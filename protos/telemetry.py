@@ -1,0 +1,78 @@
+"""Every event and metric name, in one place: logs, dashboards and tests share these words.
+
+Events are ``subject.what_happened``; metrics end in their unit and list their labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Event(StrEnum):
+    """Names of structured log events."""
+
+    SERVER_STARTED = "server.started"
+    SERVER_STOPPED = "server.stopped"
+    SERVER_STALLED = "server.stalled"
+    JOURNAL_REPLAYED = "journal.replayed"
+    STORAGE_FAILED = "storage.failed"
+    STORAGE_RECOVERED = "storage.recovered"
+    TOKEN_CREATED = "token.created"  # noqa: S105 - a name
+    TOKEN_REVOKED = "token.revoked"  # noqa: S105 - a name
+    TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
+    WORKER_ENROLLED = "worker.enrolled"
+    WORKER_STATE = "worker.state"
+    WORKER_REFUSED = "worker.refused"
+    WORKER_SET_ASIDE = "worker.set_aside"
+    WORKER_KICKED = "worker.kicked"
+    WORKER_LOG = "worker.log"
+    SESSION_OPENED = "session.opened"
+    SESSION_CLOSED = "session.closed"
+    SESSION_REFUSED = "session.refused"
+    LINK_PROBED = "link.probed"
+    OPS_PROBED = "ops.probed"
+    JOB_SUBMITTED = "job.submitted"
+    JOB_STATE = "job.state"
+    PLAN_MADE = "plan.made"
+    PLAN_FAILED = "plan.failed"
+    STEP_COMMITTED = "step.committed"
+    STEP_DISCARDED = "step.discarded"
+    MESSAGE_DROPPED = "message.dropped"
+    EVALUATED = "job.evaluated"
+    CHECKPOINT_STORED = "checkpoint.stored"
+    BLOBS_DELETED = "blobs.deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One exported figure; the name ends in its unit."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+WORKERS = Metric("atoll_workers_count", "Workers by membership state", ("state",))
+JOBS = Metric("atoll_jobs_count", "Jobs by state", ("state",))
+STEPS = Metric("atoll_steps_total", "Steps committed", ("job",))
+STEP_SECONDS = Metric("atoll_step_seconds", "Time from one commit to the next", ("job",))
+COMMIT_SECONDS = Metric("atoll_commit_seconds", "Coordinator's share of a step", ("job",))
+LOSS = Metric("atoll_loss_nats", "Training loss of the last committed step", ("job",))
+LINK_PAYLOAD = Metric("atoll_link_payload_bytes_total", "Bytes between workers", ("source", "target"))
+LINK_RATE = Metric("atoll_link_rate_bps", "Smoothed payload rate between workers", ("source", "target"))
+JOURNAL_SECONDS = Metric("atoll_journal_seconds", "Time of one journal transaction")
+DROPPED = Metric("atoll_messages_dropped_total", "Late, duplicate or stale messages", ("kind",))
+
+METRICS = (
+    WORKERS,
+    JOBS,
+    STEPS,
+    STEP_SECONDS,
+    COMMIT_SECONDS,
+    LOSS,
+    LINK_PAYLOAD,
+    LINK_RATE,
+    JOURNAL_SECONDS,
+    DROPPED,
+)
