@@ -82,7 +82,9 @@ class MemoryModel:
         each = self.per_micro_bytes(a, b)
         if room < each:
             return 0
-        return self.n_micro if each <= 0 else int(min(self.n_micro, room // each))
+        if each <= 0 or room >= self.n_micro * each:
+            return self.n_micro
+        return int(room // each)
 
     def matrix(self, positions: NDArray[np.intp], in_flight: int) -> Floats:
         """[l, i] bytes of the stage from positions[l] to positions[i]; meaningless for i <= l."""

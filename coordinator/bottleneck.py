@@ -1,0 +1,95 @@
+"""What bounds a step: found by asking the timeline, not by rules of thumb.
+
+Each stage, link resource and all latencies together are made 10 % better in turn; whatever
+shortens the step the most is the bottleneck, and by how much is the reason. In long pipelines
+only the busiest are tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from coordinator.timeline import simulate
+
+if TYPE_CHECKING:
+    from coordinator.problem import Problem
+    from coordinator.timeline import Timeline
+    from coordinator.workload import Workload
+
+BETTER = 0.9
+TRIED_OF_A_KIND = 4
+
+
+def bottleneck(problem: Problem, work: Workload, timeline: Timeline) -> tuple[str, str]:
+    """(name, reason): "link w1>w3", "stage 2 on w3", "uplink lab up" or "latency"."""
+    labels = [problem.fleet.devices[s.device].label for s in work.stages]
+    options: list[tuple[float, str, str]] = []
+    busiest = sorted(range(len(labels)), key=lambda s: -timeline.compute_s[s])[:TRIED_OF_A_KIND]
+    for s in busiest:
+        step = simulate(_faster_stage(work, s)).step_s
+        share = timeline.busy_share(s)
+        text = f"busy {share:.0%} of the step"
+        options.append((step, f"stage {s} on {labels[s]}", text))
+    for name, pairs, busy in _wires(work, timeline, labels)[:TRIED_OF_A_KIND]:
+        step = simulate(_faster_routes(work, pairs)).step_s
+        options.append((step, name, f"occupied {busy / timeline.step_s:.0%} of the step"))
+    options.append((simulate(_shorter_ways(work)).step_s, "latency", _latency_text(work)))
+    step, name, text = min(options, key=lambda option: option[0])
+    gain = 1.0 - step / timeline.step_s
+    return name, f"{text}; 10 % better there would shorten the step by {max(gain, 0.0):.1%}"
+
+
+def _faster_stage(work: Workload, s: int) -> Workload:
+    stage = work.stages[s]
+    faster = replace(stage, forward_s=stage.forward_s * BETTER, backward_s=stage.backward_s * BETTER)
+    return replace(work, stages=(*work.stages[:s], faster, *work.stages[s + 1 :]))
+
+
+def _wires(
+    work: Workload, timeline: Timeline, labels: list[str]
+) -> list[tuple[str, frozenset[tuple[int, int]], float]]:
+    """(name, stage pairs, busy seconds) of what may be scarce, busiest first.
+
+    Several lines in a row may be equally scarce, so what is improved is the whole way of all
+    pairs that meet in one of them; resources met by the same pairs are one.
+    """
+    users: dict[str, set[tuple[int, int]]] = {}
+    for pair, way in work.routes.items():
+        for resource, _ in way.resources:
+            users.setdefault(resource, set()).add(pair)
+    found: dict[frozenset[tuple[int, int]], tuple[str, float]] = {}
+    for resource, busy in timeline.resources:
+        pairs = frozenset(users[resource])
+        a, b = min(pairs)
+        name = f"link {labels[a]}>{labels[b]}" if len(pairs) == 1 else f"uplink {resource}"
+        if busy > found.get(pairs, ("", -1.0))[1]:
+            found[pairs] = (name, busy)
+    wires = [(name, pairs, busy) for pairs, (name, busy) in found.items()]
+    return sorted(wires, key=lambda wire: (-wire[2], wire[0]))
+
+
+def _faster_routes(work: Workload, pairs: frozenset[tuple[int, int]]) -> Workload:
+    scarce = {name for pair in pairs for name, _ in work.routes[pair].resources}
+    routes = {
+        pair: replace(
+            way, resources=tuple((n, rate / BETTER if n in scarce else rate) for n, rate in way.resources)
+        )
+        for pair, way in work.routes.items()
+    }
+    return replace(work, routes=routes)
+
+
+def _shorter_ways(work: Workload) -> Workload:
+    routes = {pair: replace(way, latency_s=way.latency_s * BETTER) for pair, way in work.routes.items()}
+    stages = tuple(replace(s, commit_latency_s=s.commit_latency_s * BETTER) for s in work.stages)
+    return replace(work, routes=routes, stages=stages)
+
+
+def _latency_text(work: Workload) -> str:
+    longest = max([way.latency_s for way in work.routes.values()], default=0.0)
+    commit = max(s.commit_latency_s for s in work.stages)
+    return (
+        f"one micro-batch's way there and back is long ({longest * 1e3:.0f} ms on the longest link, "
+        f"{commit * 1e3:.0f} ms to the coordinator)"
+    )

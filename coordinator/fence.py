@@ -1,0 +1,385 @@
+"""OP-Fence: which devices, in which order, cut where (papers/decentralized.md 1.6).
+
+Orders come from grouping by bandwidth and, in small fleets, from all permutations of all
+subsets; cuts of an order come from the chain dynamic programs under several ceilings and
+assumptions on micro-batches in flight, plus the fence (the cheapest cut within 10 % of the work
+around a group border). The lower bound ranks them, the timeline judges the best, and those are
+improved locally: borders shifted, devices swapped, moved, dropped and added. Every search is
+bounded by counts, never by the clock, so the same fleet gives the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from coordinator.chain import backwards, extend, min_max, min_sum, threshold
+from coordinator.cluster import groups, visiting_order
+from coordinator.problem import Candidate, Problem, Scored
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from coordinator.chain import Bools
+
+    Floats = NDArray[np.float64]
+    Positions = NDArray[np.intp]
+
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """Bounds of the search, in counts."""
+
+    exhaustive_devices: int = 5  # all subsets in all orders up to here (325 orders)
+    coarse_positions: int = 48
+    orders_kept: int = 16  # after the chain bound
+    judged: int = 14  # by the timeline
+    improved: int = 3
+    moves: int = 70  # timeline runs of one local improvement
+    dense_stages: int = 24  # longer orders are cut by threshold search
+    order_moves: int = 160  # chain bounds when improving an order
+
+
+CEILINGS = (1.0, 1.1, 1.3, 1.7, 3.0)  # of the min-max; a smaller sum may be worth a larger maximum
+FENCE_SHARE = 0.10  # of the compute, either way from the optimum
+
+
+def search(problem: Problem, effort: Effort | None = None) -> list[Scored]:
+    """Judged candidates, best first; empty when nothing fits."""
+    effort = effort or Effort()
+    positions = problem.coarse(effort.coarse_positions)
+    by_group = visiting_order(groups(problem.fleet.effective_bps), _boundary_seconds(problem, positions))
+    bounds = _OrderBounds(problem, positions)
+    orders = _orders(problem, by_group, bounds, effort)
+    cuts: dict[Candidate, float] = {}
+    for order in orders:
+        for candidate in _cuts(problem, order, positions, by_group, effort):
+            if candidate not in cuts:
+                cuts[candidate] = problem.surrogate(candidate)
+    ranked = sorted((value, c.devices, c.starts, c) for c, value in cuts.items() if np.isfinite(value))
+    judged = [s for _, _, _, c in ranked[: effort.judged] if (s := problem.score(c)) is not None]
+    # The timeline may prefer an order that the bound ranks low: let each order's best be judged.
+    seen = {c.devices for _, _, _, c in ranked[: effort.judged]}
+    for _, devices, _, c in ranked[effort.judged :]:
+        if len(seen) >= 2 * effort.judged:
+            break
+        if devices not in seen and (s := problem.score(c)) is not None:
+            seen.add(devices)
+            judged.append(s)
+    judged.sort(key=lambda s: s.step_s)
+    improved = [improve(problem, s, positions, effort.moves) for s in judged[: effort.improved]]
+    return sorted([*improved, *judged], key=lambda s: s.step_s)
+
+
+def _boundary_seconds(problem: Problem, positions: Positions) -> Floats:
+    """[n, n] seconds to send one typical boundary: latency plus bytes over rate."""
+    live = problem.traffic.live_bytes[positions[1:-1]]
+    n_bytes = float(np.median(live)) if len(live) else 0.0
+    return problem.fleet.latency_s + 8.0 * n_bytes / problem.fleet.effective_bps
+
+
+# ---------------------------------------------------------------- orders
+
+
+class _OrderBounds:
+    """Chain bound of an order: min sum + (M - 1) min max, each on its own, on coarse positions."""
+
+    def __init__(self, problem: Problem, positions: Positions) -> None:
+        self.problem = problem
+        self.positions = positions
+        self.blocked = backwards(len(positions))
+        self.masks: dict[int, Bools | None] = {}
+        self.links: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        self.known: dict[Order, float] = {}
+
+    def mask(self, device: int) -> Bools | None:
+        if device not in self.masks:
+            self.masks[device] = self.problem.fits(device, self.positions, 1)
+        return self.masks[device]
+
+    def of(self, order: Order) -> float:
+        """The bound in seconds; inf when the order cannot hold the model."""
+        if order not in self.known:
+            chain = self.problem.chain(order, self.positions, [self.mask(d) for d in order])
+            largest = min_max(chain)
+            if largest is None:
+                self.known[order] = float("inf")
+            else:
+                total = min_sum(chain, 1e18)
+                assert total is not None  # noqa: S101  what fits under no ceiling fits
+                self.known[order] = total.value + (self.problem.n_micro - 1) * largest.value
+        return self.known[order]
+
+    def all_orders(self, devices: Sequence[int]) -> dict[Order, float]:
+        """The bound of every order of every subset, sharing rows between common beginnings."""
+        first = np.full(len(self.positions), np.inf)
+        first[0] = 0.0
+        found: dict[Order, float] = {}
+        stack: list[tuple[Order, Floats, Floats]] = [((), first, first)]
+        while stack:
+            order, largest, total = stack.pop()
+            for d in devices:
+                if d in order:
+                    continue
+                pair = (*order[-1:], d)
+                chain = self.problem.chain(pair, self.positions, [self.mask(x) for x in pair])
+                row = len(pair) - 1
+                now_largest, _ = extend(chain, row, largest, self.blocked, None)
+                now_total, _ = extend(chain, row, total, self.blocked, 1e18)
+                longer = (*order, d)
+                bound = now_total[-1] + (self.problem.n_micro - 1) * now_largest[-1]
+                if np.isfinite(bound):
+                    found[longer] = float(bound)
+                if len(longer) < len(devices):
+                    stack.append((longer, now_largest, now_total))
+        return found
+
+
+def _orders(
+    problem: Problem, by_group: tuple[Order, ...], bounds: _OrderBounds, effort: Effort
+) -> list[Order]:
+    """The most promising orders by chain bound, the grouped ones always among them."""
+    n = len(problem.fleet.devices)
+    if n <= effort.exhaustive_devices:
+        known = bounds.all_orders(range(n))
+        whole = tuple(d for group in by_group for d in group)
+        best = sorted(known, key=lambda o: (known[o], o))[: 2 * effort.orders_kept]
+        return [*best, *([whole] if whole in known and whole not in best else [])]
+    if n > effort.dense_stages:
+        return _windows(problem, by_group, wide=n > 200)
+    tried = {o: bounds.of(o) for o in _windows(problem, by_group, wide=False)}
+    tried.update({(d,): bounds.of((d,)) for d in range(n)})
+    starts = sorted(tried, key=lambda o: (tried[o], len(o), o))[:4]
+    for start in starts:
+        _improve_order(start, bounds, range(n), effort.order_moves)
+    feasible = {o: b for o, b in bounds.known.items() if np.isfinite(b)}
+    return sorted(feasible, key=lambda o: (feasible[o], o))[: effort.orders_kept]
+
+
+def _improve_order(order: Order, bounds: _OrderBounds, devices: Iterable[int], moves: int) -> Order:
+    """Hill-climb on the chain bound by drop, add, swap and move; all tried land in ``known``."""
+    spent = 0
+    everyone = list(devices)
+    while True:
+        best = order
+        for neighbour in _order_moves(order, everyone):
+            if spent >= moves:
+                return best
+            spent += neighbour not in bounds.known
+            if bounds.of(neighbour) < bounds.of(best) * (1 - 1e-6):
+                best = neighbour
+        if best == order:
+            return order
+        order = best
+
+
+def _order_moves(order: Order, everyone: Sequence[int]) -> Iterator[Order]:
+    n = len(order)
+    if n > 1:
+        for i in range(n):
+            yield (*order[:i], *order[i + 1 :])
+    for d in everyone:
+        if d not in order:
+            for i in range(n + 1):
+                yield (*order[:i], d, *order[i:])
+            for i in range(n):
+                yield (*order[:i], d, *order[i + 1 :])
+    for i in range(n):
+        for j in range(i + 1, n):
+            swapped = list(order)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            yield tuple(swapped)
+
+
+def _windows(problem: Problem, by_group: tuple[Order, ...], wide: bool) -> list[Order]:
+    """Runs of consecutive groups, thinned to their fastest devices, both ways round.
+
+    ``wide`` (very large fleets): only runs and sizes that double, from the fastest groups.
+    """
+    speed = 1.0 / np.maximum(problem.compute[:, -1], 1e-12)
+    k = len(by_group)
+    lengths = sorted({min(k, 1 << i) for i in range(12)}) if wide or k > 12 else range(1, k + 1)
+    found: dict[Order, None] = {}
+    singles = sorted(range(len(speed)), key=lambda d: (-speed[d], d))
+    for d in singles[:3]:
+        found[(d,)] = None
+    for length in lengths:
+        begins = range(k - length + 1)
+        if wide:
+            power = [sum(float(speed[d]) for g in by_group[b : b + length] for d in g) for b in begins]
+            begins_kept = sorted(begins, key=lambda b: -power[b])[:2]
+        else:
+            begins_kept = list(begins)
+        for begin in begins_kept:
+            window = [d for group in by_group[begin : begin + length] for d in group]
+            for size in _sizes(len(window), wide):
+                fastest = set(sorted(window, key=lambda d: (-speed[d], d))[:size])
+                order = tuple(d for d in window if d in fastest)
+                found[order] = None
+                if not wide:
+                    found[order[::-1]] = None
+    return list(found)
+
+
+def _sizes(n: int, wide: bool) -> list[int]:
+    if n <= 8 and not wide:
+        return list(range(1, n + 1))
+    sizes = {n, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768}
+    return sorted(s for s in sizes if s <= n and (not wide or s == n or s >= n // 8))
+
+
+# ---------------------------------------------------------------- cuts
+
+
+def _cuts(
+    problem: Problem, order: Order, positions: Positions, by_group: tuple[Order, ...], effort: Effort
+) -> Iterator[Candidate]:
+    """Cuts of one order worth ranking."""
+    if len(order) > effort.dense_stages or len(order) >= len(positions):
+        yield from _threshold_cuts(problem, order)
+        return
+    group_of = {d: g for g, members in enumerate(by_group) for d in members}
+    for fits in _memory_assumptions(problem, order, positions):
+        chain = problem.chain(order, positions, fits)
+        largest = min_max(chain)
+        if largest is None:
+            continue
+        yield _candidate(order, positions, largest.starts)
+        fenced = _fence(problem, order, positions, largest.starts, group_of)
+        if fenced != largest.starts:
+            yield _candidate(order, positions, fenced)
+        if len(order) > 12:  # the sum term matters less the more micro-batches and stages
+            continue
+        for factor in CEILINGS:
+            cut = min_sum(chain, factor * largest.value * (1 + 1e-9))
+            if cut is not None:
+                yield _candidate(order, positions, cut.starts)
+
+
+def _candidate(order: Order, positions: Positions, starts: Sequence[int]) -> Candidate:
+    return Candidate(order, tuple(int(positions[i]) for i in starts))
+
+
+def _memory_assumptions(problem: Problem, order: Order, positions: Positions) -> Iterator[list[Bools | None]]:
+    """Which stages fit, for all micro-batches in flight, for a plain pipeline's, and for one."""
+    k, n = len(order), problem.n_micro
+    unlimited: set[tuple[int, ...]] = set()
+    for depths in (
+        [n] * k,
+        [min(n, 2 * (k - s) - 1) for s in range(k)],
+        [min(n, k - s) for s in range(k)],
+        [1] * k,
+    ):
+        if tuple(depths) in unlimited:
+            continue
+        unlimited.add(tuple(depths))
+        fits = [problem.fits(d, positions, q) for d, q in zip(order, depths, strict=True)]
+        yield fits
+        if all(mask is None for mask in fits):
+            return  # memory binds nowhere: fewer in flight changes nothing
+
+
+def _fence(
+    problem: Problem,
+    order: Order,
+    positions: Positions,
+    starts: tuple[int, ...],
+    group_of: dict[int, int],
+) -> tuple[int, ...]:
+    """Move each border between groups to the fewest cut bytes within +-10 % of the work."""
+    share = problem.compute[order[0]][positions] / max(problem.compute[order[0]][-1], 1e-12)
+    live = problem.traffic.live_bytes[positions]
+    moved = list(starts)
+    for j in range(1, len(order)):
+        if group_of[order[j - 1]] == group_of[order[j]]:
+            continue
+        low, high = moved[j - 1] + 1, (starts[j + 1] if j + 1 < len(starts) else len(positions) - 1) - 1
+        near = [i for i in range(low, high + 1) if abs(share[i] - share[starts[j]]) <= FENCE_SHARE]
+        if near:
+            moved[j] = min(near, key=lambda i: (live[i], abs(share[i] - share[starts[j]]), i))
+    return tuple(moved)
+
+
+def _threshold_cuts(problem: Problem, order: Order) -> Iterator[Candidate]:
+    """Min-max cuts of long orders, on all positions, for two depths of micro-batches in flight."""
+    positions = problem.positions
+    chain = problem.chain(order, positions)
+    for in_flight in (min(problem.n_micro, 2 * len(order)), 1):
+        limits: dict[tuple[float, int], NDArray[np.intp]] = {}
+
+        def reach(
+            j: int, q: int = in_flight, known: dict[tuple[float, int], NDArray[np.intp]] = limits
+        ) -> NDArray[np.intp]:
+            key = (float(problem.limits[order[j]]), q)
+            if key not in known:
+                known[key] = _farthest(problem, positions, *key)
+            return known[key]
+
+        cut = threshold(chain.compute, chain.link, reach)
+        if cut is not None:
+            used = order[: len(cut.starts)]
+            yield _candidate(used, positions, cut.starts)
+
+
+def _farthest(problem: Problem, positions: Positions, limit: float, in_flight: int) -> NDArray[np.intp]:
+    """[l] the last position that a stage beginning at l can reach within ``limit`` bytes."""
+    found = np.arange(len(positions))
+    end = 0
+    for begin in range(len(positions)):
+        end = max(end, begin)
+        while end + 1 < len(positions):
+            held = problem.memory.bytes(int(positions[begin]), int(positions[end + 1]), in_flight)
+            if held > limit:
+                break
+            end += 1
+        found[begin] = end
+    return found
+
+
+# ---------------------------------------------------------------- local improvement
+
+
+def improve(problem: Problem, best: Scored, positions: Positions, moves: int) -> Scored:
+    """Hill-climb under the timeline, at most ``moves`` runs of it."""
+    spent = 0
+    improved = True
+    while improved and spent < moves:
+        improved = False
+        for candidate in _neighbours(problem, best.candidate, positions):
+            if spent >= moves:
+                break
+            spent += 1
+            scored = problem.score(candidate)
+            if scored is not None and scored.step_s < best.step_s * (1 - 1e-4):
+                best, improved = scored, True
+                break
+    return best
+
+
+def _neighbours(problem: Problem, candidate: Candidate, positions: Positions) -> Iterator[Candidate]:
+    """Border shifts, adjacent swaps and drops; the heaviest borders first."""
+    devices, starts = candidate.devices, candidate.starts
+    every = problem.positions
+    bounds = (*starts, problem.n_ops)
+    for j in range(1, len(starts)):
+        for grid, steps in ((positions, (1, 2)), (every, (1, 3))):
+            at = int(np.searchsorted(grid, starts[j]))
+            exact = at < len(grid) and grid[at] == starts[j]
+            for step in steps:
+                for i in (at - step, at + step - (0 if exact else 1)):
+                    if 0 < i < len(grid) - 1 and bounds[j - 1] < grid[i] < bounds[j + 1]:
+                        moved = (*starts[:j], int(grid[i]), *starts[j + 1 :])
+                        yield Candidate(devices, moved)
+    for j in range(len(devices)):
+        if len(devices) > 1:
+            rest = (*devices[:j], *devices[j + 1 :])
+            for k in {max(j, 1), min(j + 1, len(starts) - 1)}:
+                yield Candidate(rest, (*starts[:k], *starts[k + 1 :]))
+    for j, (a, b) in enumerate(pairwise(devices)):
+        yield Candidate((*devices[:j], b, a, *devices[j + 2 :]), starts)

@@ -1,0 +1,225 @@
+"""OpDag + Fleet -> Plan: the three partitioners, and the prediction a Plan carries.
+
+``op_fence`` chooses devices, order and cut (``coordinator.fence``); ``even`` and
+``proportional`` take the devices as they joined (``coordinator.baselines``). Whatever made the
+cut, the timeline predicts its step and says what bounds it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from atoll.errors import NotEnoughMemory, NoWorkers, PlanError, UsageError
+from atoll.microbatch import ScheduleName
+from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, validate
+from atoll.program import stage_programs
+from coordinator.baselines import even, proportional
+from coordinator.bottleneck import bottleneck
+from coordinator.bound import lower_bound
+from coordinator.evaluation_cut import evaluation_intervals
+from coordinator.fence import Effort, search
+from coordinator.leftout import left_out
+from coordinator.problem import Candidate, Problem, Scored
+from coordinator.shortage import shortage
+from coordinator.traffic import Traffic
+from coordinator.workload import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from atoll.job import TrainingSpec
+    from atoll.opdag import OpDag
+    from coordinator.fleet import Fleet
+    from coordinator.timeline import Timeline
+    from coordinator.workload import Workload
+
+PARTITIONERS = ("op_fence", "proportional", "even")
+SCHEDULES = ("auto", "gpipe", "1f1b")
+
+
+def make_plan(
+    job_id: str,
+    version: int,
+    dag: OpDag,
+    eval_dag: OpDag | None,
+    training: TrainingSpec,
+    fleet: Fleet,
+    partitioner: str = "op_fence",
+    schedule: str = "auto",
+    *,
+    dag_hash: str = "",
+    eval_dag_hash: str = "",
+    wire: Wire | None = None,
+    effort: Effort | None = None,
+) -> Plan:
+    """The best Plan that ``partitioner`` finds, with its Prediction.
+
+    Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
+    """
+    problem = _problem(dag, training, fleet, schedule, wire)
+    best = plan_candidates(problem, partitioner, effort)[0]
+    plan = _bare_plan(problem, best, job_id, version, partitioner, (dag_hash, eval_dag_hash))
+    notes: list[str] = []
+    if eval_dag is not None:
+        plan, note = _with_evaluation(plan, dag, eval_dag, training)
+        notes += [note] if note else []
+    reasons = left_out(problem, best) if partitioner == "op_fence" else _unused(problem, best)
+    plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
+    validate(plan, dag)
+    return plan
+
+
+def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = None) -> list[Scored]:
+    """Judged candidates of a partitioner, best first, at least one."""
+    if partitioner not in PARTITIONERS:
+        raise UsageError(f"partitioner {partitioner!r}; choose {', '.join(PARTITIONERS)}")
+    if partitioner == "op_fence":
+        found = search(problem, effort)
+    else:
+        candidate = even(problem) if partitioner == "even" else proportional(problem)
+        scored = problem.score(candidate) if candidate is not None else None
+        found = [scored] if scored is not None else []
+    if not found:
+        raise NotEnoughMemory(shortage(problem, partitioner))
+    return found
+
+
+def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Prediction:
+    """What the timeline says of a scored candidate."""
+    work, timeline = problem.timeline(scored, keep_spans=False)
+    bound = lower_bound(work, problem.fleet.payload_share)
+    names = [problem.fleet.devices[s.device].worker for s in work.stages]
+    where, why = bottleneck(problem, work, timeline)
+    single_s, single = _single_machine(problem)
+    if problem.measured_share < 0.5:
+        notes = (*notes, "op times are mostly estimated from FLOPs and bytes, not measured")
+    return Prediction(
+        step_s=timeline.step_s,
+        lower_bound_s=bound.step_s,
+        bottleneck=where,
+        reason=why,
+        stages=_stage_predictions(problem, scored, work, timeline),
+        links=tuple(
+            LinkPrediction(names[u.source], names[u.target], u.n_bytes, u.busy_s) for u in timeline.links
+        ),
+        commit_s=timeline.commit_s,
+        single_machine_s=single_s,
+        single_machine=single,
+        notes=(*notes, *_single_machine_note(problem, scored, single_s, single)),
+    )
+
+
+def _problem(dag: OpDag, training: TrainingSpec, fleet: Fleet, schedule: str, wire: Wire | None) -> Problem:
+    if schedule not in SCHEDULES:
+        raise UsageError(f"schedule {schedule!r}; choose {', '.join(SCHEDULES)}")
+    if not fleet.devices:
+        raise NoWorkers("no worker has joined: 0 in the pool; start one with `atoll-worker join HOST:PORT`")
+    if not dag.ops:
+        raise PlanError("the model has no ops: nothing to plan")
+    wanted = None if schedule == "auto" else ScheduleName(schedule)
+    return Problem(dag, training, fleet, wanted, wire or Wire())
+
+
+def _bare_plan(
+    problem: Problem,
+    best: Scored,
+    job_id: str,
+    version: int,
+    partitioner: str,
+    hashes: tuple[str, str],
+) -> Plan:
+    candidate = best.candidate
+    stages = tuple(
+        StageSpec(a, b, 0, 0, (problem.fleet.devices[d].worker,), warmup)
+        for (a, b), d, warmup in zip(
+            candidate.bounds(problem.n_ops), candidate.devices, best.warmups, strict=True
+        )
+    )
+    work = problem.workload(candidate, best.warmups)
+    links = tuple(LinkSpec(source, target) for source, target in work.routes)
+    return Plan(
+        job_id, version, hashes[0], hashes[1], partitioner, best.schedule, problem.n_micro, stages, links
+    )
+
+
+def _with_evaluation(plan: Plan, dag: OpDag, eval_dag: OpDag, training: TrainingSpec) -> tuple[Plan, str]:
+    """The plan with evaluation intervals; without them and with a note where none are possible."""
+    live = Traffic(eval_dag, training.optimizer).live_bytes
+    found = evaluation_intervals(dag, [s.start for s in plan.stages], eval_dag, live)
+    if found is None:
+        note = (
+            "no evaluation: the evaluation graph uses parameters in an order that this cut cannot "
+            "follow; evaluate the exported weights instead"
+        )
+        return plan, note
+    stages = tuple(
+        replace(stage, eval_start=a, eval_stop=b) for stage, (a, b) in zip(plan.stages, found, strict=True)
+    )
+    pairs = {(link.source, link.target) for link in plan.links} | _eval_pairs(eval_dag, found)
+    return replace(plan, stages=stages, links=tuple(LinkSpec(s, t) for s, t in sorted(pairs))), ""
+
+
+def _eval_pairs(eval_dag: OpDag, intervals: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Stage pairs that send only in evaluation (an interval may be empty)."""
+    programs = stage_programs(eval_dag, [a for a, _ in intervals])
+    return {(p.stage, target) for p in programs for value in p.produced for target in value.targets}
+
+
+def _stage_predictions(
+    problem: Problem, scored: Scored, work: Workload, timeline: Timeline
+) -> tuple[StagePrediction, ...]:
+    found = []
+    bounds = scored.candidate.bounds(problem.n_ops)
+    for i, ((a, b), stage, warmup) in enumerate(zip(bounds, work.stages, scored.warmups, strict=True)):
+        device = problem.fleet.devices[stage.device]
+        found.append(
+            StagePrediction(
+                worker=device.worker,
+                compute_s=timeline.compute_s[i],
+                busy_share=timeline.busy_share(i),
+                memory_bytes=round(problem.memory.bytes(a, b, min(warmup + 1, problem.n_micro))),
+                memory_limit_bytes=device.memory_limit_bytes,
+            )
+        )
+    return tuple(found)
+
+
+def _single_machine(problem: Problem) -> tuple[float, str]:
+    """(step seconds, worker) of the fastest member alone, its memory aside."""
+    fastest = int(problem.compute[:, -1].argmin())
+    device = problem.fleet.devices[fastest]
+    whole = _unlimited(problem)
+    alone = whole.score(Candidate((fastest,), (0,)))
+    assert alone is not None  # noqa: S101  without limits everything fits
+    return alone.step_s, device.worker
+
+
+def _unlimited(problem: Problem) -> Problem:
+    """The same problem with unlimited memory."""
+    free = copy.copy(problem)
+    free.limits = problem.limits + float("inf")
+    free._scores = {}
+    return free
+
+
+def _single_machine_note(problem: Problem, scored: Scored, single_s: float, single: str) -> tuple[str, ...]:
+    if len(scored.candidate.devices) == 1 or single_s >= scored.step_s:
+        return ()
+    ratio = scored.step_s / single_s
+    need = problem.memory.bytes(0, problem.n_ops, 1)
+    device = problem.fleet.devices[problem.fleet.index[single]]
+    return (
+        f"this model would train {ratio:.1f}x faster on {device.label} alone if it had the memory: "
+        f"{need / 2**20:.0f} MiB are needed, its limit is {device.memory_limit_bytes / 2**20:.0f}",
+    )
+
+
+def _unused(problem: Problem, best: Scored) -> tuple[tuple[str, str], ...]:
+    used = set(best.candidate.devices)
+    return tuple(
+        (device.worker, "the model has fewer layers than the fleet has devices")
+        for i, device in enumerate(problem.fleet.devices)
+        if i not in used
+    )

@@ -1,0 +1,84 @@
+"""Why no cut fits a fleet's memory: by how much, and where."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from coordinator.problem import Problem
+
+MIB = float(2**20)
+REMEDY = "lower the micro-batch size, set recompute, raise a worker's --memory-limit or add workers"
+
+
+def shortage(problem: Problem, partitioner: str) -> str:
+    """One sentence with the numbers and the next move."""
+    need = problem.memory.bytes(0, problem.n_ops, 1)
+    have = float(problem.limits.sum())
+    limits = ", ".join(
+        f"{device.label} {limit / MIB:.0f}"
+        for device, limit in zip(problem.fleet.devices[:6], problem.limits, strict=False)
+    )
+    more = len(problem.fleet.devices) - 6
+    limits += f" and {more} more" if more > 0 else ""
+    if need > have:
+        return (
+            f"the model needs {need / MIB:.0f} MiB with one micro-batch in flight, the fleet has "
+            f"{have / MIB:.0f} MiB ({limits}): {(need - have) / MIB:.1f} MiB short; {REMEDY}"
+        )
+    a, b, size = _largest_piece(problem)
+    most = int(problem.limits.argmax())
+    if size > problem.limits[most]:
+        node = problem.dag.ops[a]
+        where = node.module_path or node.name
+        return (
+            f"ops {a} to {b - 1} ({where}) must stay together and need {size / MIB:.1f} MiB; the largest "
+            f"worker, {problem.fleet.devices[most].label}, has {problem.limits[most] / MIB:.1f}: "
+            f"{(size - problem.limits[most]) / MIB:.1f} MiB short; {REMEDY}"
+        )
+    if problem.schedule is not None and problem.schedule.value == "gpipe":
+        return (
+            f"GPipe keeps all {problem.n_micro} micro-batches in flight, which no cut into stages fits "
+            f"({limits} MiB); use --schedule 1f1b, or {REMEDY}"
+        )
+    order, over = _worst_overflow(problem)
+    hint = "; try --partitioner op_fence, which may reorder devices" if partitioner != "op_fence" else ""
+    return (
+        f"no cut into stages fits: the best is {over / MIB:.1f} MiB short on "
+        f"{problem.fleet.devices[order].label} (limits in MiB: {limits}); {REMEDY}{hint}"
+    )
+
+
+def _largest_piece(problem: Problem) -> tuple[int, int, float]:
+    """(begin, end, bytes) of the largest interval that no cut may divide."""
+    p = problem.positions
+    sizes = [problem.memory.bytes(int(a), int(b), 1) for a, b in pairwise(p)]
+    at = int(np.argmax(sizes))
+    return int(p[at]), int(p[at + 1]), sizes[at]
+
+
+def _worst_overflow(problem: Problem) -> tuple[int, float]:
+    """(device, bytes) of the least possible largest overflow, devices in join order."""
+    p = problem.coarse(128)
+    held = problem.memory.matrix(p, 1)
+    held[np.tri(len(p), k=-1, dtype=bool)] = np.inf
+    np.fill_diagonal(held, 0.0)  # a device may stay empty
+    best = np.full(len(p), np.inf)
+    best[0] = -np.inf
+    came = []
+    for limit in problem.limits:
+        over = held - limit
+        np.fill_diagonal(over, -np.inf)
+        total = np.maximum(best[:, None], over)
+        came.append(total.argmin(axis=0))
+        best = total.min(axis=0)
+    at, worst = len(p) - 1, (0, -np.inf)
+    for device in reversed(range(len(came))):
+        begin = int(came[device][at])
+        over_here = held[begin, at] - problem.limits[device] if begin < at else -np.inf
+        worst = max(worst, (device, float(over_here)), key=lambda w: w[1])
+        at = begin
+    return worst
