@@ -8,13 +8,9 @@ a tied parameter's uses are added in descending op order, also down the chain.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from atoll.errors import PlanError
 from atoll.opdag import LeafRef, OpDag, OpNode, Source, TensorMeta, leaf_refs, op_refs
 
 if TYPE_CHECKING:
@@ -181,70 +177,3 @@ def _produced(dag: OpDag, stage: int, users: dict[int, list[int]], owner: list[i
 
 def _names(leaves: dict[LeafRef, None], source: Source) -> tuple[str, ...]:
     return tuple(leaf.name for leaf in leaves if leaf.source is source)
-
-
-def evaluation_starts(dag: OpDag, eval_dag: OpDag, starts: Sequence[int]) -> tuple[int, ...]:
-    """Where to cut ``eval_dag`` so that each stage evaluates with the tensors it trains.
-
-    The cut follows ``starts`` of the training DAG op by op (same module path, target and
-    occurrence) as far as parameters and mutated buffers allow; a stage may get no op. PlanError
-    when the two DAGs use their parameters in incompatible orders.
-    """
-    n_stages = len(starts)
-    preferred, allowed = _evaluation_wishes(dag, eval_dag, starts)
-    open_positions = set(eval_dag.cuttable())
-    cost = np.full(n_stages, np.inf)
-    cost[0] = 0.0
-    came_from = np.zeros((len(eval_dag.ops), n_stages), dtype=np.int32)
-    stages = np.arange(n_stages)
-    for op in range(len(eval_dag.ops)):
-        if op == 0 or op in open_positions:
-            best = np.minimum.accumulate(cost)
-            came_from[op] = np.maximum.accumulate(np.where(cost == best, stages, 0))
-            cost = best
-        else:
-            came_from[op] = stages
-        cost = cost + (stages != preferred[op])
-        if allowed[op] is not None:
-            cost = np.where(np.isin(stages, sorted(allowed[op] or ())), cost, np.inf)
-    at = int(np.argmin(cost))
-    if not np.isfinite(cost[at]):
-        raise PlanError(
-            "the evaluation graph uses its parameters in another order than the training graph; "
-            "cut elsewhere, or submit without held-out data"
-        )
-    placed = [0] * len(eval_dag.ops)
-    for op in reversed(range(len(eval_dag.ops))):
-        placed[op] = at
-        at = int(came_from[op, at])
-    return tuple(int(np.searchsorted(placed, stage)) if stage else 0 for stage in range(n_stages))
-
-
-def _evaluation_wishes(
-    dag: OpDag, eval_dag: OpDag, starts: Sequence[int]
-) -> tuple[list[int], list[set[int] | None]]:
-    """Preferred stage of each evaluation op, and the stages that hold what it reads."""
-    owner = np.searchsorted(starts, range(len(dag.ops)), side="right") - 1
-    seen: Counter[tuple[str, str]] = Counter()
-    stage_of: dict[tuple[str, str, int], int] = {}
-    holders: dict[LeafRef, set[int]] = {}
-    for op, node in enumerate(dag.ops):
-        key = (node.module_path, node.target)
-        stage_of[*key, seen[key]] = int(owner[op])
-        seen[key] += 1
-        for leaf in leaf_refs(node):
-            if leaf.source is Source.PARAMETER or (
-                leaf.source is Source.BUFFER and dag.buffers[leaf.name].mutated
-            ):
-                holders.setdefault(leaf, set()).add(int(owner[op]))
-    seen.clear()
-    preferred: list[int] = []
-    allowed: list[set[int] | None] = []
-    for node in eval_dag.ops:
-        key = (node.module_path, node.target)
-        last = preferred[-1] if preferred else 0
-        preferred.append(stage_of.get((*key, seen[key]), last))
-        seen[key] += 1
-        held = [holders[leaf] for leaf in leaf_refs(node) if leaf in holders]
-        allowed.append(set.intersection(*held) if held else None)
-    return preferred, allowed

@@ -103,9 +103,10 @@ def case_of(
     batches: Batches,
 ) -> Case:
     """Capture a module for training."""
-    dag, tensors = capture(module, inputs)
-    states = {**dag.parameters, **dag.buffers}
-    return Case(name, module, dag, states, {n: {"value": t} for n, t in tensors.items()}, training, batches)
+    captured = capture(module, inputs, training)
+    dag = captured.train
+    tensors = {n: {"value": t} for n, t in captured.state.items()}
+    return Case(name, module, dag, {**dag.parameters, **dag.buffers}, tensors, training, batches)
 
 
 def run_local(case: Case, starts: Sequence[int], **options: object) -> Run:

@@ -103,6 +103,15 @@ def test_any_number_of_stages_is_bit_equal_to_one(name: str, data: st.DataObject
     assert difference(run_local(case(name), starts), reference(name, ADAMW)) == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_cut_at_every_position_is_bit_equal_to_one_stage(name: str):
+    short = with_training(name, steps=1, n_micro=2)
+    whole = run_local(short, (0,))
+    different = [p for p in short.dag.cuttable() if difference(run_local(short, (0, p)), whole) != 0.0]
+    assert different == []
+
+
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "branches"])
 @pytest.mark.parametrize("schedule", list(ScheduleName))
 @pytest.mark.parametrize("recompute", [False, True])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.errors import PlanError
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
-from atoll.program import Received, evaluation_starts, stage_programs
+from atoll.program import Received, stage_programs
 
 META = TensorMeta((2, 3), "float32")
 X = LeafRef(Source.INPUT, "x")
@@ -34,10 +32,6 @@ def dag_of(*ops: OpNode, constant_ops: set[int] | None = None, mutated: tuple[st
         loss=len(ops) - 1,
         constant_ops=frozenset(constant_ops or ()),
     )
-
-
-def chain(n: int) -> OpDag:
-    return dag_of(node(X, parameter("w0")), *(node(OpRef(i), parameter(f"w{i + 1}")) for i in range(n - 1)))
 
 
 def test_a_skipping_value_goes_straight_to_each_user_and_its_gradient_down_their_chain():
@@ -86,35 +80,3 @@ def test_every_value_received_was_produced_for_that_stage(data: st.DataObject):
             )
             assert giver.grad_from == s.stage
     assert sorted(op for s in programs for op, _ in s.ops) == list(range(n))
-
-
-def test_evaluation_is_cut_where_the_same_modules_are():
-    train = dag_of(*(node(X, parameter(f"w{i}"), path=f"layer{i}") for i in range(6)))
-    evaluation = dag_of(*(node(X, parameter(f"w{i}"), path=f"layer{i}") for i in range(6)))
-    assert evaluation_starts(train, evaluation, [0, 2, 5]) == (0, 2, 5)
-
-
-def test_evaluation_keeps_to_the_stage_that_holds_the_parameters_when_paths_differ():
-    train = dag_of(*(node(X, parameter(f"w{i}"), path="a") for i in range(4)))
-    evaluation = dag_of(node(X, path="b"), *(node(X, parameter(f"w{i}"), path="c") for i in range(4)))
-    assert evaluation_starts(train, evaluation, [0, 1, 3]) == (0, 2, 4)
-
-
-def test_evaluation_that_reads_parameters_in_another_order_is_refused():
-    train = dag_of(node(X, parameter("a")), node(X, parameter("b")))
-    evaluation = dag_of(node(X, parameter("b")), node(X, parameter("a")))
-    with pytest.raises(PlanError, match="another order"):
-        evaluation_starts(train, evaluation, [0, 1])
-
-
-@given(st.integers(2, 12), st.data())
-def test_evaluation_stages_hold_only_what_they_train(n: int, data: st.DataObject):
-    dag = chain(n)
-    starts = [0, *sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=4)))]
-    shorter = dag_of(*(op for at, op in enumerate(dag.ops) if at == 0 or data.draw(st.booleans())))
-    cut = evaluation_starts(dag, shorter, starts)
-    assert list(cut) == sorted(cut)
-    held = [set(p.parameters) for p in stage_programs(dag, starts)]
-    for at, op in enumerate(shorter.ops):
-        stage = max(s for s, start in enumerate(cut) if start <= at)
-        assert {a.name for a in op.args if isinstance(a, LeafRef) and a is not X} <= held[stage]
