@@ -147,7 +147,8 @@ class _Boundary(torch.autograd.Function):
 class Executor:
     """One stage's ops, its leaves, and the graphs of the micro-batches in flight.
 
-    ``differentiate=False`` is for evaluation: no graph, no recompute. Not thread-safe.
+    ``differentiate=False`` is for evaluation: no graph, no recompute. ``seed`` None draws from the
+    process's generator as it stands, as a plain module would. Not thread-safe.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Executor:
         program: StageProgram,
         device: torch.device | str = "cpu",
         precision: Precision = Precision.FP32,
-        seed: int = 0,
+        seed: int | None = 0,
         *,
         recompute: bool = False,
         differentiate: bool = True,
@@ -397,6 +398,8 @@ class Executor:
         )
 
     def _draw(self, position: int, call: Call, *args: Any) -> Any:
+        if self._seed is None:
+            return call(*args)
         seed = op_seed(self._seed, *self._key, position)
         with _DRAWING:
             if self.device.type == "cuda":
