@@ -1,0 +1,256 @@
+"""What the scheduler hears: messages of workers in our own types, and our own events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atoll.job import JobSpec
+from atoll.plan import Plan
+
+# ---------------------------------------------------------------- from a worker
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """Who a worker says it is."""
+
+    name: str
+    incarnation: int
+    kind: str  # cpu | cuda
+    model: str
+    threads: int
+    memory_bytes: int
+    memory_limit_bytes: int
+    torch_version: str = ""
+    python_version: str = ""
+    atoll_version: str = ""
+    platform: str = ""
+    addresses: tuple[tuple[str, int], ...] = ()  # empty: outbound only
+    site: str = ""
+    codecs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    worker_time_s: float
+    job: str
+    version: int
+    step: int
+    progress: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpsProbed:
+    request: int
+    timings: Mapping[str, tuple[float, float]]  # signature -> forward, backward seconds
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkProbed:
+    request: int
+    peer: str
+    rtt_s: float
+    bandwidth_bps: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    job: str
+    version: int
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    peer: str
+    n_bytes: int
+    busy_s: float
+    rtt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepReady:
+    job: str
+    version: int
+    step: int
+    loss: float | None = None
+    square_norms: tuple[float, ...] = ()
+    finite: bool = True
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    waited_s: float = 0.0
+    optimizer_s: float = 0.0
+    links: tuple[Goodput, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReady:
+    job: str
+    version: int
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StateStored:
+    job: str
+    version: int
+    step: int
+    tensors: Mapping[str, str]
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StageFailed:
+    job: str
+    version: int
+    step: int
+    reason: str
+    lost_peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A message that broke a bound; its sender is set aside."""
+
+    reason: str
+
+
+PeerMessage = (
+    Heartbeat
+    | OpsProbed
+    | LinkProbed
+    | Loaded
+    | StepReady
+    | EvalReady
+    | StateStored
+    | StageFailed
+    | Leaving
+    | Malformed
+)
+JobMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    worker: str
+    session: int  # unique number of the stream
+    introduction: Introduction
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    worker: str
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """One message on a session."""
+
+    worker: str
+    session: int
+    message: PeerMessage
+
+
+# ---------------------------------------------------------------- our own
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job whose blobs are all here and whose DAGs were read."""
+
+    job: str
+    submission: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class JobRead:
+    """The distinct ops of a job's DAGs: signature -> forward FLOPs."""
+
+    job: str
+    ops: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class JobUnreadable:
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMade:
+    job: str
+    attempt: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFailed:
+    job: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAsked:
+    job: str
+    reason: str = "cancelled by the owner"
+
+
+@dataclass(frozen=True, slots=True)
+class KickAsked:
+    worker: str
+    reason: str
+    for_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFailed:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecovered:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CommitTook:
+    """The coordinator's share of a step: last StepReady read to last StepCommit queued."""
+
+    job: str
+    seconds: float
+
+
+Event = (
+    SessionOpened
+    | SessionClosed
+    | Arrived
+    | Tick
+    | Submitted
+    | JobRead
+    | JobUnreadable
+    | PlanMade
+    | PlanFailed
+    | CancelAsked
+    | KickAsked
+    | StorageFailed
+    | StorageRecovered
+    | CommitTook
+)

@@ -1,0 +1,176 @@
+"""What the scheduler wants done: messages to workers, and work for the shell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.job import JobSpec
+from atoll.plan import Plan
+from coordinator.facts import Fact
+from coordinator.fleet import Fleet
+
+Addresses = tuple[tuple[str, int], ...]
+
+# ---------------------------------------------------------------- messages to workers
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOpsOf:
+    """Time these ops; no signatures: an empty request, answered at once, to learn the round trip."""
+
+    request: int
+    job: str
+    signatures: tuple[str, ...]
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLinkTo:
+    request: int
+    peer: str
+    addresses: Addresses
+    seconds: float
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagePeer:
+    stage: int
+    worker: str
+    addresses: Addresses
+    dial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AssignStage:
+    job: str
+    plan: Plan
+    stage: int
+    first_step: int
+    tensors: Mapping[str, str]
+    peers: tuple[StagePeer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartStep:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitStep:
+    job: str
+    version: int
+    step: int
+    gradient_scale: float
+    store: bool
+    evaluate: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardStep:
+    job: str
+    version: int
+    step: int
+    reason: str
+    run_again: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseStage:
+    job: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """Leave now; ``for_good``: the certificate is refused from here on."""
+
+    reason: str
+    for_good: bool
+
+
+Message = (
+    ProbeOpsOf | ProbeLinkTo | AssignStage | StartStep | CommitStep | DiscardStep | ReleaseStage | Dismiss
+)
+
+# ---------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class SendTo:
+    worker: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """Make this fact durable before any later instruction is carried out."""
+
+    fact: Fact
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """Read the job's DAGs from the blob store; answers JobRead or JobUnreadable."""
+
+    job: str
+    spec: JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    """Plan in a thread; answers PlanMade or PlanFailed with the same attempt."""
+
+    job: str
+    attempt: int
+    version: int
+    spec: JobSpec
+    fleet: Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    worker: str
+    session: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One point of a job's metrics."""
+
+    job: str
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """The job changed: its watchers want to know."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepBlobs:
+    """A checkpoint replaced an older one: blobs that no job needs may go."""
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A structured event for the log; ``job`` "" where it concerns none."""
+
+    event: str
+    level: str = "info"
+    job: str = ""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Instruction = SendTo | Journal | ReadJob | MakePlan | CloseSession | Measured | Notify | SweepBlobs | Log
