@@ -38,8 +38,8 @@ def blame(error: BaseException, module: nn.Module) -> CaptureError:
     text = " ".join(str(error).split())[:240]
     if any(_DATA_DEPENDENT.search(type(cause).__name__) or _TEXT.search(str(cause)) for cause in causes):
         return CaptureError(
-            f"data-dependent control flow or shape {where}: an op there reads a number out of a tensor; keep it "
-            "a tensor (torch.where instead of if, a mask instead of indexing)"
+            f"data-dependent control flow or shape {where}: an op there reads a number out of a tensor; "
+            "keep it a tensor (torch.where instead of if, a mask instead of indexing)"
         )
     return CaptureError(f"the module cannot be captured {where}: {type(error).__name__}: {text}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -190,7 +191,7 @@ def _refuse_overlaps(module: nn.Module) -> None:
         for name, t in (*module.named_parameters(), *module.named_buffers())
         if t.numel()
     )
-    for (_, end, name, one), (begin, _, other, two) in zip(spans, spans[1:], strict=False):
+    for (_, end, name, one), (begin, _, other, two) in pairwise(spans):
         if begin < end and one != two:
             raise CaptureError(
                 f"{name!r} and {other!r} are different tensors on the same memory; make them one parameter, "

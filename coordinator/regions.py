@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from atoll.errors import CaptureError
-from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, leaf_refs, op_refs
+from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, TensorMeta, leaf_refs, op_refs
 from atoll.ops import ALLOWED, GETITEM, resolve
 
 Ref = OpRef | LeafRef
@@ -176,9 +176,7 @@ def functional_twins(
             continue
         if nodes[positions[0]].is_tuple or nodes[positions[0]].target == GETITEM:
             continue
-        if all(_has_twin(nodes[p], nodes, meta_of) for p in writers) and not _written_refs(
-            nodes[positions[0]]
-        ):
+        if all(_has_twin(nodes[p], nodes, meta_of) for p in writers):
             for p in writers:
                 target = nodes[p].target.replace("_.", ".", 1)
                 found[p] = replace(nodes[p], target=target)
