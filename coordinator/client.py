@@ -1,0 +1,316 @@
+"""The owner's side of a coordinator as functions: submit, plan, watch, export, and the rest.
+
+    from coordinator.client import connect
+    with connect() as client:
+        job = client.submit(client.prepare(load_job(Path("gpt.py"))))
+        for update in client.watch(job):
+            print(update.step, update.loss)
+
+Every failed call raises an error of ``atoll.errors``. Nothing here imports torch before a model
+is captured or exported.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+import grpc
+
+import atoll
+from atoll.errors import BadFrame, JobFailed, ProtocolMismatch
+from atoll.plan import Plan
+from coordinator.calls import Patience, calling
+from coordinator.endpoint import Endpoint, find_endpoint
+from coordinator.trace import TraceSpan
+from coordinator.transfer import Progress, Transfers, silent
+from protos import PROTOCOL_VERSION
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.convert import from_proto, to_proto
+
+if TYPE_CHECKING:
+    from coordinator.prepare import Prepared
+
+FINISHED = "finished"
+ENDED = frozenset({FINISHED, "failed", "cancelled"})
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LivePlan:
+    """A plan for the fleet as it is, and that fleet."""
+
+    plan: Plan
+    fleet: tuple[pb.WorkerStatus, ...]
+    links: tuple[pb.LinkStatus, ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote."""
+
+    path: Path
+    step: int
+    tensors: int
+    bytes: int
+
+
+class Client:
+    """One owner's connection to one coordinator; close it, or use it in ``with``.
+
+    ``timeout_s`` bounds each short call, ``patience`` how long a lost coordinator is waited for
+    by calls that go on afterwards (uploads, downloads, ``watch``).
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, timeout_s: float = 10.0, patience: Callable[[], Patience] = Patience
+    ) -> None:
+        self.endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._patience = patience
+        self._channel = endpoint.channel()
+        self._metadata = endpoint.metadata()
+        self._owner = rpc.OwnerStub(self._channel)
+        self._entry = rpc.EntryStub(self._channel)
+        self._transfers = Transfers(self._channel, self._metadata, endpoint.address, patience)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drop the connection; calls in progress end."""
+        self._channel.close()
+
+    def hello(self) -> pb.HelloReply:
+        """The coordinator's versions and clock; ProtocolMismatch when we do not understand it."""
+        request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
+        with calling(self.endpoint.address):
+            reply: pb.HelloReply = self._entry.Hello(request, timeout=self._timeout_s)
+        if reply.protocol != PROTOCOL_VERSION:
+            older = "the coordinator" if reply.protocol < PROTOCOL_VERSION else "this machine's atoll"
+            raise ProtocolMismatch(
+                f"the coordinator (atoll {reply.version}) speaks protocol {reply.protocol}, this machine "
+                f"(atoll {atoll.__version__}) {PROTOCOL_VERSION}; update {older}"
+            )
+        return reply
+
+    # ------------------------------------------------------------ jobs
+
+    def upload(self, prepared: Prepared, progress: Progress = silent) -> int:
+        """Send the blobs the coordinator lacks; returns the bytes sent. May be repeated."""
+        return self._transfers.upload(prepared.blobs, progress)
+
+    def submit(
+        self, prepared: Prepared, progress: Progress = silent, submission: str | None = None
+    ) -> pb.SubmitReply:
+        """Upload and queue the job; ``submission`` makes a repeated call the same job."""
+        self.upload(prepared, progress)
+        request = pb.SubmitRequest(spec=to_proto(prepared.spec), submission=submission or uuid.uuid4().hex)
+        reply: pb.SubmitReply = self._patiently(lambda: self._owner.Submit(request, **self._short(60.0)))
+        return reply
+
+    def plan(self, prepared: Prepared, progress: Progress = silent, timeout_s: float = 300.0) -> LivePlan:
+        """What the coordinator would do with this job on its fleet now; nothing is started."""
+        graphs = {prepared.spec.dag_hash, prepared.spec.eval_dag_hash}
+        self._transfers.upload([blob for blob in prepared.blobs if blob.hash in graphs], progress)
+        request = pb.PlanRequest(
+            dag_hash=prepared.spec.dag_hash,
+            eval_dag_hash=prepared.spec.eval_dag_hash,
+            training=to_proto(prepared.spec.training),
+            partitioner=prepared.spec.partitioner,
+            schedule=prepared.spec.schedule,
+        )
+        # Ops not seen before are timed on every device first, hence the long limit.
+        with calling(self.endpoint.address):
+            reply = self._owner.MakePlan(request, **self._short(timeout_s))
+        return LivePlan(from_proto(reply.plan), tuple(reply.fleet), tuple(reply.links))
+
+    def status(self) -> pb.StatusReply:
+        """Workers, jobs and links now."""
+        with calling(self.endpoint.address):
+            reply: pb.StatusReply = self._owner.Status(pb.StatusRequest(), **self._short())
+        return reply
+
+    def watch(self, job: str) -> Iterator[pb.JobUpdate]:
+        """Updates of a job until it ends; goes on after a restart of the coordinator."""
+        patience = self._patience()
+        while True:
+            with calling(self.endpoint.address):
+                try:
+                    for update in self._owner.Watch(pb.JobRequest(job=job), metadata=self._metadata):
+                        patience.success()
+                        yield update
+                        if update.state in ENDED:
+                            return
+                    return
+                except grpc.RpcError as error:
+                    patience.failed(error)
+
+    def wait(self, job: str) -> pb.JobUpdate:
+        """The job's last update, once it has ended; JobFailed unless it finished."""
+        updates = deque(self.watch(job), maxlen=1)
+        if not updates:
+            raise JobFailed(
+                f"{job}: the coordinator ended its updates before the first; look with `atoll status`"
+            )
+        check_ended(updates[0])
+        return updates[0]
+
+    def logs(self, job: str, *, follow: bool = False) -> Iterator[pb.LogLine]:
+        """Log lines of a job (or of everything, for ""), oldest first."""
+        with calling(self.endpoint.address):
+            timeout_s = None if follow else 60.0
+            yield from self._owner.Logs(
+                pb.LogsRequest(job=job, follow=follow), metadata=self._metadata, timeout=timeout_s
+            )
+
+    def cancel(self, job: str) -> pb.JobUpdate:
+        """Stop a job; its last checkpoint stays."""
+        with calling(self.endpoint.address):
+            update: pb.JobUpdate = self._owner.Cancel(pb.JobRequest(job=job), **self._short())
+        return update
+
+    def result(self, job: str) -> pb.ResultReply:
+        """Names and hashes of the job's newest weights."""
+        with calling(self.endpoint.address):
+            reply: pb.ResultReply = self._owner.Result(pb.JobRequest(job=job), **self._short())
+        return reply
+
+    def export(self, job: str, path: Path, progress: Progress = silent) -> Exported:
+        """Write the newest weights to ``path`` under the module's own names, tied ones too."""
+        from coordinator.export import assemble, write_weights  # torch is slow to import
+
+        reply = self.result(job)
+        names = {t.name: t.blob for t in reply.tensors}
+        hashes = list(dict.fromkeys(names.values()))
+        tensors = assemble(
+            self._counted(hashes, progress), names, {alias.alias: alias.name for alias in reply.aliases}
+        )
+        write_weights(path, tensors, {"job": job, "step": reply.step, "name": reply.update.name})
+        return Exported(path, reply.step, len(tensors), path.expanduser().stat().st_size)
+
+    def _counted(self, hashes: list[str], progress: Progress) -> Iterator[tuple[str, bytes]]:
+        progress(0, len(hashes))
+        for number, found in enumerate(self._transfers.download(hashes), 1):
+            yield found
+            progress(number, len(hashes))
+
+    def trace(self, job: str) -> list[TraceSpan]:
+        """Every kept span of the job, in the coordinator's time."""
+        found: list[TraceSpan] = []
+        with calling(self.endpoint.address):
+            chunks = self._owner.Trace(pb.JobRequest(job=job), metadata=self._metadata, timeout=600.0)
+            for chunk in chunks:
+                found.extend(_spans(chunk))
+        return found
+
+    # ------------------------------------------------------------ tokens and members
+
+    def create_token(
+        self, name: str = "", lifetime_s: float = 0.0, max_uses: int = 0, host: str = ""
+    ) -> pb.TokenReply:
+        """A token with which workers join; 0 seconds or uses: without end."""
+        request = pb.CreateTokenRequest(name=name, lifetime_s=lifetime_s, max_uses=max_uses, host=host)
+        with calling(self.endpoint.address):
+            reply: pb.TokenReply = self._owner.CreateToken(request, **self._short())
+        return reply
+
+    def tokens(self) -> list[pb.TokenInfo]:
+        """Every token, without its secret."""
+        with calling(self.endpoint.address):
+            return list(self._owner.ListTokens(pb.Empty(), **self._short()).tokens)
+
+    def revoke_token(self, token: str) -> None:
+        """Nobody joins with this token any more; who has joined stays."""
+        with calling(self.endpoint.address):
+            self._owner.RevokeToken(pb.TokenRequest(id=token), **self._short())
+
+    def kick(self, worker: str, reason: str = "", *, for_good: bool = False) -> None:
+        """Make a worker leave; ``for_good`` also revokes its certificate."""
+        with calling(self.endpoint.address):
+            request = pb.KickRequest(worker=worker, reason=reason, for_good=for_good)
+            self._owner.Kick(request, **self._short())
+
+    # ------------------------------------------------------------ helpers
+
+    def _short(self, timeout_s: float | None = None) -> dict[str, object]:
+        return {"metadata": self._metadata, "timeout": timeout_s or self._timeout_s}
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Repeat a call that may be repeated while the coordinator is away."""
+        patience = self._patience()
+        with calling(self.endpoint.address):
+            while True:
+                try:
+                    return call()
+                except grpc.RpcError as error:
+                    patience.failed(error)
+
+
+def connect(
+    coordinator: str | None = None,
+    token: str | None = None,
+    state_dir: Path | None = None,
+    *,
+    insecure: bool = False,
+) -> Client:
+    """A client of the named coordinator, or of the one remembered in ``state_dir``, greeted once.
+
+    Raises UsageError, ConnectionFailed, AccessDenied or ProtocolMismatch.
+    """
+    client = Client(find_endpoint(coordinator, token, state_dir, insecure=insecure))
+    try:
+        client.hello()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def check_ended(update: pb.JobUpdate) -> None:
+    """JobFailed unless the job has finished."""
+    if update.state != FINISHED:
+        kept = (
+            f"its checkpoint of step {update.checkpoint_step} is kept: `atoll export {update.job}` or "
+            f"`atoll submit --resume {update.job}`"
+            if update.checkpoint_step
+            else f"see `atoll logs {update.job}`"
+        )
+        reason = update.reason or "no reason given"
+        raise JobFailed(f"{update.job} {update.state} at step {update.step}: {reason}; {kept}")
+
+
+def names_of(workers: Mapping[str, str] | None, fleet: tuple[pb.WorkerStatus, ...]) -> dict[str, str]:
+    """Worker id -> the name its owner gave it."""
+    return {**(workers or {}), **{status.worker: status.name or status.worker for status in fleet}}
+
+
+def _spans(chunk: pb.TraceChunk) -> Iterator[TraceSpan]:
+    for span in chunk.spans.spans:
+        if not span.end_s >= span.start_s:
+            raise BadFrame(
+                f"{chunk.worker} sent a span that ends at {span.end_s}, before it began at {span.start_s}"
+            )
+        yield TraceSpan(
+            worker=chunk.worker,
+            stage=chunk.spans.stage,
+            kind=span.kind,
+            step=span.step,
+            micro=span.micro,
+            start_s=span.start_s - chunk.clock_offset_s,
+            end_s=span.end_s - chunk.clock_offset_s,
+            plan_version=chunk.spans.plan_version,
+            peer=span.peer,
+            bytes=span.bytes,
+        )

@@ -1,0 +1,180 @@
+"""A Job made ready to submit: captured, proven against its module, its data materialised.
+
+Runs on the owner's machine; what comes out is a JobSpec without code and the blobs it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import safetensors.numpy
+import safetensors.torch
+import torch
+
+from atoll.data import Materialised, sample_indices, take
+from atoll.errors import UsageError
+from atoll.job import DataSpec, Job, JobSpec, TrainingSpec
+from atoll.opdag import OpDag, TensorMeta
+from coordinator.capture import Captured, capture
+from coordinator.selfcheck import self_check
+from coordinator.transfer import LocalBlob
+from protos.convert import dag_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.generic]
+
+VALUE = "value"
+Telling = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is submitted (``spec``), the bytes it names (``blobs``), and the graphs themselves."""
+
+    spec: JobSpec
+    blobs: tuple[LocalBlob, ...]
+    dag: OpDag
+    eval_dag: OpDag
+
+    @property
+    def upload_bytes(self) -> int:
+        return sum(blob.size for blob in {blob.hash: blob for blob in self.blobs}.values())
+
+
+def prepare(
+    job: Job,
+    *,
+    partitioner: str = "op_fence",
+    schedule: str = "auto",
+    resume_of: str = "",
+    tell: Telling = lambda what: None,
+) -> Prepared:
+    """Capture ``job``, check the capture against the module, and collect its blobs.
+
+    Raises CaptureError and SelfCheckError naming what differs, UsageError for data that does
+    not fit the model's inputs.
+    """
+    tell("capturing the model as an op-DAG")
+    captured = capture(job.module, job.example_inputs, job.training)
+    tell("materialising the data")
+    data, held_out = materialised(job, captured)
+    tell(f"checking {len(captured.train.ops)} ops against the module")
+    self_check(job.module, captured, first_batch(data, captured.train.inputs))
+    tell("hashing weights and data")
+    blobs: list[LocalBlob] = []
+    dags = [LocalBlob.of(partial(dag_bytes, dag)) for dag in (captured.train, captured.evaluation)]
+    tensors = {name: _tensor_blob(tensor) for name, tensor in captured.state.items()}
+    data_spec = _store(data, blobs)
+    eval_spec = _store(held_out, blobs) if held_out is not None else None
+    spec = JobSpec(
+        name=job.name,
+        training=job.training,
+        dag_hash=dags[0].hash,
+        eval_dag_hash=dags[1].hash,
+        tensors={name: blob.hash for name, blob in sorted(tensors.items())},
+        data=data_spec,
+        eval_data=eval_spec,
+        partitioner=partitioner,
+        schedule=schedule,
+        resume_of=resume_of,
+    )
+    return Prepared(spec, (*dags, *tensors.values(), *blobs), captured.train, captured.evaluation)
+
+
+def materialised(job: Job, captured: Captured) -> tuple[Materialised, Materialised | None]:
+    """The job's data, checked against the model's inputs; UsageError says which does not fit."""
+    batch = batch_size(job.example_inputs)
+    data, held_out = job.data.materialise(batch)
+    check_data(data, captured.train.inputs, "training data")
+    if job.training.eval_batches and held_out is None:
+        raise UsageError(
+            f"eval_batches = {job.training.eval_batches}, but the data source holds nothing out; give it "
+            f"held-out data or set eval_batches=0"
+        )
+    if held_out is not None:
+        check_data(held_out, captured.evaluation.inputs, "held-out data")
+        _check_held_out(held_out.spec, job.training)
+    return data, held_out
+
+
+def batch_size(example_inputs: Mapping[str, torch.Tensor]) -> int:
+    """The micro-batch size: the common first dimension of the example inputs."""
+    sizes = {name: tuple(tensor.shape) for name, tensor in example_inputs.items()}
+    first = {shape[0] for shape in sizes.values() if shape}
+    if len(first) != 1 or not all(sizes.values()):
+        raise UsageError(
+            f"example inputs {sizes} must all have the micro-batch size as their first dimension; "
+            f"move fixed tensors into the module"
+        )
+    return int(first.pop())
+
+
+def check_data(data: Materialised, inputs: Mapping[str, TensorMeta], what: str) -> None:
+    """UsageError unless ``data`` gives each input a micro-batch of its shape."""
+    given = {field.input for field in data.spec.fields}
+    if given != set(inputs):
+        missing, extra = sorted(set(inputs) - given), sorted(given - set(inputs))
+        raise UsageError(
+            f"{what} gives {sorted(given)}, the model takes {sorted(inputs)}: "
+            f"missing {missing}, not known {extra}; name the data after forward()'s arguments"
+        )
+    samples = sample_indices(data.spec, 1, 0, 0)
+    for field in data.spec.fields:
+        found = take(data.arrays[field.blob], field, samples)
+        meta = inputs[field.input]
+        if found.shape != meta.shape:
+            raise UsageError(
+                f"{what}: a micro-batch of {field.input!r} has shape {found.shape}, the example input "
+                f"{meta.shape}; make them equal"
+            )
+        if np.dtype(found.dtype).kind == "f" and meta.dtype.startswith(("int", "uint", "bool")):
+            raise UsageError(
+                f"{what}: {field.input!r} is stored as {found.dtype}, the model takes {meta.dtype}; "
+                f"convert the data"
+            )
+
+
+def first_batch(data: Materialised, inputs: Mapping[str, TensorMeta]) -> dict[str, torch.Tensor]:
+    """The first micro-batch as the workers will see it."""
+    samples = sample_indices(data.spec, 1, 0, 0)
+    return {
+        field.input: torch.from_numpy(np.array(take(data.arrays[field.blob], field, samples))).to(
+            getattr(torch, inputs[field.input].dtype)
+        )
+        for field in data.spec.fields
+    }
+
+
+def _check_held_out(spec: DataSpec, training: TrainingSpec) -> None:
+    if training.eval_batches * spec.batch > spec.n_samples:
+        raise UsageError(
+            f"eval_batches = {training.eval_batches} micro-batches of {spec.batch} need "
+            f"{training.eval_batches * spec.batch} held-out samples, there are {spec.n_samples}; "
+            f"set eval_batches to at most {spec.n_samples // spec.batch}"
+        )
+
+
+def _store(data: Materialised, blobs: list[LocalBlob]) -> DataSpec:
+    made = {key: _array_blob(array) for key, array in data.arrays.items()}
+    blobs.extend(made.values())
+    return data.stored({key: blob.hash for key, blob in made.items()})
+
+
+def _tensor_blob(tensor: torch.Tensor) -> LocalBlob:
+    def read() -> bytes:
+        return safetensors.torch.save({VALUE: tensor.detach().cpu().contiguous()})
+
+    return LocalBlob.of(read)
+
+
+def _array_blob(array: Array) -> LocalBlob:
+    def read() -> bytes:
+        return safetensors.numpy.save({VALUE: np.ascontiguousarray(array)})
+
+    return LocalBlob.of(read)
