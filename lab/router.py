@@ -201,20 +201,20 @@ class Desk:
 def serve(router: Router, desk: Desk, owner: int) -> None:
     """Carry packets until the owner's process ends (``owner`` is its pidfd) or SIGTERM comes."""
     devices = list(router.devices.values())
-    known = frozenset(devices)
+    known, door = frozenset(devices), desk.listener.fileno()
     clock, select_, fabric = time.monotonic, select.select, router.fabric
     read, write = router.read, router.write
     while True:
         next_s = fabric.next_s()
         wait_s = None if next_s is None else max(0.0, next_s - clock())
-        ready, _, _ = select_([*devices, desk.listener, owner, *desk.clients], (), (), wait_s)
+        ready, _, _ = select_([*devices, door, owner, *desk.clients], (), (), wait_s)
         now_s = clock()
         for source in ready:
             if source in known:
                 read(source, now_s)
             elif source == owner:
                 return
-            elif source is desk.listener:
+            elif source == door:
                 desk.accept()
             else:
                 desk.read(source)

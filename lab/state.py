@@ -105,14 +105,15 @@ def all_states() -> Iterator[LabState]:
 
 
 def processes(state: LabState) -> set[int]:
-    """All processes of a lab's hosts: by namespace, by control group, by what it wrote down."""
+    """All processes of a lab's hosts: by namespace, by control group, by environment."""
     found: set[int] = set()
     for group in state.groups.values():
         found |= members(Path(group))
     inodes = {_inode(NETNS_DIR / namespace) for namespace in state.namespaces.values()} - {0}
     if inodes:
         found |= {pid for pid in _pids() if _inode(Path(f"/proc/{pid}/ns/net")) in inodes}
-    found |= {pid for pid in _pids() if _belongs(pid, state.lab)} if not inodes else set()
+    # A process on its way into its host is known by its environment only.
+    found |= {pid for pid in _pids() if _belongs(pid, state.lab)}
     return found - {os.getpid(), state.router_pid}
 
 
@@ -128,12 +129,12 @@ def _inode(path: Path) -> int:
 
 
 def _belongs(pid: int, lab: str) -> bool:
-    """Whether a process was started in a host of the lab: its environment says so."""
+    """Whether a process was started for the lab: its environment says so."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
-    return f"LAB_ID={lab}".encode() in environment and any(v.startswith(b"LAB_HOST=") for v in environment)
+    return f"LAB_ID={lab}".encode() in environment
 
 
 def kill_processes(state: LabState, patience_s: float = 3.0) -> None:

@@ -12,6 +12,7 @@ it, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -44,6 +45,12 @@ from lab.tun import NETNS_DIR, LabError, unavailable
 HOME = Path(__file__).resolve().parents[1]
 STOP_PATIENCE_S = 5.0
 _numbers = itertools.count(1)
+
+
+def new_name() -> str:
+    """A lab's name, unique on this machine."""
+    return f"{os.getpid()}-{next(_numbers)}"
+
 
 Stream = int | IO[Any] | None
 
@@ -148,6 +155,13 @@ class Hosts:
         self._started.append(process)
         return process
 
+    def popen_outside(self, command: Sequence[str]) -> subprocess.Popen[Any]:
+        """Start a process outside all hosts that knows the lab (LAB_ID, LAB_HOSTS); it dies with the lab."""
+        environment = {**os.environ, "LAB_ID": self.name, "LAB_HOSTS": json.dumps(self.addresses)}
+        process: subprocess.Popen[Any] = subprocess.Popen(command, env=environment, start_new_session=True)
+        self._started.append(process)
+        return process
+
     def python(self, host: str, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
         """Start this Python in a host with the repository's packages importable."""
         path = os.pathsep.join(filter(None, [str(HOME), os.environ.get("PYTHONPATH", "")]))
@@ -156,12 +170,19 @@ class Hosts:
 
     def kill(self, process: subprocess.Popen[Any], number: int = signal.SIGKILL) -> None:
         """Signal a process and all it has started; its end is waited for only on SIGKILL."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
         if number == signal.SIGKILL:
             process.wait(STOP_PATIENCE_S)
+
+    def end_started(self) -> None:
+        """SIGKILL to every process started here, with all of its session, and wait for each."""
+        for process in self._started:
+            if process.poll() is None:
+                self.kill(process)
+            else:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """One request to the router."""
@@ -246,7 +267,7 @@ class Lab(Hosts):
         """Nothing is made before ``with`` or ``start``. ``quotas=False`` leaves CPU speeds alone."""
         if not isinstance(scenario, Scenario):
             scenario = read_scenario(scenario)
-        name = f"{os.getpid()}-{next(_numbers)}"
+        name = new_name()
         addresses = {host: f"10.80.0.{number}" for number, host in enumerate(scenario.host_names, 1)}
         super().__init__(new_state(name, scenario, addresses))
         self.quotas = quotas
@@ -274,10 +295,12 @@ class Lab(Hosts):
         return self
 
     def _start_router(self) -> None:
+        # Without another lab's mark, or that lab would take this router for one of its processes.
+        environment = {key: value for key, value in os.environ.items() if key != "LAB_ID"}
         self.router = subprocess.Popen(
             [sys.executable, "-m", "lab.router", self.name],
             cwd=HOME,
-            env={**os.environ, "PYTHONPATH": str(HOME)},
+            env={**environment, "PYTHONPATH": str(HOME)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
@@ -294,9 +317,8 @@ class Lab(Hosts):
         if self._control is not None:
             self._control.close()
             self._control = None
+        self.end_started()
         kill_processes(self.state)
-        for process in self._started:
-            process.wait(STOP_PATIENCE_S)
         if self.router is not None:
             self.router.kill()
             self.router.wait(STOP_PATIENCE_S)
