@@ -1,0 +1,532 @@
+"""A job's machine: queued -> profiling -> planning -> loading -> training -> ... -> finished.
+
+Pure: ``step(state, event, now_s)`` returns the new state and what is to be done. A step is
+committed by torchft's rule (papers/decentralized.md 8.7): every stage has its gradients ready,
+then one commit goes to all; before that any failure leaves the step undone everywhere. Every
+message carries (job, plan version, step); what does not match is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from atoll.job import JobSpec
+from atoll.plan import Plan
+from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from coordinator.facts import (
+    Checkpoint,
+    CheckpointStored,
+    Evaluated,
+    Fact,
+    JobEnded,
+    PlanAdopted,
+    StepCommitted,
+)
+from coordinator.instructions import CommitStep, DiscardStep, StartStep
+
+RECENT = 21  # step times kept for medians
+MAX_FAILURES = 3  # of stages, without a committed step in between
+_CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
+
+
+class Phase(StrEnum):
+    """Where a job stands; the words that users see."""
+
+    QUEUED = "queued"
+    PROFILING = "profiling"
+    PLANNING = "planning"
+    LOADING = "loading"
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    STORING = "storing"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+WAITING = frozenset({Phase.QUEUED, Phase.PAUSED})
+PREPARING = frozenset({Phase.PROFILING, Phase.PLANNING})
+RUNNING = frozenset({Phase.LOADING, Phase.TRAINING, Phase.EVALUATING, Phase.STORING})
+STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
+ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
+
+
+class StepPhase(StrEnum):
+    """Where the step in flight stands."""
+
+    COMPUTING = "computing"
+    COMMITTING = "committing"  # some stages are ready
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The scheduler begins to prepare this job."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The job cannot go on yet, and why; a changed reason is news."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The fleet's figures are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class FromStage:
+    """A message of the worker that holds ``stage`` under the current plan."""
+
+    stage: int
+    message: Loaded | StepReady | EvalReady | StateStored | StageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class StageLost:
+    """The worker of a stage is gone; or the whole run must stop where it is."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The job itself cannot be run (its DAG is unreadable, its plan impossible)."""
+
+    reason: str
+
+
+Event = Picked | Waits | Profiled | Planned | FromStage | StageLost | Cancelled | Broken
+
+# ---------------------------------------------------------------- what is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Make a fact durable before what follows."""
+
+    fact: Fact
+
+
+@dataclass(frozen=True, slots=True)
+class ToStages:
+    """One message to every stage, or to ``stage`` alone."""
+
+    message: StartStep | CommitStep | DiscardStep
+    stage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AssignAll:
+    """Give every stage of the plan to its worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAll:
+    """The workers hold no stage of this job any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A metric's value after ``step`` committed steps."""
+
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A message that came late, twice or for another plan."""
+
+    why: str
+
+
+Todo = Record | ToStages | AssignAll | ReleaseAll | Point | Dropped
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job; ``step`` is the step in flight, so ``step`` steps are committed."""
+
+    job: str
+    spec: JobSpec
+    checkpoint: Checkpoint
+    created_s: float
+    phase: Phase = Phase.QUEUED
+    reason: str = "just submitted"
+    version: int = 0
+    step: int = 0
+    plan: Plan | None = None
+    loaded: frozenset[int] = frozenset()
+    ready: Mapping[int, StepReady] = field(default_factory=dict)
+    last_commit: CommitStep | None = None
+    awaiting_eval: int | None = None  # step whose evaluation is running
+    stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(
+        default_factory=dict
+    )  # step -> stage -> ...
+    loss: float | None = None
+    eval_loss: float | None = None
+    failures: int = 0  # since the last committed step
+    begun_s: float | None = None  # when the step in flight began
+    step_times_s: tuple[float, ...] = ()
+    reports: Mapping[int, StepReady] = field(default_factory=dict)  # of the last committed step
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.plan.stages) if self.plan else 0
+
+    @property
+    def steps(self) -> int:
+        return self.spec.training.steps
+
+    @property
+    def step_phase(self) -> StepPhase:
+        return StepPhase.COMMITTING if self.ready else StepPhase.COMPUTING
+
+    @property
+    def median_step_s(self) -> float | None:
+        """Median of the last steps' times, None before the second commit."""
+        return sorted(self.step_times_s)[len(self.step_times_s) // 2] if self.step_times_s else None
+
+
+Outcome = tuple[JobState, list[Todo]]
+
+
+def step(state: JobState, event: Event, now_s: float) -> Outcome:
+    """The job after ``event``, and what is to be done.
+
+    A stage's message that the phase does not know is dropped with its reason; an event of our
+    own that it does not know raises LookupError.
+    """
+    kind = type(event.message) if isinstance(event, FromStage) else type(event)
+    transition = TRANSITIONS.get((state.phase, kind))
+    if isinstance(event, FromStage):
+        stale = _stale(state, event)
+        if stale:
+            return state, [Dropped(stale)]
+        if transition is None:
+            return state, [Dropped(f"{kind.__name__} of stage {event.stage} while {state.phase.value}")]
+    if transition is None:
+        raise LookupError(f"{state.job}: {kind.__name__} while {state.phase.value} ({state.reason})")
+    return transition(state, event, now_s)
+
+
+def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
+    """min(1, clip / (||g|| + 1e-6)); 1 when not clipped.
+
+    The squares are added one by one in canonical parameter order, so that the sum is the same
+    whatever stage each parameter is on.
+    """
+    if clip_norm is None:
+        return 1.0
+    total = 0.0
+    for square in square_norms:
+        total += square
+    return min(1.0, clip_norm / (math.sqrt(total) + _CLIP_EPS))
+
+
+def _stale(state: JobState, event: FromStage) -> str | None:
+    message = event.message
+    if message.version != state.version:
+        return f"{type(message).__name__} of plan {message.version}, now {state.version}"
+    if not 0 <= event.stage < state.n_stages:
+        return f"{type(message).__name__} of stage {event.stage} of {state.n_stages}"
+    return None
+
+
+# ---------------------------------------------------------------- preparing
+
+
+def _pick(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, Picked)  # noqa: S101 - the table says so
+    return replace(state, phase=Phase.PROFILING, reason=event.reason), []
+
+
+def _wait(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, Waits)  # noqa: S101 - the table says so
+    phase = state.phase if state.phase in WAITING else _waiting_phase(state)
+    return replace(state, phase=phase, reason=event.reason), []
+
+
+def _waiting_phase(state: JobState) -> Phase:
+    return Phase.PAUSED if state.version else Phase.QUEUED
+
+
+def _profiled(state: JobState, event: Event, now_s: float) -> Outcome:
+    return replace(state, phase=Phase.PLANNING, reason="computing a plan"), []
+
+
+def _adopt(state: JobState, event: Event, now_s: float) -> Outcome:
+    """A new plan version fences off everything that an older one still sends."""
+    assert isinstance(event, Planned)  # noqa: S101 - the table says so
+    plan = event.plan
+    if plan.version <= state.version:
+        raise LookupError(f"{state.job}: plan {plan.version} after plan {state.version}")
+    first = state.checkpoint.step
+    adopted = replace(
+        state,
+        phase=Phase.LOADING,
+        reason=f"{len(plan.stages)} stages are loading",
+        version=plan.version,
+        plan=plan,
+        step=first,
+        loaded=frozenset(),
+        ready={},
+        last_commit=None,
+        awaiting_eval=None,
+        stores={},
+        begun_s=None,
+        step_times_s=(),
+        reports={},
+    )
+    return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
+
+
+def _load(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+    if event.stage in state.loaded:
+        return state, [Dropped(f"stage {event.stage} reports loading twice")]
+    loaded = state.loaded | {event.stage}
+    waiting = state.n_stages - len(loaded)
+    if waiting:
+        reason = f"{waiting} of {state.n_stages} stages are loading"
+        return replace(state, loaded=loaded, reason=reason), []
+    reason = f"training with plan {state.version}"
+    begun = replace(state, loaded=loaded, phase=Phase.TRAINING, reason=reason, begun_s=now_s)
+    return begun, [ToStages(StartStep(state.job, state.version, state.step))]
+
+
+# ---------------------------------------------------------------- steps
+
+
+def _ready(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+    report = event.message
+    assert isinstance(report, StepReady)  # noqa: S101 - the table says so
+    if report.step != state.step:
+        return state, _late(state, event.stage, report.step)
+    if event.stage in state.ready:
+        return state, [Dropped(f"stage {event.stage} reports step {report.step} twice")]
+    ready = {**state.ready, event.stage: report}
+    if not report.finite or (report.loss is not None and not math.isfinite(report.loss)):
+        return _diverged(state, event.stage, report)
+    if len(ready) < state.n_stages:
+        return replace(state, ready=ready), []
+    return _commit(state, ready, now_s)
+
+
+def _late(state: JobState, stage: int, reported: int) -> list[Todo]:
+    """A stage that asks again about the last commit did not hear it: say it again."""
+    last = state.last_commit
+    if last is not None and last.step == reported:
+        return [Dropped(f"stage {stage} repeats step {reported}"), ToStages(last, stage)]
+    return [Dropped(f"stage {stage} reports step {reported}, step {state.step} is in flight")]
+
+
+def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Outcome:
+    training = state.spec.training
+    done = state.step + 1
+    last = done >= training.steps
+    evaluate = bool(
+        state.spec.eval_data is not None
+        and training.eval_batches
+        and (last or (training.eval_every and done % training.eval_every == 0))
+    )
+    store = last or bool(training.checkpoint_every and done % training.checkpoint_every == 0)
+    reports = [ready[stage] for stage in range(state.n_stages)]
+    norms = [square for report in reports for square in report.square_norms]
+    scale = clip_scale(norms, training.optimizer.clip_norm)
+    loss = next((r.loss for r in reports if r.loss is not None), math.nan)
+    commit = CommitStep(state.job, state.version, state.step, scale, store, evaluate, last)
+    took_s = now_s - state.begun_s if state.begun_s is not None else None
+    committed = replace(
+        state,
+        step=done,
+        ready={},
+        reports=ready,
+        last_commit=commit,
+        loss=loss,
+        failures=0,
+        begun_s=now_s,
+        awaiting_eval=done if evaluate else state.awaiting_eval,
+        stores={**state.stores, done: {}} if store else state.stores,
+        step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
+    )
+    todo: list[Todo] = [
+        Record(StepCommitted(state.job, state.version, state.step, loss, now_s)),
+        ToStages(commit),
+        Point(done, "loss", loss),
+        Point(done, "learning_rate", training.learning_rate(state.step)),
+    ]
+    if took_s is not None:
+        todo.append(Point(done, "step_s", took_s))
+    if training.optimizer.clip_norm is not None:
+        todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
+    settled, more = _settle(committed)
+    return settled, todo + more
+
+
+def _diverged(state: JobState, stage: int, report: StepReady) -> Outcome:
+    worker = state.plan.stages[stage].worker if state.plan else ""
+    what = "loss" if report.loss is not None and not math.isfinite(report.loss) else "a gradient"
+    reason = (
+        f"{what} became {report.loss if what == 'loss' else 'not finite'} at step {state.step + 1} on stage "
+        f"{stage} ({worker}); the last good checkpoint is of step {state.checkpoint.step}; "
+        "lower the learning rate or set a clip norm, then submit with --resume"
+    )
+    discard = DiscardStep(state.job, state.version, state.step, reason, run_again=False)
+    ended, todo = _end(state, Phase.FAILED, reason)
+    return ended, [ToStages(discard), *todo]
+
+
+def _evaluated(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+    report = event.message
+    assert isinstance(report, EvalReady)  # noqa: S101 - the table says so
+    # Workers name the step after which they evaluate by its index, counted from 0.
+    done = report.step + 1
+    if report.loss is None:
+        return state, []
+    if done != state.awaiting_eval:
+        return state, [Dropped(f"evaluation of step {done}, awaited is {state.awaiting_eval}")]
+    heard = replace(state, awaiting_eval=None, eval_loss=report.loss)
+    settled, todo = _settle(heard)
+    return settled, [
+        Record(Evaluated(state.job, done, report.loss)),
+        Point(done, "eval_loss", report.loss),
+        *todo,
+    ]
+
+
+def _stored(state: JobState, event: Event, now_s: float) -> Outcome:
+    """A checkpoint is one only when every stage's tensors are in the store: manifest last."""
+    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+    report = event.message
+    assert isinstance(report, StateStored)  # noqa: S101 - the table says so
+    done = report.step + 1
+    if report.error:
+        return _interrupt(state, f"stage {event.stage} could not store its state: {report.error}", True)
+    parts = state.stores.get(done)
+    if parts is None or event.stage in parts:
+        return state, [Dropped(f"stage {event.stage} stored step {done}, which nobody awaits")]
+    parts = {**parts, event.stage: report.tensors}
+    if len(parts) < state.n_stages:
+        return replace(state, stores={**state.stores, done: parts}), []
+    tensors = dict(state.checkpoint.tensors)
+    for stage in range(state.n_stages):
+        tensors.update(parts[stage])
+    # An older checkpoint that is still incomplete will never be needed.
+    rest = {at: value for at, value in state.stores.items() if at > done}
+    kept = replace(state, stores=rest, checkpoint=Checkpoint(done, tensors))
+    settled, todo = _settle(kept)
+    return settled, [Record(CheckpointStored(state.job, done, tensors)), *todo]
+
+
+def _settle(state: JobState) -> Outcome:
+    """Choose among training, evaluating, storing and finished."""
+    evaluating = state.awaiting_eval is not None
+    if evaluating:
+        reason = f"evaluating after step {state.awaiting_eval}"
+        return replace(state, phase=Phase.EVALUATING, reason=reason), []
+    if state.step < state.steps:
+        return replace(state, phase=Phase.TRAINING, reason=f"training with plan {state.version}"), []
+    if state.stores:
+        return replace(state, phase=Phase.STORING, reason="storing the result"), []
+    return _end(state, Phase.FINISHED, f"{state.step} steps done")
+
+
+# ---------------------------------------------------------------- interruptions and ends
+
+
+def _fail_stage(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+    report = event.message
+    assert isinstance(report, StageFailed)  # noqa: S101 - the table says so
+    worker = state.plan.stages[event.stage].worker if state.plan else ""
+    lost = f" (lost {report.lost_peer})" if report.lost_peer else ""
+    reason = f"stage {event.stage} on {worker} failed: {report.reason}{lost}"
+    return _interrupt(state, reason, blamed=not report.lost_peer)
+
+
+def _lose(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, StageLost)  # noqa: S101 - the table says so
+    return _interrupt(state, event.reason, blamed=False)
+
+
+def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
+    """Stop where we are; the next plan version goes on from the last checkpoint."""
+    failures = state.failures + 1
+    if failures > MAX_FAILURES * (1 if blamed else 4):
+        return _end(state, Phase.FAILED, f"{reason}; gave up after {failures} interruptions without a step")
+    paused = replace(
+        state,
+        phase=Phase.PAUSED,
+        reason=f"{reason}; goes on from step {state.checkpoint.step} when the fleet suffices",
+        failures=failures,
+        ready={},
+        stores={},
+        awaiting_eval=None,
+        begun_s=None,
+    )
+    return paused, [ReleaseAll(reason)] if state.phase in RUNNING else []
+
+
+def _end(state: JobState, phase: Phase, reason: str) -> Outcome:
+    ended = replace(state, phase=phase, reason=reason, ready={}, stores={}, awaiting_eval=None)
+    return ended, [Record(JobEnded(state.job, phase.value, reason)), ReleaseAll(reason)]
+
+
+def _cancel(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, Cancelled)  # noqa: S101 - the table says so
+    return _end(state, Phase.CANCELLED, event.reason)
+
+
+def _break(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, Broken)  # noqa: S101 - the table says so
+    return _end(state, Phase.FAILED, event.reason)
+
+
+def _already_over(state: JobState, event: Event, now_s: float) -> Outcome:
+    return state, []
+
+
+Transition = Callable[[JobState, Event, float], Outcome]
+_ALIVE = tuple(phase for phase in Phase if phase not in ENDED)
+TRANSITIONS: dict[tuple[Phase, type], Transition] = {
+    **{(phase, Picked): _pick for phase in WAITING},
+    **{(phase, Waits): _wait for phase in WAITING | PREPARING},
+    (Phase.PROFILING, Profiled): _profiled,
+    (Phase.PLANNING, Planned): _adopt,
+    (Phase.LOADING, Loaded): _load,
+    **{(phase, StepReady): _ready for phase in STEPPING},
+    (Phase.EVALUATING, EvalReady): _evaluated,
+    **{(phase, StateStored): _stored for phase in (*STEPPING, Phase.STORING)},
+    **{(phase, StageFailed): _fail_stage for phase in RUNNING},
+    **{(phase, StageLost): _lose for phase in RUNNING},
+    **{(phase, Cancelled): _cancel for phase in _ALIVE},
+    **{(phase, Cancelled): _already_over for phase in ENDED},
+    **{(phase, Broken): _break for phase in _ALIVE},
+}
