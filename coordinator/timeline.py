@@ -5,8 +5,8 @@ arrived. What a stage produces in an action goes out when the action ends, as on
 peer; sends overlap compute. Each ordered pair of stages is one wire that carries one bundle at a
 time, gradients before activations. A bundle reserves, first in first out, each resource on its
 way for size / rate from the moment its head arrives there; it has arrived when its tail has
-passed the slowest, one latency later. The step ends when every stage has all gradients, tied
-parameters exchanged, and the coordinator's commit has come back.
+passed the slowest, a fixed time for each message and one latency later. The step ends when every
+stage has all gradients, tied parameters exchanged, and the coordinator's commit has come back.
 
 Every step starts with all wires empty, and stages start it one commit latency plus the optimizer
 step after the commit, so the time from commit to commit is the steady state's step time.
@@ -89,10 +89,18 @@ class _Wire:
         self.latency_s = route.latency_s
         self.busy = False
         self.queue: list[tuple[int, int, _Bundle]] = []
-        # A resource that no other wire uses is never contended: only its rate matters.
-        alone = [rate for name, rate in route.resources if name not in shared]
-        self.private_s = 1.0 / min(alone)  # seconds a bit
-        self.shared = [(shared[name], 1.0 / rate) for name, rate in route.resources if name in shared]
+        # A resource that no other wire uses is never contended: only its rate matters, and from
+        # when the head reaches it, which is when it has passed the shared one before.
+        self.private_s = 0.0  # seconds a bit, before the first shared resource
+        self.shared: list[tuple[int, float, float]] = []  # resource, its and later private seconds
+        for name, rate in route.resources:
+            if name in shared:
+                self.shared.append((shared[name], 1.0 / rate, 0.0))
+            elif self.shared:
+                resource, own, after = self.shared[-1]
+                self.shared[-1] = (resource, own, max(after, 1.0 / rate))
+            else:
+                self.private_s = max(self.private_s, 1.0 / rate)
 
 
 class _Simulation:
@@ -227,22 +235,21 @@ class _Simulation:
 
     def _begin(self, now: float, wire: _Wire, bundle: _Bundle) -> None:
         wire.busy = True
-        _, _, bits, messages = bundle
-        finish = now + bits * wire.private_s + messages * self.work.wire.per_message_s
-        self._pass(now, wire, bundle, 0, now, finish)
+        self._pass(now, wire, bundle, 0, now, now + bundle[2] * wire.private_s)
 
     def _pass(self, now: float, wire: _Wire, bundle: _Bundle, at: int, sent_s: float, finish: float) -> None:
         """The bundle's head reaches resource ``at`` of its way; its tail has left at ``finish``."""
         bits = bundle[2]
         while at < len(wire.shared):
-            resource, seconds = wire.shared[at]
+            resource, seconds, private_s = wire.shared[at]
             start = max(now, self.resource_free[resource])
             self.resource_free[resource] = free = start + bits * seconds
-            finish = max(finish, free)
+            finish = max(finish, free, start + bits * private_s)
             at += 1
             if start > now and at < len(wire.shared):
                 self._push(start, _RESOURCE, 0, 0, (wire, bundle, at, sent_s, finish))
                 return
+        finish += bundle[3] * self.work.wire.per_message_s
         if self.spans is not None:
             kind = {Cargo.FORWARD: "send-F", Cargo.BACKWARD: "send-B"}.get(bundle[0], "send-tied")
             self.spans.append(Span(kind, wire.source, wire.target, bundle[1], sent_s, finish))

@@ -1,0 +1,197 @@
+"""An independent simulation of pipeline steps: communicating processes, written as generators.
+
+It shares no code with coordinator/timeline.py and is built differently: stages, wires and the
+coordinator are coroutines that wait for signals or for time, steps run back to back without any
+reset, and the period is read off the coordinator's commits. Only the Workload is common.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Generator
+from typing import Any
+
+from coordinator.workload import Workload
+
+Process = Generator[Any, None, None]
+
+
+class Signal:
+    """Fires once."""
+
+    def __init__(self) -> None:
+        self.fired = False
+        self.waiting: list[Process] = []
+
+
+class World:
+    """A clock and the processes that wait on it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.agenda: list[tuple[float, int, Process | Signal]] = []
+        self.count = 0
+
+    def later(self, delay: float, what: Process | Signal) -> None:
+        self.count += 1
+        heapq.heappush(self.agenda, (self.now + delay, self.count, what))
+
+    def fire(self, signal: Signal) -> None:
+        signal.fired = True
+        for process in signal.waiting:
+            self.advance(process)
+        signal.waiting.clear()
+
+    def advance(self, process: Process) -> None:
+        """Run a process until it waits: it yields a Signal, or seconds."""
+        for wish in process:
+            if isinstance(wish, Signal):
+                if wish.fired:
+                    continue
+                wish.waiting.append(process)
+            else:
+                self.later(wish, process)
+            return
+
+    def run(self) -> None:
+        while self.agenda:
+            self.now, _, what = heapq.heappop(self.agenda)
+            if isinstance(what, Signal):
+                self.fire(what)
+            else:
+                self.advance(what)
+
+
+class Line:
+    """A first-in-first-out resource: whoever's head comes first is served first, at the full rate."""
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+
+class Bundle:
+    def __init__(self, rank: int, bits: float, messages: int, arrived: Signal) -> None:
+        self.rank, self.bits, self.messages, self.arrived = rank, bits, messages, arrived
+
+
+class Wire:
+    """One ordered pair of stages; its sender picks the most urgent waiting bundle."""
+
+    def __init__(self, world: World, work: Workload, pair: tuple[int, int], lines: dict[str, Line]) -> None:
+        self.world, self.work = world, work
+        self.route = work.routes[pair]
+        self.lines = lines
+        self.waiting: list[Bundle] = []
+        self.idle = True
+
+    def put(self, bundle: Bundle) -> None:
+        self.waiting.append(bundle)
+        if self.idle:
+            self.idle = False
+            self.world.advance(self.serve())
+
+    def serve(self) -> Process:
+        world = self.world
+        while self.waiting:
+            urgent = min(self.waiting, key=lambda b: b.rank)  # the first among equals
+            self.waiting.remove(urgent)
+            tail = world.now
+            for name, rate in self.route.resources:
+                line = self.lines[name]
+                if line.free_at > world.now:
+                    yield_for = line.free_at - world.now
+                    line.free_at += urgent.bits / rate
+                    tail = max(tail, line.free_at)
+                    yield yield_for
+                else:
+                    line.free_at = world.now + urgent.bits / rate
+                    tail = max(tail, line.free_at)
+            yield tail + urgent.messages * self.work.wire.per_message_s - world.now
+            world.later(self.route.latency_s, urgent.arrived)
+        self.idle = True
+
+
+class Pipeline:
+    """All processes of a run of several steps."""
+
+    def __init__(self, work: Workload, steps: int) -> None:
+        self.work, self.steps = work, steps
+        self.world = World()
+        lines: dict[str, Line] = defaultdict(Line)
+        self.wires = {pair: Wire(self.world, work, pair, lines) for pair in work.routes}
+        self.signals: dict[tuple[Any, ...], Signal] = defaultdict(Signal)
+        self.commits: list[float] = []
+
+    def send(
+        self, rank: int, pair: tuple[int, int], n_bytes: int, messages: int, key: tuple[Any, ...]
+    ) -> None:
+        bits = (n_bytes + messages * self.work.wire.header_bytes) * 8.0
+        self.wires[pair].put(Bundle(rank, bits, messages, self.signals[key]))
+
+    def stage(self, s: int) -> Process:
+        work, load = self.work, self.work.stages[s]
+        for step in range(self.steps):
+            yield self.signals["begin", step, s]
+            yield load.apply_s
+            for action in load.actions:
+                m = action.micro
+                hops, rank = (work.forward, 3) if action.work == "F" else (work.backward, 0)
+                for hop in hops:
+                    if hop.target == s:
+                        yield self.signals[action.work, step, hop.source, s, m]
+                took = load.forward_s if action.work == "F" else load.backward_s
+                yield took + work.wire.per_action_s
+                for hop in hops:
+                    if hop.source == s:
+                        key = (action.work, step, s, hop.target, m)
+                        self.send(rank, (s, hop.target), hop.n_bytes, hop.messages, key)
+            self.world.fire(self.signals["computed", step, s])
+            for i, tied in enumerate(work.tied):
+                if s in tied.holders:
+                    yield self.signals["total", step, i, s]
+            self.world.later(load.commit_latency_s, self.signals["ready", step, s])
+
+    def tied_holder(self, step: int, i: int, s: int) -> Process:
+        tied = self.work.tied[i]
+        at = tied.holders.index(s)
+        yield self.signals["computed", step, s]
+        if at + 1 < len(tied.holders):
+            yield self.signals["partial", step, i, s]
+        if at:
+            below = tied.holders[at - 1]
+            self.send(1, (s, below), tied.n_bytes, 1, ("partial", step, i, below))
+            return
+        self.world.fire(self.signals["total", step, i, s])
+        for other in tied.holders[1:]:
+            self.send(2, (s, other), tied.n_bytes, 1, ("total", step, i, other))
+
+    def coordinator(self) -> Process:
+        everyone = range(len(self.work.stages))
+        for step in range(self.steps):
+            for s in everyone:
+                load = self.work.stages[s]
+                self.world.later(load.commit_latency_s, self.signals["begin", step, s])
+            for s in everyone:
+                yield self.signals["ready", step, s]
+            yield self.work.wire.commit_s
+            self.commits.append(self.world.now)
+
+    def period(self) -> float:
+        """Seconds from one commit to the next, once the first step is over."""
+        world = self.world
+        for step in range(self.steps):
+            for i, tied in enumerate(self.work.tied):
+                for s in tied.holders:
+                    world.advance(self.tied_holder(step, i, s))
+        for s in range(len(self.work.stages)):
+            world.advance(self.stage(s))
+        world.advance(self.coordinator())
+        world.run()
+        assert len(self.commits) == self.steps, "the pipeline stands still"
+        return (self.commits[-1] - self.commits[0]) / (self.steps - 1)
+
+
+def step_seconds(work: Workload, steps: int = 4) -> float:
+    """Steady-state step time of ``work``."""
+    return Pipeline(work, steps).period()

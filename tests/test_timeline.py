@@ -1,0 +1,156 @@
+import random
+from dataclasses import replace
+
+import pytest
+
+from atoll.job import TrainingSpec
+from atoll.microbatch import gpipe, one_f_one_b
+from coordinator.bound import lower_bound
+from coordinator.problem import Candidate, Problem
+from coordinator.timeline import simulate, step_bytes
+from coordinator.traffic import Hop
+from coordinator.workload import Route, StageLoad, Wire, Workload
+from tests.dags import chain_dag, gpt_like
+from tests.event_sim import step_seconds
+from tests.fleets import random_fleet, two_islands
+
+FREE = Wire(per_message_s=0.0, header_bytes=0, commit_s=0.0, per_action_s=0.0)
+
+
+def chain_work(
+    n_stages: int, n_micro: int, hop_s: float = 0.0, schedule: str = "gpipe", warmup_factor: int = 1
+) -> Workload:
+    """F = 1, B = 2 on every stage, no transfer time, one-way delay ``hop_s``."""
+    stages = tuple(
+        StageLoad(
+            s,
+            1.0,
+            2.0,
+            0.0,
+            0.0,
+            gpipe(n_micro)
+            if schedule == "gpipe"
+            else one_f_one_b(n_micro, min(n_micro - 1, warmup_factor * (n_stages - s - 1))),
+        )
+        for s in range(n_stages)
+    )
+    pairs = [(s, s + 1) for s in range(n_stages - 1)]
+    routes = {p: Route(((f"{p}", 1e15),), hop_s) for a, b in pairs for p in ((a, b), (b, a))}
+    forward = tuple(Hop(a, b, 1, 1) for a, b in pairs)
+    backward = tuple(Hop(b, a, 1, 1) for a, b in pairs)
+    return Workload(stages, n_micro, forward, backward, (), routes, FREE)
+
+
+@pytest.mark.parametrize(
+    ("n_micro", "hop_s", "schedule", "factor", "expected"),
+    [
+        (16, 0.0, "gpipe", 1, 69),
+        (16, 0.0, "1f1b", 1, 69),
+        (16, 0.5, "1f1b", 1, 89),
+        (16, 0.5, "1f1b", 2, 76),
+        (16, 2.0, "1f1b", 1, 149),
+        (16, 2.0, "1f1b", 3, 97),
+        (16, 2.0, "gpipe", 1, 97),
+        (32, 2.0, "1f1b", 3, 145),
+        (32, 4.0, "1f1b", 3, 191),
+        (32, 4.0, "gpipe", 1, 173),
+    ],
+)
+def test_schedules_under_delay_take_the_published_times(n_micro, hop_s, schedule, factor, expected):
+    work = chain_work(8, n_micro, hop_s, schedule, factor)  # papers/decentralized.md 0.3
+    assert simulate(work).step_s == pytest.approx(expected, abs=1e-6)
+
+
+def random_work(seed: int) -> Workload:
+    draw = random.Random(seed)
+    n_devices = draw.randrange(2, 6)
+    dag = chain_dag(seed, 40, skips=0.3, tied=seed % 2 == 0)
+    problem = Problem(dag, TrainingSpec(10, draw.choice([1, 2, 5, 8])), random_fleet(seed, n_devices))
+    starts = (0, *sorted(draw.sample(range(1, 40), n_devices - 1)))
+    devices = tuple(draw.sample(range(n_devices), n_devices))
+    candidate = Candidate(devices, starts)
+    work = problem.workload(candidate, [problem.n_micro] * n_devices)
+    if draw.random() < 0.6:
+        caps = [draw.randrange(1, 9) for _ in range(n_devices)]
+        warmups = problem.warmups(work, caps)
+        work = work.with_actions([one_f_one_b(problem.n_micro, w) for w in warmups])
+    return work
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_the_timeline_agrees_with_an_independent_simulation_with_shared_uplinks(block):
+    for seed in range(block * 40, block * 40 + 40):
+        work = random_work(seed)
+        assert simulate(work).step_s == pytest.approx(step_seconds(work), rel=1e-9), f"seed {seed}"
+
+
+def test_two_wires_through_one_uplink_take_turns():
+    route_a = Route((("home up", 8e6), ("a", 1e9)), 0.0)
+    route_b = Route((("home up", 8e6), ("b", 1e9)), 0.0)
+    work = chain_work(2, 1)
+    stages = (*work.stages, replace(work.stages[1], device=2))
+    hops = (Hop(0, 1, 1_000_000, 1), Hop(0, 2, 1_000_000, 1))
+    back = (Hop(1, 0, 0, 1), Hop(2, 0, 0, 1))
+    ways = {
+        (0, 1): route_a,
+        (0, 2): route_b,
+        (1, 0): Route((("c", 1e9),), 0),
+        (2, 0): Route((("d", 1e9),), 0),
+    }
+    both = Workload(stages, 1, hops, back, (), ways, FREE)
+    # 1 + 1 + 1 s on the uplink for the first, another 1 s for the second, then 1 + 2 + 2.
+    assert simulate(both).step_s == pytest.approx(1 + 2 + 1 + 2 + 2)
+
+
+def test_gradients_pass_waiting_activations_on_the_same_wire():
+    work = random_work(3)
+    spans = simulate(work, keep_spans=True).spans
+    assert {s.kind for s in spans} >= {"F", "B", "send-F", "send-B"}
+    assert all(s.end_s >= s.start_s >= 0 for s in spans)
+
+
+def test_no_step_is_faster_than_the_physical_lower_bound():
+    for seed in range(120):
+        work = random_work(seed)
+        assert simulate(work).step_s >= lower_bound(work).step_s * (1 - 1e-9), f"seed {seed}"
+
+
+def test_the_lower_bound_of_a_free_network_is_met():
+    work = chain_work(4, 8)
+    bound = lower_bound(work)
+    assert bound.step_s == pytest.approx((8 + 4 - 1) * 3.0)
+    assert simulate(work).step_s == pytest.approx(bound.step_s)
+    assert bound.term == "stage"
+
+
+def test_the_shared_term_bounds_a_half_duplex_line():
+    work = chain_work(2, 8)
+    line = (("line", 8e6),)
+    slow = replace(
+        work,
+        forward=(Hop(0, 1, 4_000_000, 1),),
+        backward=(Hop(1, 0, 4_000_000, 1),),
+        routes={(0, 1): Route(line, 0.01), (1, 0): Route(line, 0.01)},
+    )
+    bound = lower_bound(slow)
+    assert bound.term == "shared"
+    assert bound.step_s == pytest.approx(1 + 8 * (4 + 4) + 0.01 + 2)
+    assert simulate(slow).step_s >= bound.step_s
+
+
+def test_a_schedule_that_waits_for_itself_is_an_error():
+    work = chain_work(2, 4)
+    stuck = work.with_actions([one_f_one_b(4, 0), one_f_one_b(4, 2)])
+    with pytest.raises(ValueError, match="deadlock"):
+        simulate(stuck)
+
+
+def test_bytes_of_a_tied_parameter_go_down_once_and_up_once():
+    dag = gpt_like(4)
+    problem = Problem(dag, TrainingSpec(10, 4), two_islands(400))
+    candidate = Candidate((0, 2, 1), (0, 15, 30))
+    work = problem.workload(candidate, (4, 4, 4))
+    tied = dag.parameters["wte"].meta.nbytes
+    forward = sum(h.n_bytes for h in work.forward if (h.source, h.target) == (0, 2))
+    assert step_bytes(work, 0, 2)[0] == tied + 4 * forward
+    assert step_bytes(work, 2, 0)[0] == tied
