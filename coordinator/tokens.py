@@ -75,8 +75,8 @@ class Register:
         """Payload of a ``token.created`` event. UsageError for impossible figures."""
         if len(self.tokens) >= MAX_TOKENS or len(name) > MAX_NAME_CHARS:
             raise UsageError(
-                f"{len(self.tokens)} tokens of at most {MAX_TOKENS}, a name of {len(name)} characters, at most "
-                f"{MAX_NAME_CHARS}; revoke old tokens or shorten the name"
+                f"{len(self.tokens)} tokens of at most {MAX_TOKENS}, a name of {len(name)} characters of "
+                f"at most {MAX_NAME_CHARS}; revoke old tokens or shorten the name"
             )
         if not 0 <= lifetime_s <= 10 * 365 * 86400 or max_uses < 0:
             raise UsageError(f"token lifetime {lifetime_s} s, {max_uses} uses; give 0 (no bound) or more")
