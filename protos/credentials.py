@@ -33,7 +33,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from atoll.errors import AccessDenied, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
 COORDINATOR = "coordinator"
 WORKER_ID = re.compile(r"w-[0-9a-z](?:[0-9a-z-]{0,40}[0-9a-z])?")
@@ -355,14 +355,20 @@ def name_options(expected: str) -> list[tuple[str, str]]:
     return [("grpc.ssl_target_name_override", expected), ("grpc.default_authority", expected)]
 
 
-def peer_name(auth_context: Mapping[str, Sequence[bytes]]) -> str | None:
-    """The name in the client's verified certificate; None without one (insecure or entry port)."""
-    if auth_context.get("transport_security_type", [b""])[0] != b"ssl":
+def peer_name(auth_context: Mapping[str, object]) -> str | None:
+    """The name in the client's verified certificate; None without one (insecure or entry port).
+
+    ``auth_context``: of a gRPC servicer context, property -> values.
+    """
+    if _values(auth_context, "transport_security_type") != [b"ssl"]:
         return None
-    names = auth_context.get("x509_subject_alternative_name") or ()
-    if len(names) != 1:
-        return None
-    return names[0].decode("ascii", "replace")
+    names = _values(auth_context, "x509_subject_alternative_name")
+    return names[0].decode("ascii", "replace") if len(names) == 1 else None
+
+
+def _values(auth_context: Mapping[str, object], key: str) -> list[bytes]:
+    found = auth_context.get(key)
+    return [value for value in found if isinstance(value, bytes)] if isinstance(found, list | tuple) else []
 
 
 # ---------------------------------------------------------------- helpers

@@ -1,0 +1,150 @@
+"""Compressor and Packet: what every codec of a link agrees on.
+
+A packet describes itself in a short versioned header (codec, dtype, shape, the codec's own
+parameters); the receiver checks it against the declared TensorMeta before it looks at the
+payload. A zero gradient is a packet with a mark and no payload, whatever the codec.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Protocol
+
+import torch
+
+from atoll.errors import BadFrame
+from atoll.opdag import TensorMeta
+
+Buffer = bytes | bytearray | memoryview
+
+HEADER_VERSION = 1
+MAX_HEADER_BYTES = 1024
+MAX_DIMS = 16
+DTYPES: tuple[str, ...] = (
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+)
+"""The position is the wire's code: append, never reorder."""
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_HEAD = struct.Struct("!BBBBBH")  # version, marks, dtype, dims, codec length, params length
+
+
+class Mark(IntFlag):
+    """Bits of a packet's header."""
+
+    NOTHING = 0
+    ZERO = 1  # the gradient is zero; no payload
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A compressed tensor: ``meta`` is the tensor's, ``params`` the codec's own few bytes."""
+
+    codec: str
+    meta: TensorMeta
+    payload: Buffer = b""
+    params: bytes = b""
+    marks: Mark = Mark.NOTHING
+
+    @property
+    def zero(self) -> bool:
+        return Mark.ZERO in self.marks
+
+    @property
+    def header(self) -> bytes:
+        """The header as it travels. Raises ValueError when a field exceeds its bound."""
+        codec = self.codec.encode("ascii")
+        shape = self.meta.shape
+        head = _HEAD.pack(
+            HEADER_VERSION,
+            self.marks,
+            DTYPES.index(self.meta.dtype),
+            len(shape),
+            len(codec),
+            len(self.params),
+        )
+        header = b"".join((head, struct.pack(f"!{len(shape)}Q", *shape), codec, self.params))
+        if len(header) > MAX_HEADER_BYTES or len(shape) > MAX_DIMS:
+            raise ValueError(f"packet header of {len(header)} bytes, {len(shape)} dimensions")
+        return header
+
+    @property
+    def wire_bytes(self) -> int:
+        """Header and payload; the transport's framing comes on top."""
+        return len(self.header) + len(self.payload)
+
+
+def zero_packet(codec: str, meta: TensorMeta) -> Packet:
+    """The mark that stands for a gradient of zeros."""
+    return Packet(codec, meta, marks=Mark.ZERO)
+
+
+def parse_packet(header: Buffer, payload: Buffer) -> Packet:
+    """Read a received header. Raises BadFrame for anything malformed."""
+    view = memoryview(header)
+    if not _HEAD.size <= len(view) <= MAX_HEADER_BYTES:
+        raise BadFrame(f"packet header of {len(view)} bytes; {_HEAD.size} to {MAX_HEADER_BYTES}")
+    version, marks, dtype, dims, codec_length, params_length = _HEAD.unpack_from(view)
+    if version != HEADER_VERSION:
+        raise BadFrame(f"packet header version {version}, this side reads {HEADER_VERSION}; update one")
+    if dims > MAX_DIMS or dtype >= len(DTYPES) or marks not in (Mark.NOTHING, Mark.ZERO):
+        raise BadFrame(f"packet header names dtype {dtype}, {dims} dimensions, marks {marks}")
+    if len(view) != _HEAD.size + 8 * dims + codec_length + params_length:
+        raise BadFrame("packet header's lengths do not add up")
+    shape = struct.unpack_from(f"!{dims}Q", view, _HEAD.size)
+    at = _HEAD.size + 8 * dims
+    try:
+        codec = bytes(view[at : at + codec_length]).decode("ascii")
+    except UnicodeDecodeError:
+        raise BadFrame("packet names a codec that is no text") from None
+    packet = Packet(
+        codec, TensorMeta(shape, DTYPES[dtype]), payload, bytes(view[at + codec_length :]), Mark(marks)
+    )
+    if packet.zero and payload:
+        raise BadFrame(f"a zero gradient with {len(payload)} bytes of payload")
+    return packet
+
+
+class Compressor(Protocol):
+    """One codec with its settings. Pure: the same tensor and seed give the same packet."""
+
+    name: str
+
+    def compress(self, tensor: torch.Tensor, *, seed: int) -> Packet:
+        """Pack ``tensor`` (any device and layout, floating or integer)."""
+
+    def decompress(self, packet: Packet) -> torch.Tensor:
+        """A CPU tensor of ``packet.meta``; may share the payload's memory. Raises BadFrame."""
+
+    def max_payload_bytes(self, meta: TensorMeta) -> int:
+        """No payload for ``meta`` is longer; what the receiver allows."""
+
+    def payload_bytes(self, meta: TensorMeta) -> float:
+        """Expected payload of ``meta``: what the planner counts."""
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    """Shape and dtype of a torch tensor in the vocabulary of ``atoll``."""
+    return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def check_packet(packet: Packet, codec: str, meta: TensorMeta, max_payload_bytes: int) -> None:
+    """Raise BadFrame unless the packet is what was agreed."""
+    if packet.codec != codec:
+        raise BadFrame(f"packet of codec {packet.codec!r}, the plan says {codec!r}")
+    if packet.meta != meta:
+        raise BadFrame(f"packet holds {packet.meta}, the plan says {meta}")
+    if len(packet.payload) > max_payload_bytes:
+        raise BadFrame(f"payload of {len(packet.payload)} bytes; at most {max_payload_bytes}")

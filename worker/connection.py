@@ -1,0 +1,311 @@
+"""One gRPC stream to a peer: frames out by a generator, frames in by a thread.
+
+gRPC pulls ``frames()`` in a thread of its own and hands every received message to ``receive``;
+both ends of a connection are alike, whoever dialled. Frames leave in this order: control,
+acknowledgements, data by urgency, measurements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from atoll.errors import BadFrame
+from worker.frames import (
+    MAX_CHUNK_BYTES,
+    Ack,
+    Buffer,
+    Close,
+    Data,
+    Flag,
+    Frame,
+    Hello,
+    Ping,
+    Pong,
+    Probe,
+    decode,
+    encode,
+)
+from worker.outbox import Chunk
+from worker.shaper import Pipe, shaped
+from worker.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from worker.peer import Peer
+
+_PROBE_FILLER = bytes(MAX_CHUNK_BYTES)
+_numbers = itertools.count()
+
+
+class Connection:
+    """State of one stream; attached to its peer between ``open`` and ``fail``."""
+
+    def __init__(self, hello: Hello, *, dialled: bool, checksum: bool, on_end: Callable[[Connection], None]):
+        self.hello = hello  # ours
+        self.remote: Hello | None = None
+        self.number = next(_numbers)
+        self.dialled = dialled
+        self.checksum = Flag.CHECKSUM if checksum else 0
+        self.pipe: Pipe | None = None
+        self.peer: Peer | None = None
+        self.window = Window()
+        self.greeted = threading.Event()  # or ended before that
+        self.drained = threading.Event()  # the last frame is with gRPC
+        self.reason = ""
+        self.leaving = False  # the peer said goodbye
+        self.silent = False  # nothing came for too long
+        self.heard_s = time.monotonic()
+        self._on_end = on_end
+        self.gone = threading.Event()
+        self._lock = threading.RLock()  # the peer's, once attached
+        self._wake = threading.Condition(self._lock)
+        self._control: deque[Frame] = deque()
+        self._closing = False
+        self._ack_due = False
+        self._received = 0
+        self._under_way: deque[tuple[int, Chunk | None]] = deque()  # (end byte, chunk)
+        self._pings: dict[int, float] = {}
+        self._ping_number = 0
+
+    # -- life
+
+    def open(self, remote: Hello, peer: Peer, pipe: Pipe | None) -> None:
+        """Join the peer: from now on its lock guards this connection, too."""
+        with self._lock, peer.lock:
+            if self.gone.is_set():
+                return
+            self._lock, self._wake = peer.lock, threading.Condition(peer.lock)
+            self.window = Window(maximum=peer.config.max_window_bytes)
+            self.remote, self.peer, self.pipe = remote, peer, pipe
+            peer.lanes.append(self)
+            peer.down_since_s = None
+            peer.outbox.ask_again(self.window.chunk)
+        self.greeted.set()
+
+    @property
+    def ended(self) -> bool:
+        return self._closing or self.gone.is_set()
+
+    def close(self, reason: str, *, leaving: bool) -> None:
+        """Say why, then end once the frame is out."""
+        with self._lock:
+            if not self._closing:
+                self._control.append(Close(leaving, reason))
+                self._closing = True
+            self._wake.notify_all()
+        self.greeted.set()
+
+    def fail(self, reason: str) -> None:
+        """The stream is over; what it carried goes back to the peer. Any thread; the first call counts."""
+        while True:
+            lock = self._lock
+            with lock:
+                if lock is not self._lock:
+                    continue  # it has just joined its peer
+                if self.gone.is_set():
+                    return
+                self.reason = self.reason or reason
+                self.gone.set()
+                self._wake.notify_all()
+                if self.peer is not None:
+                    self._detach(self.peer)
+                break
+        self.greeted.set()
+        self._on_end(self)
+
+    def _detach(self, peer: Peer) -> None:
+        now_s = time.monotonic()
+        peer.lanes.remove(self)
+        if self.window.in_flight:
+            peer.settled(now_s, self.window.in_flight, 0.0, arrived=False)
+        peer.outbox.give_back([chunk for _, chunk in self._under_way if chunk is not None])
+        self._under_way.clear()
+        if peer.lanes:
+            peer.outbox.ask_again(self.window.chunk)
+            peer.nudge()
+        else:
+            peer.down_since_s, peer.down_reason, peer.down_silent = now_s, self.reason, self.silent
+        peer.last_rtt_s = self.window.rtt_s or peer.last_rtt_s
+
+    # -- sending half, pulled by gRPC
+
+    def frames(self) -> Iterator[bytes]:
+        """Every frame this side sends, until the end."""
+        yield encode(self.hello)
+        self.greeted.wait()
+        if self.pipe is not None:
+            yield from shaped(self.pipe, self, time.monotonic)
+        else:
+            while (frame := self.next_frame(None)) is not None:
+                if frame:
+                    yield frame
+        self.drained.set()
+
+    def rest(self, seconds: float) -> None:
+        self.gone.wait(seconds)
+
+    def next_frame(self, timeout_s: float | None) -> bytes | None:
+        with self._lock:
+            head, payload = self._choose()
+            if head is None and not self.ended:
+                self._wake.wait(timeout_s)
+                head, payload = self._choose()
+            if head is None:
+                return None if self.ended else b""
+        return encode(head, payload)
+
+    def _choose(self) -> tuple[Frame | None, Buffer]:
+        """The frame to send now, or None; the lock is held."""
+        if self.gone.is_set():
+            return None, b""
+        if self._control:
+            return self._control.popleft(), b""
+        peer = self.peer
+        if peer is None or self._closing:
+            return None, b""
+        if self._ack_due or peer.confirm:
+            self._ack_due = False
+            return peer.acknowledgement(self._received), b""
+        chunk = peer.take(self)
+        if chunk is not None:
+            flags = self._note_sent(peer, chunk, chunk.length, last=not peer.outbox.waiting)
+            view = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
+            return peer.data_frame(chunk, flags), view
+        if peer.probe_bytes > 0 and self.window.open:
+            length = min(self.window.chunk, peer.probe_bytes)
+            peer.probe_bytes -= length
+            flags = self._note_sent(peer, None, length, last=not peer.probe_bytes)
+            return Probe(flags), memoryview(_PROBE_FILLER)[:length]
+        if self.window.unasked:
+            # Another connection took the last chunk; ours must not stay unacknowledged.
+            self.window.asked()
+            return Probe(Flag.ACK_NOW), b""
+        return None, b""
+
+    def _note_sent(self, peer: Peer, chunk: Chunk | None, length: int, *, last: bool) -> int:
+        now_s = time.monotonic()
+        ask = self.window.sent(now_s, length, last=last)
+        self._under_way.append((self.window.sent_bytes, chunk))
+        peer.sent(now_s, length)
+        return self.checksum | (Flag.ACK_NOW if ask else 0)
+
+    def nudge(self) -> None:
+        self._wake.notify()
+
+    def ping(self, now_s: float) -> int:
+        """Queue an echo request; returns its number."""
+        with self._lock:
+            self._ping_number += 1
+            if len(self._pings) > 16:
+                self._pings.clear()
+            self._pings[self._ping_number] = now_s
+            self._control.append(Ping(self._ping_number))
+            self._wake.notify()
+            return self._ping_number
+
+    # -- receiving half
+
+    def receive(self, message: bytes) -> None:
+        """Handle one frame. Raises BadFrame: the caller then closes this connection."""
+        frame, payload = decode(message)
+        self.heard_s = time.monotonic()
+        if isinstance(frame, Data):
+            self._on_data(frame, payload)
+        elif isinstance(frame, Ack):
+            self._on_ack(frame)
+        elif isinstance(frame, Probe):
+            self._count(len(payload), frame.flags)
+        elif isinstance(frame, Ping):
+            with self._lock:
+                if len(self._control) < 64:
+                    self._control.append(Pong(frame.number))
+                self._wake.notify()
+        elif isinstance(frame, Pong):
+            self._on_pong(frame)
+        elif isinstance(frame, Close):
+            self.leaving = frame.leaving
+            self.fail(f"{'left' if frame.leaving else 'closed'}: {frame.reason}" if frame.reason else "left")
+        else:
+            raise BadFrame("a second HELLO on one connection")
+
+    def _attached(self) -> Peer:
+        if self.peer is None:
+            raise BadFrame("data before HELLO")
+        return self.peer
+
+    def _on_data(self, frame: Data, payload: memoryview) -> None:
+        peer = self._attached()
+        with peer.lock:
+            if peer.gone:
+                return
+            incoming = peer.inbox.admit(frame, len(payload))
+            buffer = None if incoming is None else incoming.buffer
+        if buffer is not None:
+            buffer[frame.offset : frame.offset + len(payload)] = payload
+        complete = False
+        with peer.lock:
+            if incoming is None:
+                if peer.inbox.is_done(frame.number):
+                    peer.confirm.append(frame.number)
+            else:
+                complete = peer.inbox.arrived(incoming, len(payload))
+                buffer = incoming.buffer
+            self._received += len(payload)
+            peer.received_bytes += len(payload)
+            peer.progress += 1
+            if not complete:
+                self._acknowledge(frame.flags, force=incoming is None)
+        if complete and incoming is not None:
+            if buffer is not None:
+                peer.deliver(peer.name, frame.key, incoming.meta, buffer)
+            with peer.lock:
+                peer.confirm.append(incoming.number)
+                self._acknowledge(frame.flags, force=True)
+
+    def _count(self, nbytes: int, flags: int) -> None:
+        peer = self._attached()
+        with peer.lock:
+            self._received += nbytes
+            peer.progress += 1
+            self._acknowledge(flags, force=False)
+
+    def _acknowledge(self, flags: int, *, force: bool) -> None:
+        if force or flags & Flag.ACK_NOW:
+            self._ack_due = True
+            self._wake.notify()
+
+    def _on_ack(self, frame: Ack) -> None:
+        peer = self._attached()
+        now_s = time.monotonic()
+        with peer.lock:
+            if frame.received > self.window.sent_bytes:
+                raise BadFrame(f"{frame.received} bytes acknowledged, {self.window.sent_bytes} sent")
+            new = self.window.acked(now_s, frame.received)
+            while self._under_way and self._under_way[0][0] <= frame.received:
+                chunk = self._under_way.popleft()[1]
+                if chunk is not None:
+                    peer.outbox.acknowledged(chunk)
+            if new:
+                peer.settled(now_s, new, self.window.rtt_s or 0.0, arrived=True)
+            if peer.probe_acks is not None:
+                peer.probe_acks.append((self.number, frame.clock_ns, frame.received))
+                if peer.probe_done:
+                    peer.room.notify_all()
+            peer.confirmed(frame.confirmed)
+            self._wake.notify()
+
+    def _on_pong(self, frame: Pong) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            sent_s = self._pings.pop(frame.number, None)
+            if sent_s is None:
+                return
+            self.window.note_rtt(now_s, now_s - sent_s)
+            if self.peer is not None and (self.number, frame.number) in self.peer.echoes:
+                self.peer.echoes[self.number, frame.number] = now_s - sent_s
+                self.peer.room.notify_all()

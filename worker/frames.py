@@ -1,0 +1,339 @@
+"""The wire between two workers: frames with a small header of our own, over one byte-message stream.
+
+A frame is ``prefix | head | payload``. The prefix names magic, version, type and head length and
+carries a CRC-32 of the head (and of the payload where the head says so: TLS authenticates every
+record already, so payloads are only summed on insecure links). A message of any size
+travels as DATA frames, each of which names its whole key, so chunks may take different
+connections and arrive in any order. ``decode`` trusts nothing: every length is checked before it
+is used, and anything wrong raises BadFrame. No socket, clock or thread here.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from atoll.errors import BadFrame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"AT"
+VERSION = 1
+MAX_CHUNK_BYTES = 1 << 20
+MIN_CHUNK_BYTES = 4 << 10
+"""A message's chunks are at least this long, save the last: bounds the receiver's bookkeeping."""
+MAX_META_BYTES = 16 << 10
+MAX_NAME_BYTES = 64
+MAX_SPAN = 4096
+"""A message's number is at most this far ahead of the oldest unconfirmed one."""
+MAX_CONFIRMED = 256  # message numbers in one ACK
+MAX_REASON_BYTES = 512
+ECHO_BYTES = 64
+MAX_FRAME_BYTES = MAX_CHUNK_BYTES + MAX_META_BYTES + 1024
+
+_PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc
+_HELLO = struct.Struct("!HQBBBBB")  # protocol, session, lane, lanes, name/target/label lengths
+_DATA = struct.Struct("!QIQIIBBHQQIB")
+_ACK = struct.Struct("!QQH")  # payload bytes received on this stream, receiver's clock ns, confirmed
+_ECHO = struct.Struct("!Q")
+
+
+class FrameType(IntEnum):
+    """What a frame is; values are the wire's."""
+
+    HELLO = 1
+    DATA = 2
+    ACK = 3
+    PING = 4
+    PONG = 5
+    PROBE = 6
+    CLOSE = 7
+
+
+class Direction(IntEnum):
+    """Why a message travels; the smaller value leaves first."""
+
+    BACKWARD = 0
+    TIED_PARTIAL = 1
+    TIED_TOTAL = 2
+    FORWARD = 3
+    EVALUATION = 4
+
+
+class Flag(IntEnum):
+    """Bits of a DATA or PROBE frame."""
+
+    ACK_NOW = 1
+    CHECKSUM = 2  # the prefix's CRC covers the payload too
+
+
+@dataclass(frozen=True, slots=True)
+class MessageKey:
+    """What a message is. ``edge``: op position, or parameter index for tied parameters."""
+
+    job: str
+    plan_version: int
+    step: int
+    micro: int
+    edge: int
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First frame of either side of a stream."""
+
+    protocol: int
+    session: int  # differs after every restart or loss: message numbers begin anew
+    name: str
+    target: str  # whom the sender believes to talk to
+    label: str = ""  # the sender's name in a shaper file
+    lane: int = 0  # which of the peer's connections this is
+    lanes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """One chunk ``[offset, offset + payload)`` of message ``number``; ``meta`` comes with offset 0."""
+
+    number: int
+    key: MessageKey
+    offset: int
+    total: int
+    meta: bytes = b""
+    flags: int = 0
+    oldest: int = 0  # smallest number the sender still keeps; what is older needs no memory
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """Cumulative payload bytes received on this stream, and messages delivered."""
+
+    received: int
+    clock_ns: int
+    confirmed: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """A 64-byte echo request."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """Its answer."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Payload that is counted and thrown away: a bandwidth measurement."""
+
+    flags: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Last frame of a side; ``leaving``: do not dial again."""
+
+    leaving: bool
+    reason: str
+
+
+Frame = Hello | Data | Ack | Ping | Pong | Probe | Close
+
+
+def encode(frame: Frame, payload: Buffer = b"") -> bytes:
+    """The frame's bytes, ``payload`` at the end. Raises ValueError when a field exceeds its bound."""
+    kind, head = _head(frame)
+    if len(payload) > MAX_CHUNK_BYTES:
+        raise ValueError(f"payload of {len(payload)} bytes; a frame carries at most {MAX_CHUNK_BYTES}")
+    crc = zlib.crc32(head)
+    if isinstance(frame, Data | Probe) and frame.flags & Flag.CHECKSUM:
+        crc = zlib.crc32(payload, crc)
+    return b"".join((_PREFIX.pack(MAGIC, VERSION, kind, len(head), crc), head, payload))
+
+
+def _head(frame: Frame) -> tuple[FrameType, bytes]:
+    match frame:
+        case Data():
+            return FrameType.DATA, _data_head(frame)
+        case Ack():
+            if len(frame.confirmed) > MAX_CONFIRMED:
+                raise ValueError(f"{len(frame.confirmed)} confirmations in one ACK; at most {MAX_CONFIRMED}")
+            head = _ACK.pack(frame.received, frame.clock_ns, len(frame.confirmed))
+            return FrameType.ACK, head + struct.pack(f"!{len(frame.confirmed)}Q", *frame.confirmed)
+        case Ping() | Pong():
+            kind = FrameType.PING if isinstance(frame, Ping) else FrameType.PONG
+            filler = bytes(ECHO_BYTES - _PREFIX.size - _ECHO.size)
+            return kind, _ECHO.pack(frame.number) + filler
+        case Probe():
+            return FrameType.PROBE, bytes([frame.flags])
+        case Close():
+            reason = frame.reason.encode()[:MAX_REASON_BYTES]
+            return FrameType.CLOSE, bytes([frame.leaving]) + reason
+        case Hello():
+            texts = [_text(frame.name), _text(frame.target), _text(frame.label)]
+            sizes = [len(text) for text in texts]
+            head = _HELLO.pack(frame.protocol, frame.session, frame.lane, frame.lanes, *sizes)
+            return FrameType.HELLO, b"".join((head, *texts))
+
+
+def _data_head(frame: Data) -> bytes:
+    key, job = frame.key, _text(frame.key.job)
+    if len(frame.meta) > MAX_META_BYTES:
+        raise ValueError(f"message header of {len(frame.meta)} bytes; at most {MAX_META_BYTES}")
+    head = _DATA.pack(
+        frame.number,
+        key.plan_version,
+        key.step,
+        key.micro,
+        key.edge,
+        key.direction,
+        frame.flags,
+        len(frame.meta),
+        frame.offset,
+        frame.total,
+        frame.number - frame.oldest,
+        len(job),
+    )
+    return b"".join((head, job, frame.meta))
+
+
+def decode(message: Buffer) -> tuple[Frame, memoryview]:
+    """The frame in ``message`` and its payload, not copied. Raises BadFrame, never anything else."""
+    view = memoryview(message)
+    if len(view) < _PREFIX.size:
+        raise BadFrame(f"frame of {len(view)} bytes; the prefix alone has {_PREFIX.size}")
+    if len(view) > MAX_FRAME_BYTES:
+        raise BadFrame(f"frame of {len(view)} bytes; at most {MAX_FRAME_BYTES}")
+    magic, version, kind, head_length, crc = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise BadFrame("frame does not begin with the magic bytes; is the peer an Atoll worker?")
+    if version != VERSION:
+        raise BadFrame(f"frame version {version}, this side speaks {VERSION}; update the older one")
+    head = view[_PREFIX.size : _PREFIX.size + head_length]
+    payload = view[_PREFIX.size + head_length :]
+    if len(head) != head_length:
+        raise BadFrame(f"frame is cut off: head of {head_length} bytes, {len(head)} arrived")
+    reader = _READERS.get(kind)
+    if reader is None:
+        raise BadFrame(f"unknown frame type {kind}")
+    # Fields steer nothing until the sum over them is right.
+    flags = _flags(kind, head)
+    if zlib.crc32(payload, zlib.crc32(head)) != crc if flags & Flag.CHECKSUM else zlib.crc32(head) != crc:
+        raise BadFrame("frame checksum differs; it was damaged or forged")
+    try:
+        frame = reader(head)
+    except (struct.error, UnicodeDecodeError, ValueError, IndexError):
+        raise BadFrame(f"malformed {FrameType(kind).name} frame") from None
+    if payload and not isinstance(frame, Data | Probe):
+        raise BadFrame(f"{FrameType(kind).name} frame carries {len(payload)} stray bytes")
+    if isinstance(frame, Data):
+        _check_data(frame, len(payload))
+    return frame, payload
+
+
+def _flags(kind: int, head: memoryview) -> int:
+    if kind == FrameType.DATA and len(head) >= _DATA.size:
+        return int(_DATA.unpack_from(head)[6])
+    return head[0] if kind == FrameType.PROBE and len(head) else 0
+
+
+def _read_data(head: memoryview) -> Data:
+    fields = _DATA.unpack_from(head)
+    number, plan_version, step, micro, edge, direction, flags, meta_length, offset, total, behind, n = fields
+    job, meta = head[_DATA.size : _DATA.size + n], head[_DATA.size + n :]
+    if len(job) != n or len(meta) != meta_length or n > MAX_NAME_BYTES or behind > number:
+        raise ValueError
+    key = MessageKey(bytes(job).decode(), plan_version, step, micro, edge, Direction(direction))
+    return Data(number, key, offset, total, bytes(meta), flags, number - behind)
+
+
+def _check_data(frame: Data, length: int) -> None:
+    end = frame.offset + length
+    if frame.number - frame.oldest > MAX_SPAN:
+        raise BadFrame(f"message {frame.number} is {frame.number - frame.oldest} ahead; at most {MAX_SPAN}")
+    if length > MAX_CHUNK_BYTES:
+        raise BadFrame(f"chunk of {length} bytes; at most {MAX_CHUNK_BYTES}")
+    if end > frame.total:
+        raise BadFrame(f"chunk ends at byte {end} of a message of {frame.total}")
+    if frame.meta and (frame.offset or len(frame.meta) > MAX_META_BYTES):
+        raise BadFrame(f"message header of {len(frame.meta)} bytes at offset {frame.offset}")
+    if end < frame.total and length < MIN_CHUNK_BYTES:
+        raise BadFrame(f"chunk of {length} bytes inside a message; at least {MIN_CHUNK_BYTES}")
+    if frame.total and not length:
+        raise BadFrame("empty chunk of a message that is not empty")
+
+
+def _read_ack(head: memoryview) -> Ack:
+    received, clock_ns, count = _ACK.unpack_from(head)
+    if count > MAX_CONFIRMED or len(head) != _ACK.size + 8 * count:
+        raise ValueError
+    return Ack(received, clock_ns, struct.unpack_from(f"!{count}Q", head, _ACK.size))
+
+
+def _read_echo(head: memoryview) -> int:
+    if len(head) != ECHO_BYTES - _PREFIX.size:
+        raise ValueError
+    return int(_ECHO.unpack_from(head)[0])
+
+
+def _read_probe(head: memoryview) -> Probe:
+    (flags,) = head
+    return Probe(flags)
+
+
+def _read_close(head: memoryview) -> Close:
+    if len(head) > 1 + MAX_REASON_BYTES or head[0] > 1:
+        raise ValueError
+    # A reason cut at its bound may end inside a character.
+    return Close(bool(head[0]), printable(bytes(head[1:]).decode("utf-8", "replace")))
+
+
+def _read_hello(head: memoryview) -> Hello:
+    protocol, session, lane, lanes, *sizes = _HELLO.unpack_from(head)
+    if len(head) != _HELLO.size + sum(sizes) or max(sizes) > MAX_NAME_BYTES or lane >= lanes:
+        raise ValueError
+    at, texts = _HELLO.size, []
+    for size in sizes:
+        texts.append(bytes(head[at : at + size]).decode())
+        at += size
+    return Hello(protocol, session, texts[0], texts[1], texts[2], lane, lanes)
+
+
+_READERS: dict[int, Callable[[memoryview], Frame]] = {
+    FrameType.DATA: _read_data,
+    FrameType.ACK: _read_ack,
+    FrameType.PING: lambda head: Ping(_read_echo(head)),
+    FrameType.PONG: lambda head: Pong(_read_echo(head)),
+    FrameType.PROBE: _read_probe,
+    FrameType.CLOSE: _read_close,
+    FrameType.HELLO: _read_hello,
+}
+
+
+def printable(text: str) -> str:
+    """A peer's words, safe to log."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    if len(encoded) > MAX_NAME_BYTES:
+        raise ValueError(f"name of {len(encoded)} bytes; at most {MAX_NAME_BYTES}")
+    return encoded
+
+
+def confirmations(numbers: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    """Split ``numbers`` into those one ACK holds and the rest."""
+    return tuple(numbers[:MAX_CONFIRMED]), list(numbers[MAX_CONFIRMED:])

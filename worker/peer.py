@@ -1,0 +1,204 @@
+"""What all connections to one peer share: messages out and in, statistics, and its lock.
+
+A peer is known for as long as it is not lost. Its ``session`` number is new each time, so that
+after a restart or a loss on either side both begin from nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from atoll.errors import ConnectionFailed
+from worker.frames import Ack, Data, MessageKey, confirmations
+from worker.inbox import Expect, Inbox
+from worker.outbox import Chunk, Outbox
+
+if TYPE_CHECKING:
+    from worker.window import Window
+
+Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
+"""``deliver(peer, key, header, payload)``; called in a receiving thread, must not block long."""
+
+
+class PeerLost(ConnectionFailed):
+    """A peer is gone; ``peer`` names it."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"lost {peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """Bounds and patience of the links; every field with its unit."""
+
+    max_message_bytes: int = 1 << 30
+    max_queued_bytes: int = 256 << 20  # unconfirmed, per peer; then send() waits
+    max_messages: int = 1024  # unconfirmed, per peer
+    max_window_bytes: int = 64 << 20  # in flight on one connection
+    max_connections: int = 64  # accepted, all peers together
+    streams: int = 0  # connections to a peer, 1 to 16; 0 = by round-trip time
+    ping_s: float = 0.5
+    silence_s: float = 1.5  # without any frame: frozen
+    reconnect_s: float = 0.4  # or six round trips, if that is more
+    handshake_s: float = 5.0
+    close_s: float = 0.5  # for the last frames of a graceful close
+    shaper_file: str = ""  # worker/shaper.py; loopback without root
+
+    @property
+    def tick_s(self) -> float:
+        return min(0.1, self.ping_s / 2, self.reconnect_s / 2)
+
+
+class Lane(Protocol):
+    """A connection as its peer sees it."""
+
+    number: int
+    window: Window
+
+    def ping(self, now_s: float) -> int:
+        """Send an echo request; returns its number."""
+
+    def nudge(self) -> None:
+        """Something to send may be there; the peer's lock is held."""
+
+
+class Peer:
+    """Shared state of one peer's connections. ``lock`` guards every field."""
+
+    def __init__(
+        self, name: str, session: int, config: TransportConfig, expect: Expect, deliver: Deliver
+    ) -> None:
+        self.name, self.session, self.config = name, session, config
+        self.deliver = deliver
+        self.lock = threading.RLock()
+        self.room = threading.Condition(self.lock)
+        self.remote_session: int | None = None
+        self.lanes: list[Lane] = []
+        self.outbox = Outbox()
+        self.inbox = Inbox(name, expect, config.max_message_bytes, config.max_messages)
+        self.confirm: list[int] = []  # delivered here, not yet told to the peer
+        self.gone = ""  # why, once lost
+        self.down_since_s: float | None = None
+        self.down_reason = ""
+        self.down_silent = False  # frozen, not cut: dialling again would only wait
+        self.last_rtt_s = 0.0
+        self.probe_bytes = 0  # still to be sent by a bandwidth measurement
+        self.probe_acks: list[tuple[int, int, int]] | None = None  # (lane id, clock ns, bytes)
+        self.echoes: dict[tuple[int, int], float] = {}  # (lane, ping) -> round trip; 0 = awaited
+        self.acked_bytes = 0
+        self.received_bytes = 0
+        self.progress = 0  # chunks either way: stands still when nothing moves
+        self._in_flight = 0
+        self._busy_since_s = 0.0
+        self._busy_s = 0.0
+        self._reported_bytes = 0
+
+    # -- sending
+
+    def submit(self, key: MessageKey, meta: bytes, payload: memoryview, timeout_s: float | None) -> None:
+        """Queue a message; waits while the queue is full. Raises PeerLost, or TimeoutError."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.lock:
+            while not self.gone and not self._has_room(len(payload)):
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise TimeoutError(
+                        f"{self.name} did not take {len(payload)} bytes within {timeout_s} s: "
+                        f"{self.outbox.held} bytes in {len(self.outbox)} messages are still unconfirmed"
+                    )
+                self.room.wait(left_s)
+            if self.gone:
+                raise PeerLost(self.name, self.gone)
+            self.outbox.add(key, meta, payload)
+            self.nudge()
+
+    def _has_room(self, nbytes: int) -> bool:
+        box, config = self.outbox, self.config
+        if len(box) >= config.max_messages or box.span >= 4 * config.max_messages:
+            return False
+        return not len(box) or box.held + nbytes <= config.max_queued_bytes
+
+    def nudge(self) -> None:
+        for lane in self.lanes:
+            lane.nudge()
+
+    def take(self, lane: Lane) -> Chunk | None:
+        """The next chunk for this connection, if its window is open."""
+        return self.outbox.take(lane.window.chunk) if lane.window.open else None
+
+    def data_frame(self, chunk: Chunk, flags: int) -> Data:
+        message = chunk.message
+        meta = b"" if chunk.offset else message.meta
+        total, oldest = len(message.payload), self.outbox.oldest
+        # A chunk of a message confirmed in the meantime may still leave; the peer drops it.
+        return Data(
+            message.number, message.key, chunk.offset, total, meta, flags, min(oldest, message.number)
+        )
+
+    def sent(self, now_s: float, nbytes: int) -> None:
+        if not self._in_flight:
+            self._busy_since_s = now_s
+        self._in_flight += nbytes
+        self.progress += 1
+
+    def settled(self, now_s: float, nbytes: int, rtt_s: float, *, arrived: bool) -> None:
+        """``nbytes`` are no longer under way: acknowledged, or their connection broke."""
+        self._in_flight -= nbytes
+        if arrived:
+            self.acked_bytes += nbytes
+            self.progress += 1
+        if not self._in_flight:
+            # The last acknowledgement's way back is no transfer time.
+            spell_s = now_s - self._busy_since_s
+            self._busy_s += max(spell_s - rtt_s, spell_s / 10)
+
+    def confirmed(self, numbers: tuple[int, ...]) -> None:
+        found = [self.outbox.confirmed(number) for number in numbers]
+        if any(found):
+            self.room.notify_all()
+
+    # -- receiving
+
+    def acknowledgement(self, received: int) -> Ack:
+        now, self.confirm = confirmations(self.confirm)
+        return Ack(received, time.monotonic_ns(), now)
+
+    # -- figures
+
+    @property
+    def probe_done(self) -> bool:
+        return self.probe_bytes <= 0 and not self._in_flight
+
+    def goodput(self, now_s: float) -> tuple[int, float]:
+        """Bytes acknowledged and seconds busy since the last call."""
+        if self._in_flight:
+            self._busy_s += max(0.0, now_s - self._busy_since_s)
+            self._busy_since_s = now_s
+        nbytes, busy_s = self.acked_bytes - self._reported_bytes, self._busy_s
+        self._reported_bytes, self._busy_s = self.acked_bytes, 0.0
+        return nbytes, busy_s
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Smallest recent round trip of any connection."""
+        known = [lane.window.rtt_s for lane in self.lanes if lane.window.rtt_s is not None]
+        return min(known, default=None)
+
+    # -- the end
+
+    def lose(self, reason: str) -> bool:
+        """Forget what waits; True the first time."""
+        with self.lock:
+            if self.gone:
+                return False
+            self.gone = reason
+            self.outbox.drop(lambda _: True)
+            self.room.notify_all()
+            self.nudge()
+            return True

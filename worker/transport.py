@@ -1,0 +1,699 @@
+"""PeerNetwork: long-lived gRPC streams between workers, either side may dial.
+
+Mutual TLS names both ends: a server accepts only peers it was told to expect, under the name in
+their certificate, and a client refuses a server with another name. A message is sent once and
+delivered once: what a broken connection carried goes over the next one, and the receiver drops
+what it already has. A peer whose connections stay broken, or that falls silent, is lost, once,
+with the reason.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+
+from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
+from protos import PROTOCOL_VERSION
+from protos.credentials import channel_credentials, name_options, peer_name, server_credentials
+from worker.allocator import keep_chunk_memory
+from worker.connection import Connection
+from worker.frames import MAX_FRAME_BYTES, Direction, Hello, MessageKey, decode, printable
+from worker.peer import Deliver, Peer, PeerLost, TransportConfig
+from worker.shaper import Shaper
+
+if TYPE_CHECKING:
+    from protos.credentials import Identity
+
+__all__ = [
+    "Direction",
+    "Goodput",
+    "MessageKey",
+    "PeerLost",
+    "PeerNetwork",
+    "Receiver",
+    "TransportConfig",
+]
+
+METHOD = "/atoll.v1.Peer/Frames"
+ECHOES = 10
+MAX_BACKOFF_S = 2.0
+MANY_STREAMS_RTT_S = 0.030
+SOME_STREAMS_RTT_S = 0.008
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.http2.lookahead_bytes", 8 << 20),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.so_reuseport", 0),
+    # Each connection to a peer is a TCP flow of its own.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """What one peer acknowledged since the last report."""
+
+    peer: str
+    bytes: int
+    busy_s: float
+    rtt_s: float  # 0 before the first measurement
+
+
+class Receiver(Protocol):
+    """Who takes the messages of one job."""
+
+    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        """Where ``total`` payload bytes of ``key`` go; None: not wanted."""
+
+    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        """A whole message has arrived."""
+
+    def lost(self, peer: str, reason: str) -> None:
+        """The peer is gone."""
+
+
+class _Refused(AtollError):
+    """The peer does not expect us yet; worth another try."""
+
+
+def streams_for(rtt_s: float) -> int:
+    """Connections to a peer at this round trip.
+
+    One TCP flow carries at most 1.22 * MSS / (RTT * sqrt(loss)) and halves on every loss, so
+    the longer the way, the more flows it takes to fill it (papers/peers.md 7.4).
+    """
+    return 1 if rtt_s < SOME_STREAMS_RTT_S else 2 if rtt_s < MANY_STREAMS_RTT_S else 8
+
+
+class PeerNetwork:
+    """All peer links of one worker. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        identity: Identity | None,
+        listen: tuple[str, int] | None,
+        deliver: Deliver | None = None,
+        lost: Callable[[str, str], None] | None = None,
+        config: TransportConfig | None = None,
+        *,
+        expect: Callable[[str, MessageKey, int], memoryview | None] | None = None,
+        name: str = "",
+    ) -> None:
+        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed.
+
+        Raises ConnectionFailed when the port cannot be opened.
+        """
+        keep_chunk_memory()
+        self.config = config or TransportConfig()
+        self.name = identity.name if identity else name
+        self.refused: Counter[str] = Counter()
+        self._identity = identity
+        self._deliver_default, self._lost_default, self._expect_default = deliver, lost, expect
+        self._shaper = Shaper.load(Path(self.config.shaper_file)) if self.config.shaper_file else None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._peers: dict[str, Peer] = {}
+        self._expected: set[str] = set()
+        self._receivers: dict[str, Receiver] = {}
+        self._connections: set[Connection] = set()
+        self._cancels: dict[Connection, Callable[[], None]] = {}
+        self._addresses: dict[Connection, tuple[str, int]] = {}
+        self._handshakes: dict[object, tuple[float, Callable[[], None]]] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closing = threading.Event()
+        self._server, self._pool, self.port = self._serve(listen)
+        self._spawn(self._watch, "peer-watch")
+
+    # ---------------------------------------------------------------- connecting
+
+    def admit(self, peer: str) -> None:
+        """Accept connections of this peer from now on."""
+        with self._lock:
+            self._expected.add(peer)
+
+    def dismiss(self, peer: str) -> None:
+        """Refuse this peer from now on and close what it has open."""
+        with self._lock:
+            self._expected.discard(peer)
+            connections = [c for c in self._connections if c.peer is not None and c.peer.name == peer]
+            known = self._peers.pop(peer, None)
+        if known is not None:
+            known.lose("dismissed")
+        self._close_all(connections, "no longer needed", leaving=True)
+
+    def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
+        """Connect to ``peer`` at the first address that answers as it; returns that address.
+
+        Opens more connections when the round trip is long. Raises ConnectionFailed after
+        ``timeout_s``, AccessDenied or ProtocolMismatch when trying again cannot help.
+        """
+        self.admit(peer)
+        deadline_s = time.monotonic() + timeout_s
+        backoff_s = 0.05
+        while True:
+            fatal: AtollError | None = None
+            failures = []
+            for address in addresses:
+                try:
+                    self._connect(peer, address, 0, 1, deadline_s)
+                except (AccessDenied, ProtocolMismatch) as error:
+                    fatal = error
+                except AtollError as error:
+                    failures.append(f"{address[0]}:{address[1]}: {error}")
+                else:
+                    self._add_lanes(peer, address, deadline_s)
+                    return address
+            if fatal is not None and not failures:
+                raise fatal
+            if time.monotonic() + backoff_s >= deadline_s or self._closing.wait(backoff_s):
+                tried = "; ".join(failures) or "no address known"
+                raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})") from fatal
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def wait_for(self, peer: str, timeout_s: float) -> None:
+        """Wait until ``peer`` is connected, whoever dialled. Raises ConnectionFailed."""
+        self.admit(peer)
+        with self._lock:
+            found = self._changed.wait_for(lambda: self.connected(peer), timeout_s)
+        if not found:
+            raise ConnectionFailed(f"{peer} did not connect within {timeout_s:g} s; is its port reachable?")
+
+    def connected(self, peer: str) -> bool:
+        with self._lock:
+            known = self._peers.get(peer)
+            return known is not None and bool(known.lanes)
+
+    def connections(self, peer: str) -> int:
+        """How many streams to this peer are open."""
+        with self._lock:
+            known = self._peers.get(peer)
+            return len(known.lanes) if known else 0
+
+    def _add_lanes(self, peer: str, address: tuple[str, int], deadline_s: float) -> None:
+        lanes = self.config.streams or streams_for(self.rtt(peer, echoes=3))
+        pending = [
+            self._spawn(self._try_connect, f"peer-lane-{peer}", peer, address, lane, lanes, deadline_s)
+            for lane in range(1, lanes)
+        ]
+        for thread in pending:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _try_connect(
+        self, peer: str, address: tuple[str, int], lane: int, lanes: int, deadline_s: float
+    ) -> None:
+        """One more connection; the link works without it."""
+        try:
+            self._connect(peer, address, lane, lanes, deadline_s)
+        except AtollError:
+            self.refused["lane"] += 1
+
+    def _connect(
+        self, peer: str, address: tuple[str, int], lane: int, lanes: int, deadline_s: float
+    ) -> Connection:
+        host, port = address
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if self._identity is not None:
+            credentials = channel_credentials(self._identity.ca_pem, self._identity)
+            channel = grpc.secure_channel(target, credentials, options=[*_OPTIONS, *name_options(peer)])
+        else:
+            channel = grpc.insecure_channel(target, options=_OPTIONS)
+        known = self._peer(peer)
+        hello = self._hello(known, lane, lanes)
+        connection = Connection(hello, dialled=True, checksum=self._identity is None, on_end=self._ended)
+        with self._lock:
+            self._connections.add(connection)
+            self._cancels[connection] = channel.close
+            self._addresses[connection] = address
+        call = channel.stream_stream(METHOD, None, None)(connection.frames())
+        self._spawn(self._read, f"peer-read-{peer}", connection, call)
+        left_s = min(self.config.handshake_s, deadline_s - time.monotonic())
+        connection.greeted.wait(max(0.0, left_s))
+        if connection.peer is None or connection.ended:
+            connection.fail(f"no answer within {left_s:.1f} s")
+            raise self._why(call, connection)
+        return connection
+
+    def _why(self, call: grpc.Call, connection: Connection) -> AtollError:
+        """The refusal or failure of a dial as an error of ours."""
+        reason = connection.reason
+        status = call.code() if call.done() else None  # type: ignore[attr-defined]
+        if status is grpc.StatusCode.FAILED_PRECONDITION:
+            return ProtocolMismatch(reason)
+        if status is grpc.StatusCode.UNAUTHENTICATED or "ssl" in reason.lower():
+            return AccessDenied(f"{connection.hello.target} is not who answers, or refuses us: {reason}")
+        return _Refused(reason)
+
+    # ---------------------------------------------------------------- messages
+
+    def register(self, job: str, receiver: Receiver) -> None:
+        """Messages of ``job`` go to ``receiver``."""
+        with self._lock:
+            self._receivers[job] = receiver
+
+    def unregister(self, job: str) -> None:
+        with self._lock:
+            self._receivers.pop(job, None)
+
+    def send(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Queue a message; it must not change until it is confirmed. Waits while the queue is full.
+
+        Raises PeerLost, or TimeoutError after ``timeout_s``.
+        """
+        view = memoryview(payload).cast("B")
+        if len(view) > self.config.max_message_bytes:
+            raise ValueError(f"message of {len(view)} bytes; at most {self.config.max_message_bytes}")
+        self._known(peer).submit(key, header, view, timeout_s)
+
+    def flush(self, peer: str, timeout_s: float) -> bool:
+        """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""
+        known = self._known(peer)
+        with known.lock:
+            return (
+                known.room.wait_for(lambda: known.gone or not len(known.outbox), timeout_s) and not known.gone
+            )
+
+    def forget(self, job: str) -> None:
+        """Drop what is queued or half received of a job."""
+        self.unregister(job)
+        for peer in self._all_peers():
+            with peer.lock:
+                peer.outbox.drop(lambda key: key.job == job)
+                peer.inbox.drop(lambda key: key.job == job)
+                peer.room.notify_all()
+
+    def _expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        with self._lock:
+            receiver = self._receivers.get(key.job)
+        if receiver is not None:
+            return receiver.expect(peer, key, total)
+        return self._expect_default(peer, key, total) if self._expect_default else None
+
+    def _deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        with self._lock:
+            receiver = self._receivers.get(key.job)
+        if receiver is not None:
+            receiver.deliver(peer, key, header, payload)
+        elif self._deliver_default is not None:
+            self._deliver_default(peer, key, header, payload)
+
+    # ---------------------------------------------------------------- figures
+
+    def rtt(self, peer: str, echoes: int = ECHOES, timeout_s: float = 5.0) -> float:
+        """Median round trip of 64-byte echoes, seconds. Raises PeerLost, ConnectionFailed."""
+        known = self._known(peer)
+        found = [self._echo(known, timeout_s) for _ in range(echoes)]
+        return statistics.median(found)
+
+    @staticmethod
+    def _echo(peer: Peer, timeout_s: float) -> float:
+        with peer.lock:
+            if not peer.lanes:
+                raise ConnectionFailed(f"{peer.name} is not connected")
+            lane = peer.lanes[0]
+            awaited = (lane.number, lane.ping(time.monotonic()))
+            peer.echoes[awaited] = 0.0
+            peer.room.wait_for(lambda: peer.gone or peer.echoes[awaited] > 0, timeout_s)
+            took_s = peer.echoes.pop(awaited)
+            if peer.gone:
+                raise PeerLost(peer.name, peer.gone)
+        if not took_s:
+            raise ConnectionFailed(f"{peer.name} did not answer an echo within {timeout_s:g} s")
+        return took_s
+
+    def bandwidth(self, peer: str, seconds: float, max_bytes: int) -> float:
+        """Payload bits per second to ``peer``, as its own clock saw a burst arrive.
+
+        Sends at most ``max_bytes`` for at most about ``seconds``, after all other traffic. The
+        first quarter, in which TCP still grows, does not count. Raises PeerLost, ConnectionFailed.
+        """
+        known = self._known(peer)
+        with known.lock:
+            if known.probe_acks is not None:
+                raise ConnectionFailed(f"a measurement to {peer} is already under way")
+            samples: list[tuple[int, int, int]] = []
+            known.probe_acks, known.probe_bytes = samples, max_bytes
+            known.nudge()
+        deadline_s = time.monotonic() + seconds
+        with known.lock:
+            known.room.wait_for(lambda: known.gone or known.probe_done, seconds)
+            known.probe_bytes = 0
+            known.room.wait_for(
+                lambda: known.gone or known.probe_done, max(1.0, deadline_s - time.monotonic())
+            )
+            known.probe_acks = None
+            if known.gone:
+                raise PeerLost(known.name, known.gone)
+        return burst_rate_bps(samples)
+
+    def goodput(self) -> list[Goodput]:
+        """What was acknowledged since the last call, for every peer."""
+        now_s, found = time.monotonic(), []
+        for peer in self._all_peers():
+            with peer.lock:
+                rtt_s = peer.rtt_s or 0.0
+                nbytes, busy_s = peer.goodput(now_s)
+            if nbytes:
+                found.append(Goodput(peer.name, nbytes, busy_s, rtt_s))
+        return found
+
+    def progress(self) -> int:
+        """Chunks sent, acknowledged and received so far; stands still when nothing moves."""
+        return sum(peer.progress for peer in self._all_peers())
+
+    def refusals(self) -> Counter[str]:
+        """What was refused, by reason, of all peers that are not lost."""
+        total = Counter(self.refused)
+        for peer in self._all_peers():
+            total.update(peer.inbox.refused)
+        return total
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Say goodbye, wait briefly for the last frames, stop every thread."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        with self._lock:
+            connections = list(self._connections)
+        self._close_all(connections, "worker is leaving", leaving=True)
+        if self._server is not None and self._pool is not None:
+            self._server.stop(0).wait(1.0)
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        for peer in self._all_peers():
+            peer.lose("closed")
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
+
+    def _close_all(self, connections: Sequence[Connection], reason: str, *, leaving: bool) -> None:
+        for connection in connections:
+            connection.close(reason, leaving=leaving)
+        deadline_s = time.monotonic() + self.config.close_s
+        for connection in connections:
+            connection.gone.wait(max(0.0, deadline_s - time.monotonic()))
+        for connection in connections:
+            connection.fail("closed")
+
+    # ---------------------------------------------------------------- accepting
+
+    def _serve(
+        self, listen: tuple[str, int] | None
+    ) -> tuple[grpc.Server | None, futures.ThreadPoolExecutor | None, int]:
+        if listen is None:
+            return None, None, 0
+        pool = futures.ThreadPoolExecutor(self.config.max_connections, "peer-serve")
+        handler = grpc.method_handlers_generic_handler(
+            "atoll.v1.Peer", {"Frames": grpc.stream_stream_rpc_method_handler(self._accept)}
+        )
+        server = grpc.server(
+            pool, [handler], options=_OPTIONS, maximum_concurrent_rpcs=self.config.max_connections
+        )
+        target = f"[{listen[0]}]:{listen[1]}" if ":" in listen[0] else f"{listen[0]}:{listen[1]}"
+        try:
+            if self._identity is not None:
+                port = server.add_secure_port(target, server_credentials(self._identity, mutual=True))
+            else:
+                port = server.add_insecure_port(target)
+        except RuntimeError:
+            raise ConnectionFailed(f"cannot listen on {target}; choose another port") from None
+        server.start()
+        return server, pool, port
+
+    def _accept(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        mark = object()
+        with self._lock:
+            expiry_s = time.monotonic() + self.config.handshake_s
+            self._handshakes[mark] = (expiry_s, context.cancel)
+        try:
+            first = next(messages)
+        except (grpc.RpcError, StopIteration):
+            return
+        finally:
+            with self._lock:
+                self._handshakes.pop(mark, None)
+        try:
+            frame = decode(first)[0]
+            remote = self._check_hello(frame, peer_name(context.auth_context()))
+        except ProtocolMismatch as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except AccessDenied as error:
+            self.refused["stranger"] += 1
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except BadFrame as error:
+            self.refused["malformed"] += 1
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        known = self._peer(remote.name, remote.session)
+        hello = self._hello(known, remote.lane, remote.lanes)
+        connection = Connection(hello, dialled=False, checksum=self._identity is None, on_end=self._ended)
+        with self._lock:
+            self._connections.add(connection)
+            self._cancels[connection] = context.cancel
+        self._open(connection, remote, known)
+        self._spawn(self._read, f"peer-read-{remote.name}", connection, messages)
+        yield from connection.frames()
+        # Returning ends the stream with OK; the reader sees that too.
+
+    def _check_hello(self, frame: object, certified: str | None) -> Hello:
+        """Raises BadFrame, ProtocolMismatch or AccessDenied."""
+        if not isinstance(frame, Hello):
+            raise BadFrame("the first frame must be HELLO")
+        if frame.protocol != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"peer speaks protocol {frame.protocol}, {self.name} speaks {PROTOCOL_VERSION}; update one"
+            )
+        if self._identity is not None and certified != frame.name:
+            raise AccessDenied(f"certificate of {certified}, but the peer calls itself {frame.name!r}")
+        if frame.target != self.name:
+            raise AccessDenied(f"this is {self.name}, not {frame.target!r}")
+        with self._lock:
+            if frame.name not in self._expected:
+                raise AccessDenied(f"{self.name} does not expect {frame.name!r}")
+        return frame
+
+    # ---------------------------------------------------------------- inside
+
+    def _hello(self, peer: Peer, lane: int, lanes: int) -> Hello:
+        label = self._shaper.label if self._shaper else ""
+        return Hello(PROTOCOL_VERSION, peer.session, self.name, peer.name, label, lane, lanes)
+
+    def _open(self, connection: Connection, remote: Hello, peer: Peer) -> None:
+        with self._lock:
+            host = self._addresses.get(connection, ("", 0))[0]
+        pipe = self._shaper.pipe(remote.label, remote.name, host) if self._shaper else None
+        connection.open(remote, peer, pipe)
+        with self._lock:
+            self._changed.notify_all()
+
+    def _peer(self, name: str, remote_session: int | None = None) -> Peer:
+        """The peer's state; anew when its session shows that it has forgotten the old one."""
+        with self._lock:
+            known = self._peers.get(name)
+            if known is not None and remote_session is not None:
+                if known.remote_session in (None, remote_session):
+                    known.remote_session = remote_session
+                    return known
+            elif known is not None:
+                return known
+            self._peers[name] = fresh = Peer(
+                name, secrets.randbits(63), self.config, self._expect, self._deliver
+            )
+            fresh.remote_session = remote_session
+        if known is not None:
+            self._lose(known, "restarted")
+        return fresh
+
+    def _known(self, name: str) -> Peer:
+        with self._lock:
+            known = self._peers.get(name)
+        if known is None:
+            raise PeerLost(name, "not connected")
+        return known
+
+    def _all_peers(self) -> list[Peer]:
+        with self._lock:
+            return list(self._peers.values())
+
+    def _greet(self, connection: Connection, message: bytes) -> None:
+        """The answer to our HELLO."""
+        frame = decode(message)[0]
+        if not isinstance(frame, Hello):
+            raise BadFrame("the first frame must be HELLO")
+        if (frame.name, frame.target) != (connection.hello.target, self.name):
+            raise BadFrame(f"{frame.name!r} answered instead of {connection.hello.target!r}")
+        known = self._peer(frame.name, frame.session)
+        if known.session != connection.hello.session:
+            connection.fail("the peer has restarted")
+            return
+        self._open(connection, frame, known)
+
+    def _read(self, connection: Connection, messages: Iterator[bytes]) -> None:
+        """Thread: every frame of one stream, until it ends."""
+        try:
+            for message in messages:
+                if connection.remote is None:
+                    self._greet(connection, message)
+                else:
+                    connection.receive(message)
+                if connection.gone.is_set():
+                    return
+            connection.fail("connection closed by the peer")
+        except BadFrame as error:
+            self.refused["malformed"] += 1
+            connection.close(str(error), leaving=False)
+            connection.drained.wait(self.config.close_s)
+            connection.fail(str(error))
+        except grpc.RpcError as error:
+            details = getattr(error, "details", str)()
+            connection.fail(printable(str(details or "connection broken")))
+        finally:
+            # Whatever ended this thread: a connection that nobody reads is over.
+            connection.fail("receiver stopped")
+
+    def _ended(self, connection: Connection) -> None:
+        """A connection is over: dial again, or take note of a goodbye."""
+        with self._lock:
+            self._connections.discard(connection)
+            cancel = self._cancels.pop(connection, None)
+            address = self._addresses.pop(connection, None)
+            self._changed.notify_all()
+        if cancel is not None:
+            cancel()
+        peer = connection.peer
+        if peer is None or peer.gone or self._closing.is_set():
+            return
+        if connection.leaving:
+            if not peer.lanes:
+                self._lose(peer, connection.reason)
+        elif connection.dialled and address is not None:
+            self._spawn(self._redial, f"peer-redial-{peer.name}", peer, address, connection.hello)
+
+    def _redial(self, peer: Peer, address: tuple[str, int], hello: Hello) -> None:
+        """Thread: replace a broken connection, for as long as the peer is not lost."""
+        backoff_s = 0.02
+        while not peer.gone and not self._closing.wait(backoff_s):
+            with self._lock:
+                if self._peers.get(peer.name) is not peer:
+                    return
+            try:
+                self._connect(
+                    peer.name, address, hello.lane, hello.lanes, time.monotonic() + self.config.handshake_s
+                )
+                return
+            except AtollError:
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        if not peer.lose(reason):
+            return
+        with self._lock:
+            if self._peers.get(peer.name) is peer:
+                del self._peers[peer.name]
+            connections = [c for c in self._connections if c.peer is peer]
+            receivers = list(self._receivers.values())
+            self._changed.notify_all()
+        for connection in connections:
+            connection.fail(reason)
+        if self._closing.is_set():
+            return
+        if self._lost_default is not None:
+            self._lost_default(peer.name, reason)
+        for receiver in receivers:
+            receiver.lost(peer.name, reason)
+
+    def _watch(self) -> None:
+        """Thread: pings, silence, reconnect deadlines, stuck handshakes."""
+        config = self.config
+        last_s = pinged_s = time.monotonic()
+        while not self._closing.wait(config.tick_s):
+            now_s = time.monotonic()
+            asleep_s = now_s - last_s - config.tick_s
+            last_s = now_s
+            with self._lock:
+                connections = [c for c in self._connections if c.remote is not None]
+                stuck = [cancel for expiry_s, cancel in self._handshakes.values() if now_s > expiry_s]
+            for cancel in stuck:
+                cancel()
+            if asleep_s > config.ping_s:
+                # We were stopped, not they.
+                for connection in connections:
+                    connection.heard_s = max(connection.heard_s, now_s - config.ping_s)
+            if now_s - pinged_s >= config.ping_s:
+                pinged_s = now_s
+                for connection in connections:
+                    connection.ping(now_s)
+            self._check(connections, now_s)
+
+    def _check(self, connections: list[Connection], now_s: float) -> None:
+        for connection in connections:
+            silent_s = now_s - connection.heard_s
+            if silent_s > self.config.silence_s:
+                connection.silent = True
+                connection.fail(f"silent for {silent_s:.1f} s")
+        for peer in self._all_peers():
+            with peer.lock:
+                down_since_s, reason, silent = peer.down_since_s, peer.down_reason, peer.down_silent
+                patience_s = max(self.config.reconnect_s, 6 * peer.last_rtt_s)
+            if down_since_s is not None and (silent or now_s - down_since_s > patience_s):
+                self._lose(peer, reason)
+
+    def _spawn(self, target: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
+        def run() -> None:
+            try:
+                target(*arguments)
+            finally:
+                with self._lock:
+                    self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        thread.start()
+        return thread
+
+
+def burst_rate_bps(samples: Sequence[tuple[int, int, int]]) -> float:
+    """Bits per second from (connection, receiver's clock ns, cumulative bytes) acknowledgements.
+
+    The first quarter of the bytes only opens the windows. Raises ConnectionFailed when too
+    little arrived to tell.
+    """
+    base: dict[int, int] = {}  # what a connection had carried before
+    latest: dict[int, int] = {}
+    curve = []
+    for lane, clock_ns, received in sorted(samples, key=lambda sample: sample[1]):
+        base.setdefault(lane, received)
+        latest[lane] = max(received, latest.get(lane, 0))
+        curve.append((clock_ns, sum(latest[lane] - base[lane] for lane in latest)))
+    if len(curve) < 2:
+        raise ConnectionFailed("too little of the measurement arrived; measure longer")
+    first, last = curve[0], curve[-1]
+    start = next(point for point in curve if point[1] - first[1] >= (last[1] - first[1]) / 4)
+    if last[0] <= start[0] or last[1] <= start[1]:
+        start = first
+    if last[0] <= start[0]:
+        raise ConnectionFailed("too little of the measurement arrived; measure longer")
+    return (last[1] - start[1]) * 8e9 / (last[0] - start[0])

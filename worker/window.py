@@ -1,0 +1,135 @@
+"""How many bytes may be under way on one connection, from what its acknowledgements tell.
+
+window = gain * rate * (rtt + slack), rate = largest delivery rate of the last second or ten
+round trips, rtt = smallest of the last half minute. A gain above one keeps the pipe full and
+finds a link that grew; all the rest stays out of socket buffers, where a late gradient could not
+overtake it. The delivery rate after BBR (Cardwell 2016, section 4.1). Times come in as arguments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from worker.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+
+GAIN = 1.6
+SLACK_S = 0.010
+CHUNK_S = 0.008
+"""A chunk lasts about this long on the link: what a backward message waits at most behind one."""
+SMALLEST_CHUNK = 16 << 10
+RATE_HORIZON_S = 1.0
+RTT_HORIZON_S = 30.0
+
+
+@dataclass(slots=True)
+class _Sent:
+    end: int
+    at_s: float
+    delivered: int
+    delivered_at_s: float
+    backlogged: bool
+
+
+class Window:
+    """Bytes in flight on one connection. Not thread-safe; the peer's lock guards it."""
+
+    def __init__(self, initial: int = 256 << 10, maximum: int = 64 << 20) -> None:
+        self._initial, self._maximum = initial, maximum
+        self._sent: deque[_Sent] = deque()
+        self._rates: deque[tuple[float, float]] = deque()  # (when, bytes/s), falling
+        self._rtts = [float("inf"), float("inf")]  # this and the previous half of the horizon
+        self._rtt_since_s = 0.0
+        self.sent_bytes = 0
+        self.acked_bytes = 0
+        self._acked_at_s = 0.0
+        self._asked_at = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent_bytes - self.acked_bytes
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Smallest round trip of the last half minute; None before the first."""
+        least = min(self._rtts)
+        return None if least == float("inf") else least
+
+    @property
+    def rate(self) -> float | None:
+        """Largest recent delivery rate, bytes/s; None before the first."""
+        return self._rates[0][1] if self._rates else None
+
+    @property
+    def size(self) -> int:
+        rate, rtt_s = self.rate, self.rtt_s
+        if rate is None or rtt_s is None:
+            return self._initial
+        return int(min(self._maximum, max(4 * SMALLEST_CHUNK, GAIN * rate * (rtt_s + SLACK_S))))
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of the next chunk, a multiple of 4 KiB."""
+        rate = self.rate
+        wanted = self._initial / 4 if rate is None else rate * CHUNK_S
+        fitting = int(min(MAX_CHUNK_BYTES, max(SMALLEST_CHUNK, min(wanted, self.size / 4))))
+        return fitting // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
+
+    @property
+    def open(self) -> bool:
+        return self.in_flight < self.size
+
+    @property
+    def unasked(self) -> bool:
+        """Bytes were sent after the last request for an acknowledgement."""
+        return self.sent_bytes > self._asked_at
+
+    def asked(self) -> None:
+        """An acknowledgement of everything sent is asked for."""
+        self._asked_at = self.sent_bytes
+
+    def sent(self, now_s: float, nbytes: int, *, last: bool) -> bool:
+        """Note a chunk that leaves now; returns whether it should ask for an acknowledgement.
+
+        ``last``: nothing else waits to be sent.
+        """
+        if not self.in_flight:
+            self._acked_at_s = now_s  # a pause is not a slow delivery
+        self.sent_bytes += nbytes
+        self._sent.append(_Sent(self.sent_bytes, now_s, self.acked_bytes, self._acked_at_s, not last))
+        ask = last or self.sent_bytes - self._asked_at >= self.size / 4
+        if ask:
+            self.asked()
+        return ask
+
+    def acked(self, now_s: float, received: int) -> int:
+        """The peer has ``received`` bytes in all; returns how many of them are new."""
+        new = received - self.acked_bytes
+        if new <= 0:
+            return 0
+        self.acked_bytes, self._acked_at_s = received, now_s
+        newest = None
+        while self._sent and self._sent[0].end <= received:
+            newest = self._sent.popleft()
+        if newest is not None:
+            took_s = max(1e-6, now_s - newest.delivered_at_s)
+            rate = (received - newest.delivered) / took_s
+            # Without a backlog the sender was the limit: such a sample only counts when it is more.
+            if newest.backlogged or self.rate is None or rate > self.rate:
+                self._note_rate(now_s, rate)
+            self.note_rtt(now_s, now_s - newest.at_s)
+        return new
+
+    def note_rtt(self, now_s: float, rtt_s: float) -> None:
+        if now_s - self._rtt_since_s > RTT_HORIZON_S / 2:
+            self._rtts = [float("inf"), self._rtts[0]]
+            self._rtt_since_s = now_s
+        self._rtts[0] = min(self._rtts[0], rtt_s)
+
+    def _note_rate(self, now_s: float, rate: float) -> None:
+        while self._rates and self._rates[-1][1] <= rate:
+            self._rates.pop()
+        self._rates.append((now_s, rate))
+        horizon_s = max(RATE_HORIZON_S, 10 * (self.rtt_s or 0.0))
+        while self._rates[0][0] < now_s - horizon_s:
+            self._rates.popleft()
