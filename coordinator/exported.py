@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -133,6 +134,8 @@ def export(
         stack.enter_context(as_trained(module, training, frozen))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng())
+        # What torch warns of here (attributes assigned in forward) the self-check decides.
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
         if precision is Precision.BF16:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
         try:

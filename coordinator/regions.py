@@ -144,10 +144,12 @@ def follow_in_place(nodes: list[OpNode]) -> list[OpNode]:
     newest: dict[OpRef, OpRef] = {}
 
     def latest(ref: OpRef) -> OpRef:
-        if ref not in newest:
-            return ref
-        newest[ref] = latest(newest[ref])
-        return newest[ref]
+        end = ref
+        while end in newest:
+            end = newest[end]
+        while ref in newest:  # shorten the path, or a long chain would be walked at each read
+            newest[ref], ref = end, newest[ref]
+        return end
 
     found: list[OpNode] = []
     for position, node in enumerate(nodes):

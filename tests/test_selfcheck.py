@@ -1,0 +1,179 @@
+"""The self-check refuses every capture that is not the module, and names what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import CaptureError, SelfCheckError
+from atoll.opdag import OpDag
+from coordinator.capture import capture
+from coordinator.selfcheck import self_check
+from tests.models import MODELS
+
+X = {"x": torch.linspace(-2, 2, 24).reshape(4, 6)}
+
+
+class Twisted(torch.autograd.Function):
+    """Its backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 3
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6)
+        self.calls = 0
+        self.register_buffer("level", torch.zeros(()))
+
+
+class CustomBackward(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(Twisted.apply(self.fc(x))).square().mean()
+
+
+class TensorHook(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad * 0.5)
+        return self.head(hidden).square().mean()
+
+
+class ReboundBuffer(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.level = self.level + 1
+        return self.head(self.fc(x)).square().mean()
+
+
+class CountsInPython(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(self.fc(x)).square().mean() * self.calls
+
+
+class OtherInEvaluation(Base):
+    """Its evaluation depends on state that only the copy has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        out = self.head(self.fc(x)).square().mean()
+        return out if self.training or not self.calls else out * 2
+
+
+class Plain(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        self.level.add_(1)
+        return self.head(self.fc(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (CustomBackward, "the gradient of parameter 'fc."),
+        (TensorHook, "the gradient of parameter 'fc."),
+        (ReboundBuffer, "buffer 'level' after a training forward"),
+        (CountsInPython, "the training loss"),
+    ],
+)
+def test_a_module_that_export_misreads_is_refused_by_name(kind: type[Base], named: str) -> None:
+    module = kind()
+    found = capture(module, X)
+    with pytest.raises(SelfCheckError, match=named):
+        self_check(module, found, X)
+
+
+def test_the_size_of_the_difference_is_told() -> None:
+    module = TensorHook()
+    with pytest.raises(SelfCheckError, match=r"relative 5\.0e-01|relative 1\.0e\+00"):
+        self_check(module, capture(module, X), X)
+
+
+def test_the_evaluation_graph_is_checked_too() -> None:
+    module = OtherInEvaluation()
+    module.calls = 1
+    found = capture(module, X)
+    self_check(module, found, X)
+    module.calls = -2  # the copy reaches 0 after two training passes
+    with pytest.raises(SelfCheckError, match="the evaluation loss differs"):
+        self_check(module, found, X)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_refused_by_name(register: str) -> None:
+    module = Plain()
+    getattr(module.head.weight, register)(lambda grad: None)
+    with pytest.raises(SelfCheckError, match=r"'head\.weight' has a gradient hook"):
+        self_check(module, capture(module, X), X)
+
+
+def test_an_honest_module_passes_and_stays_as_it_was() -> None:
+    module = Plain()
+    result = self_check(module, capture(module, X), {"x": X["x"] * 3})
+    assert result.worst <= 1e-6
+    assert result.compared >= 2 * (1 + 4 + 1) + 2
+    assert module.level.item() == 0
+    assert module.fc.weight.grad is None
+
+
+def change(dag: OpDag, at: int, **fields: Any) -> OpDag:
+    ops = list(dag.ops)
+    ops[at] = dataclasses.replace(ops[at], **fields)
+    return dataclasses.replace(dag, ops=tuple(ops))
+
+
+def scale_dropout(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0], 0.2, *args[2:])
+
+
+@pytest.mark.parametrize(
+    ("target", "changed", "named"),
+    [
+        ("aten.dropout.default", scale_dropout, "the training loss|the gradient"),
+        ("aten.add.Tensor", lambda args: (args[0], args[0]), "the training loss|the gradient"),
+        ("aten.layer_norm.default", lambda args: (*args[:4], 1e-1), "the training loss|the gradient"),
+    ],
+)
+def test_a_graph_with_one_op_changed_is_refused(
+    target: str, changed: Callable[[tuple[Any, ...]], tuple[Any, ...]], named: str
+) -> None:
+    example = MODELS["branches"](dropout=0.1)
+    found = capture(example.module, example.example_inputs)
+    at = next(at for at, node in enumerate(found.train.ops) if node.target == target)
+    broken = change(found.train, at, args=changed(found.train.ops[at].args))
+    with pytest.raises(SelfCheckError, match=named):
+        self_check(example.module, dataclasses.replace(found, train=broken), example.make_batch(1))
+
+
+def test_a_module_whose_loss_is_not_a_number_is_refused() -> None:
+    class Broken(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).sum() * x.log().sum()
+
+    module = Broken()
+    with pytest.raises(SelfCheckError, match="not a number in the module itself"):
+        self_check(module, capture(module, X), X)
+
+
+def test_a_module_that_cannot_be_copied_is_refused() -> None:
+    class Uncopyable(Plain):
+        def __deepcopy__(self, memo: Mapping[int, object]) -> Uncopyable:
+            raise RuntimeError("holds a lock")
+
+    module = Uncopyable()
+    with pytest.raises(CaptureError, match="cannot be copied to be checked: holds a lock"):
+        self_check(module, capture(module, X), X)
