@@ -23,6 +23,81 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class EchoChunk(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    WANTED_BYTES_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    wanted_bytes: _builtins.int
+    data: _builtins.bytes
+    received_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        wanted_bytes: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        received_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "received_bytes", b"received_bytes", "token", b"token", "wanted_bytes", b"wanted_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EchoChunk: _TypeAlias = EchoChunk  # noqa: Y015
+
+@_typing.final
+class ReachRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    port: _builtins.int
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReachRequest: _TypeAlias = ReachRequest  # noqa: Y015
+
+@_typing.final
+class ReachReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    host: _builtins.str
+    reachable: _builtins.bool
+    error: _builtins.str
+    def __init__(
+        self,
+        *,
+        host: _builtins.str = ...,
+        reachable: _builtins.bool = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "host", b"host", "reachable", b"reachable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReachReply: _TypeAlias = ReachReply  # noqa: Y015
+
+@_typing.final
 class HelloRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -863,15 +938,19 @@ Global___PeerAddress: _TypeAlias = PeerAddress  # noqa: Y015
 
 @_typing.final
 class ProbeLink(_message.Message):
+    """Sent to the measuring end after an ExpectPeer to the other. One of the two dials."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
+    DIAL_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     seconds: _builtins.float
     max_bytes: _builtins.int
+    dial: _builtins.bool
     @_builtins.property
     def peer(self) -> Global___PeerAddress: ...
     def __init__(
@@ -881,14 +960,42 @@ class ProbeLink(_message.Message):
         peer: Global___PeerAddress | None = ...,
         seconds: _builtins.float = ...,
         max_bytes: _builtins.int = ...,
+        dial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_bytes", b"max_bytes", "peer", b"peer", "request", b"request", "seconds", b"seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dial", b"dial", "max_bytes", b"max_bytes", "peer", b"peer", "request", b"request", "seconds", b"seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbeLink: _TypeAlias = ProbeLink  # noqa: Y015
+
+@_typing.final
+class ExpectPeer(_message.Message):
+    """Accept connections of this peer from now on; dial it where
+    it accepts none itself. Workers refuse peers that nobody announced.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    DIAL_FIELD_NUMBER: _builtins.int
+    dial: _builtins.bool
+    @_builtins.property
+    def peer(self) -> Global___PeerAddress: ...
+    def __init__(
+        self,
+        *,
+        peer: Global___PeerAddress | None = ...,
+        dial: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dial", b"dial", "peer", b"peer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpectPeer: _TypeAlias = ExpectPeer  # noqa: Y015
 
 @_typing.final
 class StagePeer(_message.Message):
@@ -1140,6 +1247,7 @@ class ToWorker(_message.Message):
     DISCARD_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     DISMISS_FIELD_NUMBER: _builtins.int
+    EXPECT_PEER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1158,6 +1266,8 @@ class ToWorker(_message.Message):
     def release(self) -> Global___Release: ...
     @_builtins.property
     def dismiss(self) -> Global___Dismiss: ...
+    @_builtins.property
+    def expect_peer(self) -> Global___ExpectPeer: ...
     def __init__(
         self,
         *,
@@ -1170,12 +1280,13 @@ class ToWorker(_message.Message):
         discard: Global___StepDiscard | None = ...,
         release: Global___Release | None = ...,
         dismiss: Global___Dismiss | None = ...,
+        expect_peer: Global___ExpectPeer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "expect_peer", b"expect_peer", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "expect_peer", b"expect_peer", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -46,6 +46,16 @@ class EntryStub:
                 request_serializer=protos_dot_atoll__control__pb2.HelloRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.HelloReply.FromString,
                 _registered_method=True)
+        self.Echo = channel.stream_stream(
+                '/atoll.v1.Entry/Echo',
+                request_serializer=protos_dot_atoll__control__pb2.EchoChunk.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.EchoChunk.FromString,
+                _registered_method=True)
+        self.Reach = channel.unary_unary(
+                '/atoll.v1.Entry/Reach',
+                request_serializer=protos_dot_atoll__control__pb2.ReachRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.ReachReply.FromString,
+                _registered_method=True)
 
 
 class EntryServicer:
@@ -67,6 +77,22 @@ class EntryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Echo(self, request_iterator, context):
+        """Rates both ways for `doctor`. The first chunk carries a join token (looked at, not used up) and
+        wanted_bytes; the coordinator sends that much data at once (at most 64 MiB), counts what it is
+        sent (at most 64 MiB, 30 s), and after the caller's half-close ends with received_bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reach(self, request, context):
+        """Whether the coordinator can open a TCP connection back to the caller's own address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EntryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +105,16 @@ def add_EntryServicer_to_server(servicer, server):
                     servicer.Hello,
                     request_deserializer=protos_dot_atoll__control__pb2.HelloRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.HelloReply.SerializeToString,
+            ),
+            'Echo': grpc.stream_stream_rpc_method_handler(
+                    servicer.Echo,
+                    request_deserializer=protos_dot_atoll__control__pb2.EchoChunk.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.EchoChunk.SerializeToString,
+            ),
+            'Reach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reach,
+                    request_deserializer=protos_dot_atoll__control__pb2.ReachRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.ReachReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -147,10 +183,66 @@ class Entry:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Echo(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/atoll.v1.Entry/Echo',
+            protos_dot_atoll__control__pb2.EchoChunk.SerializeToString,
+            protos_dot_atoll__control__pb2.EchoChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Entry/Reach',
+            protos_dot_atoll__control__pb2.ReachRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.ReachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WorkStub:
     """---------------------------------------------------------------- a worker's session
 
+    Without TLS (--insecure) the worker's id travels as metadata `atoll-worker` on every call here;
+    with TLS the certificate alone names it.
     """
 
     def __init__(self, channel):
@@ -169,6 +261,8 @@ class WorkStub:
 class WorkServicer:
     """---------------------------------------------------------------- a worker's session
 
+    Without TLS (--insecure) the worker's id travels as metadata `atoll-worker` on every call here;
+    with TLS the certificate alone names it.
     """
 
     def Session(self, request_iterator, context):
@@ -196,6 +290,8 @@ def add_WorkServicer_to_server(servicer, server):
 class Work:
     """---------------------------------------------------------------- a worker's session
 
+    Without TLS (--insecure) the worker's id travels as metadata `atoll-worker` on every call here;
+    with TLS the certificate alone names it.
     """
 
     @staticmethod
