@@ -1,0 +1,72 @@
+"""Every message that one step or evaluation brings to a stage: known before it begins.
+
+What is not in these lists is refused by the links, so nobody can make a worker take a tensor that
+its program does not ask for, nor one of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from atoll.opdag import TensorMeta
+from worker.assignment import Assignment
+from worker.frames import Direction, MessageKey
+
+EMPTY = TensorMeta((0,), "uint8")
+"""What an acknowledgement of an evaluation micro-batch carries: nothing, as a zero-gradient mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A message, whom it comes from, and its tensor."""
+
+    key: MessageKey
+    peer: str
+    meta: TensorMeta
+
+
+def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
+    """Messages of one training step, in no order that matters."""
+    program = assignment.program
+    nodes = dict(program.ops)
+
+    def key(direction: Direction, micro: int, edge: int) -> MessageKey:
+        return MessageKey(assignment.job, assignment.version, step, micro, edge, direction)
+
+    for micro in range(assignment.training.n_micro):
+        for r in program.received:
+            yield Arrival(key(Direction.FORWARD, micro, r.op), assignment.worker_of(r.source), r.meta)
+            if r.requires_grad and r.grad_from is not None:
+                peer = assignment.worker_of(r.grad_from)
+                yield Arrival(key(Direction.BACKWARD, micro, r.op), peer, r.meta)
+        for p in program.produced:
+            if p.requires_grad:
+                peer = assignment.worker_of(p.grad_from)
+                yield Arrival(key(Direction.BACKWARD, micro, p.op), peer, nodes[p.op].outputs[0])
+    for tied in program.tied:
+        meta = assignment.states[tied.name].meta
+        at = tied.holders.index(program.stage)
+        if at + 1 < len(tied.holders):
+            peer = assignment.worker_of(tied.holders[at + 1])
+            yield Arrival(key(Direction.TIED_PARTIAL, 0, tied.index), peer, meta)
+        if at:
+            peer = assignment.worker_of(tied.holders[0])
+            yield Arrival(key(Direction.TIED_TOTAL, 0, tied.index), peer, meta)
+
+
+def evaluation_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
+    """Messages of the evaluation after ``step``: forward values, and their acknowledgements,
+    which keep a fast stage from running ahead of a slow one."""
+    program = assignment.eval_program
+    if program is None:
+        return
+
+    def key(micro: int, op: int) -> MessageKey:
+        return MessageKey(assignment.job, assignment.version, step, micro, op, Direction.EVALUATION)
+
+    for micro in range(assignment.training.eval_batches):
+        for r in program.received:
+            yield Arrival(key(micro, r.op), assignment.worker_of(r.source), r.meta)
+        for p in program.produced:
+            yield Arrival(key(micro, p.op), assignment.worker_of(p.targets[-1]), EMPTY)

@@ -1,0 +1,112 @@
+"""What a worker is asked to compute, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from atoll.errors import BadFrame, PlanError
+from atoll.job import TrainingSpec
+from atoll.opdag import StateMeta, TensorMeta
+from atoll.plan import Plan
+from atoll.program import StageProgram
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """A neighbour in the plan: where it may be reached, and whether we connect to it."""
+
+    worker: str
+    addresses: tuple[tuple[str, int], ...]
+    dial: bool
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One stage of one plan version. ``states`` describes every leaf of the programs, inputs
+    included; ``tensors`` maps every other leaf to its blob."""
+
+    job: str
+    version: int
+    training: TrainingSpec
+    program: StageProgram
+    eval_program: StageProgram | None
+    plan: Plan
+    links: tuple[PeerLink, ...]
+    tensors: Mapping[str, str]
+    states: Mapping[str, StateMeta]
+    first_step: int
+
+    @property
+    def stage(self) -> int:
+        return self.program.stage
+
+    @property
+    def peers(self) -> frozenset[str]:
+        return frozenset(link.worker for link in self.links)
+
+    def worker_of(self, stage: int) -> str:
+        return self.plan.stages[stage].worker
+
+    def inputs(self, program: StageProgram) -> dict[str, TensorMeta]:
+        return {name: self.states[name].meta for name in program.inputs}
+
+
+def check(assignment: Assignment, me: str) -> None:
+    """The rules that planner and worker both check; PlanError or BadFrame says which is broken."""
+    plan, program = assignment.plan, assignment.program
+    if (plan.job, plan.version) != (assignment.job, assignment.version):
+        raise BadFrame(f"plan of {plan.job} version {plan.version} assigned as version {assignment.version}")
+    if program.n_stages != len(plan.stages) or not 0 <= program.stage < len(plan.stages):
+        raise BadFrame(f"stage {program.stage} of {program.n_stages}, but the plan has {len(plan.stages)}")
+    stage = plan.stages[program.stage]
+    if len(stage.workers) != 1:
+        raise PlanError(f"stage {program.stage} has {len(stage.workers)} workers; this version runs one")
+    if stage.worker != me:
+        raise BadFrame(f"stage {program.stage} belongs to {stage.worker}, this is {me}")
+    if plan.n_micro != assignment.training.n_micro:
+        raise BadFrame(
+            f"plan has {plan.n_micro} micro-batches, training declares {assignment.training.n_micro}"
+        )
+    strangers = _neighbours(assignment) - assignment.peers - {me}
+    if strangers:
+        raise BadFrame(f"stage {program.stage} exchanges tensors with {sorted(strangers)}, no address given")
+    _check_leaves(assignment)
+
+
+def _check_leaves(assignment: Assignment) -> None:
+    programs = [p for p in (assignment.program, assignment.eval_program) if p is not None]
+    tensors = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
+    inputs = {n for p in programs for n in p.inputs}
+    undescribed = (tensors | inputs) - set(assignment.states)
+    missing = tensors - set(assignment.tensors)
+    if undescribed or missing:
+        raise BadFrame(
+            f"stage {assignment.stage}: no shape for {sorted(undescribed)[:3]}, "
+            f"no blob for {sorted(missing)[:3]}"
+        )
+
+
+def _neighbours(assignment: Assignment) -> set[str]:
+    """Workers that this stage sends to or receives from."""
+    stages: set[int] = set()
+    program = assignment.program
+    for received in program.received:
+        stages.update({received.source, received.grad_to})
+        if received.grad_from is not None:
+            stages.add(received.grad_from)
+    for produced in program.produced:
+        stages.update({*produced.targets, produced.grad_from})
+    for tied in program.tied:
+        at = tied.holders.index(program.stage)
+        stages.update(tied.holders if at == 0 else (tied.holders[0], tied.holders[at - 1]))
+        stages.update(tied.holders[at + 1 : at + 2])
+    evaluation = assignment.eval_program
+    if evaluation is not None:
+        stages.update(received.source for received in evaluation.received)
+        stages.update(target for produced in evaluation.produced for target in produced.targets)
+    if stages and max(stages) >= len(assignment.plan.stages):
+        raise BadFrame(
+            f"stage {assignment.stage} refers to stage {max(stages)} of {len(assignment.plan.stages)}"
+        )
+    return {assignment.worker_of(stage) for stage in stages}

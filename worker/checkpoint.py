@@ -1,0 +1,250 @@
+"""Tensors between a stage and the blob store: safetensors files, content-addressed, resumable.
+
+A tensor's blob holds the key "value" and, in a checkpoint, its optimizer state. Downloads are kept
+in a bounded folder and verified before they are used; uploads send only what the store lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from atoll.errors import BadFrame, ConnectionFailed, StorageError
+from atoll.execute import DTYPES
+from worker.cancel import Cancel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.opdag import StateMeta
+
+CHUNK_BYTES = 1 << 20
+HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
+STATE_KEYS = 3  # optimizer tensors beside the value, at most, each float32 of the value's shape
+ATTEMPTS = 8
+RETRY_FIRST_S = 0.2
+RETRY_MOST_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [offset, offset + data) of a blob of ``size`` bytes."""
+
+    hash: str
+    size: int
+    offset: int
+    data: bytes
+
+
+class BlobPort(Protocol):
+    """The blob store as a worker sees it; every method raises ConnectionFailed when cut off and
+    StorageError when the store refuses."""
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        """Chunks of each (hash, offset) in turn."""
+        ...
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        """Hash -> bytes already there, of those that are not whole."""
+        ...
+
+    def put(self, chunks: Iterator[Chunk]) -> None: ...
+
+
+class BlobCache:
+    """Blobs on disk under their hash; the least recently used go when ``max_bytes`` is exceeded."""
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot create {directory}: {error.strerror}; choose another --state-dir"
+            ) from None
+
+    def path(self, name: str) -> Path:
+        return self._directory / name
+
+    def held(self, name: str) -> int | None:
+        """None when the blob is whole here, else how many of its bytes are."""
+        path = self.path(name)
+        if path.is_file():
+            os.utime(path)
+            return None
+        part = path.with_suffix(".part")
+        return part.stat().st_size if part.is_file() else 0
+
+    def write(self, chunk: Chunk) -> None:
+        """Append a chunk; a blob's last chunk verifies it. BadFrame when the hash differs."""
+        path = self.path(chunk.hash)
+        part = path.with_suffix(".part")
+        try:
+            with part.open("ab") as file:
+                if file.tell() != chunk.offset:
+                    raise BadFrame(f"blob {chunk.hash[:12]}: bytes at {chunk.offset}, expected {file.tell()}")
+                file.write(chunk.data)
+                size = file.tell()
+            if size < chunk.size:
+                return
+            if _sha256(part) != chunk.hash:
+                part.unlink()
+                raise BadFrame(f"blob {chunk.hash[:12]} arrived damaged: its sha256 differs")
+            part.replace(path)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {path}: {error.strerror}; free space or choose another --state-dir"
+            ) from None
+
+    def trim(self, keep: Iterable[str] = ()) -> None:
+        """Delete the least recently used blobs beyond the bound, never those in ``keep``."""
+        kept = set(keep)
+        files = sorted((p for p in self._directory.iterdir() if p.is_file()), key=lambda p: p.stat().st_mtime)
+        total = sum(p.stat().st_size for p in files)
+        for path in files:
+            if total <= self._max_bytes:
+                return
+            if path.stem not in kept:
+                total -= path.stat().st_size
+                path.unlink(missing_ok=True)
+
+
+def download(
+    port: BlobPort,
+    cache: BlobCache,
+    wanted: Mapping[str, int],
+    cancel: Cancel,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Bring every blob of ``wanted`` (hash -> most bytes it may have) into the cache.
+
+    Resumes after a lost connection; ConnectionFailed after ATTEMPTS without a new byte.
+    """
+    cache.trim(wanted)
+    failures = 0
+    while True:
+        lacking = [(name, offset) for name in wanted if (offset := cache.held(name)) is not None]
+        if not lacking:
+            return
+        try:
+            for chunk in port.get(lacking):
+                cancel.check()
+                if chunk.size > wanted.get(chunk.hash, -1):
+                    raise BadFrame(
+                        f"blob {chunk.hash[:12]} of {chunk.size} bytes; at most {wanted.get(chunk.hash)} fit"
+                    )
+                cache.write(chunk)
+                progress(len(chunk.data))
+                failures = 0
+        except ConnectionFailed:
+            failures += 1
+            if failures >= ATTEMPTS:
+                raise
+            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
+
+
+def most_bytes(state: StateMeta) -> int:
+    """Upper bound of a tensor's blob: value, optimizer state, header."""
+    return state.meta.nbytes + STATE_KEYS * 4 * state.meta.elements + HEADER_BYTES
+
+
+def load(cache: BlobCache, name: str, blob: str, state: StateMeta) -> dict[str, Tensor]:
+    """The tensors of one blob, checked against the declared shape and dtype.
+
+    BadFrame names what differs; the file stays memory-mapped, so the caller copies.
+    """
+    try:
+        tensors = load_file(cache.path(blob))
+    except (SafetensorError, OSError) as error:
+        raise BadFrame(f"blob {blob[:12]} of {name} is no safetensors file: {error}") from None
+    value = tensors.get("value")
+    if value is None or len(tensors) > 1 + STATE_KEYS:
+        raise BadFrame(f"blob {blob[:12]} of {name} holds {sorted(tensors)[:5]}, expected 'value'")
+    if tuple(value.shape) != state.meta.shape or value.dtype is not DTYPES[state.meta.dtype]:
+        raise BadFrame(
+            f"{name} is {value.dtype} {tuple(value.shape)}, the model has "
+            f"{state.meta.dtype} {state.meta.shape}"
+        )
+    return tensors
+
+
+def upload(
+    port: BlobPort,
+    snapshot: Mapping[str, Mapping[str, Tensor]],
+    cancel: Cancel,
+    max_bytes_per_s: float | None = None,
+) -> dict[str, str]:
+    """Store a stage's snapshot; returns tensor name -> blob hash. Only what is missing travels.
+
+    Raises StorageError (a full store), ConnectionFailed after ATTEMPTS, Cancelled.
+    """
+    blobs: dict[str, bytes] = {}
+    names: dict[str, str] = {}
+    for name, tensors in sorted(snapshot.items()):
+        cancel.check()
+        data = save({key: value.contiguous() for key, value in sorted(tensors.items())})
+        names[name] = hashlib.sha256(data).hexdigest()
+        blobs[names[name]] = data
+    pace = _Pace(max_bytes_per_s)
+    failures = 0
+    while True:
+        try:
+            missing = port.missing(list(blobs))
+            if not missing:
+                return names
+            port.put(_chunks(blobs, missing, cancel, pace))
+            failures += 1  # a store that never has it must not be asked for ever
+        except ConnectionFailed:
+            failures += 1
+            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
+        if failures >= ATTEMPTS:
+            raise ConnectionFailed(f"{len(blobs)} blobs could not be stored in {ATTEMPTS} attempts")
+
+
+def tensor_bytes(snapshot: Mapping[str, Mapping[str, Tensor]]) -> int:
+    """Payload bytes of a snapshot."""
+    return sum(t.numel() * t.element_size() for tensors in snapshot.values() for t in tensors.values())
+
+
+class _Pace:
+    """Guests' manners: at most ``rate`` bytes a second on average (None: as fast as it goes)."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate = rate
+        self._due_s = 0.0
+
+    def delay_s(self, nbytes: int) -> float:
+        """Seconds to wait before sending ``nbytes``."""
+        if self._rate is None:
+            return 0.0
+        now = time.monotonic()
+        begin = max(self._due_s, now)
+        self._due_s = begin + nbytes / self._rate
+        return begin - now
+
+
+def _chunks(
+    blobs: Mapping[str, bytes], missing: Mapping[str, int], cancel: Cancel, pace: _Pace
+) -> Iterator[Chunk]:
+    for name, offset in missing.items():
+        data = blobs.get(name)
+        if data is None:
+            continue
+        for at in range(min(offset, len(data)), len(data), CHUNK_BYTES):
+            piece = data[at : at + CHUNK_BYTES]
+            cancel.wait(pace.delay_s(len(piece)))
+            yield Chunk(name, len(data), at, piece)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,325 @@
+"""A stage's work: the micro-batches of a step, the fold of tied parameters, evaluation.
+
+Runs in one thread. Every wait watches a ``Cancel`` and the links, so that a lost peer or a release
+stops it within ``POLL_S``. Sums, order and exchange follow DESIGN section 3; what travels is
+queued as soon as it is computed, and the transport lets gradients pass activations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from atoll.microbatch import Work
+from worker.arrivals import Arrival, evaluation_arrivals, step_arrivals
+from worker.cancel import Cancel
+from worker.frames import Direction, MessageKey
+from worker.spans import Span, Spans
+
+if TYPE_CHECKING:
+    from atoll.program import StageProgram
+    from worker.assignment import Assignment
+    from worker.stage import Stage, StageReport
+
+POLL_S = 0.25
+T = TypeVar("T")
+MIN_WAIT_SPAN_S = 0.0005
+
+
+class TensorLinks(Protocol):
+    """What the computation needs of the links of one plan version."""
+
+    def expect(self, arrivals: Iterable[Arrival]) -> None:
+        """Take these messages from now on."""
+        ...
+
+    def send(self, peer: str, key: MessageKey, tensor: Tensor | None) -> None:
+        """Queue; None is the zero-gradient mark. Raises PeerLost."""
+        ...
+
+    def receive(self, key: MessageKey, timeout_s: float) -> Tensor | None:
+        """Raises TimeoutError when it is not here in time, PeerLost when it cannot come."""
+        ...
+
+    def step_done(self, step: int) -> None:
+        """Messages of ``step`` and before are not wanted any more."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MicroBatches(Protocol):
+    """Training data, fetched ahead (worker/feed.py)."""
+
+    def start(self, first_step: int) -> None: ...
+
+    def take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]: ...
+
+    def step_done(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+HeldOut = Callable[[Cancel], Iterator[Mapping[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A step's result before its commit, and where its time went."""
+
+    step: int
+    stage: StageReport
+    forward_s: float
+    backward_s: float
+    waited_s: float
+    optimizer_s: float  # of the step before: finish_step and apply
+
+
+class Progress:
+    """Counts actions and messages, read by the heartbeat: stands still when the work hangs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def tick(self) -> None:
+        self.count += 1
+
+
+class StageRun:
+    """One stage of one plan version, from its first step to its release; not thread-safe."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        stage: Stage,
+        links: TensorLinks,
+        feed: MicroBatches,
+        held_out: HeldOut,
+        spans: Spans,
+        progress: Progress,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.assignment = assignment
+        self.spans = spans
+        self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
+        self._progress, self._clock = progress, clock
+        self._actions = assignment.plan.actions(assignment.stage)
+        self._expected: int | None = None  # last step whose messages are taken
+        self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
+        self._waited_s = 0.0
+        self._optimizer_s = 0.0
+        self._finish_s = 0.0
+
+    def open(self, first_step: int) -> None:
+        """Take messages of the first step; before anybody is told that this stage is loaded."""
+        self._expect_up_to(first_step)
+        self._feed.start(first_step)
+
+    def run_step(self, step: int, cancel: Cancel) -> StepReport:
+        """Forwards, backwards, tied parameters; ends where the commit decides.
+
+        Raises Cancelled, PeerLost, or what an op raised.
+        """
+        # A neighbour may begin the next step before this stage hears of the commit.
+        self._expect_up_to(step + 1)
+        self._links.step_done(step - 1)
+        self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
+        self._waited_s = 0.0
+        self._stage.begin_step(step)
+        for action in self._actions:
+            cancel.check()
+            if action.work is Work.FORWARD:
+                self._forward(step, action.micro, cancel)
+            else:
+                self._backward(step, action.micro, cancel)
+            self._progress.tick()
+        self._fold_tied(step, cancel)
+        started_s = self._clock()
+        report = self._stage.finish_step()
+        optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
+        self._finish_s = self._clock() - started_s
+        return StepReport(
+            step,
+            report,
+            self._busy[Work.FORWARD],
+            self._busy[Work.BACKWARD],
+            self._waited_s,
+            optimizer_s,
+        )
+
+    def apply(self, step: int, gradient_scale: float) -> None:
+        """Commit: the optimizer's step."""
+        started_s = self._clock()
+        with self.spans.timed("opt", step):
+            self._stage.apply(gradient_scale)
+            self._synchronize()
+        self._optimizer_s = self._finish_s + self._clock() - started_s
+        self._feed.step_done(step)
+        self._progress.tick()
+
+    def discard(self) -> None:
+        """Leave no trace of the step under way."""
+        self._stage.discard()
+
+    def evaluate(self, step: int, cancel: Cancel) -> float | None:
+        """Mean held-out loss where this stage computes it; the other stages return None."""
+        program = self.assignment.eval_program
+        if program is None:
+            return None
+        for micro, inputs in enumerate(self._held_out(cancel)):
+            cancel.check()
+            with self.spans.timed("eval", step, micro):
+                self._evaluate_micro(program, step, micro, inputs, cancel)
+            self._progress.tick()
+        return self._stage.evaluation_loss()
+
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        """CPU copies of what this stage holds, with optimizer state."""
+        return self._stage.snapshot()
+
+    def close(self) -> None:
+        self._feed.close()
+        self._links.close()
+
+    # ---------------------------------------------------------------- one micro-batch
+
+    def _forward(self, step: int, micro: int, cancel: Cancel) -> None:
+        program = self.assignment.program
+        inputs = self._take(step, micro, cancel)
+        received: dict[int, Tensor] = {}
+        for r in program.received:
+            key = self._key(Direction.FORWARD, step, micro, r.op)
+            value = self._receive(key, self.assignment.worker_of(r.source), cancel)
+            if value is None:
+                raise ValueError(f"op {r.op} arrived as a zero-gradient mark in the forward")
+            received[r.op] = value
+        produced = self._timed(
+            Work.FORWARD, step, micro, lambda: self._stage.forward(micro, inputs, received)
+        )
+        for p in program.produced:
+            for target in p.targets:
+                self._send(target, self._key(Direction.FORWARD, step, micro, p.op), produced[p.op])
+
+    def _backward(self, step: int, micro: int, cancel: Cancel) -> None:
+        program = self.assignment.program
+        grads: dict[int, Tensor | None] = {}
+        for op, source in _gradient_sources(program):
+            key = self._key(Direction.BACKWARD, step, micro, op)
+            grads[op] = self._receive(key, self.assignment.worker_of(source), cancel)
+        answers = self._timed(Work.BACKWARD, step, micro, lambda: self._stage.backward(micro, grads))
+        for r in program.received:
+            if r.requires_grad:
+                self._send(r.grad_to, self._key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
+
+    def _evaluate_micro(
+        self, program: StageProgram, step: int, micro: int, inputs: Mapping[str, Tensor], cancel: Cancel
+    ) -> None:
+        received: dict[int, Tensor] = {}
+        for r in program.received:
+            key = self._key(Direction.EVALUATION, step, micro, r.op)
+            value = self._receive(key, self.assignment.worker_of(r.source), cancel)
+            if value is None:
+                raise ValueError(f"op {r.op} arrived as a zero-gradient mark in the evaluation")
+            received[r.op] = value
+        produced = self._stage.evaluate_micro(micro, inputs, received)
+        for r in program.received:
+            if r.grad_from is None:  # the last to receive it acknowledges
+                self._send(r.source, self._key(Direction.EVALUATION, step, micro, r.op), None)
+        # A fast stage may be at most a step's micro-batches ahead of the slowest.
+        behind = micro - self.assignment.training.n_micro
+        for p in program.produced:
+            if behind >= 0:
+                key = self._key(Direction.EVALUATION, step, behind, p.op)
+                self._receive(key, self.assignment.worker_of(p.targets[-1]), cancel)
+            for target in p.targets:
+                self._send(target, self._key(Direction.EVALUATION, step, micro, p.op), produced[p.op])
+
+    # ---------------------------------------------------------------- tied parameters
+
+    def _fold_tied(self, step: int, cancel: Cancel) -> None:
+        """Partial sums from the last holder down to the first, the total back to every other."""
+        me = self.assignment.stage
+        for tied in self.assignment.program.tied:
+            at = tied.holders.index(me)
+            later: Tensor | None = None
+            if at + 1 < len(tied.holders):
+                key = self._key(Direction.TIED_PARTIAL, step, 0, tied.index)
+                later = self._receive(key, self.assignment.worker_of(tied.holders[at + 1]), cancel)
+            partial = self._stage.tied_partial(tied.name, later)
+            if at:
+                key = self._key(Direction.TIED_PARTIAL, step, 0, tied.index)
+                self._send(tied.holders[at - 1], key, partial)
+            else:
+                self._stage.set_tied_total(tied.name, partial)
+                for holder in tied.holders[1:]:
+                    self._send(holder, self._key(Direction.TIED_TOTAL, step, 0, tied.index), partial)
+        # Totals last: waiting for one must not hold back another parameter's partial sum.
+        for tied in self.assignment.program.tied:
+            if tied.holders[0] != me:
+                key = self._key(Direction.TIED_TOTAL, step, 0, tied.index)
+                peer = self.assignment.worker_of(tied.holders[0])
+                self._stage.set_tied_total(tied.name, self._receive(key, peer, cancel))
+
+    # ---------------------------------------------------------------- waits, sends, clocks
+
+    def _expect_up_to(self, step: int) -> None:
+        first = step if self._expected is None else self._expected + 1
+        for number in range(first, step + 1):
+            self._links.expect(step_arrivals(self.assignment, number))
+            self._links.expect(evaluation_arrivals(self.assignment, number))
+        self._expected = max(step, self._expected or 0)
+
+    def _key(self, direction: Direction, step: int, micro: int, edge: int) -> MessageKey:
+        return MessageKey(self.assignment.job, self.assignment.version, step, micro, edge, direction)
+
+    def _take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]:
+        begun_s, started_s = self.spans.now_s(), self._clock()
+        inputs = self._feed.take(step, micro, cancel)
+        self._note_wait(step, micro, begun_s, self._clock() - started_s, "")
+        return inputs
+
+    def _receive(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
+        begun_s, started_s = self.spans.now_s(), self._clock()
+        while True:
+            cancel.check()
+            try:
+                value = self._links.receive(key, POLL_S)
+                break
+            except TimeoutError:
+                continue
+        self._progress.tick()
+        self._note_wait(key.step, key.micro, begun_s, self._clock() - started_s, peer)
+        return value
+
+    def _note_wait(self, step: int, micro: int, begun_s: float, waited_s: float, peer: str) -> None:
+        self._waited_s += waited_s
+        if waited_s >= MIN_WAIT_SPAN_S:
+            self.spans.add(Span("wait", step, micro, begun_s, begun_s + waited_s, peer))
+
+    def _send(self, stage: int, key: MessageKey, value: Tensor | None) -> None:
+        self._links.send(self.assignment.worker_of(stage), key, value)
+
+    def _timed(self, work: Work, step: int, micro: int, run: Callable[[], T]) -> T:
+        started_s = self._clock()
+        with self.spans.timed(work.value, step, micro):
+            result = run()
+            self._synchronize()
+        self._busy[work] += self._clock() - started_s
+        return result
+
+    def _synchronize(self) -> None:
+        """A GPU's work is measured where it ends, not where it was queued."""
+        if self._stage.device.type == "cuda":
+            torch.cuda.synchronize(self._stage.device)
+
+
+def _gradient_sources(program: StageProgram) -> list[tuple[int, int]]:
+    """(op, stage) of every gradient that must arrive before a backward."""
+    own = [(p.op, p.grad_from) for p in program.produced if p.requires_grad]
+    later = [(r.op, r.grad_from) for r in program.received if r.requires_grad and r.grad_from is not None]
+    return own + later

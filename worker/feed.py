@@ -1,0 +1,310 @@
+"""Micro-batches for a stage, fetched ahead of the computation from the data provider.
+
+One thread fetches whole steps in order and keeps at most ``ahead`` steps and about ``max_bytes``;
+``take`` waits for a micro-batch. A step's data stays until ``step_done``, so that a discarded step
+runs again without asking. Losing the coordinator only delays the thread: it asks again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from atoll.errors import AtollError, BadFrame, ConnectionFailed
+from atoll.execute import DTYPES
+from atoll.opdag import DTYPE_BYTES, FLOATING, LeafRef, OpRef, Source
+from worker.cancel import Cancel
+
+if TYPE_CHECKING:
+    from atoll.opdag import OpNode, StateMeta, TensorMeta
+    from atoll.program import StageProgram
+
+RETRY_FIRST_S = 0.2
+RETRY_MOST_S = 5.0
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """One input of one micro-batch, as the data provider sent it."""
+
+    step: int
+    micro: int
+    input: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+Fetch = Callable[[bool, tuple[str, ...], int, int], Iterable[Arrived]]
+"""(evaluation, inputs, first step, count) -> micro-batches; ConnectionFailed may be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRule:
+    """What an input must look like; ``low`` and ``high`` bound values that are used as indices."""
+
+    meta: TensorMeta
+    low: int | None = None
+    high: int | None = None  # exclusive
+    besides: int | None = None  # one value outside the bounds that is accepted (ignore_index)
+
+
+class Feed:
+    """Training micro-batches, fetched ahead. ``start`` once; ``close`` ends the thread."""
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        rules: Mapping[str, InputRule],
+        n_micro: int,
+        steps: int,
+        ahead: int = 3,
+        max_bytes: int = 256 << 20,
+    ) -> None:
+        self._fetch = fetch
+        self._rules = dict(rules)
+        self._n_micro = n_micro
+        self._steps = steps
+        self._ahead = max(ahead, 2)
+        step_bytes = n_micro * sum(rule.meta.nbytes for rule in rules.values())
+        # The step being computed and the next one are always kept, however large.
+        self._window = max(2, min(self._ahead, max_bytes // max(step_bytes, 1)))
+        self._changed = threading.Condition()
+        self._held: dict[int, dict[int, dict[str, Tensor]]] = {}
+        self._next = 0  # step the thread fetches next
+        self._oldest = 0  # step the computation is at
+        self._error: AtollError | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, first_step: int) -> None:
+        """Begin to fetch at ``first_step``."""
+        self._next = self._oldest = first_step
+        if self._rules:
+            self._thread = threading.Thread(target=self._run, name="atoll-feed", daemon=True)
+            self._thread.start()
+
+    def take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]:
+        """Inputs of a micro-batch; waits for them. Raises what made fetching impossible."""
+        if not self._rules:
+            return {}
+        with self._changed:
+            self._seek(step)
+            while True:
+                cancel.check()
+                if self._error is not None:
+                    raise self._error
+                found = self._held.get(step, {}).get(micro)
+                if found is not None and len(found) == len(self._rules):
+                    return dict(found)
+                self._changed.wait(POLL_S)
+
+    def step_done(self, step: int) -> None:
+        """``step`` is committed: its data is not needed again."""
+        with self._changed:
+            self._oldest = max(self._oldest, step + 1)
+            for old in [s for s in self._held if s < self._oldest]:
+                del self._held[old]
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop fetching; a call under way ends at its next message."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _seek(self, step: int) -> None:
+        """A Start may name a step that was not fetched (a run that resumes elsewhere)."""
+        if step < self._oldest or step > self._next + self._window:
+            self._held.clear()
+            self._next = self._oldest = step
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        failures = 0
+        while True:
+            with self._changed:
+                while not self._closed and (
+                    self._next >= self._oldest + self._window or self._next >= self._steps
+                ):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                step = self._next
+            try:
+                self._fetch_step(step)
+                failures = 0
+            except ConnectionFailed:
+                failures += 1
+                with self._changed:
+                    pause = min(RETRY_MOST_S, RETRY_FIRST_S * 2.0 ** min(failures, 16))
+                    self._changed.wait_for(lambda: self._closed, pause)
+            except AtollError as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+
+    def _fetch_step(self, step: int) -> None:
+        for arrived in self._fetch(False, tuple(self._rules), step, 1):
+            tensor = _checked(arrived, self._rules)
+            if arrived.step != step or not 0 <= arrived.micro < self._n_micro:
+                raise BadFrame(f"asked for data of step {step}, got {arrived.step}.{arrived.micro}")
+            with self._changed:
+                if self._closed or self._next != step:
+                    return
+                self._held.setdefault(step, {}).setdefault(arrived.micro, {})[arrived.input] = tensor
+                self._changed.notify_all()
+        with self._changed:
+            if self._next == step:
+                complete = [m for m in self._held.get(step, {}).values() if len(m) == len(self._rules)]
+                if len(complete) != self._n_micro:
+                    raise ConnectionFailed(f"data of step {step} ended early")
+                self._next = step + 1
+
+
+def held_out(
+    fetch: Fetch, rules: Mapping[str, InputRule], n_batches: int, cancel: Cancel
+) -> Iterator[dict[str, Tensor]]:
+    """The held-out micro-batches in order, one in memory at a time; tried again when cut off."""
+    if not rules:
+        for _ in range(n_batches):
+            yield {}
+        return
+    done, failures = 0, 0
+    while done < n_batches:
+        cancel.check()
+        current: dict[str, Tensor] = {}
+        try:
+            for arrived in fetch(True, tuple(rules), 0, 1):
+                cancel.check()
+                if arrived.micro < done:
+                    continue
+                current[arrived.input] = _checked(arrived, rules)
+                if len(current) == len(rules):
+                    yield current
+                    done, current, failures = done + 1, {}, 0
+            if done < n_batches:
+                raise BadFrame(f"held-out data has {done} micro-batches, {n_batches} are declared")
+        except ConnectionFailed:
+            failures += 1
+            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0 ** min(failures, 16)))
+
+
+def _checked(arrived: Arrived, rules: Mapping[str, InputRule]) -> Tensor:
+    """The tensor in its DAG dtype. Raises BadFrame for a wrong name, shape, dtype, size or index."""
+    where = f"input {arrived.input[:60]!r} of step {arrived.step}, micro-batch {arrived.micro}"
+    rule = rules.get(arrived.input)
+    if rule is None:
+        raise BadFrame(f"{where} was not asked for")
+    if arrived.shape != rule.meta.shape:
+        raise BadFrame(f"{where} has shape {arrived.shape}, the model takes {rule.meta.shape}")
+    if arrived.dtype not in DTYPE_BYTES:
+        raise BadFrame(f"{where} has the unknown dtype {arrived.dtype[:30]!r}")
+    if arrived.dtype in FLOATING and rule.meta.dtype not in FLOATING:
+        raise BadFrame(f"{where} is {arrived.dtype}, the model takes {rule.meta.dtype}")
+    expected = math.prod(arrived.shape) * DTYPE_BYTES[arrived.dtype]
+    if len(arrived.data) != expected:
+        raise BadFrame(f"{where} has {len(arrived.data)} bytes, its shape and dtype need {expected}")
+    if not expected:
+        return torch.empty(arrived.shape, dtype=DTYPES[rule.meta.dtype])
+    # A copy: torch wants memory that it may write.
+    flat = torch.frombuffer(bytearray(arrived.data), dtype=DTYPES[arrived.dtype])
+    value = flat.reshape(arrived.shape).to(DTYPES[rule.meta.dtype])
+    _check_range(value, rule, where)
+    return value
+
+
+def _check_range(value: Tensor, rule: InputRule, where: str) -> None:
+    if rule.low is None or rule.high is None:
+        return
+    wrong = (value < rule.low) | (value >= rule.high)
+    if rule.besides is not None:
+        wrong &= value != rule.besides
+    if bool(wrong.any()):
+        found = int(value[wrong][0])
+        raise BadFrame(f"{where} holds the index {found}; the model takes {rule.low} to {rule.high - 1}")
+
+
+# ---------------------------------------------------------------- which values are indices
+
+# An index out of range is an error on the CPU but ends the whole process's use of a GPU.
+_SHAPE_ONLY = frozenset(
+    f"aten.{name}"
+    for name in (
+        "view.default", "reshape.default", "slice.Tensor", "unsqueeze.default", "squeeze.default",
+        "squeeze.dim", "contiguous.default", "to.dtype", "to.device", "to.dtype_layout", "_to_copy.default",
+        "alias.default", "detach.default", "clone.default", "select.int", "expand.default",
+        "transpose.int", "permute.default", "flatten.using_ints",
+    )
+)  # fmt: skip
+
+
+def input_rules(
+    program: StageProgram, inputs: Mapping[str, TensorMeta], states: Mapping[str, StateMeta]
+) -> dict[str, InputRule]:
+    """Rules of the program's inputs: metas, and index bounds where an input is looked up in a
+    table or is a class number."""
+    nodes = dict(program.ops)
+    rules = {name: InputRule(inputs[name]) for name in program.inputs}
+    for _, node in program.ops:
+        if node.target == "aten.embedding.default":
+            rows = _first_dim(node.args[0], nodes, states)
+            _bound(rules, _input_behind(node.args[1], nodes), rows, None)
+        elif node.target in ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"):
+            classes = _class_dim(node, nodes)
+            _bound(rules, _input_behind(node.args[1], nodes), classes, _ignore_index(node))
+    return rules
+
+
+def _bound(rules: dict[str, InputRule], name: str | None, high: int | None, besides: int | None) -> None:
+    if name is None or high is None or rules[name].meta.dtype in FLOATING:
+        return
+    known = rules[name].high
+    if known is not None:
+        high, besides = min(high, known), rules[name].besides
+    rules[name] = InputRule(rules[name].meta, 0, high, besides)
+
+
+def _input_behind(arg: object, nodes: Mapping[int, OpNode]) -> str | None:
+    """The input that ``arg`` is, looking through ops that only change its shape."""
+    for _ in range(64):
+        if isinstance(arg, LeafRef):
+            return arg.name if arg.source is Source.INPUT else None
+        if not isinstance(arg, OpRef) or arg.op not in nodes:
+            return None
+        node = nodes[arg.op]
+        if node.target not in _SHAPE_ONLY or not node.args:
+            return None
+        arg = node.args[0]
+    return None
+
+
+def _first_dim(arg: object, nodes: Mapping[int, OpNode], states: Mapping[str, StateMeta]) -> int | None:
+    if isinstance(arg, LeafRef) and arg.name in states and states[arg.name].meta.shape:
+        return states[arg.name].meta.shape[0]
+    if isinstance(arg, OpRef) and arg.op in nodes and nodes[arg.op].outputs[0].shape:
+        return nodes[arg.op].outputs[0].shape[0]
+    return None
+
+
+def _class_dim(node: OpNode, nodes: Mapping[int, OpNode]) -> int | None:
+    arg = node.args[0]
+    if not isinstance(arg, OpRef) or arg.op not in nodes:
+        return None
+    shape = nodes[arg.op].outputs[0].shape
+    return (shape[1] if len(shape) > 1 else shape[0]) if shape else None
+
+
+def _ignore_index(node: OpNode) -> int:
+    value = dict(node.kwargs).get("ignore_index", node.args[4] if len(node.args) > 4 else -100)
+    return value if isinstance(value, int) else -100

@@ -1,0 +1,578 @@
+"""A worker's session with its coordinator as a pure machine: events in, instructions out.
+
+Connection and work are separate: losing the coordinator changes nothing in what is computed;
+what was said and may have been lost is kept and said again after the next welcome. Every event
+of a job carries (job, version, step); what does not match the state is late or duplicate, which
+is normal on the internet: it is ignored and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+BACKOFF_FIRST_S = 0.2
+BACKOFF_MOST_S = 10.0
+RECENT = 12  # events remembered for error messages
+
+
+class Phase(StrEnum):
+    CONNECTING = "connecting"  # never welcomed yet
+    IDLE = "idle"  # in the pool
+    LOADING = "loading"
+    READY = "ready"  # holds a stage, waits for Start
+    TRAINING = "training"  # computes a step
+    WAITING = "waiting"  # step reported, waits for commit or discard
+    APPLYING = "applying"
+    EVALUATING = "evaluating"
+    FAILED = "failed"  # said why; waits for discard, release or a new plan
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+# ---------------------------------------------------------------- events: the coordinator's
+
+
+@dataclass(frozen=True, slots=True)
+class Welcomed:
+    worker: str
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    job: str
+    version: int
+    peers: frozenset[str]
+    work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    job: str
+    version: int
+    step: int
+    gradient_scale: float
+    store: bool
+    evaluate: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    job: str
+    version: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    job: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    reason: str
+    for_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpsAsked:
+    request: int
+    ops: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAsked:
+    request: int
+    peer: str
+    target: Any = field(repr=False, compare=False)
+
+
+# ---------------------------------------------------------------- events: our own
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The session stream ended. ``jitter`` in [0, 1) spreads a fleet's reconnects."""
+
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoaded:
+    job: str
+    version: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StageBroke:
+    job: str
+    version: int
+    step: int
+    reason: str
+    lost_peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    job: str
+    version: int
+    step: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StepApplied:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvalDone:
+    job: str
+    version: int
+    step: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    job: str
+    version: int
+    step: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Ops or a link were measured (or could not be): the answer to say."""
+
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Everything was dropped and said; nothing is left to do."""
+
+
+Event = (
+    Welcomed | Assigned | Started | Committed | Discarded | Released | Dismissed | OpsAsked | LinkAsked
+    | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
+    | PeerLost | LeaveAsked | Drained
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- instructions
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStage:
+    job: str
+    version: int
+    work: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    job: str
+    version: int
+    step: int
+    gradient_scale: float
+    store: bool  # snapshot and upload in the background once applied
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardStep:
+    """Stop computing the step and leave no trace of it."""
+
+    job: str
+    version: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Stop the computation under way; its stage stays loaded."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropStage:
+    """Stop at once and forget everything of this job."""
+
+    job: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimeOps:
+    request: int
+    ops: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLink:
+    request: int
+    peer: str
+    target: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Said to the coordinator: the stage cannot go on."""
+
+    job: str
+    version: int
+    step: int
+    reason: str
+    lost_peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Said to the coordinator: a probe that this worker will not run now."""
+
+    request: int
+    peer: str  # "" for ops
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnect:
+    after_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    reason: str
+    dismissed: bool
+    for_good: bool = False
+
+
+Instruction = (
+    LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | Interrupt | DropStage | TimeOps | TimeLink
+    | Say | Reconnect | Quit
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """All that decides what the next event means. ``kept`` holds one message of each kind that
+    must reach the coordinator, said again after every welcome until an answer proves it arrived."""
+
+    phase: Phase = Phase.CONNECTING
+    worker: str = ""
+    connected: bool = False
+    attempts: int = 0  # failed connections in a row
+    job: str = ""
+    version: int = 0
+    peers: frozenset[str] = frozenset()
+    step: int = 0
+    commit: Committed | None = None  # being carried out
+    spoiled: bool = False  # an apply broke half way: only a new plan can help
+    kept: tuple[tuple[str, Any], ...] = ()
+    ignored: int = 0
+    recent: tuple[str, ...] = ()
+
+
+Step = tuple[Session, tuple[Instruction, ...]]
+
+
+def handle(state: Session, event: Event) -> Step:
+    """Return the next state and what the shell must do, in order.
+
+    An event that the table does not know in this phase, or that is of another plan or step, is
+    ignored and counted.
+    """
+    recent = (*state.recent, f"{state.phase}:{type(event).__name__}")[-RECENT:]
+    state = replace(state, recent=recent)
+    rule = TRANSITIONS.get((state.phase, type(event)))
+    if rule is None or not _current(state, event):
+        return _ignore(state)
+    return rule(state, event)
+
+
+def _current(state: Session, event: Event) -> bool:
+    """Whether an event that names a plan names ours; Assigned and probes are judged by their rule."""
+    if isinstance(event, Assigned | Released):
+        return True
+    job = getattr(event, "job", None)
+    return job is None or (job == state.job and getattr(event, "version", None) == state.version)
+
+
+def _ignore(state: Session) -> Step:
+    return replace(state, ignored=state.ignored + 1), ()
+
+
+def _keep(state: Session, kind: str, message: Any) -> Session:
+    others = tuple(entry for entry in state.kept if entry[0] != kind)
+    return replace(state, kept=(*others, (kind, message)))
+
+
+def _heard(state: Session, *kinds: str) -> Session:
+    """The coordinator's answer shows that messages of these kinds arrived."""
+    return replace(state, kept=tuple(entry for entry in state.kept if entry[0] not in kinds))
+
+
+# ---------------------------------------------------------------- rules: connection
+
+
+def _welcomed(state: Session, event: Welcomed) -> Step:
+    phase = Phase.IDLE if state.phase is Phase.CONNECTING else state.phase
+    state = replace(state, phase=phase, worker=event.worker, connected=True, attempts=0)
+    return state, tuple(Say(message) for _, message in state.kept)
+
+
+def _disconnected(state: Session, event: Disconnected) -> Step:
+    after = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(state.attempts, 16))
+    state = replace(state, connected=False, attempts=state.attempts + 1)
+    return state, (Reconnect(after * (0.5 + 0.5 * event.jitter), event.reason),)
+
+
+def _leave(state: Session, event: LeaveAsked) -> Step:
+    return replace(state, phase=Phase.DRAINING, kept=()), (
+        *_drop(state, event.reason),
+        Say(Leaving(event.reason)),
+        Quit(event.reason, dismissed=False),
+    )
+
+
+def _dismissed(state: Session, event: Dismissed) -> Step:
+    state_after = replace(state, phase=Phase.DRAINING, kept=())
+    return state_after, (
+        *_drop(state, event.reason),
+        Quit(event.reason, dismissed=True, for_good=event.for_good),
+    )
+
+
+def _drained(state: Session, event: Drained) -> Step:
+    return replace(state, phase=Phase.GONE), ()
+
+
+# ---------------------------------------------------------------- rules: a job
+
+
+def _drop(state: Session, reason: str) -> tuple[Instruction, ...]:
+    return (DropStage(state.job, state.version, reason),) if state.job else ()
+
+
+def _assigned(state: Session, event: Assigned) -> Step:
+    if event.job == state.job and event.version <= state.version:
+        return _ignore(state)
+    # A newer plan, or another job, replaces what we hold: the coordinator alone decides.
+    dropped = _drop(state, f"replaced by {event.job} version {event.version}")
+    state = replace(
+        state,
+        phase=Phase.LOADING,
+        job=event.job,
+        version=event.version,
+        peers=event.peers,
+        step=0,
+        commit=None,
+        spoiled=False,
+        kept=(),
+    )
+    return state, (*dropped, LoadStage(event.job, event.version, event.work))
+
+
+def _released(state: Session, event: Released) -> Step:
+    # A release of a version that we never heard of (its Assign was lost) still ends the older one.
+    if event.job != state.job or event.version < state.version:
+        return _ignore(state)
+    dropped = _drop(state, event.reason)
+    cleared = replace(state, phase=Phase.IDLE, job="", version=0, peers=frozenset(), commit=None, kept=())
+    return cleared, dropped
+
+
+def _loaded(state: Session, event: StageLoaded) -> Step:
+    state = _keep(replace(state, phase=Phase.READY), "loaded", event.message)
+    return state, (Say(event.message),)
+
+
+def _started(state: Session, event: Started) -> Step:
+    state = _heard(replace(state, phase=Phase.TRAINING, step=event.step), "loaded", "failed")
+    return state, (RunStep(state.job, state.version, event.step),)
+
+
+def _done(state: Session, event: StepDone) -> Step:
+    if event.step != state.step:
+        return _ignore(state)
+    state = _keep(replace(state, phase=Phase.WAITING), "ready", event.message)
+    return state, (Say(event.message),)
+
+
+def _committed(state: Session, event: Committed) -> Step:
+    if event.step != state.step:
+        return _ignore(state)
+    state = _heard(replace(state, phase=Phase.APPLYING, commit=event), "ready")
+    apply = ApplyStep(state.job, state.version, event.step, event.gradient_scale, event.store)
+    return state, (apply,)
+
+
+def _applied(state: Session, event: StepApplied) -> Step:
+    if event.step != state.step or state.commit is None:
+        return _ignore(state)
+    if state.commit.evaluate:
+        evaluate = Evaluate(state.job, state.version, event.step)
+        return replace(state, phase=Phase.EVALUATING), (evaluate,)
+    return _next(state)
+
+
+def _evaluated(state: Session, event: EvalDone) -> Step:
+    if event.step != state.step:
+        return _ignore(state)
+    state, todo = _next(_keep(state, "evaluated", event.message))
+    return state, (Say(event.message), *todo)
+
+
+def _next(state: Session) -> Step:
+    last = state.commit is not None and state.commit.last
+    state = replace(state, step=state.step + 1, commit=None)
+    if last:
+        return replace(state, phase=Phase.READY), ()
+    return replace(state, phase=Phase.TRAINING), (RunStep(state.job, state.version, state.step),)
+
+
+def _discarded(state: Session, event: Discarded) -> Step:
+    """Back to ready; a step that runs again is started again, under a new plan version where
+    neighbours may have messages of the first attempt under way."""
+    if event.step != state.step or state.spoiled:
+        return _ignore(state)
+    state = _heard(state, "ready", "failed")
+    discard = DiscardStep(state.job, state.version, event.step, event.reason)
+    return replace(state, phase=Phase.READY), (discard,)
+
+
+def _stored(state: Session, event: Stored) -> Step:
+    return _keep(state, "stored", event.message), (Say(event.message),)
+
+
+def _broke(state: Session, event: StageBroke) -> Step:
+    failed = Failed(event.job, event.version, event.step, event.reason, event.lost_peer)
+    spoiled = state.spoiled or state.phase not in (Phase.TRAINING, Phase.WAITING)
+    state = _keep(replace(state, phase=Phase.FAILED, spoiled=spoiled), "failed", failed)
+    return state, (Say(failed),)
+
+
+def _peer_lost(state: Session, event: PeerLost) -> Step:
+    if event.peer not in state.peers:
+        return _ignore(state)
+    reason = f"lost {event.peer}: {event.reason}"
+    state, said = _broke(state, StageBroke(state.job, state.version, state.step, reason, event.peer))
+    return state, (Interrupt(reason), *said)
+
+
+# ---------------------------------------------------------------- rules: probes
+
+
+def _probed(state: Session, event: Probed) -> Step:
+    return state, (Say(event.message),)
+
+
+def _time_ops(state: Session, event: OpsAsked) -> Step:
+    return state, (TimeOps(event.request, event.ops),)
+
+
+def _refuse_ops(state: Session, event: OpsAsked) -> Step:
+    return state, (Say(Refused(event.request, "", f"busy: {state.phase}")),)
+
+
+def _time_link(state: Session, event: LinkAsked) -> Step:
+    return state, (TimeLink(event.request, event.peer, event.target),)
+
+
+def _refuse_link(state: Session, event: LinkAsked) -> Step:
+    return state, (Say(Refused(event.request, event.peer, f"busy: {state.phase}")),)
+
+
+# ---------------------------------------------------------------- the table
+
+Rule = Callable[[Session, Any], Step]
+_LIVE = tuple(p for p in Phase if p not in (Phase.DRAINING, Phase.GONE))
+_WELCOMED = tuple(p for p in _LIVE if p is not Phase.CONNECTING)
+_HOLDING = tuple(p for p in _WELCOMED if p is not Phase.IDLE)
+_QUIET = (Phase.IDLE,)  # probing never disturbs training
+
+TRANSITIONS: dict[tuple[Phase, type], Rule] = {
+    **{(p, Welcomed): _welcomed for p in _LIVE},
+    **{(p, Disconnected): _disconnected for p in _LIVE},
+    **{(p, LeaveAsked): _leave for p in _LIVE},
+    **{(p, Dismissed): _dismissed for p in _LIVE},
+    (Phase.DRAINING, Drained): _drained,
+    **{(p, Assigned): _assigned for p in _WELCOMED},
+    **{(p, Released): _released for p in _HOLDING},
+    (Phase.LOADING, StageLoaded): _loaded,
+    (Phase.READY, Started): _started,
+    (Phase.TRAINING, StepDone): _done,
+    (Phase.WAITING, Committed): _committed,
+    (Phase.APPLYING, StepApplied): _applied,
+    (Phase.EVALUATING, EvalDone): _evaluated,
+    **{(p, Discarded): _discarded for p in (Phase.TRAINING, Phase.WAITING, Phase.FAILED)},
+    **{(p, Stored): _stored for p in _HOLDING},
+    **{
+        (p, StageBroke): _broke
+        for p in (Phase.LOADING, Phase.READY, Phase.TRAINING, Phase.APPLYING, Phase.EVALUATING)
+    },
+    **{(p, PeerLost): _peer_lost for p in (Phase.TRAINING, Phase.EVALUATING)},
+    **{(p, Probed): _probed for p in _WELCOMED},
+    **{(p, OpsAsked): (_time_ops if p in _QUIET else _refuse_ops) for p in _WELCOMED},
+    **{(p, LinkAsked): (_time_link if p in _QUIET else _refuse_link) for p in _WELCOMED},
+}
