@@ -2,8 +2,8 @@
 
     from coordinator.client import connect
     with connect() as client:
-        job = client.submit(client.prepare(load_job(Path("gpt.py"))))
-        for update in client.watch(job):
+        reply = client.submit(prepare(load_job(Path("gpt.py"))))
+        for update in client.watch(reply.job):
             print(update.step, update.loss)
 
 Every failed call raises an error of ``atoll.errors``. Nothing here imports torch before a model
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +35,8 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos.convert import from_proto, to_proto
 
 if TYPE_CHECKING:
-    from coordinator.prepare import Prepared
+    from atoll.job import TrainingSpec
+    from coordinator.prepare import Graphs, Prepared
 
 FINISHED = "finished"
 ENDED = frozenset({FINISHED, "failed", "cancelled"})
@@ -120,16 +121,22 @@ class Client:
         reply: pb.SubmitReply = self._patiently(lambda: self._owner.Submit(request, **self._short(60.0)))
         return reply
 
-    def plan(self, prepared: Prepared, progress: Progress = silent, timeout_s: float = 300.0) -> LivePlan:
-        """What the coordinator would do with this job on its fleet now; nothing is started."""
-        graphs = {prepared.spec.dag_hash, prepared.spec.eval_dag_hash}
-        self._transfers.upload([blob for blob in prepared.blobs if blob.hash in graphs], progress)
+    def plan(
+        self,
+        graphs: Graphs,
+        training: TrainingSpec,
+        partitioner: str = "op_fence",
+        schedule: str = "auto",
+        timeout_s: float = 600.0,
+    ) -> LivePlan:
+        """What the coordinator would do with this model on its fleet now; nothing is started."""
+        self._transfers.upload([graphs.blob, graphs.eval_blob])
         request = pb.PlanRequest(
-            dag_hash=prepared.spec.dag_hash,
-            eval_dag_hash=prepared.spec.eval_dag_hash,
-            training=to_proto(prepared.spec.training),
-            partitioner=prepared.spec.partitioner,
-            schedule=prepared.spec.schedule,
+            dag_hash=graphs.blob.hash,
+            eval_dag_hash=graphs.eval_blob.hash,
+            training=to_proto(training),
+            partitioner=partitioner,
+            schedule=schedule,
         )
         # Ops not seen before are timed on every device first, hence the long limit.
         with calling(self.endpoint.address):
@@ -289,11 +296,6 @@ def check_ended(update: pb.JobUpdate) -> None:
         )
         reason = update.reason or "no reason given"
         raise JobFailed(f"{update.job} {update.state} at step {update.step}: {reason}; {kept}")
-
-
-def names_of(workers: Mapping[str, str] | None, fleet: tuple[pb.WorkerStatus, ...]) -> dict[str, str]:
-    """Worker id -> the name its owner gave it."""
-    return {**(workers or {}), **{status.worker: status.name or status.worker for status in fleet}}
 
 
 def _spans(chunk: pb.TraceChunk) -> Iterator[TraceSpan]:

@@ -34,13 +34,29 @@ Telling = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Graphs:
+    """What planning needs of a model: both op-DAGs, and each as the blob it travels in."""
+
+    dag: OpDag
+    eval_dag: OpDag
+    blob: LocalBlob
+    eval_blob: LocalBlob
+
+    @classmethod
+    def of(cls, captured: Captured) -> Graphs:
+        """The graphs of a capture."""
+        dag, eval_dag = captured.train, captured.evaluation
+        blobs = [LocalBlob.of(partial(dag_bytes, found)) for found in (dag, eval_dag)]
+        return cls(dag, eval_dag, *blobs)
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """What is submitted (``spec``), the bytes it names (``blobs``), and the graphs themselves."""
+    """What is submitted (``spec``) and the bytes it names (``blobs``)."""
 
     spec: JobSpec
     blobs: tuple[LocalBlob, ...]
-    dag: OpDag
-    eval_dag: OpDag
+    graphs: Graphs
 
     @property
     def upload_bytes(self) -> int:
@@ -68,15 +84,15 @@ def prepare(
     self_check(job.module, captured, first_batch(data, captured.train.inputs))
     tell("hashing weights and data")
     blobs: list[LocalBlob] = []
-    dags = [LocalBlob.of(partial(dag_bytes, dag)) for dag in (captured.train, captured.evaluation)]
+    graphs = Graphs.of(captured)
     tensors = {name: _tensor_blob(tensor) for name, tensor in captured.state.items()}
     data_spec = _store(data, blobs)
     eval_spec = _store(held_out, blobs) if held_out is not None else None
     spec = JobSpec(
         name=job.name,
         training=job.training,
-        dag_hash=dags[0].hash,
-        eval_dag_hash=dags[1].hash,
+        dag_hash=graphs.blob.hash,
+        eval_dag_hash=graphs.eval_blob.hash,
         tensors={name: blob.hash for name, blob in sorted(tensors.items())},
         data=data_spec,
         eval_data=eval_spec,
@@ -84,7 +100,12 @@ def prepare(
         schedule=schedule,
         resume_of=resume_of,
     )
-    return Prepared(spec, (*dags, *tensors.values(), *blobs), captured.train, captured.evaluation)
+    return Prepared(spec, (graphs.blob, graphs.eval_blob, *tensors.values(), *blobs), graphs)
+
+
+def capture_graphs(job: Job) -> Graphs:
+    """The op-DAGs of ``job``'s model, for planning; raises CaptureError."""
+    return Graphs.of(capture(job.module, job.example_inputs, job.training))
 
 
 def materialised(job: Job, captured: Captured) -> tuple[Materialised, Materialised | None]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OWN_FILES = {
     "atoll": "opdag.py",
     "coordinator": "client.py",
-    "worker": "daemon.py",
+    "worker": "stage.py",
     "protos": "installation.py",
     "strategies": "__init__.py",
     "compressors": "__init__.py",

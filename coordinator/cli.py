@@ -1,0 +1,112 @@
+"""The `atoll` command: the coordinator, and everything the model's owner asks of it.
+
+Commands that need torch import it themselves, so that `atoll status` starts at once.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import atoll
+from atoll.errors import UsageError
+from coordinator import cli_admin, cli_jobs
+from coordinator.cli_base import EXIT_CODES, AsJson, Trace, err, out, print_json, run
+from protos import PROTOCOL_VERSION
+from protos.installation import check_installation
+
+app = typer.Typer(
+    name="atoll",
+    help="Train one PyTorch model across islands of machines.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+cli_admin.register(app)
+cli_jobs.register(app)
+
+
+@app.command(epilog="Example: atoll ops examples/gpt.py")
+def ops(
+    model: Annotated[Path, typer.Argument(metavar="MODEL.py", help="A job file.")],
+    json: AsJson = False,
+    trace: Trace = False,
+) -> int:
+    """List a model's ops, and those that Atoll does not support. Exit code 3 when there are any."""
+    from rich.table import Table
+
+    from coordinator.capture import op_uses
+    from coordinator.jobfile import load_job
+
+    job = load_job(model, full_trace=trace)
+    uses = op_uses(job.module, job.example_inputs)
+    unsupported = [use for use in uses if not use.supported]
+    if json:
+        print_json(
+            [
+                {"op": u.target, "count": u.count, "supported": u.supported}
+                | {"module": u.module_path, "line": u.source_line}
+                for u in uses
+            ]
+        )
+        return 3 if unsupported else 0
+    table = Table("op", "uses", "supported", "first in", "at", box=None, pad_edge=False)
+    for use in uses:
+        word = "yes" if use.supported else "[red]no[/]"
+        table.add_row(use.target, str(use.count), word, use.module_path, use.source_line)
+    out.print(table)
+    if unsupported:
+        err.print(
+            f"{len(unsupported)} of {len(uses)} ops are not supported; write them with plain tensor ops"
+        )
+        return 3
+    out.print(f"all {len(uses)} ops are supported")
+    return 0
+
+
+@app.command(epilog="Example: atoll version --json")
+def version(json: AsJson = False) -> None:
+    """Versions of Atoll, its protocol, Python and the libraries that matter."""
+    facts = {
+        "atoll": atoll.__version__,
+        "protocol": str(PROTOCOL_VERSION),
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in ("torch", "grpcio", "protobuf")},
+    }
+    if json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        out.print(f"{name:9} {value}")
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def main() -> None:
+    """Entry point of the `atoll` script."""
+    sys.exit(_checked())
+
+
+def _checked() -> int:
+    try:
+        check_installation()
+    except UsageError as error:
+        err.print(f"error: {error}", soft_wrap=True, markup=False)
+        return error.exit_code
+    return run(app)
+
+
+if __name__ == "__main__":
+    main()

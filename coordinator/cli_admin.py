@@ -1,0 +1,200 @@
+"""Commands of `atoll` about the coordinator and its members: serve, status, tokens, kick."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from atoll.errors import UsageError
+from coordinator.cli_base import (
+    AsJson,
+    Coordinator,
+    Insecure,
+    StateDir,
+    Token,
+    client_of,
+    out,
+    print_json,
+)
+from coordinator.endpoint import default_state_dir, parse_address, remember
+from coordinator.render import in_seconds, plain, status_view
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+token_app = typer.Typer(
+    no_args_is_help=True, help="Create, list and revoke the tokens that workers join with."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll` command."""
+    app.command(epilog="Example: atoll serve --listen 0.0.0.0:7700 --advertise train.example.org")(serve)
+    app.command(epilog="Example: atoll status --json | jq '.workers[].state'")(status)
+    app.command(epilog="Example: atoll kick w-7f3a2c --for-good --reason 'wrong results'")(kick)
+    app.add_typer(token_app, name="token")
+
+
+def serve(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = "0.0.0.0:7700",
+    advertise: Annotated[str, typer.Option(help="The address that the join command names.")] = "",
+    work_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of joined workers; default: the next one.")
+    ] = 0,
+    state_dir: StateDir = None,
+    metrics: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Serve Prometheus metrics on this port."),
+    ] = None,
+    database: Annotated[
+        str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
+    ] = "",
+    insecure: Insecure = False,
+) -> None:
+    """Run the coordinator until it is interrupted; prints the command with which workers join."""
+    from coordinator.config import CoordinatorConfig
+    from coordinator.server import Started, serve_forever
+
+    host, port = parse_address(listen)
+    folder = state_dir or default_state_dir()
+    if insecure and host in ("0.0.0.0", "::") and not advertise:  # noqa: S104
+        host = "127.0.0.1"  # never open to the network by default
+    config = CoordinatorConfig(
+        state_dir=folder,
+        host=host,
+        entry_port=port,
+        work_port=work_port,
+        advertise=advertise,
+        insecure=insecure,
+        metrics_port=metrics,
+        database_url=database,
+    )
+
+    def announce(started: Started) -> None:
+        remember(folder, host, started.entry_port, insecure=insecure)
+        out.print(f"coordinator listens on {host}:{started.entry_port}, state in {folder}", soft_wrap=True)
+        if insecure:
+            out.print("insecure: no TLS and no tokens, for experiments on this machine only")
+        out.print("workers join with:", soft_wrap=True)
+        out.print(f"  {started.join_command}", soft_wrap=True, markup=False)
+
+    serve_forever(config, announce)
+
+
+def status(
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """Workers, jobs and links of the coordinator now."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        found = client.status()
+    if json:
+        print_json(plain(found))
+    else:
+        out.print(status_view(found))
+
+
+def kick(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id or name, as in `atoll status`.")],
+    reason: Annotated[str, typer.Option(help="Told to the worker and kept in the log.")] = "",
+    for_good: Annotated[bool, typer.Option("--for-good", help="Revoke its certificate too.")] = False,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+) -> None:
+    """Make a worker leave at once; its stage moves on as if it had been lost."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        known = client.status().workers
+        found = [w.worker for w in known if worker in (w.worker, w.name)]
+        if len(found) != 1:
+            names = ", ".join(f"{w.worker} ({w.name})" for w in known) or "none"
+            raise UsageError(f"{worker} names {len(found)} workers; known are {names}")
+        client.kick(found[0], reason, for_good=for_good)
+    out.print(f"{found[0]} was told to leave{' for good' if for_good else ''}")
+
+
+@token_app.command("create", epilog="Example: atoll token create --name lab --expires 24h --uses 10")
+def token_create(
+    name: Annotated[str, typer.Option(help="What the list shows.")] = "",
+    expires: Annotated[
+        str, typer.Option(metavar="TIME", help="Such as 30m, 24h or 7d; default: never.")
+    ] = "",
+    uses: Annotated[int, typer.Option(min=0, help="How many workers may join with it; 0: any number.")] = 0,
+    host: Annotated[str, typer.Option(help="The address that the join command names.")] = "",
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """Make a token with which workers join, and print the join command."""
+    lifetime_s = parse_duration(expires) if expires else 0.0
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        reply = client.create_token(name, lifetime_s, uses, host)
+        address = client.endpoint.address
+    if json:
+        print_json({"token": reply.token, **plain(reply.info)})
+        return
+    out.print(f"token {reply.info.id}; workers join with:")
+    where = f"{host}:{address.rpartition(':')[2]}" if host else address
+    out.print(f"  atoll-worker join {where} --token {reply.token}", soft_wrap=True, markup=False)
+
+
+@token_app.command("list", epilog="Example: atoll token list --json")
+def token_list(
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """List tokens, never their secrets."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        tokens = client.tokens()
+    if json:
+        print_json([plain(info) for info in tokens])
+        return
+    table = Table("token", "name", "age", "expires", "uses", "state", box=None, pad_edge=False)
+    now_s = time.time()
+    for info in tokens:
+        left_s = info.expires_s - now_s
+        expires = f"in {in_seconds(left_s)}" if info.expires_s and left_s > 0 else "never"
+        state = "revoked" if info.revoked else "expired" if info.expires_s and left_s <= 0 else "valid"
+        uses = f"{info.uses} of {info.max_uses}" if info.max_uses else str(info.uses)
+        age = in_seconds(max(0.0, now_s - info.created_s))
+        table.add_row(info.id, info.name, age, "" if state == "expired" else expires, uses, state)
+    out.print(table)
+
+
+@token_app.command("revoke", epilog="Example: atoll token revoke t-1a2b3c4d")
+def token_revoke(
+    id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As in `atoll token list`.")],
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+) -> None:
+    """Let nobody else join with this token; who has joined stays (see `atoll kick`)."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        client.revoke_token(id)
+    out.print(f"{id} is revoked")
+
+
+def parse_duration(text: str) -> float:
+    """ "30m", "24h", "7d", "90s" -> seconds; UsageError otherwise."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if found is None:
+        raise UsageError(f"duration {text!r}; write a number and s, m, h or d, for example 24h")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+def state_folder(state_dir: Path | None) -> Path:
+    """The state folder that the options name."""
+    return state_dir or default_state_dir()

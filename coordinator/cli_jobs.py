@@ -1,0 +1,344 @@
+"""Commands of `atoll` about jobs: submit, plan, watch, logs, cancel, export, trace."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from time import localtime, strftime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+
+from atoll.errors import StorageError, UsageError
+from coordinator.cli_base import (
+    AsJson,
+    Coordinator,
+    Insecure,
+    Sets,
+    StateDir,
+    Steps,
+    Token,
+    Trace,
+    byte_progress,
+    client_of,
+    err,
+    out,
+    overrides,
+    print_json,
+    telling,
+)
+from coordinator.client import Client, check_ended
+from coordinator.render import in_bytes, plain, plan_view, watch_line, watch_view, worker_names
+from protos.convert import to_proto
+
+if TYPE_CHECKING:
+    from atoll.job import Job
+    from atoll.plan import Plan
+    from protos import atoll_control_pb2 as pb
+
+LOSSES_SHOWN = 48
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="As in `atoll status`.")]
+JobFile = Annotated[Path, typer.Argument(metavar="JOBFILE", help="Python file with a function job().")]
+Partitioner = Annotated[str, typer.Option(help="op_fence, proportional or even.")]
+Schedule = Annotated[str, typer.Option(help="auto, gpipe or 1f1b.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll` command."""
+    app.command(epilog="Example: atoll submit examples/gpt.py --steps 500 --set optimizer.lr=3e-4 --watch")(
+        submit
+    )
+    app.command(epilog="Example: atoll plan examples/gpt.py --fleet fleet.toml --plot plan.png")(plan)
+    app.command(epilog="Example: atoll watch j-1")(watch)
+    app.command(epilog="Example: atoll logs j-1 --follow")(logs)
+    app.command(epilog="Example: atoll cancel j-1")(cancel)
+    app.command(epilog="Example: atoll export j-1 -o model.safetensors")(export)
+    app.command(epilog="Example: atoll trace j-1 -o trace.json   (open it in Perfetto)")(trace)
+
+
+def submit(
+    jobfile: JobFile,
+    steps: Steps = None,
+    sets: Sets = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job; default: the job file's own.")] = None,
+    partitioner: Partitioner = "op_fence",
+    schedule: Schedule = "auto",
+    resume: Annotated[
+        str, typer.Option(metavar="JOB", help="Continue from the last checkpoint of this job.")
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
+    ] = False,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+    trace: Trace = False,
+) -> None:
+    """Capture the job file's model here, prove the capture, upload it and train it on the fleet."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        job = _load(jobfile, overrides(sets, steps) + ([f"name={name}"] if name else []), trace)
+        from coordinator.prepare import prepare
+
+        with telling(json) as tell:
+            prepared = prepare(job, partitioner=partitioner, schedule=schedule, resume_of=resume, tell=tell)
+        if not json:
+            err.print(f"submitting {job.name}: {in_bytes(prepared.upload_bytes)} of graphs, weights and data")
+        with byte_progress("uploading", json) as progress:
+            reply = client.submit(prepared, progress)
+        if not watch:
+            _tell_submitted(reply, json)
+            return
+        if not json:
+            out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
+        _follow(client, reply.job, json)
+
+
+def _tell_submitted(reply: pb.SubmitReply, json: bool) -> None:
+    if json:
+        print_json({"job": reply.job, "state": reply.update.state, "reason": reply.update.reason})
+        return
+    reason = f": {reply.update.reason}" if reply.update.reason else ""
+    out.print(f"{reply.job} {reply.update.state}{reason}", markup=False, soft_wrap=True)
+    out.print(
+        f"watch it with `atoll watch {reply.job}`, then `atoll export {reply.job} -o model.safetensors`"
+    )
+
+
+def plan(
+    jobfile: JobFile,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(metavar="FLEET.toml", help="Plan for the fleet in this file, without a coordinator."),
+    ] = None,
+    partitioner: Partitioner = "op_fence",
+    schedule: Schedule = "auto",
+    steps: Steps = None,
+    sets: Sets = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the plan too.")] = None,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+    trace: Trace = False,
+) -> None:
+    """Show what would happen: stages, devices, predicted step time, bottleneck, bytes and memory."""
+    job_overrides = overrides(sets, steps)
+    if fleet is not None:
+        job = _load(jobfile, job_overrides, trace)
+        found, names = _local_plan(job, fleet, partitioner, schedule, json)
+    else:
+        with client_of(coordinator, token, state_dir, insecure) as client:
+            job = _load(jobfile, job_overrides, trace)
+            found, names = _live_plan(client, job, partitioner, schedule, json)
+    if plot is not None:
+        from coordinator.plot import plot_plan
+
+        plot_plan(found, names, plot)
+    if json:
+        print_json({**plain(to_proto(found)), "names": dict(names)})
+    else:
+        out.print(plan_view(found, names))
+        if plot is not None:
+            out.print(f"drawn in {plot}", soft_wrap=True)
+
+
+def _local_plan(
+    job: Job, fleet: Path, partitioner: str, schedule: str, quiet: bool
+) -> tuple[Plan, Mapping[str, str]]:
+    from coordinator.fleet_file import read_fleet
+    from coordinator.partition import make_plan
+    from coordinator.prepare import capture_graphs
+
+    described = read_fleet(fleet)
+    with telling(quiet) as tell:
+        tell("capturing the model as an op-DAG")
+        graphs = capture_graphs(job)
+        tell(f"planning {len(graphs.dag.ops)} ops on {len(described.devices)} devices")
+        found = make_plan(
+            "plan",
+            1,
+            graphs.dag,
+            graphs.eval_dag if job.training.eval_batches else None,
+            job.training,
+            described,
+            partitioner,
+            schedule,
+            dag_hash=graphs.blob.hash,
+            eval_dag_hash=graphs.eval_blob.hash,
+        )
+    return found, {device.worker: device.label for device in described.devices}
+
+
+def _live_plan(
+    client: Client, job: Job, partitioner: str, schedule: str, quiet: bool
+) -> tuple[Plan, Mapping[str, str]]:
+    from coordinator.prepare import capture_graphs
+
+    with telling(quiet) as tell:
+        tell("capturing the model as an op-DAG")
+        graphs = capture_graphs(job)
+        tell(f"timing {len(graphs.dag.ops)} ops and the links on the fleet, then planning")
+        live = client.plan(graphs, job.training, partitioner, schedule)
+    return live.plan, worker_names(live.fleet)
+
+
+def watch(
+    job: JobName,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """Show a job live until it ends: loss, speed, ETA, stages and links. Exit code 8 when it fails."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        _follow(client, job, json)
+
+
+def _follow(client: Client, job: str, json: bool) -> None:
+    """Show updates as they come: a live view, plain lines where it is no terminal, or JSON lines."""
+    names = worker_names(client.status().workers)
+    losses: deque[float] = deque(maxlen=LOSSES_SHOWN)
+    last: pb.JobUpdate | None = None
+    live = Live(console=out, refresh_per_second=4) if out.is_terminal and not json else None
+    if live is not None:
+        live.start()
+    try:
+        for update in client.watch(job):
+            if any(stage.worker not in names for stage in update.stages):
+                names = worker_names(client.status().workers)
+            losses.extend(point.value for point in update.metrics if point.name == "loss")
+            if json:
+                print_json(plain(update))
+            elif live is not None:
+                live.update(watch_view(update, losses, names))
+            elif last is None or (last.state, last.step, last.reason) != (
+                update.state,
+                update.step,
+                update.reason,
+            ):
+                out.print(watch_line(update), markup=False, soft_wrap=True)
+            last = update
+    finally:
+        if live is not None:
+            live.stop()
+    if last is None:
+        raise UsageError(f"no job {job!r} is known; see `atoll status`")
+    check_ended(last)
+
+
+def logs(
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="As in `atoll status`; default: all.")] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """Print the log of a job, the coordinator's lines and its workers'."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        for line in client.logs(job, follow=follow):
+            if json:
+                print_json(plain(line))
+            else:
+                out.print(_log_line(line), markup=False, soft_wrap=True)
+
+
+def _log_line(line: pb.LogLine) -> str:
+    try:
+        fields = jsonlib.loads(line.fields_json or "{}")
+    except ValueError:
+        fields = {"fields": line.fields_json}
+    words = " ".join(f"{key}={value}" for key, value in fields.items()) if isinstance(fields, dict) else ""
+    at = strftime("%H:%M:%S", localtime(line.time_s))
+    return f"{at} {line.level:7} {line.source:12} {line.event} {words}".rstrip()
+
+
+def cancel(
+    job: JobName,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """Stop a job; its last checkpoint stays and can be exported or resumed."""
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        update = client.cancel(job)
+    if json:
+        print_json(plain(update))
+    else:
+        out.print(
+            f"{update.job} {update.state} at step {update.step}, checkpoint of step {update.checkpoint_step}"
+        )
+
+
+def export(
+    job: JobName,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path(
+        "model.safetensors"
+    ),
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """Write the newest weights to one safetensors file under the module's own names."""
+    with (
+        client_of(coordinator, token, state_dir, insecure) as client,
+        byte_progress("downloading", json) as progress,
+    ):
+        found = client.export(job, output, progress)
+    if json:
+        print_json(
+            {"path": str(found.path), "step": found.step, "tensors": found.tensors, "bytes": found.bytes}
+        )
+    else:
+        size = in_bytes(found.bytes)
+        out.print(f"{found.path}: {found.tensors} tensors, {size}, after step {found.step}", soft_wrap=True)
+
+
+def trace(
+    job: JobName,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path(
+        "trace.json"
+    ),
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+) -> None:
+    """Write a job's timeline for Perfetto: every computation, send and receive, by worker."""
+    from coordinator.trace import chrome_trace
+
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        names = worker_names(client.status().workers)
+        spans = client.trace(job)
+    if not spans:
+        raise UsageError(f"{job} has no recorded spans yet; try again once it trains")
+    try:
+        output.expanduser().write_text(jsonlib.dumps(chrome_trace(job, spans, names)))
+    except OSError as error:
+        raise StorageError(f"cannot write {output}: {error.strerror}; give another -o") from None
+    if json:
+        print_json({"path": str(output), "spans": len(spans)})
+    else:
+        out.print(
+            f"{output}: {len(spans)} spans of {len({s.worker for s in spans})} workers; open it in Perfetto",
+            soft_wrap=True,
+        )
+
+
+def _load(path: Path, sets: list[str], full_trace: bool) -> Job:
+    from coordinator.jobfile import load_job
+
+    return load_job(path, sets, full_trace=full_trace)
