@@ -264,8 +264,8 @@ class Executor:
     ) -> dict[int, Tensor | None]:
         """Backward of ``micro`` from loss / ``loss_divisor`` and the gradients of crossing values.
 
-        ``grads[op]`` None or absent marks a zero gradient, as does None in the answer, which
-        has one entry for every received value that requires a gradient.
+        ``grads[op]`` None marks a zero gradient, as does None in the answer, which has one entry
+        for every received value that requires a gradient. KeyError when a gradient is absent.
         """
         graph = self._graph(micro)
         roots: list[Tensor] = []
@@ -275,7 +275,7 @@ class Executor:
                 roots.append(graph.loss / loss_divisor)
             gradients.append(None)
         for op, value in graph.roots:
-            gradient = grads.get(op)
+            gradient = grads[op]
             if gradient is not None and value.requires_grad:
                 roots.append(value)
                 gradients.append(gradient)
@@ -403,7 +403,9 @@ class Executor:
         seed = op_seed(self._seed, *self._key, position)
         with _DRAWING:
             if self.device.type == "cuda":
-                torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+                index = self.device.index
+                index = torch.cuda.current_device() if index is None else index
+                torch.cuda.default_generators[index].manual_seed(seed)
             torch.default_generator.manual_seed(seed)
             return call(*args)
 
@@ -571,6 +573,8 @@ class _Compiler:
 
     def argument_slot(self, op: int, arg: Arg) -> int:
         if isinstance(arg, OpRef):
+            if arg.op not in self.op_slots:
+                raise UsageError(f"op {op} reads op {arg.op}, which its stage neither runs nor receives")
             return self.op_slots[arg.op]
         if isinstance(arg, LeafRef):
             return self.leaf_slot(op, arg)

@@ -187,6 +187,21 @@ def test_discard_leaves_no_trace_even_half_way():
     assert same(ours.snapshot(), undisturbed.snapshot())
 
 
+def test_a_step_begun_again_starts_from_the_same_buffers():
+    ours = pipeline(spec())
+    ours.compute(0, batches(0))
+    ours.step(0, batches(0))
+    assert float(ours.snapshot()["count"]["value"]) == 2.0
+
+
+def test_a_gradient_that_never_came_is_not_taken_for_zero():
+    first = pipeline(spec(), (0, 2)).stages[0]
+    first.begin_step(0)
+    first.forward(0, batches(0)[0], {})
+    with pytest.raises(KeyError):
+        first.backward(0, {})
+
+
 def test_buffers_advance_once_a_forward_with_and_without_recomputation():
     for recompute in (False, True):
         ours = pipeline(spec(recompute=recompute))

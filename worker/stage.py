@@ -98,12 +98,10 @@ class Stage:
         return tuple(n for n in self._trainable if n not in self._followed)
 
     def begin_step(self, step: int) -> None:
-        """Open ``step``: no gradients, no micro-batches in flight, buffers remembered."""
+        """Open ``step``: no gradients, no micro-batches in flight, buffers remembered. A step that
+        was begun and neither applied nor discarded is discarded."""
+        self.discard()
         self._step = step
-        self._executor.reset()
-        self._executor.zero_gradients()
-        self._losses.clear()
-        self._totals.clear()
         self._rollback = {n: self._executor.buffers[n].clone() for n in self._executor.mutated_buffers}
 
     def forward(
