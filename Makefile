@@ -1,0 +1,72 @@
+# Atoll: everything a fresh clone needs. `make demo` and `make test` set themselves up.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := atoll coordinator worker protos strategies compressors lab
+PROTOS := protos/atoll_job.proto protos/atoll_control.proto
+# One compute thread each: several processes share the machine, and results repeat exactly.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+
+.PHONY: help venv demo test test-all check format bench protos clean
+
+help:
+	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
+	@echo "make test      the default tests (make test-all: the slow ones too)"
+	@echo "make check     formatting, lint, types and the arrows between packages"
+	@echo "make bench     every benchmark, figures on the last line of each"
+	@echo "make venv      only set up $(VENV)"
+	@echo "make protos    regenerate the wire schema's code"
+	@echo "make clean     remove what was built, $(VENV) too"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.11 or newer, or give PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11: give PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "[1/3] making $(VENV) with $(PYTHON)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "venv failed: on Debian install python3-venv"; rm -rf $(VENV); exit 1; }
+	@echo "[2/3] installing torch (the largest download)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
+	@echo "[3/3] installing Atoll and its test tools"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,tensorboard]'
+	@touch $@
+	@echo "ready: $(BIN)/atoll --help"
+
+demo: $(STAMP)
+	@$(TEST_ENV) $(BIN)/python -m examples.demo
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: $(STAMP)
+	$(PYTEST)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(foreach package,$(PACKAGES),-p $(package))
+	$(BIN)/mypy -p benchmarks -p examples
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)
+	@for script in benchmarks/[a-z]*.py; do \
+		case $$script in benchmarks/harness.py) continue;; esac; \
+		echo "== $$script"; $(TEST_ENV) $(BIN)/python -m $$(echo $${script%.py} | tr / .) --json || exit 1; \
+	done
+
+protos: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. \
+		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy $(PROTOS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
