@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import CommandFailed, LabFleet, machine, parser, steady
@@ -22,7 +23,7 @@ LOSS_TOLERANCE = 2e-3  # relative; the rival's initial weights and order of sums
 
 def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: int) -> dict[str, Any]:
     """One scenario: ``rounds`` alternating runs of everything."""
-    loaded = load_job(job, settings)
+    loaded = load_job(Path(job), settings)
     batch = next(iter(loaded.example_inputs.values())).shape[0]
     samples = batch * loaded.training.n_micro
     rates: dict[str, list[float]] = {name: [] for name in (*OURS, *RIVALS)}

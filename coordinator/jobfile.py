@@ -34,13 +34,33 @@ def load_job(path: Path, overrides: Sequence[str] = (), *, full_trace: bool = Fa
     exception through as it is.
     """
     module = load_module(path, full_trace=full_trace)
+    knobs = [item for item in overrides if item.partition("=")[0].strip().isupper()]
+    for item in knobs:
+        _turn(module, item, path)
     make = getattr(module, "job", None)
     if not callable(make):
         raise UsageError(f"{path} has no function job(); define one that returns an atoll.Job")
     made = _guarded(path, make, full_trace)
     if not isinstance(made, Job):
         raise UsageError(f"{path}: job() returned {type(made).__name__}; return an atoll.Job")
-    return override_job(made, overrides)
+    return override_job(made, [item for item in overrides if item not in knobs])
+
+
+def _turn(module: types.ModuleType, item: str, path: Path) -> None:
+    """Set one of the file's own constants, such as MICRO_BATCH=4, before ``job()`` runs."""
+    name, equals, text = (part.strip() for part in item.partition("="))
+    constants = {
+        k: v for k, v in vars(module).items() if k.isupper() and isinstance(v, bool | int | float | str)
+    }
+    if not equals or name not in constants:
+        known = ", ".join(sorted(constants)) or "none"
+        raise UsageError(f"--set {item}: {path} has no constant {name}; it has: {known}")
+    kind = type(constants[name])
+    try:
+        value: object = text.lower() in _TRUE if kind is bool else kind(text)
+    except ValueError:
+        raise UsageError(f"--set {item}: {name} is {constants[name]!r}; give a {kind.__name__}") from None
+    setattr(module, name, value)
 
 
 def load_module(path: Path, *, full_trace: bool = False) -> types.ModuleType:

@@ -131,3 +131,14 @@ def test_loading_twice_gives_two_modules_and_neighbours_can_be_imported(tmp_path
     first, second = load_module(path), load_module(path)
     assert first is not second
     assert first.value == [7]
+
+
+def test_a_job_files_own_constants_can_be_set_by_name() -> None:
+    gpt = Path(__file__).parent.parent / "examples" / "gpt.py"
+    made = load_job(gpt, ["MICRO_BATCH=3", "n_micro=5"])
+    assert made.example_inputs["tokens"].shape[0] == 3
+    assert made.training.n_micro == 5
+    with pytest.raises(UsageError, match="has no constant WIDHT"):
+        load_job(gpt, ["WIDHT=3"])
+    with pytest.raises(UsageError, match="give a int"):
+        load_job(gpt, ["MICRO_BATCH=three"])

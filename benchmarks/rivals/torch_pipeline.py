@@ -15,6 +15,7 @@ import json
 import os
 import time
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,7 +129,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    job = load_job(args.job, args.set)
+    job = load_job(Path(args.job), args.set)
     n_micro = job.training.n_micro
     host, port = args.master.rsplit(":", 1)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
