@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator.workload import Workload
 
 
@@ -40,10 +42,15 @@ class _Transfer:
     latency_s: float
 
 
-def lower_bound(work: Workload, payload_share: float = 1.0) -> LowerBound:
+def lower_bound(
+    work: Workload, payload_share: float = 1.0, in_flight: Sequence[int] | None = None
+) -> LowerBound:
     """All three terms and the largest.
 
     ``payload_share`` < 1 turns payload rates back into configured ones, which bound from below.
+    ``in_flight`` (by stage) adds a term that is memory's rather than physics': with q
+    micro-batches in flight, one in q begins only after the one before it has come back,
+    E(F_i) + (1 + floor((M - 1) / q)) (from the start of F_i to the end of B_i) + W(B_i).
     """
     transfers = _transfers(work, payload_share)
     early_f, early_b, late_f, late_b = _longest_ways(work, transfers)
@@ -54,6 +61,10 @@ def lower_bound(work: Workload, payload_share: float = 1.0) -> LowerBound:
         found.append(LowerBound(bound, "stage", f"stage {i}"))
         found.append(LowerBound(early_f[i] + m * s.forward_s + late_f[i], "one-way", f"stage {i}"))
         found.append(LowerBound(early_b[i] + m * s.backward_s + late_b[i], "one-way", f"stage {i}"))
+    for i, q in enumerate(in_flight or ()):
+        there_and_back = early_b[i] + stages[i].backward_s - early_f[i]
+        bound = early_f[i] + (1 + (m - 1) // q) * there_and_back + late_b[i]
+        found.append(LowerBound(bound, "in-flight", f"stage {i}"))
     shared: dict[str, list[tuple[float, float, float]]] = {}
     for x in transfers:
         begin, end = _around(work, x, (early_f, early_b, late_f, late_b))

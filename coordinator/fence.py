@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,6 +47,8 @@ class Effort:
 
 
 CEILINGS = (1.0, 1.1, 1.3, 1.7, 3.0)  # of the min-max; a smaller sum may be worth a larger maximum
+SWAPPED_FREELY = 6  # stages up to which any two devices may change places, not only neighbours
+SPARES = 4  # unused devices tried in place of a used one
 FENCE_SHARE = 0.10  # of the compute, either way from the optimum
 
 
@@ -363,23 +365,36 @@ def improve(problem: Problem, best: Scored, positions: Positions, moves: int) ->
 
 
 def _neighbours(problem: Problem, candidate: Candidate, positions: Positions) -> Iterator[Candidate]:
-    """Border shifts, adjacent swaps and drops; the heaviest borders first."""
+    """Other devices for the same cut, one stage less, and shifted borders, in that order."""
     devices, starts = candidate.devices, candidate.starts
-    every = problem.positions
+    k = len(devices)
+    for a, b in combinations(range(k), 2):
+        if b - a == 1 or k <= SWAPPED_FREELY:
+            swapped = list(devices)
+            swapped[a], swapped[b] = swapped[b], swapped[a]
+            yield Candidate(tuple(swapped), starts)
+    spare = [d for d in range(len(problem.fleet.devices)) if d not in devices]
+    for d in spare[:SPARES]:
+        for j in range(k):
+            yield Candidate((*devices[:j], d, *devices[j + 1 :]), starts)
+    if k > 1:
+        for j in range(k):
+            rest = (*devices[:j], *devices[j + 1 :])
+            for border in {max(j, 1), min(j + 1, k - 1)}:
+                yield Candidate(rest, (*starts[:border], *starts[border + 1 :]))
+    yield from _shifted(problem, candidate, positions)
+
+
+def _shifted(problem: Problem, candidate: Candidate, positions: Positions) -> Iterator[Candidate]:
+    """Each border one and two coarse positions, one and three fine ones either way."""
+    starts = candidate.starts
     bounds = (*starts, problem.n_ops)
     for j in range(1, len(starts)):
-        for grid, steps in ((positions, (1, 2)), (every, (1, 3))):
+        for grid, steps in ((positions, (1, 2)), (problem.positions, (1, 3))):
             at = int(np.searchsorted(grid, starts[j]))
             exact = at < len(grid) and grid[at] == starts[j]
             for step in steps:
                 for i in (at - step, at + step - (0 if exact else 1)):
                     if 0 < i < len(grid) - 1 and bounds[j - 1] < grid[i] < bounds[j + 1]:
                         moved = (*starts[:j], int(grid[i]), *starts[j + 1 :])
-                        yield Candidate(devices, moved)
-    for j in range(len(devices)):
-        if len(devices) > 1:
-            rest = (*devices[:j], *devices[j + 1 :])
-            for k in {max(j, 1), min(j + 1, len(starts) - 1)}:
-                yield Candidate(rest, (*starts[:k], *starts[k + 1 :]))
-    for j, (a, b) in enumerate(pairwise(devices)):
-        yield Candidate((*devices[:j], b, a, *devices[j + 2 :]), starts)
+                        yield Candidate(candidate.devices, moved)

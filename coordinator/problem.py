@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -197,12 +198,13 @@ class Problem:
     def surrogate(self, candidate: Candidate) -> float:
         """Seconds, for ranking only: lower bound, optimizer and commit; inf when infeasible."""
         try:
-            self.caps(candidate)
+            caps = self.caps(candidate)
         except Infeasible:
             return float("inf")
         work = self.workload(candidate, [self.n_micro] * len(candidate.devices))
         away = max(s.commit_latency_s for s in work.stages)
-        return lower_bound(work).step_s + 2 * away + max(s.apply_s for s in work.stages)
+        in_flight = list(accumulate(caps, min))
+        return lower_bound(work, in_flight=in_flight).step_s + 2 * away + max(s.apply_s for s in work.stages)
 
     def score(self, candidate: Candidate) -> Scored | None:
         """The candidate's step under its best allowed schedule; None when it does not fit."""
