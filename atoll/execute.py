@@ -18,38 +18,25 @@ import struct
 import threading
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import blake2b
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from atoll.effects import effects
 from atoll.errors import UsageError
 from atoll.job import Precision
-from atoll.opdag import (
-    Arg,
-    Autocast,
-    LeafRef,
-    OpNode,
-    OpRef,
-    Source,
-    TorchLiteral,
-    leaf_refs,
-    op_refs,
-)
-from atoll.ops import resolve
+from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral
+from atoll.slots import Compiler, segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from atoll.program import StageProgram
+    from atoll.slots import Call, Segment, Values
 
-    Values = list[Any]
-    Getter = Callable[[Values], tuple[Any, ...]]
-    Call = Callable[..., Any]
     Observer = Callable[[int, Any], None]
 
 DTYPES: dict[str, torch.dtype] = {
@@ -87,27 +74,6 @@ def torch_literal(literal: TorchLiteral, device: torch.device) -> object:
     if found is None:
         raise UsageError(f"unknown torch literal {literal.kind}={literal.name!r} in an op's arguments")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One compiled op: ``values[out] = call(*get(values))``, then free ``dead``."""
-
-    position: int
-    call: Call
-    get: Getter
-    out: int
-    dead: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """Consecutive ops that run under the same gradient and autocast setting."""
-
-    grad_enabled: bool
-    autocast: Autocast | None
-    steps: tuple[tuple[Call, Getter, int, tuple[int, ...]], ...]
-    positions: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -174,7 +140,7 @@ class Executor:
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
         self.buffers: dict[str, Tensor] = {}
-        self._segments: tuple[_Segment, ...] = ()
+        self._segments: tuple[Segment, ...] = ()
         self._template: Values = []
 
     @property
@@ -196,7 +162,12 @@ class Executor:
         self.reset()
         self.buffers = {name: tensors[name] for name in program.buffers}
         self.uses = {}
-        compiler = _Compiler(self, tensors, frozen)
+        trained = {
+            name
+            for name in program.parameters
+            if self._differentiate and name not in frozen and tensors[name].is_floating_point()
+        }
+        compiler = Compiler(program, self._effects.cached, _Host(self, tensors, trained))
         self._template, constants, steps = compiler.compile()
         self._input_slots = compiler.leaf_slots(Source.INPUT)
         self._buffer_slots = compiler.leaf_slots(Source.BUFFER)
@@ -205,8 +176,8 @@ class Executor:
         for sites in self.uses.values():
             sites.sort(key=lambda use: -use[0])
         nodes = dict(program.ops)
-        self._constants = _segments(constants, nodes, self._autocast)
-        self._segments = _segments(steps, nodes, self._autocast)
+        self._constants = segments(constants, nodes, self._autocast)
+        self._segments = segments(steps, nodes, self._autocast)
         self._run(self._template, self._constants, grad=False)
 
     def forward(
@@ -371,7 +342,7 @@ class Executor:
         return value
 
     def _run(
-        self, values: Values, segments: Iterable[_Segment], grad: bool, observe: Observer | None = None
+        self, values: Values, segments: Iterable[Segment], grad: bool, observe: Observer | None = None
     ) -> None:
         for segment in segments:
             with ExitStack() as modes:
@@ -397,252 +368,40 @@ class Executor:
             self.device.type, DTYPES[setting.dtype], enabled=setting.enabled, cache_enabled=False
         )
 
-    def _draw(self, position: int, call: Call, *args: Any) -> Any:
-        if self._seed is None:
+
+class _Host:
+    """The executor as its compiled calls see it (``atoll.slots.Host``)."""
+
+    def __init__(self, owner: Executor, tensors: Mapping[str, Tensor], trained: set[str]) -> None:
+        self.owner = owner
+        self.tensors = tensors
+        self.trained = trained
+
+    def own_leaf(self, leaf: LeafRef) -> bool:
+        return leaf.source is Source.PARAMETER and leaf.name in self.trained
+
+    def leaf_value(self, op: int, leaf: LeafRef) -> Tensor | None:
+        if leaf.source is Source.INPUT:
+            return None
+        value = self.tensors[leaf.name].detach()
+        if leaf.source is Source.CONSTANT and leaf in self.owner._effects.leaves:
+            return value.clone()
+        if self.own_leaf(leaf):
+            self.owner.uses.setdefault(leaf.name, []).append((op, value.requires_grad_()))
+        return value
+
+    def literal(self, literal: TorchLiteral) -> object:
+        return torch_literal(literal, self.owner.device)
+
+    def draw(self, position: int, call: Call, *args: Any) -> Any:
+        owner = self.owner
+        if owner._seed is None:
             return call(*args)
-        seed = op_seed(self._seed, *self._key, position)
+        seed = op_seed(owner._seed, *owner._key, position)
         with _DRAWING:
-            if self.device.type == "cuda":
-                index = self.device.index
+            if owner.device.type == "cuda":
+                index = owner.device.index
                 index = torch.cuda.current_device() if index is None else index
                 torch.cuda.default_generators[index].manual_seed(seed)
             torch.default_generator.manual_seed(seed)
             return call(*args)
-
-
-@dataclass(frozen=True, slots=True)
-class Effects:
-    """What the ops of a program write, and which of its constants hold for all micro-batches."""
-
-    cached: frozenset[int]  # constant ops to run once, at load
-    leaves: frozenset[LeafRef]  # named tensors that an op may write
-
-
-def effects(program: StageProgram) -> Effects:
-    """Derive aliasing and writing from the op schemas; errs towards "written"."""
-    nodes = dict(program.ops)
-    leaves: set[LeafRef] = set()
-    spoilt: set[int] = set()
-    while True:
-        cached: set[int] = set()
-        for op, node in program.ops:
-            settled = op in program.constant_ops and op not in spoilt and not node.random
-            if settled and all(r in cached for r in op_refs(node)):
-                cached.add(op)
-        found: set[int] = set()
-        for op, node in program.ops:
-            ops, named = _written(node, nodes)
-            leaves |= named
-            if op not in cached:
-                found |= ops & cached
-        if not found:
-            return Effects(frozenset(cached), frozenset(leaves))
-        spoilt |= found
-
-
-def _written(node: OpNode, nodes: Mapping[int, OpNode]) -> tuple[set[int], set[LeafRef]]:
-    """Ops and leaves whose memory ``node`` may write."""
-    ops: set[int] = set()
-    leaves: set[LeafRef] = set()
-    if "batch_norm" in node.target or "instance_norm" in node.target:
-        # Their schemas hide that they write the running statistics.
-        leaves |= {leaf for leaf in leaf_refs(node) if leaf.source is Source.BUFFER}
-    stack = [ref for arg in _written_args(node) for ref in _references(arg)]
-    while stack:
-        ref = stack.pop()
-        if isinstance(ref, LeafRef):
-            leaves.add(ref)
-        elif ref.op in nodes and ref.op not in ops:
-            ops.add(ref.op)
-            if _may_alias(nodes[ref.op]):
-                stack.extend(r for arg in nodes[ref.op].args for r in _references(arg))
-    return ops, leaves
-
-
-def _written_args(node: OpNode) -> list[Arg]:
-    schema = getattr(resolve(node.target), "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    named = dict(node.kwargs)
-    given = [*node.args, *(named.get(a.name) for a in schema.arguments[len(node.args) :])]
-    return [
-        value
-        for argument, value in zip(schema.arguments, given, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def _may_alias(node: OpNode) -> bool:
-    """Whether the op's result may share memory with an argument."""
-    target = resolve(node.target)
-    schema = getattr(target, "_schema", None)
-    if schema is None:  # getitem
-        return True
-    hidden = torch.Tag.maybe_aliasing_or_mutating in getattr(target, "tags", ())
-    return hidden or any(r.alias_info is not None for r in schema.returns)
-
-
-def _references(arg: Arg) -> list[OpRef | LeafRef]:
-    if isinstance(arg, tuple):
-        return [ref for item in arg for ref in _references(item)]
-    return [arg] if isinstance(arg, OpRef | LeafRef) else []
-
-
-class _Compiler:
-    """Turns nodes into steps over slots; every argument, literal or not, is a slot, so that the
-    arguments of an op are one ``itemgetter`` call."""
-
-    def __init__(self, owner: Executor, tensors: Mapping[str, Tensor], frozen: Collection[str]) -> None:
-        self.owner = owner
-        self.program = owner.program
-        self.tensors = tensors
-        self.frozen = frozen
-        self.cached = owner._effects.cached
-        self.template: Values = []
-        self.op_slots: dict[int, int] = {}
-        self.leaves: dict[tuple[LeafRef, int], int] = {}
-
-    def compile(self) -> tuple[Values, list[_Step], list[_Step]]:
-        """Template of slot values, the steps run once, and the steps run per micro-batch."""
-        for r in self.program.received:
-            self.op_slots[r.op] = self.slot(None)
-        for op, _ in self.program.ops:
-            self.op_slots[op] = self.slot(None)
-        dead = self.last_uses()
-        steps = [
-            _Step(op, *self.call(op, node), self.op_slots[op], tuple(self.op_slots[d] for d in dead[op]))
-            for op, node in self.program.ops
-        ]
-        constants = [s for s in steps if s.position in self.cached]
-        return self.template, constants, [s for s in steps if s.position not in self.cached]
-
-    def leaf_slots(self, source: Source) -> dict[str, int]:
-        return {leaf.name: slot for (leaf, _), slot in self.leaves.items() if leaf.source is source}
-
-    def last_uses(self) -> dict[int, list[int]]:
-        """Op -> ops whose values nothing in this stage reads after it."""
-        kept = {p.op for p in self.program.produced} | self.cached
-        if self.program.loss is not None:
-            kept.add(self.program.loss)
-        last: dict[int, int] = {}
-        for op, node in self.program.ops:
-            if op not in self.cached:
-                last[op] = op
-                last.update((r, op) for r in op_refs(node))
-        dead: dict[int, list[int]] = {op: [] for op, _ in self.program.ops}
-        for op, user in last.items():
-            if op not in kept:
-                dead[user].append(op)
-        return dead
-
-    def slot(self, value: object) -> int:
-        self.template.append(value)
-        return len(self.template) - 1
-
-    def call(self, op: int, node: OpNode) -> tuple[Call, Getter]:
-        function = resolve(node.target)
-        call: Call = function
-        literal = {n: self.literal(v) for n, v in node.kwargs if not _references(v)}
-        variable = [(n, v) for n, v in node.kwargs if _references(v)]
-        if literal:
-            call = partial(call, **literal)
-        if variable:
-            call = _with_keywords(call, tuple(n for n, _ in variable))
-        schema = getattr(function, "_schema", None)
-        if schema is not None and not schema.is_mutable and not node.is_tuple and _may_alias(node):
-            call = _own_node(call)
-        if node.random:
-            call = partial(self.owner._draw, op, call)
-        return call, self.getter(op, (*node.args, *(v for _, v in variable)))
-
-    def getter(self, op: int, args: tuple[Arg, ...]) -> Getter:
-        if any(isinstance(arg, tuple) and _references(arg) for arg in args):
-            parts = tuple(self.part(op, arg) for arg in args)
-            return lambda values: tuple([part(values) for part in parts])
-        slots = [self.argument_slot(op, arg) for arg in args]
-        if len(slots) == 1:
-            only = slots[0]
-            return lambda values: (values[only],)
-        return itemgetter(*slots) if slots else lambda values: ()
-
-    def part(self, op: int, arg: Arg) -> Callable[[Values], Any]:
-        if isinstance(arg, tuple) and _references(arg):
-            parts = tuple(self.part(op, item) for item in arg)
-            return lambda values: [part(values) for part in parts]
-        return itemgetter(self.argument_slot(op, arg))
-
-    def argument_slot(self, op: int, arg: Arg) -> int:
-        if isinstance(arg, OpRef):
-            if arg.op not in self.op_slots:
-                raise UsageError(f"op {op} reads op {arg.op}, which its stage neither runs nor receives")
-            return self.op_slots[arg.op]
-        if isinstance(arg, LeafRef):
-            return self.leaf_slot(op, arg)
-        return self.slot(self.literal(arg))
-
-    def leaf_slot(self, op: int, leaf: LeafRef) -> int:
-        if leaf.source is Source.INPUT:
-            key = (leaf, -1)
-            return self.leaves[key] if key in self.leaves else self.new_leaf(key, None)
-        tensor = self.tensors[leaf.name]
-        trained = leaf.source is Source.PARAMETER and self.owner._differentiate
-        trained = trained and leaf.name not in self.frozen and tensor.is_floating_point()
-        key = (leaf, op if trained else -1)
-        if key in self.leaves:
-            return self.leaves[key]
-        value = tensor.detach()
-        if leaf.source is Source.CONSTANT and leaf in self.owner._effects.leaves:
-            value = value.clone()
-        if trained:
-            value = value.requires_grad_()
-            self.owner.uses.setdefault(leaf.name, []).append((op, value))
-        return self.new_leaf(key, value)
-
-    def new_leaf(self, key: tuple[LeafRef, int], value: Tensor | None) -> int:
-        self.leaves[key] = self.slot(value)
-        return self.leaves[key]
-
-    def literal(self, arg: Arg) -> object:
-        if isinstance(arg, tuple):
-            return [self.literal(item) for item in arg]
-        if isinstance(arg, TorchLiteral):
-            return torch_literal(arg, self.owner.device)
-        return arg
-
-
-def _with_keywords(call: Call, names: tuple[str, ...]) -> Call:
-    count = len(names)
-
-    def with_keywords(*args: Any) -> Any:
-        return call(*args[:-count], **dict(zip(names, args[-count:], strict=True)))
-
-    return with_keywords
-
-
-def _own_node(call: Call) -> Call:
-    def own_node(*args: Any) -> Any:
-        out = call(*args)
-        return out.view_as(out) if args and out is args[0] else out
-
-    return own_node
-
-
-def _segments(
-    steps: Iterable[_Step], nodes: Mapping[int, OpNode], default: Autocast | None
-) -> tuple[_Segment, ...]:
-    groups: list[tuple[bool, Autocast | None, list[_Step]]] = []
-    for step in steps:
-        node = nodes[step.position]
-        setting = (node.grad_enabled, node.autocast or default)
-        if not groups or groups[-1][:2] != setting:
-            groups.append((*setting, []))
-        groups[-1][2].append(step)
-    return tuple(
-        _Segment(
-            grad,
-            autocast,
-            tuple((s.call, s.get, s.out, s.dead) for s in group),
-            tuple(s.position for s in group),
-        )
-        for grad, autocast, group in groups
-    )

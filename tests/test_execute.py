@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from atoll.effects import effects
 from atoll.errors import UsageError
-from atoll.execute import Executor, effects, op_seed, torch_literal
+from atoll.execute import Executor, op_seed, torch_literal
 from atoll.job import Precision
 from atoll.opdag import (
     Arg,
