@@ -33,6 +33,19 @@ class PeerLost(ConnectionFailed):
         self.reason = reason
 
 
+class Receiver(Protocol):
+    """Who takes the messages of one job."""
+
+    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        """Where ``total`` payload bytes of ``key`` go; None: not wanted."""
+
+    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        """A whole message has arrived."""
+
+    def lost(self, peer: str, reason: str) -> None:
+        """The peer is gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class TransportConfig:
     """Bounds and patience of the links; every field with its unit."""

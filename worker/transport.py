@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -28,7 +28,7 @@ from protos.credentials import channel_credentials, name_options, peer_name, ser
 from worker.allocator import keep_chunk_memory
 from worker.connection import Connection
 from worker.frames import MAX_FRAME_BYTES, Direction, Hello, MessageKey, decode, printable
-from worker.peer import Deliver, Peer, PeerLost, TransportConfig
+from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
 from worker.shaper import Shaper
 
 if TYPE_CHECKING:
@@ -71,19 +71,6 @@ class Goodput:
     bytes: int
     busy_s: float
     rtt_s: float  # 0 before the first measurement
-
-
-class Receiver(Protocol):
-    """Who takes the messages of one job."""
-
-    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
-        """Where ``total`` payload bytes of ``key`` go; None: not wanted."""
-
-    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
-        """A whole message has arrived."""
-
-    def lost(self, peer: str, reason: str) -> None:
-        """The peer is gone."""
 
 
 class _Refused(AtollError):
@@ -264,9 +251,11 @@ class PeerNetwork:
         with self._lock:
             self._receivers[job] = receiver
 
-    def unregister(self, job: str) -> None:
+    def unregister(self, job: str, receiver: Receiver) -> None:
+        """Messages of ``job`` are refused from now on, unless another receiver has taken over."""
         with self._lock:
-            self._receivers.pop(job, None)
+            if self._receivers.get(job) is receiver:
+                del self._receivers[job]
 
     def send(
         self,
@@ -293,13 +282,16 @@ class PeerNetwork:
                 known.room.wait_for(lambda: known.gone or not len(known.outbox), timeout_s) and not known.gone
             )
 
-    def forget(self, job: str) -> None:
-        """Drop what is queued or half received of a job."""
-        self.unregister(job)
+    def forget(self, job: str, plan_version: int | None = None) -> None:
+        """Drop what is queued or half received of a job, up to ``plan_version`` if given."""
+
+        def unwanted(key: MessageKey) -> bool:
+            return key.job == job and (plan_version is None or key.plan_version <= plan_version)
+
         for peer in self._all_peers():
             with peer.lock:
-                peer.outbox.drop(lambda key: key.job == job)
-                peer.inbox.drop(lambda key: key.job == job)
+                peer.outbox.drop(unwanted)
+                peer.inbox.drop(unwanted)
                 peer.room.notify_all()
 
     def _expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:

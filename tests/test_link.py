@@ -1,0 +1,284 @@
+"""Links: tensors arrive once, as declared, or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from atoll.errors import BadFrame
+from atoll.opdag import TensorMeta
+from compressors.base import Packet
+from worker.frames import Direction, MessageKey
+from worker.link import Links, LinksAborted
+from worker.peer import PeerLost, Receiver
+
+META = TensorMeta((2, 3), "float32")
+TENSOR = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+
+
+@dataclass(frozen=True)
+class Coming:
+    key: MessageKey
+    peer: str = "w-a"
+    meta: TensorMeta = META
+
+
+class Wire:
+    """Two ends without a network: what one sends is offered to the other's receiver at once."""
+
+    def __init__(self) -> None:
+        self.receivers: dict[str, Receiver] = {}
+        self.other: Wire | None = None
+        self.name = ""
+        self.sent: list[MessageKey] = []
+        self.forgotten: list[tuple[str, int | None]] = []
+        self.full = False
+
+    def register(self, job: str, receiver: Receiver) -> None:
+        self.receivers[job] = receiver
+
+    def unregister(self, job: str, receiver: Receiver) -> None:
+        if self.receivers.get(job) is receiver:
+            del self.receivers[job]
+
+    def forget(self, job: str, plan_version: int | None = None) -> None:
+        self.forgotten.append((job, plan_version))
+
+    def send(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None = None,
+    ) -> None:
+        if self.full:
+            raise TimeoutError
+        self.sent.append(key)
+        assert self.other is not None
+        receiver = self.other.receivers.get(key.job)
+        buffer = receiver.expect(self.name, key, len(payload)) if receiver else None
+        if receiver is not None and buffer is not None:
+            buffer[:] = payload
+            receiver.deliver(self.name, key, header, buffer)
+
+
+def pair() -> tuple[Wire, Links, Wire, Links]:
+    a, b = Wire(), Wire()
+    a.name, b.name, a.other, b.other = "w-a", "w-b", b, a
+    return a, Links(a, "job", 3), b, Links(b, "job", 3)
+
+
+def key(
+    step: int = 0, micro: int = 0, edge: int = 7, direction: Direction = Direction.FORWARD, version: int = 3
+) -> MessageKey:
+    return MessageKey("job", version, step, micro, edge, direction)
+
+
+def waits(run: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that runs ``run`` and keeps what it raised."""
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            run()
+        except (PeerLost, LinksAborted) as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, raised
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "complex64"])
+@pytest.mark.parametrize("shape", [(), (0, 4), (5,), (3, 4, 2)])
+def test_a_tensor_arrives_bit_equal(dtype: str, shape: tuple[int, ...]) -> None:
+    _, sender, _, receiver = pair()
+    meta = TensorMeta(shape, dtype)
+    tensor = torch.arange(meta.elements).reshape(shape).to(getattr(torch, dtype))
+    receiver.expect([Coming(key(), meta=meta)])
+    sender.send("w-b", key(), tensor)
+    got = receiver.receive(key(), 1)
+    assert got is not None
+    assert got.dtype == tensor.dtype
+    assert torch.equal(got, tensor)
+
+
+def test_a_zero_gradient_arrives_as_none_and_carries_no_payload() -> None:
+    _, sender, _, receiver = pair()
+    mark = key(direction=Direction.BACKWARD)
+    receiver.expect([Coming(mark)])
+    sender.send("w-b", mark, None)
+    assert receiver.receive(mark, 1) is None
+
+
+def test_the_received_tensor_shares_the_assembly_buffer() -> None:
+    _, _, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    buffer = receiver.expect_buffer("w-a", key(), 24)
+    assert buffer is not None
+    buffer[:] = TENSOR.numpy().tobytes()
+    receiver.deliver("w-a", key(), Packet("none", META).header, buffer)
+    got = receiver.receive(key(), 1)
+    buffer[:4] = b"\0\0\x80\x3f"
+    assert got is not None
+    assert got[0, 0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "peer", "total", "reason"),
+    [
+        (key(version=2), "w-a", 24, "stale_plan"),
+        (key(edge=8), "w-a", 24, "unknown_key"),
+        (key(step=9), "w-a", 24, "unknown_key"),
+        (key(), "w-x", 24, "wrong_sender"),
+        (key(), "w-a", 25, "oversized"),
+        (key(), "w-a", 1 << 40, "oversized"),
+    ],
+)
+def test_what_was_not_declared_gets_no_memory_and_is_counted(
+    wrong: MessageKey, peer: str, total: int, reason: str
+) -> None:
+    _, _, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    assert receiver.expect_buffer(peer, wrong, total) is None
+    assert receiver.refused == {reason: 1}
+
+
+def test_a_duplicate_is_dropped_while_the_first_is_unread() -> None:
+    _, sender, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    sender.send("w-b", key(), TENSOR)
+    sender.send("w-b", key(), TENSOR + 1)
+    assert receiver.refused["duplicate"] == 1
+    got = receiver.receive(key(), 1)
+    assert got is not None
+    assert torch.equal(got, TENSOR)
+    with pytest.raises(TimeoutError):
+        receiver.receive(key(), 0)
+
+
+def test_a_step_that_is_run_again_is_served_again() -> None:
+    _, sender, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    for _ in range(2):
+        sender.send("w-b", key(), TENSOR)
+        assert receiver.receive(key(), 1) is not None
+
+
+def test_after_the_step_its_messages_are_late() -> None:
+    _, sender, _, receiver = pair()
+    receiver.expect([Coming(key()), Coming(key(step=1))])
+    receiver.step_done(0)
+    sender.send("w-b", key(), TENSOR)
+    assert receiver.refused == {"late": 1}
+    sender.send("w-b", key(step=1), TENSOR)
+    assert receiver.receive(key(step=1), 1) is not None
+    receiver.expect([Coming(key())])
+    with pytest.raises(KeyError):
+        receiver.receive(key(), 0)
+
+
+def test_a_packet_of_another_shape_reaches_the_reader_as_an_error() -> None:
+    _, sender, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    sender.send("w-b", key(), TENSOR.T)
+    with pytest.raises(BadFrame, match="the plan says"):
+        receiver.receive(key(), 1)
+    assert receiver.refused == {"malformed": 1}
+
+
+@pytest.mark.parametrize("header", [b"", b"\x01", b"\xff" * 40])
+def test_a_damaged_packet_header_reaches_the_reader_as_an_error(header: bytes) -> None:
+    _, _, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    buffer = receiver.expect_buffer("w-a", key(), 24)
+    assert buffer is not None
+    receiver.deliver("w-a", key(), header, buffer)
+    with pytest.raises(BadFrame):
+        receiver.receive(key(), 1)
+
+
+def test_a_key_takes_no_more_than_two_buffers_at_a_time() -> None:
+    _, _, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    taken = [receiver.expect_buffer("w-a", key(), 24) for _ in range(5)]
+    assert [buffer is not None for buffer in taken] == [True, True, False, False, False]
+    receiver.lost("w-a", "cut")
+    assert receiver.expect_buffer("w-a", key(), 24) is not None
+
+
+def test_a_waiting_reader_wakes_when_the_sender_is_lost() -> None:
+    _, _, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    thread, raised = waits(lambda: receiver.receive(key(), 60))
+    receiver.lost("w-other", "does not matter")
+    receiver.lost("w-a", "silent for 1.6 s")
+    thread.join(10)
+    assert isinstance(raised[0], PeerLost)
+    assert (raised[0].peer, raised[0].reason) == ("w-a", "silent for 1.6 s")
+
+
+def test_what_arrived_before_the_sender_was_lost_is_still_read() -> None:
+    _, sender, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    sender.send("w-b", key(), TENSOR)
+    receiver.lost("w-a", "left")
+    assert receiver.receive(key(), 1) is not None
+
+
+def test_abort_ends_a_wait_for_a_tensor_and_for_a_full_queue() -> None:
+    wire, sender, _, receiver = pair()
+    receiver.expect([Coming(key())])
+    wire.full = True
+    waiting = [
+        (links, waits(run))
+        for links, run in (
+            (receiver, lambda: receiver.receive(key(), 60)),
+            (sender, lambda: sender.send("w-b", key(), TENSOR)),
+        )
+    ]
+    for links, (thread, raised) in waiting:
+        links.abort("released")
+        thread.join(10)
+        assert isinstance(raised[0], LinksAborted)
+
+
+def test_the_current_steps_messages_are_sent_again_to_a_peer_that_is_back() -> None:
+    wire, sender, other, receiver = pair()
+    old, new, back = key(0), key(1), key(1, direction=Direction.BACKWARD)
+    for k in (old, new):
+        sender.send("w-b", k, TENSOR)
+    sender.send("w-b", back, None)
+    sender.step_done(0)
+    sender.lost("w-b", "killed")
+    with pytest.raises(PeerLost):
+        sender.send("w-b", key(1, micro=1), TENSOR)
+    receiver.close()
+    again = Links(other, "job", 3)
+    again.expect([Coming(new), Coming(back)])
+    wire.sent.clear()
+    assert sender.resend("w-b") == 3
+    assert old not in wire.sent
+    assert again.receive(new, 1) is not None
+    assert again.receive(back, 1) is None
+
+
+def test_closing_an_old_plan_version_leaves_the_new_one_in_place() -> None:
+    _, _, wire, old = pair()
+    new = Links(wire, "job", 4)
+    old.close()
+    assert list(wire.receivers) == ["job"]
+    assert wire.forgotten == [("job", 3)]
+    new.close()
+    assert not wire.receivers
+
+
+def test_expecting_another_plans_message_is_our_own_mistake() -> None:
+    _, _, _, receiver = pair()
+    with pytest.raises(ValueError, match="version 3"):
+        receiver.expect([Coming(key(version=4))])
