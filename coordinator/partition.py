@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from coordinator.workload import Workload
 
 PARTITIONERS = ("op_fence", "proportional", "even")
+GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and for the oracle
 SCHEDULES = ("auto", "gpipe", "1f1b")
 
 
@@ -73,17 +74,40 @@ def make_plan(
 
 def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = None) -> list[Scored]:
     """Judged candidates of a partitioner, best first, at least one."""
-    if partitioner not in PARTITIONERS:
-        raise UsageError(f"partitioner {partitioner!r}; choose {', '.join(PARTITIONERS)}")
+    given = partitioner.startswith(GIVEN_CUT)
+    if partitioner not in PARTITIONERS and not given:
+        raise UsageError(f"partitioner {partitioner!r}; choose {', '.join(PARTITIONERS)} or {GIVEN_CUT}26,65")
     if partitioner == "op_fence":
         found = search(problem, effort)
     else:
-        candidate = even(problem) if partitioner == "even" else proportional(problem)
+        if given:
+            candidate: Candidate | None = given_cut(problem, partitioner.removeprefix(GIVEN_CUT))
+        else:
+            candidate = even(problem) if partitioner == "even" else proportional(problem)
         scored = problem.score(candidate) if candidate is not None else None
         found = [scored] if scored is not None else []
     if not found:
         raise NotEnoughMemory(shortage(problem, partitioner))
     return found
+
+
+def given_cut(problem: Problem, text: str) -> Candidate:
+    """Stages that begin at 0 and at the given op positions, on the devices as they joined.
+
+    UsageError when a position is none or there are more stages than devices.
+    """
+    try:
+        starts = (0, *sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        raise UsageError(f"{GIVEN_CUT}{text}: give op positions, for example {GIVEN_CUT}26,65") from None
+    devices = len(problem.fleet.devices)
+    if len(starts) > devices:
+        raise UsageError(f"{GIVEN_CUT}{text} makes {len(starts)} stages, {devices} devices are free")
+    allowed = set(problem.dag.cuttable())
+    wrong = [start for start in starts[1:] if start not in allowed]
+    if wrong:
+        raise UsageError(f"{GIVEN_CUT}{text}: the model cannot be cut at op {wrong[0]} of {problem.n_ops}")
+    return Candidate(tuple(range(len(starts))), starts)
 
 
 def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Prediction:
