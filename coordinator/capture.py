@@ -108,7 +108,7 @@ def capture(
     device = device_of(module, example_inputs)
     dags = {}
     for mode, graph in graphs.items():
-        region = settle(graph.nodes, graph.loss, mutated, metas.of)
+        region = settle(graph.nodes, graph.loss, mutated, metas.of, mode)
         dag = _dag(source, region, metas, mode)
         dags[mode] = measured(dag, example_inputs, state, source.precision, device)
     _check_trainable(dags[True])

@@ -9,7 +9,7 @@ ops that depend on nothing are derived. All are linear in the number of ops and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +86,11 @@ def written_buffers(nodes: list[OpNode]) -> frozenset[str]:
 
 
 def settle(
-    nodes: list[OpNode], loss: int, mutated: frozenset[str], meta_of: Callable[[LeafRef], TensorMeta]
+    nodes: list[OpNode],
+    loss: int,
+    mutated: frozenset[str],
+    meta_of: Callable[[LeafRef], TensorMeta],
+    training: bool,
 ) -> Region:
     """Bring ``nodes`` into canonical form; ``mutated`` adds buffers that another graph writes.
 
@@ -97,6 +101,9 @@ def settle(
     nodes = functional_twins(nodes, _Aliases(nodes), meta_of)
     aliases = _Aliases(nodes)
     _refuse_writes(nodes, aliases)
+    if training:
+        nodes, loss = copied_reads(nodes, loss, aliases)
+        aliases = _Aliases(nodes)
     order = _tuples_whole(nodes, _live(nodes, loss, aliases))
     place = {old: new for new, old in enumerate(order)}
     nodes = [_renumber(nodes[old], place) for old in order]
@@ -153,7 +160,7 @@ def follow_in_place(nodes: list[OpNode]) -> list[OpNode]:
 
     found: list[OpNode] = []
     for position, node in enumerate(nodes):
-        node = _map_refs(node, latest)
+        node = _map_ops(node, latest)
         found.append(node)
         written = [ref for ref in _written_refs(node) if isinstance(ref, OpRef)]
         if len(written) == 1 and node.args and node.args[0] == written[0]:
@@ -183,6 +190,53 @@ def functional_twins(
                 target = nodes[p].target.replace("_.", ".", 1)
                 found[p] = replace(nodes[p], target=target)
     return found
+
+
+def copied_reads(nodes: list[OpNode], loss: int, aliases: _Aliases) -> tuple[list[OpNode], int]:
+    """Ops read a copy of a buffer that the graph writes.
+
+    Autograd may keep what they read for the backward, and by then a pipeline's next micro-batch
+    has written the buffer. Views and writers go on with the buffer itself.
+    """
+    roots = {
+        aliases.find(member)
+        for members in aliases.written_groups()
+        for member in members
+        if isinstance(member, LeafRef) and member.source is Source.BUFFER
+    }
+    if not roots:
+        return nodes, loss
+    found: list[OpNode] = []
+    place: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        original = node
+        node = _renumber(node, place)
+        kept = {*_written_refs(original), *_aliased_refs(original)}
+        copies: dict[Ref, Ref] = {}
+        for ref in dict.fromkeys(_refs((*original.args, *(v for _, v in original.kwargs)))):
+            if ref not in kept and aliases.find(ref) in roots and original.grad_enabled:
+                now: Ref = OpRef(place[ref.op]) if isinstance(ref, OpRef) else ref
+                copies[now] = OpRef(len(found))
+                found.append(_copy_node(original, now, len(copies)))
+        place[position] = len(found)
+        found.append(_substituted(node, copies) if copies else node)
+    return found, place[loss]
+
+
+def _substituted(node: OpNode, copies: Mapping[Ref, Ref]) -> OpNode:
+    return _map_refs(node, lambda ref: copies.get(ref, ref))
+
+
+def _copy_node(reader: OpNode, ref: Ref, number: int) -> OpNode:
+    return replace(
+        reader,
+        name=f"{reader.name}__copy_{number}",
+        target="aten.clone.default",
+        args=(ref,),
+        kwargs=(),
+        outputs=(),
+        is_tuple=False,
+    )
 
 
 def _has_twin(node: OpNode, nodes: list[OpNode], meta_of: Callable[[LeafRef], TensorMeta]) -> bool:
@@ -325,19 +379,23 @@ def _refs(args: tuple[Arg, ...]) -> list[Ref]:
     return found
 
 
-def _map_refs(node: OpNode, change: Callable[[OpRef], OpRef]) -> OpNode:
+def _map_refs(node: OpNode, change: Callable[[Ref], Ref]) -> OpNode:
     def mapped(arg: Arg) -> Arg:
         if isinstance(arg, tuple):
             return tuple(mapped(item) for item in arg)
-        return change(arg) if isinstance(arg, OpRef) else arg
+        return change(arg) if isinstance(arg, OpRef | LeafRef) else arg
 
     args = tuple(mapped(arg) for arg in node.args)
     kwargs = tuple((name, mapped(value)) for name, value in node.kwargs)
     return node if args == node.args and kwargs == node.kwargs else replace(node, args=args, kwargs=kwargs)
 
 
+def _map_ops(node: OpNode, change: Callable[[OpRef], OpRef]) -> OpNode:
+    return _map_refs(node, lambda ref: change(ref) if isinstance(ref, OpRef) else ref)
+
+
 def _renumber(node: OpNode, place: dict[int, int]) -> OpNode:
-    return _map_refs(node, lambda ref: OpRef(place[ref.op]))
+    return _map_ops(node, lambda ref: OpRef(place[ref.op]))
 
 
 def _live(nodes: list[OpNode], loss: int, aliases: _Aliases) -> set[int]:

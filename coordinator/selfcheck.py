@@ -122,10 +122,10 @@ class _Check:
     def training_pass(self, executor: Executor, seed: int) -> None:
         dag = self.captured.train
         self.plain.zero_grad()
-        with self.seeded(seed):
+        with self.run("the module itself fails in training", seed):
             expected = self.plain_loss()
             expected.backward()  # type: ignore[no-untyped-call]
-        with self.seeded(seed):
+        with self.run("the captured graph fails in training", seed):
             found = executor.forward(0, 0, self.batch, {})[dag.loss]
             executor.backward(0, {})
         gradients = {
@@ -151,9 +151,9 @@ class _Check:
 
     def evaluation_pass(self, executor: Executor, seed: int) -> None:
         with torch.no_grad():
-            with self.seeded(seed):
+            with self.run("the module itself fails in evaluation", seed):
                 expected = self.plain_loss()
-            with self.seeded(seed):
+            with self.run("the captured graph fails in evaluation", seed):
                 found = executor.forward(0, 0, self.batch, {})[self.captured.evaluation.loss]
         self.conclude(
             [
@@ -174,9 +174,16 @@ class _Check:
         return nullcontext()
 
     @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
+    def run(self, failing: str, seed: int) -> Iterator[None]:
+        """One side's run from one state of the generator; its failure in words."""
         torch.manual_seed(seed)
-        yield
+        try:
+            yield
+        except CaptureError:
+            raise
+        except Exception as error:  # a module may raise anything
+            text = " ".join(str(error).split())[:300]
+            raise SelfCheckError(f"{failing} on the check batch: {type(error).__name__}: {text}") from error
 
     def buffers(self, when: str) -> list[Difference]:
         known = {**self.captured.train.aliases, **self.captured.evaluation.aliases}

@@ -273,6 +273,18 @@ def test_a_buffer_written_in_place_keeps_readers_and_writer_together() -> None:
     assert whole(found, *users)
 
 
+def test_what_reads_a_written_buffer_reads_a_copy() -> None:
+    def compute(m: Model, x: Tensor) -> Tensor:
+        m.seen.add_(1)
+        return m.first(x) * m.seen
+
+    found = captured(compute)
+    (product,) = positions(found.train, "aten.mul")
+    assert [found.train.ops[r].target for r in op_refs(found.train.ops[product])][1] == "aten.clone.default"
+    # Nothing is differentiated in evaluation, so nothing is kept.
+    assert not positions(found.evaluation, "aten.clone")
+
+
 def test_a_buffer_written_through_a_view_is_mutated() -> None:
     def compute(m: Model, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -177,3 +177,16 @@ def test_a_module_that_cannot_be_copied_is_refused() -> None:
     module = Uncopyable()
     with pytest.raises(CaptureError, match="cannot be copied to be checked: holds a lock"):
         self_check(module, capture(module, X), X)
+
+
+def test_a_module_that_fails_in_its_own_backward_is_told_so() -> None:
+    class Overwrites(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.fc(x).sigmoid()
+            out = self.head(hidden)
+            hidden.zero_()
+            return out.square().mean()
+
+    module = Overwrites()
+    with pytest.raises(SelfCheckError, match="the module itself fails in training"):
+        self_check(module, capture(module, X), X)
