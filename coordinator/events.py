@@ -172,11 +172,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job whose blobs are all here and whose DAGs were read."""
+    """A job whose blobs are all here and whose DAGs were read; ``ops`` as in JobRead."""
 
     job: str
     submission: str
     spec: JobSpec
+    ops: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +203,21 @@ class PlanMade:
 
 @dataclass(frozen=True, slots=True)
 class PlanFailed:
+    """``hopeless``: no other fleet would help either."""
+
     job: str
     attempt: int
     reason: str
+    hopeless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAsked:
+    """What would happen with this job now? Answered by MakePlan under ``inquiry``, nothing starts."""
+
+    inquiry: str
+    spec: JobSpec
+    ops: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +243,6 @@ class StorageRecovered:
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class CommitTook:
-    """The coordinator's share of a step: last StepReady read to last StepCommit queued."""
-
-    job: str
-    seconds: float
-
-
 Event = (
     SessionOpened
     | SessionClosed
@@ -252,5 +257,5 @@ Event = (
     | KickAsked
     | StorageFailed
     | StorageRecovered
-    | CommitTook
+    | PlanAsked
 )

@@ -1,4 +1,4 @@
-"""Durable facts: what the journal keeps, and the Ledger that is their fold.
+"""Durable facts of jobs: what the journal keeps, and the Ledger that is their fold.
 
 Everything a restarted coordinator must know is here; what is not (who is connected, which step is
 in flight) is learnt again. ``Ledger.apply`` is the only way state changes, live or on replay.
@@ -27,34 +27,6 @@ class Checkpoint:
 
     step: int
     tensors: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCreated:
-    id: str
-    name: str
-    secret_hash: str
-    created_s: float
-    expires_s: float  # 0: never
-    max_uses: int  # 0: no limit
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRevoked:
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEnrolled:
-    worker: str
-    name: str
-    token: str
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerBarred:
-    worker: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +77,10 @@ class JobEnded:
     reason: str
 
 
-Fact = (
-    TokenCreated
-    | TokenRevoked
-    | WorkerEnrolled
-    | WorkerBarred
-    | JobSubmitted
-    | PlanAdopted
-    | StepCommitted
-    | Evaluated
-    | CheckpointStored
-    | JobEnded
-)
+Fact = JobSubmitted | PlanAdopted | StepCommitted | Evaluated | CheckpointStored | JobEnded
 _KINDS: dict[str, type[Fact]] = {
     kind.__name__: kind
     for kind in (
-        TokenCreated,
-        TokenRevoked,
-        WorkerEnrolled,
-        WorkerBarred,
         JobSubmitted,
         PlanAdopted,
         StepCommitted,
@@ -146,11 +103,14 @@ def to_record(fact: Fact, at_s: float) -> Record:
     return Record(type(fact).__name__, at_s, payload)
 
 
-def from_record(record: Record) -> Fact:
-    """The fact that ``to_record`` wrote; StorageError when the journal holds something else."""
+def from_record(record: Record) -> Fact | None:
+    """The fact that ``to_record`` wrote, None for a record of somebody else (tokens, workers).
+
+    StorageError when it is damaged.
+    """
     kind = _KINDS.get(record.kind)
     if kind is None:
-        raise StorageError(f"the journal holds a {record.kind!r} event; it was written by a newer version")
+        return None
     hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     for name, value in record.payload.items():
@@ -162,26 +122,6 @@ def from_record(record: Record) -> Fact:
         return kind(**values)
     except TypeError as error:
         raise StorageError(f"the journal holds a damaged {record.kind} event: {error}") from error
-
-
-@dataclass(slots=True)
-class Token:
-    """A join token's public side; only a hash of its secret is kept."""
-
-    created: TokenCreated
-    uses: int = 0
-    revoked: bool = False
-
-    def refusal(self, now_s: float) -> str | None:
-        """Why this token opens nothing now, None when it does."""
-        if self.revoked:
-            return f"token {self.created.id} was revoked; ask for a new one (atoll token create)"
-        if self.created.expires_s and now_s > self.created.expires_s:
-            late_s = now_s - self.created.expires_s
-            return f"token {self.created.id} expired {late_s:.0f} s ago; ask for a new one"
-        if self.created.max_uses and self.uses >= self.created.max_uses:
-            return f"token {self.created.id} was used {self.uses} of {self.created.max_uses} times"
-        return None
 
 
 @dataclass(slots=True)
@@ -212,25 +152,12 @@ class Ledger:
     """The fold over all facts."""
 
     keep: int = 2  # checkpoints of one job
-    tokens: dict[str, Token] = field(default_factory=dict)
-    workers: dict[str, WorkerEnrolled] = field(default_factory=dict)
-    barred: dict[str, str] = field(default_factory=dict)
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     submissions: dict[str, str] = field(default_factory=dict)
 
     def apply(self, fact: Fact) -> None:
-        """Take in one fact; KeyError when it speaks of a job or token that no fact made."""
+        """Take in one fact; KeyError when it speaks of a job that no fact made."""
         match fact:
-            case TokenCreated():
-                self.tokens[fact.id] = Token(fact)
-            case TokenRevoked(id):
-                self.tokens[id].revoked = True
-            case WorkerEnrolled():
-                self.workers[fact.worker] = fact
-                if fact.token in self.tokens:
-                    self.tokens[fact.token].uses += 1
-            case WorkerBarred(worker, reason):
-                self.barred[worker] = reason
             case JobSubmitted():
                 start = fact.start_step
                 self.jobs[fact.job] = JobRecord(fact, steps=start)

@@ -1,0 +1,169 @@
+"""Every worker the coordinator knows since its start: membership, facts, figures; and the fleet
+that a plan may use. Pure: time comes in as an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+from coordinator import members
+from coordinator.config import Liveness, Probing
+from coordinator.estimate import refresh_scale
+from coordinator.events import Introduction, StepReady
+from coordinator.fleet import Device, Fleet
+from coordinator.links import judge_step
+from coordinator.members import Member, Phase
+from coordinator.probing import LinkProbing, OpProbing
+
+MIN_MEMORY_BYTES = 2**20
+MAX_MEMORY_BYTES = 2**50
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker; ``session`` None while it is not connected."""
+
+    member: Member
+    introduction: Introduction
+    session: int | None
+    aside: str = ""  # why no plan uses it; a new process starts clean
+    scale: float = 1.0  # measured over predicted compute time
+    clock_offset_s: float | None = None  # ours minus the worker's
+    memory_bytes: int = 0
+    heard_job: tuple[str, int] = ("", 0)
+
+    @property
+    def idle(self) -> bool:
+        return self.member.phase is Phase.POOL and not self.aside and self.session is not None
+
+    @property
+    def reason(self) -> str:
+        return f"set aside: {self.aside}" if self.aside else self.member.reason
+
+
+@dataclass(slots=True)
+class Roster:
+    """Workers in join order with what is known of their links and ops."""
+
+    liveness: Liveness
+    probing: Probing
+    workers: dict[str, Worker] = field(default_factory=dict)
+    links: LinkProbing = field(init=False)
+    ops: OpProbing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.links = LinkProbing(self.probing)
+        self.ops = OpProbing(self.probing)
+
+    def open(
+        self, worker: str, session: int, introduction: Introduction, now_s: float
+    ) -> tuple[Member | None, int | None]:
+        """A session begins; returns the member as it was and the session it replaces."""
+        known = self.workers.get(worker)
+        if known is None:
+            member = members.joined(worker, introduction.incarnation, now_s)
+            self.workers[worker] = Worker(member, introduction, session)
+            return None, None
+        before, replaced = known.member, known.session
+        if introduction.incarnation != before.incarnation:
+            known.aside = ""
+        known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
+        known.introduction, known.session = introduction, session
+        return before, replaced
+
+    def move(self, worker: str, event: members.Event, now_s: float) -> tuple[Member, Member, str | None]:
+        """Apply a membership event; returns the member before and after, and why it was refused."""
+        known = self.workers[worker]
+        before = known.member
+        known.member, refused = members.step(before, event, now_s, self.liveness)
+        return before, known.member, refused
+
+    def forgive(self, gap_s: float) -> None:
+        """We stalled for ``gap_s``: nobody was silent in that time."""
+        for worker in self.workers.values():
+            if not worker.member.gone:
+                worker.member = members.silence_forgiven(worker.member, gap_s)
+
+    def idle(self) -> list[str]:
+        """Workers a new plan may use, in join order."""
+        return [name for name, worker in self.workers.items() if worker.idle]
+
+    def reachable(self, workers: Iterable[str]) -> dict[str, bool]:
+        """Which of them accept connections."""
+        return {w: bool(self.workers[w].introduction.addresses) for w in workers}
+
+    def fingerprint(self) -> frozenset[tuple[str, int, bool]]:
+        """Changes whenever the set of usable workers does."""
+        return frozenset((w, x.member.incarnation, x.idle) for w, x in self.workers.items() if x.idle)
+
+    def fleet(self, workers: list[str], precision: str) -> Fleet:
+        """The planner's view of ``workers`` with the newest figures."""
+        devices = [self._device(worker, precision) for worker in workers]
+        sites = {worker: self.workers[worker].introduction.site for worker in workers}
+        return Fleet.measured(devices, self.links.table, self.links.uplinks(sites))
+
+    def _device(self, worker: str, precision: str) -> Device:
+        known = self.workers[worker]
+        return Device(
+            worker=worker,
+            memory_limit_bytes=known.introduction.memory_limit_bytes,
+            name=known.introduction.name,
+            site=known.introduction.site,
+            timings=dict(self.ops.timings.get((worker, precision), {})),
+            scale=known.scale,
+            coordinator=self.ops.round_trip(worker),
+        )
+
+    def computed(self, worker: str, predicted_s: float, measured_s: float) -> None:
+        """A committed step's compute time refines the worker's scale."""
+        known = self.workers[worker]
+        known.scale = refresh_scale(known.scale, predicted_s, measured_s)
+
+    def judge(self, worker: str, report: StepReady, elapsed_s: float | None) -> str | None:
+        """Take in what a stage says of its step; returns why its figures cannot be true."""
+        for what, value in (("forward", report.forward_s), ("backward", report.backward_s)):
+            if not isfinite(value) or value < 0:
+                return f"{worker} reports {value:.3g} s of {what} work"
+        if elapsed_s is not None:
+            wrong = judge_step(worker, report.forward_s + report.backward_s, elapsed_s)
+            if wrong is not None:
+                return wrong
+        if report.finite and not all(isfinite(n) and n >= 0 for n in report.square_norms):
+            return f"{worker} calls its gradients finite, but reports a squared norm that cannot be"
+        table = self.links.table
+        for link in report.links:
+            if link.peer in self.workers:
+                wrong = table.carried(worker, link.peer, link.n_bytes, link.busy_s, link.rtt_s)
+                if wrong is not None:
+                    return wrong
+        return None
+
+    def heard(self, worker: str, worker_time_s: float, now_s: float) -> None:
+        """A heartbeat's clock: the least delayed one is nearest to the true offset."""
+        if not isfinite(worker_time_s):
+            return
+        known = self.workers[worker]
+        offset_s = now_s - worker_time_s - self.ops.round_trip(worker).latency_s
+        if known.clock_offset_s is None or offset_s < known.clock_offset_s:
+            known.clock_offset_s = offset_s
+
+
+def refusal(introduction: Introduction) -> str | None:
+    """Why these facts cannot be true or usable, None when they can."""
+    limit, there = introduction.memory_limit_bytes, introduction.memory_bytes
+    if not MIN_MEMORY_BYTES <= limit <= MAX_MEMORY_BYTES or not MIN_MEMORY_BYTES <= there <= MAX_MEMORY_BYTES:
+        return (
+            f"memory of {there} bytes with a limit of {limit}; possible are {MIN_MEMORY_BYTES} to "
+            f"{MAX_MEMORY_BYTES}"
+        )
+    if not 1 <= introduction.threads <= 65536:
+        return f"{introduction.threads} threads; possible are 1 to 65536"
+    return None
+
+
+def flops_of(timings: Mapping[str, tuple[float, float]], ops: Mapping[str, int]) -> float:
+    """GFLOP/s of the timed ops together, for people; 0 when nothing was timed."""
+    seconds = sum(timings[s][0] for s in ops if s in timings)
+    flops = sum(ops[s] for s in ops if s in timings)
+    return flops / seconds / 1e9 if seconds > 0 else 0.0

@@ -1,0 +1,588 @@
+"""Members, rounds and plans behind one ``handle(event, now_s)``: events in, instructions out.
+
+Pure: no clock, socket or file. The shell turns messages into events, carries the instructions
+out in order, and makes a ``Journal`` durable before anything that follows it. What must survive a
+restart is in the ledger, a fold over journalled facts; the rest is learnt again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from atoll.job import JobSpec
+from coordinator import events as ev
+from coordinator import instructions as do
+from coordinator import members, rounds
+from coordinator.config import CoordinatorConfig
+from coordinator.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger
+from coordinator.links import judge_timing
+from coordinator.members import Member
+from coordinator.preparing import Preparer
+from coordinator.roster import Roster, refusal
+from coordinator.rounds import JobState
+from protos.telemetry import Event as Name
+
+RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
+STALL_S = 0.25  # a tick later than this is our own stall
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A job that waits for a moment before it is planned anew."""
+
+    until_s: float
+    for_workers: frozenset[str]  # all back in the pool: no need to wait longer
+    unless_gone: str = ""  # its death settles what we wait for
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One coordinator's decisions; ``ledger`` may come from a replayed journal."""
+
+    config: CoordinatorConfig
+    ledger: Ledger
+    now_s: float
+    roster: Roster = field(init=False)
+    preparer: Preparer = field(init=False)
+    jobs: dict[str, JobState] = field(default_factory=dict)
+    holds: dict[str, Hold] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    storage: str = ""  # why nothing can be stored now
+    _out: list[do.Instruction] = field(default_factory=list)
+    _dirty: bool = True
+    _tick_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.roster = Roster(self.config.liveness, self.config.probing)
+        self.preparer = Preparer(self.roster, self.config.probing, self._emit)
+        for record in self.ledger.jobs.values():
+            self._restore(record.submitted.job)
+
+    def handle(self, event: ev.Event, now_s: float) -> list[do.Instruction]:
+        """What is to be done after ``event``, in order."""
+        self._out = []
+        self.now_s = now_s
+        _HANDLERS[type(event)](self, event)
+        if self._dirty:
+            self._dirty = False
+            self._advance()
+        return self._out
+
+    # ------------------------------------------------------------ views
+
+    def spec_of(self, job: str, worker: str | None = None) -> JobSpec | None:
+        """The spec of a job; with ``worker``, only where it holds a stage of it."""
+        state = self.jobs.get(job)
+        if state is None or (worker is not None and self._stage_of(state, worker) is None):
+            return None
+        return state.spec
+
+    def refusal(self, spec: JobSpec) -> str | None:
+        """Why this job cannot be accepted, None when it can."""
+        waiting = sum(state.phase not in rounds.ENDED for state in self.jobs.values())
+        if waiting >= self.config.max_jobs:
+            return f"{waiting} jobs wait or run already; cancel some or raise max_jobs"
+        if spec.resume_of:
+            old = self.ledger.jobs.get(spec.resume_of)
+            if old is None:
+                return f"no job {spec.resume_of} to resume; `atoll status` lists them"
+            done = old.last_checkpoint.step
+            if done >= spec.training.steps:
+                return (
+                    f"{spec.resume_of} is at step {done} already, {spec.training.steps} steps asked for; "
+                    "raise --steps"
+                )
+            if old.submitted.spec.tensors.keys() != spec.tensors.keys():
+                odd = sorted(old.submitted.spec.tensors.keys() ^ spec.tensors.keys())
+                return f"{spec.resume_of} holds another model: {len(odd)} tensors differ, first {odd[0]}"
+        return None
+
+    # ------------------------------------------------------------ sessions
+
+    def _opened(self, event: ev.SessionOpened) -> None:
+        before, replaced = self.roster.open(event.worker, event.session, event.introduction, self.now_s)
+        worker = self.roster.workers[event.worker]
+        if replaced is not None and replaced != event.session:
+            self._emit(do.CloseSession(event.worker, replaced, "a newer session replaced this one"))
+        if before is not None:
+            self._moved(event.worker, before, worker.member)
+        wrong = refusal(event.introduction)
+        if wrong is not None:
+            self._set_aside(event.worker, wrong)
+        if worker.member.phase is members.Phase.JOINED:
+            self._move(event.worker, members.Admitted())
+            self.preparer.greet(event.worker, self.now_s)
+        else:
+            self._catch_up(event.worker)
+        self._dirty = True
+
+    def _catch_up(self, worker: str) -> None:
+        """What was under way to a worker when its connection broke is said again; its own last
+        words it repeats itself."""
+        member = self.roster.workers[worker].member
+        state = self.jobs.get(member.job)
+        stage = self._stage_of(state, worker) if state is not None else None
+        if state is None or stage is None:
+            return
+        if state.phase is rounds.Phase.LOADING and stage not in state.loaded:
+            self._send(worker, self._assignment(state, stage))
+        elif state.phase in rounds.STEPPING and state.last_commit is None:
+            self._send(worker, do.StartStep(state.job, state.version, state.step))
+        elif state.last_commit is not None:
+            self._send(worker, state.last_commit)
+
+    def _closed(self, event: ev.SessionClosed) -> None:
+        worker = self.roster.workers.get(event.worker)
+        if worker is None or worker.session != event.session:
+            return
+        worker.session = None
+        self._move(event.worker, members.ConnectionLost())
+
+    def _tick(self, event: ev.Tick) -> None:
+        interval_s = self.config.liveness.heartbeat_s / 2
+        if self._tick_s is not None and self.now_s - self._tick_s > interval_s + STALL_S:
+            gap_s = self.now_s - self._tick_s - interval_s
+            self.roster.forgive(gap_s)
+            self._log(Name.SERVER_STALLED, "warning", stalled_s=round(gap_s, 3))
+        self._tick_s = self.now_s
+        for name, worker in list(self.roster.workers.items()):
+            if not worker.member.gone:
+                self._move(name, members.Tick())
+        if self.preparer.expire(self.now_s) or self._holds_end():
+            self._dirty = True
+
+    def _arrived(self, event: ev.Arrived) -> None:
+        worker = self.roster.workers.get(event.worker)
+        if worker is None or worker.session != event.session:
+            self._drop(type(event.message).__name__, "of a session that was replaced")
+            return
+        match event.message:
+            case ev.Heartbeat():
+                self._heartbeat(event.worker, event.message)
+            case ev.Leaving(reason):
+                self._move(event.worker, members.LeavingSaid(reason))
+                self._lose_stage(event.worker, f"{self._label(event.worker)} left: {reason or 'asked to'}")
+            case ev.Malformed(reason):
+                self._set_aside(event.worker, reason)
+                self._emit(do.CloseSession(event.worker, event.session, reason))
+            case ev.OpsProbed():
+                self._ops_probed(event.worker, event.message)
+            case ev.LinkProbed():
+                self._link_probed(event.worker, event.message)
+            case ev.StepReady():
+                self._step_ready(event.worker, event.message)
+            case _:
+                self._from_stage(event.worker, event.message)
+
+    def _heartbeat(self, name: str, beat: ev.Heartbeat) -> None:
+        self._move(name, members.HeartbeatArrived())
+        worker = self.roster.workers[name]
+        worker.memory_bytes = beat.memory_bytes
+        self.roster.heard(name, beat.worker_time_s, self.now_s)
+        held = (beat.job, beat.version)
+        # Twice the same: not just a release that is on its way.
+        if beat.job and beat.job != worker.member.job and held == worker.heard_job:
+            self._send(name, do.ReleaseStage(beat.job, beat.version, "this job does not use you any more"))
+        worker.heard_job = held
+
+    # ------------------------------------------------------------ figures
+
+    def _ops_probed(self, worker: str, message: ev.OpsProbed) -> None:
+        request = self.preparer.ops_answered(worker, message, self.now_s)
+        if request is None:
+            return
+        known = self.preparer.flops
+        for signature, (forward_s, backward_s) in message.timings.items():
+            for seconds in (forward_s, backward_s):
+                wrong = judge_timing(worker, f"op {signature}", seconds, known.get(signature, 0))
+                if wrong is not None:
+                    self.roster.ops.timings.pop((worker, request.precision), None)
+                    self._set_aside(worker, wrong)
+                    return
+        self._log(
+            Name.OPS_PROBED, worker=worker, ops=len(message.timings), error=message.error, job=request.job
+        )
+        self._dirty = True
+
+    def _link_probed(self, worker: str, message: ev.LinkProbed) -> None:
+        wrong = self.roster.links.answered(worker, message, self.now_s)
+        if wrong is not None:
+            self._set_aside(worker, wrong)
+        self._log(
+            Name.LINK_PROBED,
+            source=worker,
+            target=message.peer,
+            bandwidth_bps=round(message.bandwidth_bps) if math.isfinite(message.bandwidth_bps) else 0,
+            rtt_s=message.rtt_s,
+            error=message.error,
+        )
+        self._dirty = True
+
+    def _step_ready(self, worker: str, report: ev.StepReady) -> None:
+        state = self.jobs.get(report.job)
+        elapsed_s = self.now_s - state.begun_s if state is not None and state.begun_s is not None else None
+        wrong = self.roster.judge(worker, report, elapsed_s)
+        if wrong is not None:
+            self._set_aside(worker, wrong)
+            return
+        before = state.step if state is not None else 0
+        self._from_stage(worker, report)
+        state = self.jobs.get(report.job)
+        if state is not None and state.step > before:
+            self._learn(state)
+
+    def _learn(self, state: JobState) -> None:
+        """What the committed step took refines every device's scale."""
+        prediction = state.plan.prediction if state.plan is not None else None
+        if prediction is None or len(prediction.stages) != state.n_stages:
+            return
+        for stage, report in state.reports.items():
+            told = prediction.stages[stage]
+            if told.worker in self.roster.workers:
+                self.roster.computed(told.worker, told.compute_s, report.forward_s + report.backward_s)
+
+    # ------------------------------------------------------------ jobs
+
+    def _submitted(self, event: ev.Submitted) -> None:
+        spec = event.spec
+        start = Checkpoint(0, {})
+        if spec.resume_of in self.ledger.jobs:
+            start = self.ledger.jobs[spec.resume_of].last_checkpoint
+        self.preparer.know(event.job, event.ops)
+        self._record(JobSubmitted(event.job, event.submission, spec, start.step, start.tensors, self.now_s))
+        self._restore(event.job)
+        self._log(Name.JOB_SUBMITTED, job=event.job, name=spec.name, steps=spec.training.steps)
+        self._emit(do.Notify(event.job))
+        self._dirty = True
+
+    def _restore(self, job: str) -> None:
+        """A job's machine from what the ledger knows."""
+        record = self.ledger.jobs[job]
+        checkpoint = record.last_checkpoint
+        state = JobState(
+            job,
+            record.submitted.spec,
+            checkpoint,
+            record.submitted.created_s,
+            version=record.version,
+            step=checkpoint.step,
+            plan=record.plan,
+            loss=record.loss,
+            eval_loss=record.eval_loss,
+        )
+        if record.outcome:
+            state = replace(
+                state, phase=rounds.Phase(record.outcome), reason=record.reason, step=record.steps
+            )
+        elif record.version:
+            reason = f"the coordinator was restarted; goes on from step {checkpoint.step}"
+            state = replace(state, phase=rounds.Phase.PAUSED, reason=reason)
+            workers = frozenset(s.worker for s in record.plan.stages) if record.plan else frozenset()
+            self.holds[job] = Hold(self.now_s + RESTART_GRACE_S, workers)
+        self.jobs[job] = state
+
+    def _read(self, event: ev.JobRead) -> None:
+        self.preparer.know(event.job, event.ops)
+        self._dirty = True
+
+    def _unreadable(self, event: ev.JobUnreadable) -> None:
+        self._job(event.job, rounds.Broken(event.reason))
+
+    def _plan_made(self, event: ev.PlanMade) -> None:
+        state = self.jobs.get(event.job)
+        if state is None or not self.preparer.awaited(event.job, event.attempt):
+            return
+        idle = set(self.roster.idle())
+        missing = [s.worker for s in event.plan.stages if s.worker not in idle]
+        if missing or self.storage:
+            why = self.storage or f"{missing[0]} went away while the plan was made"
+            self._job(event.job, rounds.Waits(why))
+            return
+        plan = event.plan
+        self._log(
+            Name.PLAN_MADE,
+            job=event.job,
+            version=plan.version,
+            stages=len(plan.stages),
+            predicted_s=plan.prediction.step_s if plan.prediction else None,
+        )
+        self._job(event.job, rounds.Planned(plan))
+
+    def _plan_failed(self, event: ev.PlanFailed) -> None:
+        if event.job not in self.jobs or not self.preparer.awaited(event.job, event.attempt):
+            return
+        self._log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
+        if event.hopeless:
+            self._job(event.job, rounds.Broken(event.reason))
+            return
+        self.preparer.wait_for_change(event.job)
+        self._job(event.job, rounds.Waits(f"waits for a fleet that suffices: {event.reason}"))
+
+    def _plan_asked(self, event: ev.PlanAsked) -> None:
+        self.preparer.inquire(event.inquiry, event.spec, event.ops)
+        self._dirty = True
+
+    def _cancel(self, event: ev.CancelAsked) -> None:
+        if event.job in self.jobs:
+            self._job(event.job, rounds.Cancelled(event.reason))
+
+    def _from_stage(self, worker: str, message: ev.JobMessage) -> None:
+        state = self.jobs.get(message.job)
+        stage = self._stage_of(state, worker) if state is not None else None
+        if state is None or stage is None:
+            self._drop(type(message).__name__, f"of {worker}, which holds no stage of {message.job}")
+            return
+        if isinstance(message, ev.StageFailed) and message.version == state.version and message.lost_peer:
+            # Who is to blame shows within the time in which the dead are noticed.
+            until_s = self.now_s + self.config.liveness.dead_after_s
+            self.holds[state.job] = Hold(until_s, frozenset(), message.lost_peer)
+        if isinstance(message, ev.StateStored) and not message.tensors.keys() <= state.spec.tensors.keys():
+            odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
+            self._set_aside(worker, f"{worker} stored {odd!r}, which {state.job} does not have")
+            return
+        self._job(message.job, rounds.FromStage(stage, message))
+
+    def _job(self, job: str, event: rounds.Event) -> None:
+        """Step a job's machine and translate what it wants."""
+        before = self.jobs[job]
+        state, todo = rounds.step(before, event, self.now_s)
+        self.jobs[job] = state
+        for item in todo:
+            self._obey(before if state.plan is None else state, item)
+        changed = (before.phase, before.reason) != (state.phase, state.reason)
+        if changed:
+            level = "warning" if state.phase in (rounds.Phase.PAUSED, rounds.Phase.FAILED) else "info"
+            quiet = before.phase in rounds.STEPPING and state.phase in rounds.STEPPING
+            self._log(
+                Name.JOB_STATE, "debug" if quiet else level, job=job, state=state.phase, reason=state.reason
+            )
+        if before.phase is not state.phase and not (
+            before.phase in rounds.STEPPING and state.phase in rounds.STEPPING
+        ):
+            self._dirty = True
+        if changed or before.step != state.step or before.eval_loss != state.eval_loss:
+            self._emit(do.Notify(job))
+
+    def _obey(self, state: JobState, todo: rounds.Todo) -> None:
+        match todo:
+            case rounds.Record(fact):
+                self._record(fact)
+                if isinstance(fact, CheckpointStored):
+                    self._emit(do.SweepBlobs())
+            case rounds.ToStages(message, stage):
+                for at, spec in enumerate(state.plan.stages if state.plan else ()):
+                    if stage is None or stage == at:
+                        self._send(spec.worker, message)
+            case rounds.AssignAll():
+                for at in range(state.n_stages):
+                    self._assign(state, at)
+            case rounds.ReleaseAll(reason):
+                self._release(state, reason)
+            case rounds.Point(step, name, value):
+                self._emit(do.Measured(state.job, step, name, value))
+            case rounds.Dropped(why):
+                self._drop("stage message", why, state.job)
+
+    def _assign(self, state: JobState, stage: int) -> None:
+        assert state.plan is not None  # noqa: S101 - a plan was just adopted
+        worker = state.plan.stages[stage].worker
+        self._move(worker, members.AssignedTo(state.job, stage))
+        self._send(worker, self._assignment(state, stage))
+
+    def _assignment(self, state: JobState, stage: int) -> do.AssignStage:
+        assert state.plan is not None  # noqa: S101 - a plan was adopted
+        peers = tuple(
+            self._peer(state.plan.stages[stage].worker, at, spec.worker, stage)
+            for at, spec in enumerate(state.plan.stages)
+            if at != stage
+        )
+        return do.AssignStage(state.job, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers)
+
+    def _peer(self, me: str, at: int, peer: str, stage: int) -> do.StagePeer:
+        """The lower stage dials where both can be reached, else whoever can reach the other."""
+        mine = self.roster.workers[me].introduction.addresses
+        theirs = self.roster.workers[peer].introduction.addresses
+        dial = bool(theirs) and (stage < at or not mine)
+        return do.StagePeer(at, peer, theirs, dial)
+
+    def _release(self, state: JobState, reason: str) -> None:
+        for spec in state.plan.stages if state.plan else ():
+            worker = self.roster.workers.get(spec.worker)
+            if worker is not None and worker.member.job == state.job:
+                self._send(spec.worker, do.ReleaseStage(state.job, state.version, reason))
+                self._move(spec.worker, members.Released(f"released by {state.job}"))
+
+    def _stage_of(self, state: JobState, worker: str) -> int | None:
+        for at, spec in enumerate(state.plan.stages if state.plan else ()):
+            if spec.worker == worker:
+                return at
+        return None
+
+    # ------------------------------------------------------------ members
+
+    def _move(self, worker: str, event: members.Event) -> None:
+        before, after, refused = self.roster.move(worker, event, self.now_s)
+        if refused is not None:
+            self._drop(type(event).__name__, refused)
+        self._moved(worker, before, after)
+
+    def _moved(self, worker: str, before: Member, after: Member) -> None:
+        restarted = before.incarnation != after.incarnation
+        if before.phase is after.phase and not restarted:
+            return
+        self._dirty = True
+        level = "warning" if after.phase in (members.Phase.SUSPECT, members.Phase.DEAD) else "info"
+        self._log(Name.WORKER_STATE, level, worker=worker, state=after.phase, reason=after.reason)
+        if restarted or after.gone:
+            self.preparer.forget(worker)
+            if before.job:
+                self._lose_job(before.job, worker, f"{self._label(worker)} is lost: {after.reason}")
+        known = self.roster.workers[worker]
+        if after.gone and known.session is not None:
+            self._emit(do.CloseSession(worker, known.session, after.reason))
+            known.session = None
+
+    def _lose_stage(self, worker: str, reason: str) -> None:
+        job = self.roster.workers[worker].member.job
+        if job:
+            self._lose_job(job, worker, reason)
+
+    def _lose_job(self, job: str, worker: str, reason: str) -> None:
+        state = self.jobs.get(job)
+        if state is not None and state.phase in rounds.RUNNING and self._stage_of(state, worker) is not None:
+            self._job(job, rounds.StageLost(reason))
+
+    def _set_aside(self, worker: str, reason: str) -> None:
+        """No plan uses it until its process starts anew; the run goes on without it."""
+        self.roster.workers[worker].aside = reason
+        self._log(Name.WORKER_SET_ASIDE, "warning", worker=worker, reason=reason)
+        self._dirty = True
+        self._lose_stage(worker, f"{self._label(worker)} was set aside: {reason}")
+
+    def _kick(self, event: ev.KickAsked) -> None:
+        if event.worker not in self.roster.workers:
+            return
+        reason = event.reason or "asked by the owner"
+        self._send(event.worker, do.Dismiss(reason, event.for_good))
+        self._log(Name.WORKER_KICKED, "warning", worker=event.worker, reason=reason, for_good=event.for_good)
+        self._move(event.worker, members.Kicked(reason))
+
+    # ------------------------------------------------------------ storage
+
+    def _storage_failed(self, event: ev.StorageFailed) -> None:
+        if self.storage:
+            return
+        self.storage = event.reason
+        self._log(Name.STORAGE_FAILED, "error", reason=event.reason)
+        for state in list(self.jobs.values()):
+            if state.phase in rounds.RUNNING:
+                self._job(state.job, rounds.StageLost(event.reason))
+            elif state.phase not in rounds.ENDED:
+                self._job(state.job, rounds.Waits(event.reason))
+
+    def _storage_recovered(self, event: ev.StorageRecovered) -> None:
+        self.storage = ""
+        self._log(Name.STORAGE_RECOVERED)
+        self.preparer.anything_changed()
+        self._dirty = True
+
+    # ------------------------------------------------------------ what runs next
+
+    def _advance(self) -> None:
+        """Pick jobs while there is room, measure what they need, plan them."""
+        if self.storage:
+            return
+        busy = [s for s in self.jobs.values() if s.phase in rounds.RUNNING | rounds.PREPARING]
+        waiting = [s for s in self.jobs.values() if s.phase in rounds.WAITING]
+        for state in sorted(waiting, key=lambda s: s.created_s):
+            if len(busy) < self.config.concurrent_jobs and self._may_start(state):
+                self._job(state.job, rounds.Picked("measuring devices and links"))
+                busy.append(self.jobs[state.job])
+            elif len(busy) >= self.config.concurrent_jobs and state.phase is rounds.Phase.QUEUED:
+                first = busy[0]
+                reason = f"waits for {first.job} ({first.phase.value}, step {first.step} of {first.steps})"
+                if not state.reason.startswith(f"waits for {first.job} "):
+                    self._job(state.job, rounds.Waits(reason))
+        self._prepare()
+
+    def _may_start(self, state: JobState) -> bool:
+        if not self.roster.idle():
+            reason = "no worker is in the pool; start some with `atoll-worker join`"
+            if reason not in state.reason:
+                prefix = f"{state.reason}; " if state.phase is rounds.Phase.PAUSED else ""
+                self._job(state.job, rounds.Waits(prefix + reason))
+            return False
+        return state.job not in self.holds and self.preparer.changed(state.job)
+
+    def _prepare(self) -> None:
+        training = any(s.phase in rounds.RUNNING for s in self.jobs.values())
+        for state in list(self.jobs.values()):
+            if state.phase is rounds.Phase.PROFILING and self.preparer.profile(
+                state.job, state.spec, training, self.now_s
+            ):
+                self._job(state.job, rounds.Profiled())
+                self.preparer.plan(state.job, state.version + 1, state.spec)
+        self.preparer.answer_inquiries(training, self.now_s)
+        if not training:
+            self.preparer.measure_links(fresh=False, now_s=self.now_s)
+
+    def _holds_end(self) -> bool:
+        """Drop holds whose time or cause is over; whether there was one."""
+        idle = set(self.roster.idle())
+        over = []
+        for job, hold in self.holds.items():
+            blamed = self.roster.workers.get(hold.unless_gone)
+            back = bool(hold.for_workers) and hold.for_workers <= idle
+            gone = bool(hold.unless_gone) and (blamed is None or blamed.member.gone)
+            if self.now_s >= hold.until_s or back or gone:
+                over.append(job)
+        for job in over:
+            del self.holds[job]
+        return bool(over)
+
+    # ------------------------------------------------------------ output
+
+    def _emit(self, instruction: do.Instruction) -> None:
+        self._out.append(instruction)
+
+    def _send(self, worker: str, message: do.Message) -> None:
+        known = self.roster.workers.get(worker)
+        if known is not None and known.session is not None:
+            self._emit(do.SendTo(worker, message))
+
+    def _record(self, fact: Fact) -> None:
+        self.ledger.apply(fact)
+        self._emit(do.Journal(fact))
+
+    def _log(self, event: Name, level: str = "info", job: str = "", **fields: Any) -> None:
+        self._emit(do.Log(event.value, level, job, fields))
+
+    def _drop(self, kind: str, why: str, job: str = "") -> None:
+        self.dropped[kind] = self.dropped.get(kind, 0) + 1
+        self._log(Name.MESSAGE_DROPPED, "debug", job=job, kind=kind, why=why)
+
+    def _label(self, worker: str) -> str:
+        known = self.roster.workers.get(worker)
+        name = known.introduction.name if known is not None else ""
+        return f"{name} ({worker})" if name and name != worker else worker
+
+
+_HANDLERS: Mapping[type, Callable[[Scheduler, Any], None]] = {
+    ev.SessionOpened: Scheduler._opened,
+    ev.SessionClosed: Scheduler._closed,
+    ev.Arrived: Scheduler._arrived,
+    ev.Tick: Scheduler._tick,
+    ev.Submitted: Scheduler._submitted,
+    ev.JobRead: Scheduler._read,
+    ev.JobUnreadable: Scheduler._unreadable,
+    ev.PlanMade: Scheduler._plan_made,
+    ev.PlanFailed: Scheduler._plan_failed,
+    ev.PlanAsked: Scheduler._plan_asked,
+    ev.CancelAsked: Scheduler._cancel,
+    ev.KickAsked: Scheduler._kick,
+    ev.StorageFailed: Scheduler._storage_failed,
+    ev.StorageRecovered: Scheduler._storage_recovered,
+}
