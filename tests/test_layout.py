@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.errors import BadFrame
-from worker.layout import ALIGNMENT, Layout, from_wire, to_wire
+from compressors import make_compressor
+from compressors.layout import ALIGNMENT, Layout, from_wire, to_wire
 
 FLOAT = 4  # bytes
 
@@ -97,3 +98,26 @@ def test_a_layout_that_no_honest_sender_makes_is_refused(layout: Layout, why: st
 def test_a_wrong_number_of_elements_is_refused():
     with pytest.raises(BadFrame, match="5 elements"):
         from_wire(torch.rand(5), (2, 3), Layout((3, 1)))
+
+
+@given(st.lists(st.integers(0, 4), max_size=5))
+def test_the_contiguous_layout_is_torch_s(shape: list[int]):
+    assert Layout.contiguous(shape).strides == torch.empty(shape).stride()
+
+
+def test_the_uncompressed_codec_keeps_the_layout():
+    codec = make_compressor("none")
+    for tensor in (torch.rand(3, 4), torch.rand(3, 4).t(), torch.rand(2, 12, 96).split(32, 2)[1]):
+        packet = codec.compress(tensor, seed=0)
+        back = codec.decompress(packet)
+        assert torch.equal(back, tensor)
+        assert back.stride() == tensor.stride()
+        assert bool(packet.params) != tensor.is_contiguous()
+
+
+@given(st.integers(0, 15), st.lists(st.integers(0, 2**40), max_size=16))
+def test_a_layout_survives_its_bytes(lead: int, strides: list[int]):
+    layout = Layout(tuple(strides), lead)
+    assert Layout.from_bytes(layout.to_bytes(), len(strides)) == layout
+    with pytest.raises(BadFrame, match="dimensions"):
+        Layout.from_bytes(layout.to_bytes() + b"x", len(strides))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
-from worker.layout import from_wire, to_wire
+from compressors.layout import from_wire, to_wire
 from worker.stage import Stage, StageReport
 
 if TYPE_CHECKING:

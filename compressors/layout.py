@@ -9,6 +9,7 @@ gaps, beside the layout that the receiver restores.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -33,6 +34,26 @@ class Layout:
 
     strides: tuple[int, ...]
     lead: int = 0
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int]) -> Layout:
+        """The layout of a new contiguous tensor."""
+        strides = [1] * len(shape)
+        for dim in range(len(shape) - 1, 0, -1):
+            strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+        return cls(tuple(strides))
+
+    def to_bytes(self) -> bytes:
+        """One byte of lead, eight a stride."""
+        return struct.pack(f"!B{len(self.strides)}Q", self.lead, *self.strides)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, dims: int) -> Layout:
+        """BadFrame unless ``data`` has the length of a layout of ``dims`` dimensions."""
+        if len(data) != 1 + 8 * dims:
+            raise BadFrame(f"layout of {len(data)} bytes for {dims} dimensions; expected {1 + 8 * dims}")
+        lead, *strides = struct.unpack(f"!B{dims}Q", data)
+        return cls(tuple(strides), lead)
 
 
 def to_wire(tensor: Tensor) -> tuple[Tensor, Layout]:
