@@ -125,7 +125,8 @@ class Stage:
 
     def set_tied_total(self, name: str, total: Tensor | None) -> None:
         """The tied parameter's whole gradient, as its first holder computed it."""
-        self._totals[name] = None if total is None else self._moved(total)
+        # The fused optimizers read gradients flat, in the parameters' own order.
+        self._totals[name] = None if total is None else self._moved(total).contiguous()
 
     def finish_step(self) -> StageReport:
         """Put the step's gradients in place and report; call after every set_tied_total."""
@@ -146,12 +147,20 @@ class Stage:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate * group["lr_scale"]
             if gradient_scale != 1.0:
-                for name in self._trainable:
-                    gradient = self._parameters[name].grad
-                    if gradient is not None:
-                        gradient.mul_(gradient_scale)
+                self._scale(gradient_scale)
             self._optimizer.step()
         self._forget()
+
+    def _scale(self, factor: float) -> None:
+        for name in self._trainable:
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                continue
+            if name in self._totals:
+                # A link may still hold the total, to send it again.
+                parameter.grad = parameter.grad * factor
+            else:
+                parameter.grad.mul_(factor)
 
     def discard(self) -> None:
         """Leave no trace of the step: gradients dropped, mutated buffers as at begin_step."""
