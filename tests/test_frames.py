@@ -1,0 +1,408 @@
+"""Frames, windows and the two message boxes: nothing a peer sends may break them."""
+
+from __future__ import annotations
+
+import struct
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.errors import BadFrame
+from worker.frames import (
+    ECHO_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CONFIRMED,
+    MAX_FRAME_BYTES,
+    MAX_SPAN,
+    MIN_CHUNK_BYTES,
+    Ack,
+    Close,
+    Data,
+    Direction,
+    Flag,
+    Frame,
+    Hello,
+    MessageKey,
+    Ping,
+    Pong,
+    Probe,
+    decode,
+    encode,
+)
+from worker.inbox import Inbox
+from worker.outbox import Outbox
+from worker.window import Window
+
+KEY = MessageKey("job-1", 3, 12, 4, 77, Direction.BACKWARD)
+u64 = st.integers(0, 2**64 - 1)
+u32 = st.integers(0, 2**32 - 1)
+names = st.text(st.characters(codec="ascii"), max_size=40)
+keys = st.builds(
+    MessageKey,
+    job=names,
+    plan_version=u32,
+    step=u64,
+    micro=u32,
+    edge=u32,
+    direction=st.sampled_from(Direction),
+)
+
+
+@st.composite
+def data_frames(draw: st.DrawFn) -> tuple[Data, bytes]:
+    payload = draw(st.binary(max_size=100))
+    offset = draw(st.integers(0, 2**40)) if payload else 0
+    number = draw(st.integers(0, 2**60))
+    oldest = max(0, number - draw(st.integers(0, MAX_SPAN)))
+    meta = b"" if offset else draw(st.binary(max_size=50))
+    flags = draw(st.integers(0, 3))
+    return Data(number, draw(keys), offset, offset + len(payload), meta, flags, oldest), payload
+
+
+other_frames: st.SearchStrategy[tuple[Frame, bytes]] = st.one_of(
+    st.builds(Ack, u64, u64, st.lists(u64, max_size=MAX_CONFIRMED).map(tuple)),
+    st.builds(Ping, u64),
+    st.builds(Pong, u64),
+    st.builds(Close, st.booleans(), names.filter(str.isprintable)),
+    st.builds(Hello, st.integers(0, 65535), u64, names, names, names, st.integers(0, 7), st.just(8)),
+).map(lambda frame: (frame, b""))
+frames = st.one_of(
+    data_frames(), other_frames, st.builds(Probe, st.integers(0, 3)).map(lambda f: (f, b"x" * 9))
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(frames)
+def test_every_frame_survives_the_wire(framed: tuple[Frame, bytes]) -> None:
+    frame, payload = framed
+    back, carried = decode(encode(frame, payload))
+    assert back == frame
+    assert bytes(carried) == payload
+
+
+@settings(max_examples=500, deadline=None)
+@given(frames, st.data())
+def test_no_mutation_of_a_head_goes_unnoticed_and_none_raises_anything_else(
+    framed: tuple[Frame, bytes], data: st.DataObject
+) -> None:
+    frame, payload = framed
+    wire = bytearray(encode(frame, payload))
+    head = len(wire) - len(payload)
+    at = data.draw(st.integers(0, head - 1))
+    wire[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(BadFrame):
+        decode(bytes(wire))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda b: b"AT\x01\x02" + b)))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(BadFrame):
+        decode(noise)
+
+
+@settings(max_examples=200, deadline=None)
+@given(frames, st.data())
+def test_a_truncated_frame_is_refused(framed: tuple[Frame, bytes], data: st.DataObject) -> None:
+    wire = encode(*framed)
+    head = len(wire) - len(framed[1])
+    with pytest.raises(BadFrame):
+        decode(wire[: data.draw(st.integers(0, head - 1))])
+
+
+def test_a_damaged_payload_is_noticed_where_the_link_has_no_tls() -> None:
+    wire = bytearray(encode(Data(0, KEY, 0, 8, flags=Flag.CHECKSUM), b"12345678"))
+    wire[-1] ^= 1
+    with pytest.raises(BadFrame, match="checksum"):
+        decode(bytes(wire))
+
+
+@pytest.mark.parametrize(
+    ("frame", "payload", "words"),
+    [
+        (Data(0, KEY, 0, 10), b"12345678901", "ends at byte 11 of a message of 10"),
+        (Data(0, KEY, 8, 10, meta=b"x"), b"12", "header of 1 bytes at offset 8"),
+        (Data(0, KEY, 0, MIN_CHUNK_BYTES), b"x" * (MIN_CHUNK_BYTES - 1), "inside a message"),
+        (Data(0, KEY, 4, 4), b"", "empty chunk"),
+        (Data(MAX_SPAN + 1, KEY, 0, 0, oldest=0), b"", "ahead"),
+        (Ping(1), b"stray", "5 stray bytes"),
+    ],
+)
+def test_a_well_formed_frame_that_breaks_a_bound_is_refused(frame: Frame, payload: bytes, words: str) -> None:
+    with pytest.raises(BadFrame, match=words):
+        decode(encode(frame, payload))
+
+
+def test_a_frame_of_another_version_or_type_or_size_is_refused_with_numbers() -> None:
+    wire = bytearray(encode(Ping(1)))
+    for at, value, words in ((2, 9, "version 9"), (3, 200, "type 200"), (0, 0, "magic")):
+        changed = wire[:]
+        changed[at] = value
+        with pytest.raises(BadFrame, match=words):
+            decode(bytes(changed))
+    with pytest.raises(BadFrame, match="at most"):
+        decode(bytes(MAX_FRAME_BYTES + 1))
+
+
+def test_our_own_oversized_frames_are_our_own_mistake() -> None:
+    for frame, payload in (
+        (Probe(), bytes(MAX_CHUNK_BYTES + 1)),
+        (Data(0, KEY, 0, 1, meta=bytes(1 << 20)), b"x"),
+        (Ack(0, 0, tuple(range(MAX_CONFIRMED + 1))), b""),
+        (Hello(1, 2, "x" * 65, "y"), b""),
+    ):
+        with pytest.raises(ValueError, match="at most"):
+            encode(frame, payload)
+
+
+def test_an_echo_is_64_bytes() -> None:
+    assert len(encode(Ping(1))) == len(encode(Pong(1))) == ECHO_BYTES
+
+
+def test_a_reason_from_a_peer_is_printable_and_bounded() -> None:
+    frame, _ = decode(encode(Close(True, "bye\x1b[2J\n" + "ä" * 1000)))
+    assert isinstance(frame, Close)
+    assert frame.reason.startswith("bye?[2J?")
+    assert len(frame.reason) < 600
+
+
+# ---------------------------------------------------------------- outbox and inbox
+
+
+def key(direction: Direction, micro: int = 0) -> MessageKey:
+    return MessageKey("job-1", 1, 0, micro, 5, direction)
+
+
+def test_a_gradient_overtakes_queued_activations_between_two_chunks() -> None:
+    box = Outbox()
+    box.add(key(Direction.EVALUATION), b"", memoryview(bytes(10_000)))
+    box.add(key(Direction.FORWARD), b"", memoryview(bytes(100_000)))
+    box.add(key(Direction.FORWARD, 1), b"", memoryview(bytes(10_000)))
+    first = box.take(40_000)
+    box.add(key(Direction.TIED_TOTAL), b"", memoryview(bytes(10_000)))
+    box.add(key(Direction.BACKWARD), b"", memoryview(bytes(50_000)))
+    order = [first]
+    while (chunk := box.take(40_000)) is not None:
+        order.append(chunk)
+    assert [(c.message.key.direction.name[:4], c.message.key.micro, c.length) for c in order if c] == [
+        ("FORW", 0, 40_000),
+        ("BACK", 0, 40_000),
+        ("BACK", 0, 10_000),
+        ("TIED", 0, 10_000),
+        ("FORW", 0, 40_000),
+        ("FORW", 0, 20_000),
+        ("FORW", 1, 10_000),
+        ("EVAL", 0, 10_000),
+    ]
+
+
+def test_a_message_without_payload_is_one_chunk() -> None:
+    box = Outbox()
+    box.add(key(Direction.BACKWARD), b"zero", memoryview(b""))
+    assert box.waiting
+    chunk = box.take(1000)
+    assert chunk is not None
+    assert (chunk.offset, chunk.length) == (0, 0)
+    assert box.take(1000) is None
+    assert box.confirmed(0) is not None
+    assert box.confirmed(0) is None
+    assert len(box) == 0
+
+
+def test_a_message_whose_confirmation_may_be_lost_sends_its_first_chunk_again() -> None:
+    box = Outbox()
+    box.add(key(Direction.FORWARD), b"", memoryview(bytes(30_000)))
+    for _ in range(2):
+        chunk = box.take(20_000)
+        assert chunk is not None
+        box.acknowledged(chunk)
+    box.ask_again(20_000)
+    again = box.take(99_999)
+    assert again is not None
+    assert (again.offset, again.length) == (0, 20_000)
+    assert box.take(20_000) is None
+
+
+def test_dropping_a_job_leaves_the_others() -> None:
+    box = Outbox()
+    box.add(key(Direction.FORWARD), b"", memoryview(bytes(10)))
+    box.add(MessageKey("other", 1, 0, 0, 0, Direction.FORWARD), b"", memoryview(bytes(20)))
+    assert box.drop(lambda k: k.job == "job-1") == 1
+    assert (len(box), box.held, box.oldest, box.span) == (1, 20, 1, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(Direction), st.integers(0, 200_000)), min_size=1, max_size=8),
+    st.integers(0, 2**32),
+)
+def test_whatever_breaks_every_message_arrives_once_and_whole(
+    messages: list[tuple[Direction, int]], seed: int
+) -> None:
+    """Chunks take random connections, some of which break with what they carried."""
+    rng = Random(seed)
+    outbox, buffers = Outbox(), dict[MessageKey, bytearray]()
+
+    def expect(_: str, k: MessageKey, total: int) -> memoryview:
+        return memoryview(buffers.setdefault(k, bytearray(total)))
+
+    inbox = Inbox("w-a", expect, 1 << 20, 64)
+    sent = {}
+    for micro, (direction, size) in enumerate(messages):
+        payload = rng.randbytes(size)
+        sent[key(direction, micro)] = payload
+        outbox.add(key(direction, micro), b"", memoryview(payload))
+    done: list[int] = []
+    for _ in range(10_000):
+        if not len(outbox):
+            break
+        chunk = outbox.take(rng.choice([16 << 10, 64 << 10]))
+        if chunk is None:
+            outbox.ask_again(16 << 10)
+            continue
+        fate = rng.random()
+        if fate < 0.2:  # lost on the way
+            outbox.give_back([chunk])
+            continue
+        m = chunk.message
+        frame = Data(m.number, m.key, chunk.offset, len(m.payload), b"", 0, min(outbox.oldest, m.number))
+        incoming = inbox.admit(frame, chunk.length)
+        if incoming is not None:
+            assert incoming.buffer is not None
+            incoming.buffer[chunk.offset : chunk.offset + chunk.length] = m.payload[
+                chunk.offset : chunk.offset + chunk.length
+            ]
+            if inbox.arrived(incoming, chunk.length):
+                done.append(m.number)
+        if fate < 0.4:  # arrived, but its acknowledgement was lost
+            outbox.give_back([chunk])
+            continue
+        outbox.acknowledged(chunk)
+        if inbox.is_done(m.number):
+            outbox.confirmed(m.number)
+    assert len(outbox) == 0
+    assert sorted(done) == list(range(len(messages)))
+    assert {k: bytes(b) for k, b in buffers.items()} == sent
+
+
+def accept(_: str, __: MessageKey, total: int) -> memoryview:
+    return memoryview(bytearray(total))
+
+
+def test_a_replayed_message_is_counted_and_not_assembled_again() -> None:
+    inbox = Inbox("w-a", accept, 1000, 4)
+    frame = Data(0, KEY, 0, 10)
+    incoming = inbox.admit(frame, 10)
+    assert incoming is not None
+    assert inbox.arrived(incoming, 10)
+    assert inbox.admit(frame, 10) is None
+    assert inbox.admit(Data(5, KEY, 0, 1, oldest=5), 1) is not None
+    assert inbox.admit(Data(3, KEY, 0, 1, oldest=3), 1) is None
+    assert inbox.refused == {"duplicate": 2}
+
+
+def test_contradictions_between_chunks_are_refused() -> None:
+    for first, length, second, second_length in (
+        (Data(0, KEY, 0, 9000), 5000, Data(0, KEY, 0, 9001), 5000),
+        (Data(0, KEY, 0, 9000), 5000, Data(0, key(Direction.FORWARD), 5000, 9000), 4000),
+        (Data(0, KEY, 0, 9000), 5000, Data(0, KEY, 0, 9000), 6000),
+        (Data(0, KEY, 0, 9000), 5000, Data(0, KEY, 4000, 9000), 5000),
+        (Data(0, KEY, 4000, 9000), 5000, Data(0, KEY, 0, 9000), 5000),
+    ):
+        inbox = Inbox("w-a", accept, 10_000, 4)
+        assert inbox.admit(first, length) is not None
+        with pytest.raises(BadFrame):
+            inbox.admit(second, second_length)
+
+
+def test_oversized_and_too_many_messages_are_refused_before_any_memory_is_taken() -> None:
+    taken: list[int] = []
+
+    def expect(_: str, __: MessageKey, total: int) -> memoryview:
+        taken.append(total)
+        return memoryview(bytearray(total))
+
+    inbox = Inbox("w-a", expect, 1000, 2)
+    with pytest.raises(BadFrame, match="1001 bytes declared; at most 1000"):
+        inbox.admit(Data(0, KEY, 0, 1001), 10)
+    for number in (1, 2):
+        inbox.admit(Data(number, KEY, 500, 1000), 500)
+    with pytest.raises(BadFrame, match="more than 2 messages"):
+        inbox.admit(Data(3, KEY, 0, 1000), 500)
+    assert taken == [1000, 1000]
+
+
+def test_an_unwanted_message_is_counted_and_confirmed_so_that_its_sender_stops() -> None:
+    inbox = Inbox("w-a", lambda *_: None, 10_000, 4)
+    incoming = inbox.admit(Data(0, KEY, 0, 9000), 5000)
+    assert incoming is not None
+    assert incoming.buffer is None
+    assert not inbox.arrived(incoming, 5000)
+    rest = inbox.admit(Data(0, KEY, 5000, 9000), 4000)
+    assert rest is not None
+    assert inbox.arrived(rest, 4000)
+    assert inbox.refused == {"unexpected": 1}
+
+
+def test_the_receiver_forgets_what_the_sender_forgot() -> None:
+    inbox = Inbox("w-a", accept, 10_000, 4)
+    for number in range(3):
+        inbox.admit(Data(number, KEY, 0, 9000), 5000)
+    inbox.admit(Data(9, KEY, 0, 9000, oldest=9), 5000)
+    assert len(inbox) == 1
+
+
+# ---------------------------------------------------------------- window
+
+
+def drive(window: Window, rate: float, rtt_s: float, seconds: float) -> tuple[float, int]:
+    """A link of ``rate`` bytes/s and ``rtt_s``: returns its used share and the largest queue."""
+    now_s, free_s, delivered, worst = 0.0, 0.0, 0, 0
+    acks: list[tuple[float, int]] = []
+    while now_s < seconds:
+        while window.open:
+            size = window.chunk
+            window.sent(now_s, size, last=False)
+            free_s = max(now_s, free_s) + size / rate
+            acks.append((free_s + rtt_s, window.sent_bytes))
+        worst = max(worst, int((free_s - now_s) * rate))
+        now_s, delivered = acks.pop(0)
+        window.acked(now_s, delivered)
+    return delivered / (rate * now_s), worst
+
+
+@pytest.mark.parametrize(("mbit", "rtt_s"), [(8, 0.08), (100, 0.08), (1000, 0.01), (100, 0.001), (20, 0.2)])
+def test_the_window_fills_a_link_and_keeps_its_queue_short(mbit: int, rtt_s: float) -> None:
+    share, worst = drive(Window(), mbit * 125_000, rtt_s, 20.0)
+    assert share > 0.97
+    # What a gradient waits at most behind what is already under way.
+    assert worst / (mbit * 125_000) < max(0.3, rtt_s)
+
+
+def test_a_chunk_lasts_a_few_milliseconds_on_the_link_whatever_its_rate() -> None:
+    for mbit, least, most in ((8, 8 << 10, 16 << 10), (100, 64 << 10, 128 << 10), (10_000, 1 << 20, 1 << 20)):
+        window = Window()
+        drive(window, mbit * 125_000, 0.02, 5.0)
+        assert least <= window.chunk <= most
+
+
+def test_a_forged_or_old_acknowledgement_moves_nothing_back() -> None:
+    window = Window()
+    window.sent(0.0, 1000, last=True)
+    assert window.acked(0.1, 1000) == 1000
+    assert window.acked(0.2, 500) == 0
+    assert window.in_flight == 0
+
+
+def test_the_last_chunk_always_asks_for_an_acknowledgement() -> None:
+    window = Window()
+    assert window.sent(0.0, 10, last=True)
+    assert not window.unasked
+    assert not window.sent(0.0, 10, last=False)
+    assert window.unasked
+
+
+def test_the_prefix_is_ten_bytes() -> None:
+    assert len(encode(Close(False, ""))) == struct.calcsize("!2sBBHI") + 1
