@@ -18,9 +18,10 @@ from atoll.errors import CaptureError, UnsupportedOp
 from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
 from atoll.ops import ALLOWED
+from coordinator.aliasing import is_random
 from coordinator.costs import measured
 from coordinator.exported import Constants, Exported, device_of, export, meta_of
-from coordinator.regions import Region, follow_in_place, is_random, settle, written_buffers
+from coordinator.regions import Region, settle, written_buffers
 
 MAX_LISTED = 20  # unsupported ops named in one message
 
@@ -98,8 +99,8 @@ def capture(
     unsupported = [use for use in _uses(graphs.values()) if not use.supported]
     if unsupported:
         raise _unsupported(unsupported)
-    mutated = written_buffers(follow_in_place(graphs[True].nodes))
-    mutated |= written_buffers(follow_in_place(graphs[False].nodes))
+    mutated = written_buffers(graphs[True].nodes)
+    mutated |= written_buffers(graphs[False].nodes)
     state = _state(source)
     metas = _Metas(
         {name: meta_of(tensor, f"input {name!r}") for name, tensor in example_inputs.items()},
