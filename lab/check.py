@@ -75,6 +75,8 @@ def measure_pair(lab: Lab, source: str, target: str, window_s: float, warmup_s: 
     if not lab.scenario.host(target).inbound:
         return PairFigures(source, target, asked, 0.0, rtt, 0.0, reachable=False)
     address = lab.address(target)
+    # A start on a long path overshoots; what was lost then is delivered late, all at once.
+    warmup_s, window_s = max(warmup_s, 0.02 * rtt), max(window_s, 0.01 * rtt)
     trips = _meter(lab, source, "rtt", address, str(PORT), "10")
     rate = _meter(lab, source, "rate", address, str(PORT), f"{window_s}", f"{warmup_s}")
     return PairFigures(source, target, asked, rate["mbit"], rtt, trips["min_ms"], reachable=True)

@@ -187,7 +187,9 @@ def show(
 
 def _show(world: Scenario) -> None:
     console = Console()
-    console.print(f"[bold]{world.name}[/bold]  {world.title}\n\n{world.notes}\n", highlight=False)
+    console.print(
+        f"[bold]{world.name}[/bold]  {world.title}\n\n{world.notes}\n", highlight=False, soft_wrap=True
+    )
     console.print(
         f"coordinator in {world.coordinator}; join order {', '.join(world.join_order)}; {world.congestion}, "
         f"MTU {world.mtu}; CPU quotas {world.cpu_total:g} cores in all"

@@ -6,58 +6,57 @@ import json
 
 from lab.scenario import Scenario, Uplink
 
-CORE_GFLOPS = 25.0  # float32 matmul of one core of the machines the lab was built on
-UNLIMITED_MBIT = 100_000.0
-DEFAULT_MEMORY_MIB = 1024.0
+CORE_GFLOPS = 100.0  # float32 matmul of one core of the machines the lab was built on
+CORE_MEMORY_GBPS = 10.0
+OP_OVERHEAD_US = 20.0
+DEFAULT_MEMORY_MIB = 8192.0
+SEGMENT_HEADER_BYTES = 52  # IPv4 and TCP with time stamps
+FRAMING_SHARE = 0.985  # what TLS, HTTP/2 and the product's own header leave
 
 
 def fleet_of(scenario: Scenario, core_gflops: float = CORE_GFLOPS) -> str:
-    """The TOML text: workers in join order, shared uplinks, every ordered pair's own rate and delay.
+    """The TOML text: workers in join order, groups and lines, every direction's own rate and delay.
 
-    Speeds are CPU shares times ``core_gflops``; where real ones matter, let the workers be probed.
+    A device's speed is its CPU share times one core's figures; where real ones matter, let the
+    workers be probed. Loss is not in it: the planner reads rates as they are.
     """
-    lines = [
-        f"# {scenario.name}: {scenario.title}",
-        f"# Written by: python -m lab show {scenario.name} --fleet",
-        "",
-    ]
-    for name in scenario.join_order:
-        host = scenario.host(name)
-        lines += [
-            "[[devices]]",
-            f"name = {_text(name)}",
-            f"memory_mib = {host.memory_mib or DEFAULT_MEMORY_MIB:g}",
-        ]
-        lines += [f"gflops = {(host.cpu or 1.0) * core_gflops:g}"]
-        if host.group is not None:
-            lines.append(f"site = {_text(host.group)}")
-        if name != scenario.coordinator:
-            rate = scenario.bottleneck_mbit(name, scenario.coordinator)
-            delay_ms = scenario.round_trip_ms(name, scenario.coordinator) / 2
-            lines.append(f"coordinator = {{ mbit = {rate:g}, ms = {delay_ms:g} }}")
-        lines.append("")
+    payload_share = (scenario.mtu - SEGMENT_HEADER_BYTES) / scenario.mtu * FRAMING_SHARE
+    lines = [f"# {scenario.name}: {scenario.title}"]
+    lines += ["[default]", f"payload_share = {payload_share:.4f}", ""]
     for group in scenario.groups:
-        members = [name for name in scenario.join_order if scenario.host(name).group == group.name]
-        lines += _uplink(group.name, members, group.uplink)
+        if any(scenario.host(name).group == group.name for name in scenario.join_order):
+            lines += ["[[group]]", f"name = {json.dumps(group.name)}", *_uplink(group.uplink), ""]
     for name in scenario.join_order:
-        lines += _uplink(f"{name} line", [name], scenario.host(name).uplink)
+        lines += [*_device(scenario, name, core_gflops), ""]
     for source in scenario.join_order:
         for target in scenario.join_order:
             if source != target:
                 link = scenario.link(source, target)
-                ends = f"from = {_text(source)}\nto = {_text(target)}"
-                lines += ["[[links]]", ends, f"mbit = {link.mbit:g}", f"ms = {link.ms:g}", ""]
+                ends = f"from = {json.dumps(source)}\nto = {json.dumps(target)}\none_way = true"
+                lines += ["[[link]]", ends, f"mbit = {link.mbit:g}", f"ms = {link.ms:g}", ""]
     return "\n".join(lines)
 
 
-def _text(value: str) -> str:
-    return json.dumps(value)
+def _device(scenario: Scenario, name: str, core_gflops: float) -> list[str]:
+    host = scenario.host(name)
+    share = host.cpu or 1.0
+    lines = ["[[device]]", f"name = {json.dumps(name)}"]
+    lines += [f"group = {json.dumps(host.group)}"] if host.group is not None else []
+    lines += [
+        f"memory_mib = {host.memory_mib or DEFAULT_MEMORY_MIB:g}",
+        f"gflops = {share * core_gflops:g}",
+        f"memory_gbps = {share * CORE_MEMORY_GBPS:g}",
+        f"op_overhead_us = {OP_OVERHEAD_US / share:g}",
+    ]
+    if name == scenario.coordinator:
+        lines.append("coordinator_ms = 0")
+    else:
+        rate = scenario.bottleneck_mbit(name, scenario.coordinator)
+        delay_ms = scenario.round_trip_ms(name, scenario.coordinator) / 2
+        lines += [f"coordinator_mbit = {rate:g}", f"coordinator_ms = {delay_ms:g}"]
+    return lines + _uplink(host.uplink)
 
 
-def _uplink(name: str, members: list[str], uplink: Uplink) -> list[str]:
-    if not members or (uplink.up_mbit is None and uplink.down_mbit is None):
-        return []
-    rates = (
-        f"up_mbit = {uplink.up_mbit or UNLIMITED_MBIT:g}\ndown_mbit = {uplink.down_mbit or UNLIMITED_MBIT:g}"
-    )
-    return ["[[uplinks]]", f"name = {_text(name)}", f"members = {json.dumps(members)}", rates, ""]
+def _uplink(uplink: Uplink) -> list[str]:
+    rates = {"up_mbit": uplink.up_mbit, "down_mbit": uplink.down_mbit}
+    return [f"{key} = {rate:g}" for key, rate in rates.items() if rate is not None]

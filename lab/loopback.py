@@ -3,10 +3,11 @@
 Nothing here touches the kernel. Each process finds in ``ATOLL_SHAPER`` the path of a JSON file
 with the rate and delay that its own transport must keep towards each peer:
 
-    {"self": "fast1", "peers": {"127.0.1.2": {"mbit": 8, "ms": 40}}}
+    {"self": "home1", "peers": {"127.0.1.2": {"mbit": 8, "ms": 40}}, "uplink": {"mbit": 20}}
 
-It is approximate: every pair has its own rate (the smallest on its path), so flows do not share
-an uplink; nothing is lost; inbound=false is not enforced; without root CPU quotas are not either.
+It is approximate: a host's own uplink is shared by the flows of one process, a group's uplink and
+all downlinks are not (each pair gets the smallest rate on its path); nothing is lost, and neither
+inbound=false nor CPU quotas are enforced.
 """
 
 from __future__ import annotations
@@ -105,9 +106,14 @@ class LoopbackLab(Hosts):
 
 def shaper_of(scenario: Scenario, host: str, addresses: Mapping[str, str]) -> dict[str, object]:
     """The shaper file's contents: rate and one-way delay from ``host`` to every other."""
-    peers = {
-        addresses[other]: {"mbit": scenario.bottleneck_mbit(host, other), "ms": scenario.link(host, other).ms}
-        for other in scenario.host_names
-        if other != host
-    }
-    return {"self": host, "peers": peers}
+    own = f"host:{host}:up"
+    peers: dict[str, dict[str, float]] = {}
+    for other in scenario.host_names:
+        if other != host:
+            rates = [mbit for name, mbit, _ in scenario.path(host, other) if name != own]
+            peers[addresses[other]] = {"mbit": min(rates), "ms": scenario.link(host, other).ms}
+    up_mbit = scenario.host(host).uplink.up_mbit
+    shaper: dict[str, object] = {"self": host, "peers": peers}
+    if up_mbit is not None:
+        shaper["uplink"] = {"mbit": up_mbit}
+    return shaper

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -13,15 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import UsageError
+from coordinator.fleet_file import parse_fleet
+from coordinator.jobfile import load_job
+from coordinator.partition import make_plan
+from coordinator.prepare import capture_graphs
 from lab import cpu
 from lab.check import PORT, check, measure_pair
 from lab.doors import Door
 from lab.fleet import fleet_of
-from lab.loopback import LoopbackLab
+from lab.loopback import LoopbackLab, shaper_of
 from lab.queues import Fabric, Flow, Server
 from lab.reader import dump_scenario, parse_scenario, read_scenario, undump_scenario
 from lab.router import wire_bytes
@@ -126,11 +132,38 @@ def test_an_unknown_scenario_or_host_names_those_there_are() -> None:
         pair_of_hosts(1, 1).host("c")
 
 
-def test_a_fleet_file_names_every_worker_uplink_and_link() -> None:
-    fleet = tomllib.loads(fleet_of(read_scenario("two_islands")))
-    assert [device["name"] for device in fleet["devices"]] == ["fast1", "slow1", "fast2", "slow2"]
-    assert len(fleet["links"]) == 12
-    assert {uplink["name"]: uplink["up_mbit"] for uplink in fleet["uplinks"]} == {"fast": 8, "slow": 8}
+@pytest.mark.parametrize("name", shipped_names())
+def test_the_planner_reads_a_scenario_as_the_fleet_it_is(name: str) -> None:
+    world = read_scenario(name)
+    fleet = parse_fleet(tomllib.loads(fleet_of(world)))
+    assert tuple(device.worker for device in fleet.devices) == world.join_order
+    for i, source in enumerate(world.join_order):
+        for j, target in enumerate(world.join_order):
+            if i != j:
+                alone_mbit = fleet.effective_bps[i, j] * 1e-6 / fleet.payload_share
+                assert alone_mbit == pytest.approx(world.bottleneck_mbit(source, target))
+                assert fleet.latency_s[i, j] * 1e3 == pytest.approx(world.link(source, target).ms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [2, 4, 8])
+def test_two_islands_force_the_demo_model_over_both_islands(sequences: int) -> None:
+    demo = load_job(ROOT / "examples" / "gpt.py")
+    inputs = {"tokens": torch.zeros(sequences, 64, dtype=torch.long)}
+    job = dataclasses.replace(demo, example_inputs=inputs)
+    world = read_scenario("two_islands")
+    fleet = parse_fleet(tomllib.loads(fleet_of(world)))
+    plan = make_plan("demo", 1, capture_graphs(job).dag, None, job.training, fleet, "op_fence")
+    used = {world.host(worker).group for stage in plan.stages for worker in stage.workers}
+    assert len(plan.stages) >= 3
+    assert used == {"fast", "slow"}
+
+
+def test_a_home_shares_its_own_line_on_loopback_too() -> None:
+    world = read_scenario("homes")
+    shaper = shaper_of(world, "home2", {host: host for host in world.host_names})
+    assert shaper["uplink"] == {"mbit": 20}
+    assert shaper["peers"]["home5"] == {"mbit": 50, "ms": 50}  # type: ignore[index]
 
 
 # ---------------------------------------------------------------- the router's arithmetic
@@ -394,13 +427,14 @@ class TestNamespaces:
             serve_meters(lab, "b")
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             talker = lab.python("a", "-c", talk, **pipes)
-            assert talker.stdin is not None
-            assert talker.stdout is not None
+            question, answer = talker.stdin, talker.stdout
+            assert question is not None
+            assert answer is not None
 
             def ask() -> str:
-                talker.stdin.write("\n")
-                talker.stdin.flush()
-                return str(talker.stdout.readline().strip())
+                question.write("\n")
+                question.flush()
+                return str(answer.readline().strip())
 
             assert ask() == "1"
             lab.cut("a", "b")
@@ -408,8 +442,8 @@ class TestNamespaces:
             lab.heal("a", "b")
             assert "1" in [ask() for _ in range(5)]
             lab.kill(talker)
-            talker.stdin.close()
-            talker.stdout.close()
+            question.close()
+            answer.close()
 
     def test_a_host_without_inbound_calls_out_but_is_not_called(self) -> None:
         document = {"default": {"mbit": 100, "ms": 1}, "hosts": {"a": {}, "b": {"inbound": False}}}
