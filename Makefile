@@ -31,9 +31,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "venv failed: on Debian install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "[2/3] installing torch (the largest download)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c constraints.txt
 	@echo "[3/3] installing Atoll and its test tools"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,tensorboard]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,dev,tensorboard]'
 	@touch $@
 	@echo "ready: $(BIN)/atoll --help"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def remember(state_dir: Path, host: str, port: int, *, insecure: bool) -> None:
         scratch.write_text(json.dumps({"host": reachable, "port": port, "insecure": insecure}) + "\n")
         scratch.replace(path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None
 
 

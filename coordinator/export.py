@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,8 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mappin
             os.fsync(file.fileno())
         scratch.replace(path)
     except (OSError, SafetensorError) as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise StorageError(f"cannot write {path}: {error}; free some space or give another -o") from None
 
 

@@ -75,7 +75,7 @@ def _draw_memory(axes: object, labels: list[str], prediction: Prediction) -> Non
     axes.set_yticks(rows, labels)
     axes.invert_yaxis()
     axes.set_xlabel("memory, MiB")
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False)
 
 
 def _named(bottleneck: str, names: Mapping[str, str]) -> str:
