@@ -55,7 +55,7 @@ class Rows:
 
     arrays: Mapping[str, Array]
     held_out: Mapping[str, Array] | None = None
-    seed: int = 0
+    seed: int | None = 0  # of the order of samples; None: as stored
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
         train = _rows(self.arrays, batch, self.seed)

@@ -197,7 +197,8 @@ def measure(case: Case, plain: Case, stages: int, plans: int, seed: int, run: Ru
     worst, where = 0.0, None
     for _ in range(plans):
         starts = random_starts(case.dag, stages, source)
-        gap = difference(run(case, starts), reference)
+        # Real workers report losses and export weights; norms and optimizer state stay with them.
+        gap = difference(run(case, starts), reference, None if run is run_local else 1)
         if gap > worst or where is None:
             worst, where = gap, starts
     return {
@@ -233,6 +234,20 @@ def cases(args: argparse.Namespace) -> list[tuple[Case, Case]]:
     return [(from_job(job, training), from_job(twin, plain_training(training)))]
 
 
+def measure_all(args: argparse.Namespace, run: Runner) -> list[dict[str, object]]:
+    """A printed row per case, its plans trained by ``run``."""
+    rows = []
+    for case, plain in cases(args):
+        row = measure(case, plain, args.stages, args.plans, args.seed, run)
+        rows.append(row)
+        print(
+            f"{row['model']}: {row['ops']} ops, {args.plans} cuts into {args.stages}, {args.steps} steps: "
+            f"max_abs_diff {row['max_abs_diff']}  max_abs_diff_plain {row['max_abs_diff_plain']:.2e}",
+            flush=True,
+        )
+    return rows
+
+
 def main() -> int:
     """Print a row per model; exit code 1 when a figure is beyond its bound."""
     parser = argparse.ArgumentParser(
@@ -245,18 +260,17 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=10, help="random cuts per model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="job override, e.g. optimizer.lr=3e-4")
+    parser.add_argument("--workers", action="store_true", help="over real worker processes on loopback")
     parser.add_argument("--json", action="store_true", help="figures as one JSON object on the last line")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for case, plain in cases(args):
-        row = measure(case, plain, args.stages, args.plans, args.seed, run_local)
-        rows.append(row)
-        print(
-            f"{row['model']}: {row['ops']} ops, {args.plans} cuts into {args.stages}, {args.steps} steps: "
-            f"max_abs_diff {row['max_abs_diff']}  max_abs_diff_plain {row['max_abs_diff_plain']:.2e}",
-            flush=True,
-        )
+    if args.workers:
+        from benchmarks.real_workers import LoopbackFleet
+
+        with LoopbackFleet(args.stages) as fleet:
+            rows = measure_all(args, fleet.run)
+    else:
+        rows = measure_all(args, run_local)
     worst = max(float(str(row["max_abs_diff"])) for row in rows)
     worst_plain = max(float(str(row["max_abs_diff_plain"])) for row in rows)
     print(f"max_abs_diff {worst}")

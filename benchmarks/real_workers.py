@@ -1,0 +1,143 @@
+"""A coordinator and workers as real processes on loopback, for the oracle over real links.
+
+Everything is started by the commands a user types; nothing is faster or looser than in life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from safetensors.torch import load_file
+
+from atoll.data import Rows
+from atoll.errors import AtollError, JobFailed
+from atoll.job import Job
+from benchmarks.oracle import Case, Run
+from coordinator.client import Client, connect
+from coordinator.prepare import prepare
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 60.0
+
+
+class LoopbackFleet:
+    """``workers`` worker daemons and a coordinator, TLS and tokens on."""
+
+    def __init__(self, workers: int, threads: int = 1) -> None:
+        self.workers = workers
+        self.threads = threads
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="atoll-fleet-")
+        self.state = Path(self._folder.name) / "coordinator"
+
+    def __enter__(self) -> LoopbackFleet:
+        try:
+            self._spawn(
+                "coordinator",
+                "coordinator.cli",
+                "serve",
+                "--listen",
+                "127.0.0.1:0",
+                *self._state("coordinator"),
+            )
+            self.client = self._connected()
+            token = self.client.create_token("fleet").token
+            address = self.client.endpoint.address
+            for n in range(self.workers):
+                name = f"worker{n}"
+                # One after the other: join order is part of a plan that is given by its cut.
+                self._spawn(
+                    name, "worker.cli", "join", address, "--token", token, "--name", name, "--device", "cpu",
+                    "--threads", str(self.threads), "--listen", "127.0.0.1:0", *self._state(name),
+                )  # fmt: skip
+                self._wait_for(n + 1)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGINT)
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._folder.cleanup()
+
+    def log(self, name: str) -> str:
+        """The end of a daemon's output."""
+        return (Path(self._folder.name) / f"{name}.log").read_text(errors="replace")[-4000:]
+
+    def run(self, case: Case, starts: Sequence[int]) -> Run:
+        """Train a case of the oracle over the workers, cut at ``starts``; a Runner."""
+        cut = "cut:" + ",".join(str(start) for start in starts[1:])
+        prepared = prepare(as_job(case), partitioner=cut)
+        reply = self.client.submit(prepared)
+        losses: dict[int, float] = {}
+        for update in self.client.watch(reply.job):
+            losses.update({p.step: p.value for p in update.metrics if p.name == "loss"})
+            last = update
+        if last.state != "finished":
+            raise JobFailed(f"{reply.job} ended {last.state}: {last.reason}\n{self.log('coordinator')}")
+        path = Path(self._folder.name) / f"{reply.job}.safetensors"
+        self.client.export(reply.job, path)
+        state = {name: {"value": value} for name, value in load_file(path).items()}
+        return Run(tuple((losses[step],) for step in sorted(losses)), state)
+
+    def _state(self, name: str) -> list[str]:
+        return ["--state-dir", str(Path(self._folder.name) / name)]
+
+    def _spawn(self, name: str, module: str, *arguments: str) -> None:
+        log = (Path(self._folder.name) / f"{name}.log").open("wb")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads)}
+        command = [sys.executable, "-m", module, *arguments]
+        self._processes.append(
+            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+        )
+
+    def _connected(self) -> Client:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(AtollError):
+                client = connect(state_dir=self.state)
+                client.hello()
+                return client
+            time.sleep(0.1)
+        raise JobFailed(f"the coordinator did not start within {START_S:.0f} s: {self.log('coordinator')}")
+
+    def _wait_for(self, count: int) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if sum(w.state == "pool" for w in self.client.status().workers) >= count:
+                return
+            time.sleep(0.1)
+        raise JobFailed(f"worker {count} did not join: {self.log(f'worker{count - 1}')}")
+
+
+def as_job(case: Case) -> Job:
+    """The case's model and micro-batches as a job whose data come in stored order."""
+    training = case.training
+    steps = [batch for step in range(training.steps) for batch in case.batches(step)]
+    arrays = {name: np.concatenate([b[name].numpy() for b in steps]) for name in steps[0]}
+    # Unshuffled rows: sample (step * n_micro + micro) * batch + i is row i of that micro-batch.
+    data = Rows(arrays, seed=None)
+    return Job(case.module, steps[0], data, replace(training, eval_batches=0), case.name)
