@@ -1,0 +1,206 @@
+"""WorkerConfig: everything a worker process may be told, checked once, with units.
+
+What was given to a join that succeeded is remembered in the state folder, so that a later
+``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import StorageError, UsageError
+
+DEFAULT_PORT = 7700
+TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
+MEMORY_FILE = "worker.json"
+MAX_FILE_BYTES = 64 << 10
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_REMEMBERED = (
+    "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
+    "advertise", "inbound", "site", "insecure", "max_upload_mbit",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker process. Sizes in bytes, times in seconds, rates in Mbit/s."""
+
+    host: str  # of the coordinator's entry port
+    port: int = DEFAULT_PORT
+    token: str = field(default="", repr=False)
+    name: str = ""  # "" = this machine's name
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    threads: int = 0  # of compute; 0 = all physical cores
+    memory_bytes: int = 0  # the planner's budget; 0 = what is free now
+    listen_host: str = "0.0.0.0"  # noqa: S104 - peers come from anywhere; TLS asks who they are
+    listen_port: int = 0  # 0 = any free one
+    advertise: tuple[tuple[str, int], ...] = ()  # where peers reach us; empty = found out
+    inbound: bool = True  # False: we open every connection
+    site: str = ""  # machines behind one uplink give the same
+    state_dir: Path = field(default_factory=lambda: default_state_dir())
+    insecure: bool = False
+    log_json: bool = False
+    shaper_file: str = ""
+    max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
+    cache_bytes: int = 20 << 30
+    connect_timeout_s: float = 15.0  # for the first contact; afterwards we try for ever
+    peer_timeout_s: float = 30.0  # until every neighbour of a plan is connected
+    leave_timeout_s: float = 1.2  # from the wish to leave to the end of the process
+    feed_ahead_steps: int = 3
+    feed_bytes: int = 256 << 20
+    max_message_bytes: int = 64 << 20  # of one control message
+    outgoing_messages: int = 4096  # queued for the coordinator while it is away
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise UsageError(f"--device {self.device!r}; give auto, cpu, cuda or cuda:N")
+        if not self.host or any(c.isspace() or c == "/" for c in self.host):
+            raise UsageError(f"coordinator {self.host!r}; write HOST:PORT, for example 192.0.2.7:7700")
+        for name, value, low, high in (
+            ("port", self.port, 1, 65535),
+            ("--threads", self.threads, 0, 4096),
+            ("--memory", self.memory_bytes, 0, 2**50),
+            ("--listen port", self.listen_port, 0, 65535),
+            ("cache_bytes", self.cache_bytes, 0, 2**60),
+            ("feed_ahead_steps", self.feed_ahead_steps, 2, 1000),
+            ("outgoing_messages", self.outgoing_messages, 16, 10**6),
+        ):
+            if not low <= value <= high:
+                raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        if 0 < self.memory_bytes < 64 << 20:
+            raise UsageError(f"--memory of {self.memory_bytes} bytes; at least 64MiB are of any use")
+        if not math.isfinite(self.max_upload_mbit) or self.max_upload_mbit < 0:
+            raise UsageError(f"--max-upload-mbit {self.max_upload_mbit}; give 0 (unlimited) or more")
+        for text, what in ((self.name, "--name"), (self.site, "--site")):
+            if len(text) > 60 or not text.isprintable():
+                raise UsageError(f"{what} {text[:60]!r}; at most 60 printable characters")
+
+    @property
+    def entry_address(self) -> str:
+        return join_address(self.host, self.port)
+
+    @property
+    def shown_name(self) -> str:
+        return self.name or socket.gethostname()[:60] or "worker"
+
+    @property
+    def identity_dir(self) -> Path:
+        return self.state_dir / "identity"
+
+    @property
+    def blob_dir(self) -> Path:
+        return self.state_dir / "blobs"
+
+    @property
+    def max_upload_bytes_per_s(self) -> float | None:
+        return self.max_upload_mbit * 125_000 or None
+
+    @property
+    def listen(self) -> tuple[str, int] | None:
+        return (self.listen_host, self.listen_port) if self.inbound else None
+
+
+def default_state_dir() -> Path:
+    """Where a worker keeps its identity and blobs unless told otherwise."""
+    return Path.home() / ".local" / "state" / "atoll-worker"
+
+
+def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> WorkerConfig:
+    """The configuration from options (None: not given), what was remembered, and ATOLL_TOKEN.
+
+    UsageError says which option is missing.
+    """
+    options = {name: value for name, value in given.items() if value is not None}
+    state_dir = Path(options.get("state_dir") or default_state_dir()).expanduser()
+    remembered = _recall(state_dir)
+    if "host" in options and remembered.get("host") not in (None, options["host"]):
+        # Another coordinator: its own answers, this machine's limits.
+        remembered = {k: v for k, v in remembered.items() if k not in ("port", "insecure", "site")}
+    merged = {**remembered, **options, "state_dir": state_dir}
+    if "host" not in merged:
+        raise UsageError(
+            "no coordinator given and none remembered; run `atoll-worker join HOST:PORT --token TOKEN` "
+            "as `atoll serve` prints it"
+        )
+    merged.setdefault("token", environment.get(TOKEN_VARIABLE, ""))
+    return WorkerConfig(**merged)
+
+
+def remember(config: WorkerConfig) -> None:
+    """Keep the settings of a join that succeeded. StorageError when the disk refuses."""
+    values = {name: value for name, value in asdict(config).items() if name in _REMEMBERED}
+    path = config.state_dir / MEMORY_FILE
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(values, indent=1) + "\n")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None
+
+
+def with_insecure_check(config: WorkerConfig) -> WorkerConfig:
+    """``--insecure`` and a token contradict each other: the token's CA would not be checked."""
+    if config.insecure and config.token:
+        raise UsageError("--insecure joins without TLS and takes no --token; leave one of them out")
+    return config
+
+
+def parse_address(text: str, default_port: int = DEFAULT_PORT, lowest_port: int = 1) -> tuple[str, int]:
+    """HOST, HOST:PORT, [IPV6]:PORT -> (host, port); UsageError otherwise."""
+    text = text.strip()
+    match = re.fullmatch(r"\[([0-9A-Fa-f:.%]+)\](?::(\d{1,5}))?|([^\s/:\[\]]+)(?::(\d{1,5}))?", text)
+    if match is None and re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", text):
+        return text, default_port  # a bare IPv6 address
+    if match is None:
+        raise UsageError(f"address {text!r}; write HOST:PORT, for example 192.0.2.7:{DEFAULT_PORT}")
+    host, port = match[1] or match[3], int(match[2] or match[4] or default_port)
+    if not lowest_port <= port <= 65535:
+        raise UsageError(f"port {port} of {text!r}; give {lowest_port} to 65535")
+    return host, port
+
+
+def parse_size(text: str) -> int:
+    """'4GiB', '500MB', '123456' -> bytes; UsageError otherwise."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None:
+        raise UsageError(f"size {text!r}; write for example 4GiB, 500MB or a number of bytes")
+    unit = match[2] or ""
+    return int(float(match[1]) * {**_UNITS, **_BINARY}[unit])
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _recall(state_dir: Path) -> dict[str, Any]:
+    """What an earlier join left; a file that is damaged counts as absent."""
+    path = state_dir / MEMORY_FILE
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return {}
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    values = {name: found[name] for name in _REMEMBERED if name in found}
+    if "advertise" in values:
+        values["advertise"] = tuple((str(host), int(port)) for host, port in values["advertise"])
+    try:
+        replace(WorkerConfig(host="localhost"), **values)
+    except (AttributeError, TypeError, UsageError):
+        return {}
+    return values

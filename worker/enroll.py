@@ -1,0 +1,152 @@
+"""Getting in: greet the coordinator, reuse the stored identity or exchange the token for one."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+import atoll
+from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
+from protos import PROTOCOL_VERSION
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.credentials import (
+    RENEW_BEFORE,
+    Identity,
+    JoinToken,
+    identity_from,
+    new_key,
+    signing_request,
+)
+from worker.calls import as_atoll_error, open_channel
+from worker.config import WorkerConfig, join_address
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CALL_TIMEOUT_S = 5.0
+RETRY_S = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who we are to the coordinator, and where it takes sessions."""
+
+    worker: str
+    identity: Identity | None  # None: no TLS
+    work_address: str
+    clock_offset_s: float  # coordinator's wall clock minus ours
+
+    def channel(self, config: WorkerConfig) -> grpc.Channel:
+        ca = self.identity.ca_pem if self.identity else None
+        return open_channel(self.work_address, ca, self.identity, config.max_message_bytes)
+
+    @property
+    def metadata(self) -> Sequence[tuple[str, str]]:
+        """Names us where no certificate does."""
+        return () if self.identity else (("atoll-worker", self.worker),)
+
+
+def join(
+    config: WorkerConfig,
+    stopped: Callable[[float], bool],
+    clock: Callable[[], float] = time.monotonic,
+) -> Membership:
+    """Become a member; tries again while nobody answers, up to ``connect_timeout_s``.
+
+    ``stopped(seconds)`` waits and says whether we should give up. Raises AccessDenied (wrong token,
+    wrong CA), ProtocolMismatch, ConnectionFailed.
+    """
+    identity, token = _credentials(config)
+    ca = None if config.insecure else (identity.ca_pem if identity else _token_ca(token))
+    deadline_s = clock() + config.connect_timeout_s
+    while True:
+        with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
+            try:
+                return _enter(config, rpc.EntryStub(channel), identity, token, ca)
+            except ConnectionFailed:
+                if clock() >= deadline_s:
+                    raise
+        if stopped(RETRY_S):
+            raise ConnectionFailed(f"gave up waiting for {config.entry_address}")
+
+
+def greet(stub: Any, address: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[pb.HelloReply, float]:
+    """The coordinator's greeting, and the seconds it took. Raises ProtocolMismatch."""
+    started_s = time.perf_counter()
+    try:
+        reply: pb.HelloReply = stub.Hello(
+            pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__), timeout=timeout_s
+        )
+    except grpc.RpcError as error:
+        raise as_atoll_error(error, address) from None
+    took_s = time.perf_counter() - started_s
+    if reply.protocol != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            f"{address} speaks protocol {reply.protocol} (atoll {reply.version[:20]}), this worker "
+            f"{PROTOCOL_VERSION} (atoll {atoll.__version__}); update the older of the two"
+        )
+    return reply, took_s
+
+
+def _credentials(config: WorkerConfig) -> tuple[Identity | None, JoinToken | None]:
+    """The stored identity where it fits the token, and the token. Raises AccessDenied without both."""
+    if config.insecure:
+        return None, None
+    token = JoinToken.decode(config.token) if config.token else None
+    try:
+        identity = Identity.load(config.identity_dir)
+    except AccessDenied:
+        if token is None:
+            raise
+        identity = None
+    if identity is not None and identity.expires() - RENEW_BEFORE < dt.datetime.now(dt.UTC) and token:
+        identity = None
+    if identity is not None and token is not None and identity.ca_pem != token.ca_pem:
+        identity = None  # a token of another coordinator: enter there anew
+    if identity is None and token is None:
+        raise AccessDenied(
+            f"no join token given and no identity in {config.identity_dir}; run `atoll-worker join "
+            f"{config.entry_address} --token TOKEN` (or set ATOLL_TOKEN); `atoll token create` makes one"
+        )
+    return identity, token
+
+
+def _token_ca(token: JoinToken | None) -> bytes:
+    if token is None:
+        raise AccessDenied("no join token given")
+    return token.ca_pem
+
+
+def _enter(
+    config: WorkerConfig, stub: Any, identity: Identity | None, token: JoinToken | None, ca: bytes | None
+) -> Membership:
+    reply, took_s = greet(stub, config.entry_address)
+    offset_s = reply.time_s + took_s / 2 - time.time()
+    if identity is not None:
+        address = join_address(config.host, reply.work_port)
+        return Membership(identity.name, identity, address, offset_s)
+    key = new_key()
+    request = pb.EnrollRequest(
+        protocol=PROTOCOL_VERSION,
+        token=token.presented if token else "",
+        csr_pem=signing_request(key, config.shown_name),
+        name=config.shown_name,
+    )
+    try:
+        enrolled: pb.EnrollReply = stub.Enroll(request, timeout=CALL_TIMEOUT_S)
+    except grpc.RpcError as error:
+        raise as_atoll_error(error, config.entry_address) from None
+    address = join_address(config.host, enrolled.work_port or reply.work_port)
+    if ca is None:
+        return Membership(enrolled.worker, None, address, offset_s)
+    if enrolled.ca_pem != ca:
+        raise AccessDenied(f"{config.entry_address} answers with another CA than the token's; join anew")
+    made = identity_from(key, enrolled.certificate_pem, ca)
+    made.save(config.identity_dir)
+    return Membership(made.name, made, address, offset_s)

@@ -1,0 +1,186 @@
+"""From an assignment to a stage that is ready to train: tensors, links, data, neighbours."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from atoll.errors import AtollError
+from compressors import Compressor, make_compressor
+from worker import checkpoint, feed
+from worker.assignment import Assignment, check
+from worker.cancel import Cancel
+from worker.checkpoint import BlobCache, BlobPort
+from worker.compute import Progress, StageRun
+from worker.config import WorkerConfig
+from worker.link import Links
+from worker.spans import Spans
+from worker.stage import Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from worker.probe import Device
+    from worker.transport import PeerNetwork
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a stage of any job runs on."""
+
+    worker: str
+    device: Device
+    config: WorkerConfig
+    network: PeerNetwork
+    cache: BlobCache
+    blobs: BlobPort
+    fetch_of: Callable[[str], feed.Fetch]  # job -> its data
+    spans: Spans
+    progress: Progress
+
+
+def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[StageRun, Links]:
+    """Check, fetch, build and connect; raises the error that the coordinator is told."""
+    check(assignment, around.worker)
+    with around.spans.timed("load", assignment.first_step):
+        tensors = _tensors(assignment, around, cancel)
+        stage = Stage(
+            assignment.program,
+            assignment.eval_program,
+            assignment.training,
+            tensors,
+            around.device.torch_device,
+            states=assignment.states,
+        )
+    links = Links(
+        around.network,
+        assignment.job,
+        assignment.version,
+        outgoing=_codecs(assignment, sending=True),
+        incoming=_codecs(assignment, sending=False),
+        device=around.device.torch_device,
+        seed=assignment.training.seed,
+    )
+    run = StageRun(
+        assignment,
+        stage,
+        links,
+        _feed(assignment, around),
+        _held_out(assignment, around),
+        around.spans,
+        around.progress,
+    )
+    try:
+        run.open(assignment.first_step)
+        connect(assignment, around.network, around.config.peer_timeout_s, cancel)
+    except BaseException:
+        run.close()
+        raise
+    return run, links
+
+
+def connect(assignment: Assignment, network: PeerNetwork, timeout_s: float, cancel: Cancel) -> None:
+    """Be connected to every neighbour. Raises ConnectionFailed naming the one that is not."""
+    deadline_s = time.monotonic() + timeout_s
+    for link in assignment.links:
+        network.admit(link.worker)
+    waits = [
+        partial(connect_one, network, link.worker, link.addresses, link.dial, timeout_s)
+        for link in assignment.links
+    ]
+    _together(waits, deadline_s, cancel)
+
+
+def connect_one(
+    network: PeerNetwork, peer: str, addresses: tuple[tuple[str, int], ...], dial: bool, timeout_s: float
+) -> None:
+    """Be connected to ``peer``: dial it, or wait until it dials. Raises ConnectionFailed."""
+    if network.connected(peer):
+        return
+    if dial:
+        network.dial(peer, addresses, timeout_s)
+    else:
+        network.wait_for(peer, timeout_s)
+
+
+def _together(waits: Sequence[Callable[[], object]], deadline_s: float, cancel: Cancel) -> None:
+    """Run all at once; the first error counts. Given up, not stopped, when cancelled."""
+    failures: list[AtollError] = []
+
+    def attempt(wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except AtollError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=attempt, args=(w,), name="atoll-dial", daemon=True) for w in waits]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) and not failures:
+        cancel.wait(POLL_S)
+        if time.monotonic() > deadline_s + 2.0:
+            break
+    if failures:
+        raise failures[0]
+
+
+def _tensors(assignment: Assignment, around: Surroundings, cancel: Cancel) -> dict[str, dict[str, Tensor]]:
+    programs = [p for p in (assignment.program, assignment.eval_program) if p is not None]
+    names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
+    wanted: dict[str, int] = {}
+    for name in names:
+        blob = assignment.tensors[name]
+        wanted[blob] = max(wanted.get(blob, 0), checkpoint.most_bytes(assignment.states[name]))
+
+    def progress(_: int) -> None:
+        around.progress.tick()
+
+    checkpoint.download(around.blobs, around.cache, wanted, cancel, progress)
+    return {
+        name: checkpoint.load(around.cache, name, assignment.tensors[name], assignment.states[name])
+        for name in names
+    }
+
+
+def _codecs(assignment: Assignment, *, sending: bool) -> dict[str, Compressor]:
+    """The plan's codec per neighbour, in one direction."""
+    me = assignment.stage
+    found = {}
+    for spec in assignment.plan.links:
+        mine, other = (spec.source, spec.target) if sending else (spec.target, spec.source)
+        if mine == me:
+            found[assignment.worker_of(other)] = make_compressor(spec.codec, spec.ratio)
+    return found
+
+
+def _feed(assignment: Assignment, around: Surroundings) -> feed.Feed:
+    program, training = assignment.program, assignment.training
+    return feed.Feed(
+        around.fetch_of(assignment.job),
+        feed.input_rules(program, assignment.inputs(program), assignment.states),
+        training.n_micro,
+        training.steps,
+        around.config.feed_ahead_steps,
+        around.config.feed_bytes,
+    )
+
+
+def _held_out(
+    assignment: Assignment, around: Surroundings
+) -> Callable[[Cancel], Iterator[Mapping[str, Tensor]]]:
+    program = assignment.eval_program
+    fetch = around.fetch_of(assignment.job)
+    rules = (
+        {} if program is None else feed.input_rules(program, assignment.inputs(program), assignment.states)
+    )
+
+    def batches(cancel: Cancel) -> Iterator[Mapping[str, Tensor]]:
+        return feed.held_out(fetch, rules, assignment.training.eval_batches, cancel)
+
+    return batches

@@ -1,0 +1,291 @@
+"""The session's messages: pb2 from the coordinator to events, our answers to pb2.
+
+What the coordinator sends is checked like any peer's: a worker lends its machine, it does not
+trust.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from atoll.errors import BadFrame
+from atoll.job import Precision
+from atoll.opdag import leaf_refs
+from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
+from protos import bounds, convert
+from protos.bounds import DEFAULT_LIMITS
+from worker import session
+from worker.assignment import Assignment, PeerLink
+from worker.optimings import OpProbe, OpTiming
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from worker.compute import StepReport
+    from worker.spans import Span
+    from worker.transport import Goodput
+
+MAX_ADDRESSES = 16
+MAX_PROBES = 20_000
+MAX_PROBE_S = 60.0
+MAX_PROBE_BYTES = 1 << 30
+MAX_SPANS_A_MESSAGE = 2000
+MAX_REASON_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class OpsRequest:
+    """Ops to time, as ``worker.optimings`` takes them."""
+
+    probes: tuple[OpProbe, ...]
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRequest:
+    """A peer to measure, and for how long."""
+
+    addresses: tuple[tuple[str, int], ...]
+    dial: bool
+    seconds: float
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerExpected:
+    """A peer that may connect to us from now on, to measure; not an event of the session."""
+
+    peer: str
+    addresses: tuple[tuple[str, int], ...]
+    dial: bool
+
+
+# ---------------------------------------------------------------- from the coordinator
+
+
+def event_from(message: pb.ToWorker) -> session.Event | PeerExpected:
+    """The event that a message stands for. Raises BadFrame when it breaks a bound."""
+    body = message.WhichOneof("body")
+    if body is None:
+        raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
+    event: session.Event | PeerExpected = _READERS[body](getattr(message, body))
+    return event
+
+
+def _welcome(m: pb.Welcome) -> session.Welcomed:
+    return session.Welcomed(
+        bounds.name("worker", m.worker, DEFAULT_LIMITS),
+        bounds.number("heartbeat", m.heartbeat_s, 0.01, 3600.0),
+    )
+
+
+def _assign(m: pb.Assign) -> session.Assigned:
+    links: dict[str, PeerLink] = {}
+    for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
+        name, addresses = _peer(entry.peer)
+        links[name] = PeerLink(name, addresses, entry.dial)
+    assignment = Assignment(
+        job=bounds.name("job", m.job, DEFAULT_LIMITS),
+        version=m.plan_version,
+        training=convert.from_proto(m.training),
+        program=convert.from_proto(m.program),
+        eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
+        plan=convert.from_proto(m.plan),
+        links=tuple(links.values()),
+        tensors={
+            bounds.name("tensor", t.name, DEFAULT_LIMITS): bounds.blob_hash("blob", t.blob)
+            for t in bounds.count("tensors", list(m.tensors), DEFAULT_LIMITS.items)
+        },
+        states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
+        first_step=m.first_step,
+    )
+    return session.Assigned(assignment.job, assignment.version, assignment.peers, assignment)
+
+
+def _commit(m: pb.StepCommit) -> session.Committed:
+    scale = bounds.number("gradient scale", m.gradient_scale)
+    return session.Committed(m.job, m.plan_version, m.step, scale, m.store, m.evaluate, m.last)
+
+
+def _ops(m: pb.ProbeOps) -> session.OpsAsked:
+    precision = bounds.one_of("precision", m.precision or "fp32", Precision)
+    probes = tuple(_op_probe(op) for op in bounds.count("ops to time", list(m.ops), MAX_PROBES))
+    return session.OpsAsked(m.request, OpsRequest(probes, precision))
+
+
+def _op_probe(m: pb.ProbeOp) -> OpProbe:
+    node = convert.from_proto(m.op)
+    leaves = convert.metas_from_proto(m.leaves, DEFAULT_LIMITS)
+    missing = [leaf.name for leaf in leaf_refs(node) if leaf.name not in leaves]
+    if missing:
+        raise BadFrame(f"op {node.target} to time lacks the shape of {missing[:3]}")
+    return OpProbe(
+        bounds.name("signature", m.signature, DEFAULT_LIMITS),
+        node,
+        tuple(convert.from_proto(meta) for meta in m.op_inputs),
+        tuple(leaves[leaf.name] for leaf in leaf_refs(node)),
+    )
+
+
+def _link(m: pb.ProbeLink) -> session.LinkAsked:
+    peer, addresses = _peer(m.peer)
+    seconds = bounds.number("probe seconds", m.seconds, 0.0, MAX_PROBE_S)
+    max_bytes = bounds.within("probe bytes", m.max_bytes, 0, MAX_PROBE_BYTES)
+    return session.LinkAsked(m.request, peer, LinkRequest(addresses, m.dial, seconds, max_bytes))
+
+
+def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
+    peer, addresses = _peer(m.peer)
+    return PeerExpected(peer, addresses, m.dial)
+
+
+def _peer(m: pb.PeerAddress) -> tuple[str, tuple[tuple[str, int], ...]]:
+    name = bounds.name("peer", m.worker, DEFAULT_LIMITS)
+    addresses = tuple(
+        (bounds.text("host", a.host, 255), bounds.within("port", a.port, 1, 65535))
+        for a in bounds.count("addresses", list(m.addresses), MAX_ADDRESSES)
+    )
+    return name, addresses
+
+
+_READERS: Mapping[str, Any] = {
+    "welcome": _welcome,
+    "probe_ops": _ops,
+    "probe_link": _link,
+    "assign": _assign,
+    "start": lambda m: session.Started(m.job, m.plan_version, m.step),
+    "commit": _commit,
+    "discard": lambda m: session.Discarded(m.job, m.plan_version, m.step, m.reason[:MAX_REASON_CHARS]),
+    "release": lambda m: session.Released(m.job, m.plan_version, m.reason[:MAX_REASON_CHARS]),
+    "dismiss": lambda m: session.Dismissed(m.reason[:MAX_REASON_CHARS], m.for_good),
+    "expect_peer": _expect_peer,
+}
+
+
+# ---------------------------------------------------------------- to the coordinator
+
+
+def said(message: object) -> pb.FromWorker:
+    """A message of the session machine as pb2; ready-made pb2 messages pass through."""
+    match message:
+        case pb.FromWorker():
+            return message
+        case session.Failed():
+            failed = pb.StageFailed(
+                job=message.job,
+                plan_version=message.version,
+                step=message.step,
+                reason=message.reason[:MAX_REASON_CHARS],
+                lost_peer=message.lost_peer,
+            )
+            return pb.FromWorker(failed=failed)
+        case session.Refused(request, "", reason):
+            return pb.FromWorker(ops_probed=pb.OpsProbed(request=request, error=reason))
+        case session.Refused(request, peer, reason):
+            return pb.FromWorker(link_probed=pb.LinkProbed(request=request, peer=peer, error=reason))
+        case session.Leaving(reason):
+            return pb.FromWorker(leaving=pb.Leaving(reason=reason[:MAX_REASON_CHARS]))
+    raise TypeError(f"not a message to the coordinator: {message!r}")
+
+
+def step_ready(
+    job: str, version: int, report: StepReport, norms_wanted: bool, links: Iterable[Goodput]
+) -> pb.FromWorker:
+    """A step's result. Norms travel only where the gradient is clipped."""
+    return pb.FromWorker(
+        ready=pb.StepReady(
+            job=job,
+            plan_version=version,
+            step=report.step,
+            loss=report.stage.loss,
+            square_norms=report.stage.square_norms if norms_wanted else (),
+            forward_s=report.forward_s,
+            backward_s=report.backward_s,
+            waited_s=report.waited_s,
+            links=[pb.LinkGoodput(peer=g.peer, bytes=g.bytes, busy_s=g.busy_s, rtt_s=g.rtt_s) for g in links],
+            finite=report.stage.finite,
+            optimizer_s=report.optimizer_s,
+        )
+    )
+
+
+def eval_ready(job: str, version: int, step: int, loss: float | None) -> pb.FromWorker:
+    """The evaluation after ``step`` is done; only the stage with the loss knows it."""
+    return pb.FromWorker(eval_ready=pb.EvalReady(job=job, plan_version=version, step=step, loss=loss))
+
+
+def loaded(job: str, version: int, took_s: float) -> pb.FromWorker:
+    """The stage is loaded and its neighbours are connected."""
+    return pb.FromWorker(loaded=pb.Loaded(job=job, plan_version=version, took_s=took_s))
+
+
+def state_stored(
+    job: str, version: int, step: int, tensors: Mapping[str, str], error: str = ""
+) -> pb.FromWorker:
+    """Where a snapshot's tensors are, or why they are not."""
+    return pb.FromWorker(
+        stored=pb.StateStored(
+            job=job,
+            plan_version=version,
+            step=step,
+            tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in sorted(tensors.items())],
+            error=error[:MAX_REASON_CHARS],
+        )
+    )
+
+
+def ops_probed(request: int, timings: Mapping[str, OpTiming], error: str = "") -> pb.FromWorker:
+    """Seconds of each op that could be timed."""
+    return pb.FromWorker(
+        ops_probed=pb.OpsProbed(
+            request=request,
+            timings=[
+                pb.OpTiming(signature=sig, forward_s=t.forward_s, backward_s=t.backward_s)
+                for sig, t in timings.items()
+            ],
+            error=error[:MAX_REASON_CHARS],
+        )
+    )
+
+
+def link_probed(
+    request: int, peer: str, rtt_s: float, bandwidth_bps: float, error: str = ""
+) -> pb.FromWorker:
+    """One direction of one link, or why it could not be measured."""
+    return pb.FromWorker(
+        link_probed=pb.LinkProbed(
+            request=request,
+            peer=peer,
+            rtt_s=rtt_s,
+            bandwidth_bps=bandwidth_bps,
+            error=error[:MAX_REASON_CHARS],
+        )
+    )
+
+
+def spans(job: str, version: int, stage: int, recorded: Sequence[Span]) -> list[pb.FromWorker]:
+    """A timeline in messages of bounded size."""
+    return [
+        pb.FromWorker(
+            spans=pb.Spans(
+                job=job,
+                plan_version=version,
+                stage=stage,
+                spans=[
+                    pb.Span(
+                        kind=s.kind,
+                        step=s.step,
+                        micro=s.micro,
+                        start_s=s.start_s,
+                        end_s=s.end_s,
+                        peer=s.peer,
+                        bytes=s.bytes,
+                    )
+                    for s in recorded[at : at + MAX_SPANS_A_MESSAGE]
+                ],
+            )
+        )
+        for at in range(0, len(recorded), MAX_SPANS_A_MESSAGE)
+    ]

@@ -1,0 +1,288 @@
+"""The compute thread: carries out the session's instructions one after another.
+
+What takes long answers with an event. Stopping is immediate in effect: an instruction that was
+cancelled, running or not, answers nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from atoll.errors import AtollError
+from worker import checkpoint, messages, optimings, session
+from worker.cancel import Cancel, Cancelled
+from worker.link import LinksAborted
+from worker.loading import Surroundings, connect_one, load
+from worker.peer import PeerLost
+from worker.probe import measure_link, used_memory_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from protos import atoll_control_pb2 as pb
+    from worker.assignment import Assignment
+    from worker.compute import StageRun
+    from worker.link import Links
+    from worker.messages import LinkRequest, OpsRequest
+
+log = structlog.get_logger()
+
+OPS_BUDGET_S = 60.0
+OPS_BYTES_SHARE = 0.25  # of the memory budget, for one op's inputs
+PROBE_CONNECT_S = 10.0
+Task = Callable[[Cancel], None]
+
+
+class Workbench:
+    """Owns the stage. ``do`` may be called from any thread and never waits."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        post: Callable[[session.Event], None],
+        say: Callable[[pb.FromWorker], None],
+    ) -> None:
+        self._around, self._post, self._say = around, post, say
+        self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending: list[Cancel] = []
+        self._run: StageRun | None = None
+        self._links: Links | None = None
+        self._threads = [
+            threading.Thread(target=self._work, args=(self._tasks,), name="atoll-compute", daemon=True),
+            threading.Thread(target=self._work, args=(self._stores,), name="atoll-store", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin to work."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Cancel everything; False when an op that is running cannot be awaited."""
+        self.interrupt("leaving")
+        self._tasks.put(None)
+        self._stores.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def interrupt(self, reason: str) -> None:
+        """Cancel what runs and what waits; a wait for a neighbour ends at once."""
+        with self._lock:
+            pending, links = list(self._pending), self._links
+        for cancel in pending:
+            cancel.set(reason)
+        if links is not None:
+            links.abort(reason)
+
+    def do(self, instruction: session.Instruction) -> None:
+        """Take an instruction of the session that concerns computing."""
+        match instruction:
+            case session.LoadStage(job, version, work):
+                self._submit(self._guarded(job, version, 0, lambda c: self._load(work, c)))
+            case session.RunStep(job, version, step):
+                self._submit(self._guarded(job, version, step, lambda c: self._step(step, c)))
+            case session.ApplyStep(job, version, step, scale, store):
+                self._submit(self._guarded(job, version, step, lambda c: self._apply(step, scale, store)))
+            case session.Evaluate(job, version, step):
+                self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, c)))
+            case session.DiscardStep():
+                self._cancel(instruction.reason)
+                self._submit(lambda c: self._discard())
+            case session.DropStage():
+                self.interrupt(instruction.reason)
+                self._submit(lambda c: self._drop())
+            case session.Interrupt(reason):
+                self.interrupt(reason)
+            case session.TimeOps(request, ops):
+                self._submit(lambda c: self._time_ops(request, ops))
+            case session.TimeLink(request, peer, target):
+                name = f"atoll-probe-{peer}"
+                arguments = (request, peer, target)
+                threading.Thread(target=self._time_link, args=arguments, name=name, daemon=True).start()
+            case _:
+                raise TypeError(f"not for the workbench: {instruction!r}")
+
+    # ---------------------------------------------------------------- the threads
+
+    def _work(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> None:
+        while (entry := tasks.get()) is not None:
+            task, cancel = entry
+            try:
+                task(cancel)
+            except (Cancelled, LinksAborted):
+                log.info("work.cancelled", reason=cancel_reason(cancel))
+            finally:
+                with self._lock:
+                    self._pending.remove(cancel)
+
+    def _submit(self, task: Task, store: bool = False) -> None:
+        cancel = Cancel()
+        with self._lock:
+            self._pending.append(cancel)
+        (self._stores if store else self._tasks).put((task, cancel))
+
+    def _cancel(self, reason: str) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        for cancel in pending:
+            cancel.set(reason)
+
+    def _guarded(self, job: str, version: int, step: int, task: Task) -> Task:
+        """``task`` with its failures told to the session."""
+
+        def run(cancel: Cancel) -> None:
+            try:
+                cancel.check()
+                task(cancel)
+            except (Cancelled, LinksAborted):
+                raise
+            except PeerLost as lost:
+                self._post(session.StageBroke(job, version, step, str(lost), lost.peer))
+            except AtollError as error:
+                self._post(session.StageBroke(job, version, step, str(error)))
+            except Exception as error:  # any op may fail in its own way
+                log.error("stage.broke", job=job, step=step, exc_info=True)
+                self._post(session.StageBroke(job, version, step, self._explained(error)))
+
+        return run
+
+    def _explained(self, error: Exception) -> str:
+        """A reason that the owner of the job can act on."""
+        around = self._around
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return (
+                f"out of memory on {around.device.model}: {used_memory_bytes(around.device) / 2**30:.1f} GiB "
+                f"held, budget {around.device.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
+                "worker so that it gets a smaller stage, or use smaller micro-batches"
+            )
+        return f"{type(error).__name__}: {str(error)[:500]}"
+
+    # ---------------------------------------------------------------- a stage
+
+    def _load(self, work: Assignment, cancel: Cancel) -> None:
+        started_s = time.perf_counter()
+        self._drop()
+        run, links = load(work, self._around, cancel)
+        with self._lock:
+            self._run, self._links = run, links
+        # Cancelled in the meantime: nobody aborted the links that did not exist yet.
+        cancel.check()
+        took_s = time.perf_counter() - started_s
+        log.info(
+            "stage.loaded", job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3)
+        )
+        message = messages.loaded(work.job, work.version, took_s)
+        self._post(session.StageLoaded(work.job, work.version, message))
+
+    def _step(self, step: int, cancel: Cancel) -> None:
+        run = self._loaded
+        assignment = run.assignment
+        report = run.run_step(step, cancel)
+        norms = assignment.training.optimizer.clip_norm is not None
+        message = messages.step_ready(
+            assignment.job, assignment.version, report, norms, self._around.network.goodput()
+        )
+        self._post(session.StepDone(assignment.job, assignment.version, step, message))
+
+    def _apply(self, step: int, gradient_scale: float, store: bool) -> None:
+        run = self._loaded
+        assignment = run.assignment
+        run.apply(step, gradient_scale)
+        if store:
+            with run.spans.timed("save", step):
+                snapshot = run.snapshot()
+            self._submit(lambda c: self._store(assignment, step, snapshot, c), store=True)
+        self._post(session.StepApplied(assignment.job, assignment.version, step))
+        for message in messages.spans(assignment.job, assignment.version, assignment.stage, run.spans.take()):
+            self._say(message)
+
+    def _evaluate(self, step: int, cancel: Cancel) -> None:
+        run = self._loaded
+        loss = run.evaluate(step, cancel)
+        job, version = run.assignment.job, run.assignment.version
+        self._post(session.EvalDone(job, version, step, messages.eval_ready(job, version, step, loss)))
+
+    def _discard(self) -> None:
+        if self._run is not None:
+            self._run.discard()
+
+    def _drop(self) -> None:
+        with self._lock:
+            run, self._run, self._links = self._run, None, None
+        if run is not None:
+            run.close()
+            if self._around.device.kind == "cuda":
+                torch.cuda.empty_cache()
+
+    @property
+    def _loaded(self) -> StageRun:
+        if self._run is None:
+            raise RuntimeError("no stage is loaded")
+        return self._run
+
+    def _store(
+        self,
+        assignment: Assignment,
+        step: int,
+        snapshot: dict[str, dict[str, Tensor]],
+        cancel: Cancel,
+    ) -> None:
+        job, version = assignment.job, assignment.version
+        try:
+            rate = self._around.config.max_upload_bytes_per_s
+            tensors = checkpoint.upload(self._around.blobs, snapshot, cancel, rate)
+        except AtollError as error:
+            log.warning("state.not_stored", job=job, step=step, reason=str(error))
+            message = messages.state_stored(job, version, step, {}, str(error))
+        else:
+            message = messages.state_stored(job, version, step, tensors)
+        self._post(session.Stored(job, version, step, message))
+
+    # ---------------------------------------------------------------- probes
+
+    def _time_ops(self, request: int, ops: OpsRequest) -> None:
+        device = self._around.device
+        error, timings = "", {}
+        try:
+            if ops.probes:
+                timings = optimings.time_ops(
+                    ops.probes,
+                    device.torch_device,
+                    ops.precision,
+                    OPS_BUDGET_S,
+                    int(device.memory_limit_bytes * OPS_BYTES_SHARE),
+                )
+        except (RuntimeError, AtollError) as failed:
+            error = self._explained(failed)
+        self._post(session.Probed(messages.ops_probed(request, timings, error)))
+
+    def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
+        rtt_s = rate_bps = 0.0
+        error = ""
+        network = self._around.network
+        try:
+            connect_one(network, peer, target.addresses, target.dial, PROBE_CONNECT_S)
+            rtt_s, rate_bps = measure_link(network, peer, target.seconds, target.max_bytes)
+        except AtollError as failed:
+            error = str(failed)
+        self._post(session.Probed(messages.link_probed(request, peer, rtt_s, rate_bps, error)))
+
+
+def cancel_reason(cancel: Cancel) -> str:
+    """Why a task was cancelled, for the log."""
+    try:
+        cancel.check()
+    except Cancelled as cancelled:
+        return str(cancelled)
+    return "links aborted"
