@@ -1,7 +1,7 @@
 """The wire between two workers: frames with a small header of our own, over one byte-message stream.
 
 A frame is ``prefix | head | payload``. The prefix names magic, version, type and head length and
-carries a CRC-32 of the head (and of the payload where the head says so: TLS authenticates every
+carries a CRC-32 of itself and the head (and of the payload where the head says so: TLS authenticates every
 record already, so payloads are only summed on insecure links). A message of any size
 travels as DATA frames, each of which names its whole key, so chunks may take different
 connections and arrive in any order. ``decode`` trusts nothing: every length is checked before it
@@ -37,7 +37,8 @@ MAX_REASON_BYTES = 512
 ECHO_BYTES = 64
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES + MAX_META_BYTES + 1024
 
-_PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc
+_PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc of all but itself
+_SUMMED = _PREFIX.size - 4
 _HELLO = struct.Struct("!HQBBBBB")  # protocol, session, lane, lanes, name/target/label lengths
 _DATA = struct.Struct("!QIQIIBBHQQIB")
 _ACK = struct.Struct("!QQH")  # payload bytes received on this stream, receiver's clock ns, confirmed
@@ -157,10 +158,11 @@ def encode(frame: Frame, payload: Buffer = b"") -> bytes:
     kind, head = _head(frame)
     if len(payload) > MAX_CHUNK_BYTES:
         raise ValueError(f"payload of {len(payload)} bytes; a frame carries at most {MAX_CHUNK_BYTES}")
-    crc = zlib.crc32(head)
+    start = _PREFIX.pack(MAGIC, VERSION, kind, len(head), 0)[:_SUMMED]
+    crc = zlib.crc32(head, zlib.crc32(start))
     if isinstance(frame, Data | Probe) and frame.flags & Flag.CHECKSUM:
         crc = zlib.crc32(payload, crc)
-    return b"".join((_PREFIX.pack(MAGIC, VERSION, kind, len(head), crc), head, payload))
+    return b"".join((start, crc.to_bytes(4, "big"), head, payload))
 
 
 def _head(frame: Frame) -> tuple[FrameType, bytes]:
@@ -229,8 +231,10 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
     if reader is None:
         raise BadFrame(f"unknown frame type {kind}")
     # Fields steer nothing until the sum over them is right.
-    flags = _flags(kind, head)
-    if zlib.crc32(payload, zlib.crc32(head)) != crc if flags & Flag.CHECKSUM else zlib.crc32(head) != crc:
+    found = zlib.crc32(head, zlib.crc32(view[:_SUMMED]))
+    if _flags(kind, head) & Flag.CHECKSUM:
+        found = zlib.crc32(payload, found)
+    if found != crc:
         raise BadFrame("frame checksum differs; it was damaged or forged")
     try:
         frame = reader(head)

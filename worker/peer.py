@@ -170,6 +170,7 @@ class Peer:
             # The last acknowledgement's way back is no transfer time.
             spell_s = now_s - self._busy_since_s
             self._busy_s += max(spell_s - rtt_s, spell_s / 10)
+            self.room.notify_all()
 
     def confirmed(self, numbers: tuple[int, ...]) -> None:
         found = [self.outbox.confirmed(number) for number in numbers]
@@ -181,6 +182,11 @@ class Peer:
     def acknowledgement(self, received: int) -> Ack:
         now, self.confirm = confirmations(self.confirm)
         return Ack(received, time.monotonic_ns(), now)
+
+    @property
+    def idle(self) -> bool:
+        """Everything sent has arrived and is known to have."""
+        return not len(self.outbox) and not self._in_flight
 
     # -- figures
 

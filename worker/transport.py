@@ -165,11 +165,20 @@ class PeerNetwork:
                     self._add_lanes(peer, address, deadline_s)
                     return address
             if fatal is not None and not failures:
+                self._forget_unmet(peer)
                 raise fatal
             if time.monotonic() + backoff_s >= deadline_s or self._closing.wait(backoff_s):
+                self._forget_unmet(peer)
                 tried = "; ".join(failures) or "no address known"
                 raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})") from fatal
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _forget_unmet(self, peer: str) -> None:
+        """A peer that was never connected is not there to be sent to."""
+        with self._lock:
+            known = self._peers.get(peer)
+            if known is not None and known.remote_session is None:
+                del self._peers[peer]
 
     def wait_for(self, peer: str, timeout_s: float) -> None:
         """Wait until ``peer`` is connected, whoever dialled. Raises ConnectionFailed."""
@@ -240,7 +249,8 @@ class PeerNetwork:
         status = call.code() if call.done() else None  # type: ignore[attr-defined]
         if status is grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolMismatch(reason)
-        if status is grpc.StatusCode.UNAUTHENTICATED or "ssl" in reason.lower():
+        tls = "ssl handshake" in reason.lower() or "verification check" in reason.lower()
+        if status is grpc.StatusCode.UNAUTHENTICATED or tls:
             return AccessDenied(f"{connection.hello.target} is not who answers, or refuses us: {reason}")
         return _Refused(reason)
 
@@ -278,9 +288,7 @@ class PeerNetwork:
         """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""
         known = self._known(peer)
         with known.lock:
-            return (
-                known.room.wait_for(lambda: known.gone or not len(known.outbox), timeout_s) and not known.gone
-            )
+            return known.room.wait_for(lambda: known.gone or known.idle, timeout_s) and not known.gone
 
     def forget(self, job: str, plan_version: int | None = None) -> None:
         """Drop what is queued or half received of a job, up to ``plan_version`` if given."""
@@ -556,7 +564,7 @@ class PeerNetwork:
         except BadFrame as error:
             self.refused["malformed"] += 1
             connection.close(str(error), leaving=False)
-            connection.drained.wait(self.config.close_s)
+            self._let_it_end(messages)
             connection.fail(str(error))
         except grpc.RpcError as error:
             details = getattr(error, "details", str)()
@@ -565,6 +573,15 @@ class PeerNetwork:
             # Whatever ended this thread: a connection that nobody reads is over.
             connection.fail("receiver stopped")
 
+    def _let_it_end(self, messages: Iterator[bytes]) -> None:
+        """Read on without looking until the other side has seen our CLOSE and ends the stream."""
+        deadline_s = time.monotonic() + self.config.close_s
+        try:
+            while time.monotonic() < deadline_s and next(messages, None) is not None:
+                pass
+        except grpc.RpcError:
+            return
+
     def _ended(self, connection: Connection) -> None:
         """A connection is over: dial again, or take note of a goodbye."""
         with self._lock:
@@ -572,7 +589,8 @@ class PeerNetwork:
             cancel = self._cancels.pop(connection, None)
             address = self._addresses.pop(connection, None)
             self._changed.notify_all()
-        if cancel is not None:
+        # A server's stream whose last frame is out ends by itself; cancelling could overtake it.
+        if cancel is not None and (connection.dialled or not connection.drained.is_set()):
             cancel()
         peer = connection.peer
         if peer is None or peer.gone or self._closing.is_set():

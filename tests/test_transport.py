@@ -1,0 +1,611 @@
+"""Peer streams over loopback with TLS: who gets in, what arrives, and what happens when it ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import grpc
+import pytest
+
+from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch, UsageError
+from protos.credentials import (
+    Authority,
+    Identity,
+    channel_credentials,
+    identity_from,
+    name_options,
+    new_key,
+    signing_request,
+)
+from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
+from worker.shaper import Shaper, shaped
+from worker.transport import (
+    METHOD,
+    PeerLost,
+    PeerNetwork,
+    TransportConfig,
+    burst_rate_bps,
+    streams_for,
+)
+
+PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
+"""For tests that are not about patience, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.open(tmp_path_factory.mktemp("ca"))
+
+
+def enroll(authority: Authority, worker: str) -> Identity:
+    key = new_key()
+    return identity_from(key, authority.sign(signing_request(key, "x"), worker), authority.certificate_pem)
+
+
+def key(number: int = 0, direction: Direction = Direction.FORWARD, job: str = "job") -> MessageKey:
+    return MessageKey(job, 1, 0, number, 7, direction)
+
+
+class Host:
+    """A network whose deliveries and losses land in queues."""
+
+    def __init__(
+        self,
+        identity: Identity | None,
+        config: TransportConfig = PATIENT,
+        *,
+        listen: bool = True,
+        name: str = "",
+    ) -> None:
+        self.delivered: queue.Queue[tuple[str, MessageKey, bytes, bytes]] = queue.Queue()
+        self.lost: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.wanted: Callable[[MessageKey, int], bool] = lambda k, total: total <= 32 << 20
+        self.network = PeerNetwork(
+            identity,
+            ("127.0.0.1", 0) if listen else None,
+            lambda peer, k, header, payload: self.delivered.put((peer, k, header, bytes(payload))),
+            lambda peer, reason: self.lost.put((peer, reason)),
+            config,
+            expect=lambda peer, k, total: memoryview(bytearray(total)) if self.wanted(k, total) else None,
+            name=name,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return ("127.0.0.1", self.network.port)
+
+
+Make = Callable[..., Host]
+
+
+@pytest.fixture
+def host(authority: Authority) -> Iterator[Make]:
+    before = set(threading.enumerate())
+    made: list[Host] = []
+
+    def make(name: str, config: TransportConfig = PATIENT, *, listen: bool = True) -> Host:
+        made.append(Host(enroll(authority, name), config, listen=listen))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.network.close()
+    left = [t for t in threading.enumerate() if t not in before and t.is_alive()]
+    for thread in left:
+        thread.join(5)
+    assert [t.name for t in left if t.is_alive()] == []
+
+
+def connected(make: Make, config: TransportConfig = PATIENT) -> tuple[Host, Host]:
+    """``a`` accepts nobody and dials ``b``."""
+    a, b = make("w-a", config, listen=False), make("w-b", config)
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], 20)
+    b.network.wait_for("w-a", 20)
+    return a, b
+
+
+# ---------------------------------------------------------------- who gets in
+
+
+def test_a_worker_that_accepts_nobody_dials_out_and_frames_flow_both_ways(host: Make) -> None:
+    a, b = connected(host)
+    assert a.network.port == 0
+    a.network.send("w-b", key(), b"head", b"there")
+    b.network.send("w-a", key(), b"", b"back")
+    assert b.delivered.get(timeout=20) == ("w-a", key(), b"head", b"there")
+    assert a.delivered.get(timeout=20) == ("w-b", key(), b"", b"back")
+
+
+def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
+    a, b = host("w-a", listen=False), host("w-b")
+    with pytest.raises(ConnectionFailed, match="does not expect 'w-a'"):
+        a.network.dial("w-b", [b.address], 0.3)
+    assert b.network.refusals()["stranger"] > 0
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], 20)
+
+
+def test_a_server_with_another_name_is_refused_by_tls(host: Make) -> None:
+    a, b = host("w-a", listen=False), host("w-b")
+    b.network.admit("w-a")
+    with pytest.raises(AccessDenied, match="not who answers"):
+        a.network.dial("w-c", [b.address], 5)
+
+
+def test_a_worker_of_another_coordinator_does_not_get_in(host: Make, tmp_path: Path) -> None:
+    b = host("w-b")
+    b.network.admit("w-a")
+    stranger = Host(enroll(Authority.open(tmp_path), "w-a"), listen=False)
+    with pytest.raises((AccessDenied, ConnectionFailed)):
+        stranger.network.dial("w-b", [b.address], 1)
+    stranger.network.close()
+    assert not b.network.connected("w-a")
+
+
+def test_the_wrong_address_in_a_list_does_not_hinder_the_right_one(host: Make) -> None:
+    a, b, c = host("w-a", listen=False), host("w-b"), host("w-c")
+    b.network.admit("w-a")
+    assert a.network.dial("w-b", [("127.0.0.1", 1), c.address, b.address], 20) == b.address
+
+
+def test_nobody_there_is_a_clear_error(host: Make) -> None:
+    a = host("w-a", listen=False)
+    with pytest.raises(ConnectionFailed, match=r"cannot reach w-b within 0.2 s \(127.0.0.1:1"):
+        a.network.dial("w-b", [("127.0.0.1", 1)], 0.2)
+    with pytest.raises(ConnectionFailed, match="did not connect"):
+        a.network.wait_for("w-b", 0.05)
+    with pytest.raises(PeerLost):
+        a.network.send("w-b", key(), b"", b"x")
+
+
+def test_a_port_in_use_is_a_clear_error(host: Make, authority: Authority) -> None:
+    b = host("w-b")
+    with pytest.raises(ConnectionFailed, match="choose another port"):
+        PeerNetwork(enroll(authority, "w-c"), b.address)
+
+
+def test_without_tls_names_are_believed_and_payloads_are_summed() -> None:
+    a, b = Host(None, listen=False, name="w-a"), Host(None, name="w-b")
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], 20)
+    a.network.send("w-b", key(), b"", b"x" * 100_000)
+    assert b.delivered.get(timeout=20)[3] == b"x" * 100_000
+    a.network.close()
+    b.network.close()
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, streams: int) -> None:
+    a, b = connected(host, TransportConfig(streams=streams, silence_s=20, reconnect_s=10))
+    assert a.network.connections("w-b") == streams
+    rng = Random(4711)
+    sizes = [0, 1, 4095, 4096, 65_536, *(rng.randrange(3 << 20) for _ in range(15))]
+    sent = {}
+    for number, size in enumerate(sizes):
+        payload, header = rng.randbytes(size), rng.randbytes(size % 50)
+        k = key(number, rng.choice(list(Direction)))
+        sent[k] = (header, payload)
+        a.network.send("w-b", k, header, payload)
+    got = [b.delivered.get(timeout=30) for _ in sizes]
+    assert {k: (header, payload) for _, k, header, payload in got} == sent
+    assert a.network.flush("w-b", 20)
+    (report,) = a.network.goodput()
+    assert report.peer == "w-b"
+    assert report.bytes == sum(sizes)
+    assert report.busy_s > 0
+    assert report.rtt_s > 0
+    assert a.network.goodput() == []
+
+
+def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "shape.json"
+    slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 40, "ms": 5}}}')
+    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10, shaper_file=str(slow))
+    a, b = connected(host, config)
+    for number in range(4):
+        a.network.send("w-b", key(number), b"", bytes(1 << 20))
+    a.network.send("w-b", key(0, Direction.BACKWARD), b"", bytes(100_000))
+    order = [b.delivered.get(timeout=30)[1].direction for _ in range(5)]
+    assert order.index(Direction.BACKWARD) < 2
+
+
+def test_a_full_queue_makes_the_sender_wait_and_times_out_with_numbers(host: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "shape.json"
+    slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 1}}}')
+    config = TransportConfig(max_queued_bytes=1 << 20, shaper_file=str(slow), silence_s=20, reconnect_s=10)
+    a, _ = connected(host, config)
+    a.network.send("w-b", key(0), b"", bytes(1 << 20))
+    with pytest.raises(TimeoutError, match="1048576 bytes in 1 messages"):
+        a.network.send("w-b", key(1), b"", bytes(1 << 20), timeout_s=0.1)
+    a.network.forget("job")
+    a.network.send("w-b", key(2), b"", bytes(1 << 20), timeout_s=20)
+
+
+def test_unwanted_messages_are_dropped_counted_and_do_not_fill_the_senders_queue(host: Make) -> None:
+    a, b = connected(host)
+    b.wanted = lambda k, total: k.job == "job"
+    a.network.send("w-b", key(job="stranger"), b"", bytes(3 << 20))
+    a.network.send("w-b", key(), b"", b"wanted")
+    assert b.delivered.get(timeout=20)[3] == b"wanted"
+    assert a.network.flush("w-b", 20)
+    assert b.network.refusals()["unexpected"] == 1
+    assert b.delivered.empty()
+
+
+def test_a_jobs_receiver_takes_its_messages_and_hears_of_losses(host: Make) -> None:
+    class Taker:
+        def __init__(self) -> None:
+            self.heard: queue.Queue[object] = queue.Queue()
+
+        def expect(self, peer: str, k: MessageKey, total: int) -> memoryview | None:
+            return memoryview(bytearray(total))
+
+        def deliver(self, peer: str, k: MessageKey, header: bytes, payload: memoryview) -> None:
+            self.heard.put(bytes(payload))
+
+        def lost(self, peer: str, reason: str) -> None:
+            self.heard.put((peer, reason))
+
+    a, b = connected(host)
+    taker = Taker()
+    b.network.register("job", taker)
+    a.network.send("w-b", key(), b"", b"for the taker")
+    assert taker.heard.get(timeout=20) == b"for the taker"
+    a.network.close()
+    assert taker.heard.get(timeout=20) == ("w-a", "left: worker is leaving")
+    b.network.unregister("job", Taker())
+    assert b.delivered.empty()
+
+
+def test_round_trip_and_bandwidth_are_measured(host: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "shape.json"
+    slow.write_text('{"self": "x", "peers": {"w-b": {"mbit": 80, "ms": 20}, "x": {"mbit": 80, "ms": 20}}}')
+    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10, shaper_file=str(slow))
+    a, _ = connected(host, config)
+    assert a.network.rtt("w-b") >= 0.04
+    # The shaper's own rate bounds it from above on any machine.
+    assert 1e6 < a.network.bandwidth("w-b", 0.5, 2 << 20) < 90e6
+
+
+# ---------------------------------------------------------------- hostile peers
+
+
+class Raw:
+    """A stream to ``host`` that sends what it likes, with a valid certificate."""
+
+    def __init__(self, target: Host, identity: Identity) -> None:
+        self._out: queue.Queue[bytes | None] = queue.Queue()
+        options = name_options(target.network.name)
+        credentials = channel_credentials(identity.ca_pem, identity)
+        self._channel = grpc.secure_channel(f"127.0.0.1:{target.network.port}", credentials, options=options)
+        call = self._channel.stream_stream(METHOD, None, None)
+        self.answers = call(iter(self._out.get, None), timeout=30)
+
+    def send(self, frame: Frame | bytes, payload: bytes = b"") -> None:
+        self._out.put(frame if isinstance(frame, bytes) else encode(frame, payload))
+
+    def hello(self, name: str = "w-a", target: str = "w-b", protocol: int = 1) -> None:
+        self.send(Hello(protocol, 1, name, target))
+
+    def frames(self) -> list[Frame]:
+        """Everything the host says until it ends the stream."""
+        return [decode(message)[0] for message in self.answers]
+
+    def refusal(self) -> grpc.StatusCode:
+        with pytest.raises(grpc.RpcError) as raised:
+            list(self.answers)
+        return raised.value.code()
+
+    def close(self) -> None:
+        self._out.put(None)
+        self._channel.close()
+
+
+@pytest.fixture
+def victim(host: Make, authority: Authority) -> Iterator[tuple[Host, Callable[[], Raw]]]:
+    b = host("w-b")
+    b.network.admit("w-a")
+    opened: list[Raw] = []
+    identity = enroll(authority, "w-a")
+
+    def attack() -> Raw:
+        opened.append(Raw(b, identity))
+        return opened[-1]
+
+    yield b, attack
+    for raw in opened:
+        raw.close()
+
+
+def test_a_peer_that_gives_another_name_than_its_certificate_is_refused(
+    victim: tuple[Host, Callable[[], Raw]],
+) -> None:
+    b, attack = victim
+    b.network.admit("w-x")
+    raw = attack()
+    raw.hello(name="w-x")
+    assert raw.refusal() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_another_protocol_version_is_refused_and_the_dialler_sees_why(
+    victim: tuple[Host, Callable[[], Raw]], host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, attack = victim
+    raw = attack()
+    raw.hello(protocol=2)
+    assert raw.refusal() is grpc.StatusCode.FAILED_PRECONDITION
+    c = host("w-c", listen=False)
+    b.network.admit("w-c")
+    monkeypatch.setattr(c.network, "_hello", lambda peer, lane, lanes: Hello(2, 1, "w-c", peer.name))
+    with pytest.raises(ProtocolMismatch, match="protocol 2"):
+        c.network.dial("w-b", [b.address], 5)
+
+
+@pytest.mark.parametrize(
+    "attack_frames",
+    [
+        [b"garbage"],
+        [encode(Ping(1))[:-1]],
+        [encode(Data(0, key(), 0, 1 << 50), bytes(4096))],
+        [encode(Data(0, key(), 0, 9000), bytes(5000)), encode(Data(0, key(), 4000, 9000), bytes(5000))],
+        [encode(Hello(1, 1, "w-a", "w-b"))],
+    ],
+    ids=["garbage", "truncated", "oversized", "overlapping", "second hello"],
+)
+def test_a_bad_frame_closes_its_connection_and_nothing_else(
+    victim: tuple[Host, Callable[[], Raw]], host: Make, attack_frames: list[bytes]
+) -> None:
+    b, attack = victim
+    c = host("w-c", listen=False)
+    b.network.admit("w-c")
+    c.network.dial("w-b", [b.address], 20)
+    raw = attack()
+    raw.hello()
+    for frame in attack_frames:
+        raw.send(frame)
+    last = raw.frames()[-1]
+    assert isinstance(last, Close)
+    assert not last.leaving
+    assert b.network.refusals()["malformed"] == 1
+    c.network.send("w-b", key(), b"", b"still here")
+    assert b.delivered.get(timeout=20)[3] == b"still here"
+
+
+def test_a_stream_that_begins_with_something_else_is_refused(victim: tuple[Host, Callable[[], Raw]]) -> None:
+    _, attack = victim
+    for first in (b"\0" * 100, encode(Ping(1)), encode(Data(0, key(), 0, 1), b"x")):
+        raw = attack()
+        raw.send(first)
+        assert raw.refusal() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_stream_that_never_begins_is_ended(host: Make, authority: Authority) -> None:
+    b = host("w-b", TransportConfig(handshake_s=0.2))
+    raw = Raw(b, enroll(authority, "w-a"))
+    assert raw.refusal() is grpc.StatusCode.CANCELLED
+    raw.close()
+
+
+def test_a_replayed_message_is_delivered_once(victim: tuple[Host, Callable[[], Raw]]) -> None:
+    b, attack = victim
+    raw = attack()
+    raw.hello()
+    for _ in range(3):
+        raw.send(Data(0, key(), 0, 4), b"once")
+    raw.send(Data(1, key(1), 0, 4, oldest=0), b"next")
+    assert [b.delivered.get(timeout=20)[3] for _ in range(2)] == [b"once", b"next"]
+    assert b.network.refusals()["duplicate"] == 2
+    assert b.delivered.empty()
+
+
+def test_ten_thousand_random_mutations_do_no_harm(victim: tuple[Host, Callable[[], Raw]]) -> None:
+    b, attack = victim
+    rng = Random(4711)
+    for _ in range(20):
+        raw = attack()
+        raw.hello()
+        for number in range(500):
+            wire = bytearray(encode(Data(number, key(number), 0, 64), rng.randbytes(64)))
+            wire[rng.randrange(len(wire) - 64)] ^= 1 << rng.randrange(8)
+            raw.send(bytes(wire))
+        assert isinstance(raw.frames()[-1], Close)
+    assert b.delivered.empty()
+
+
+# ---------------------------------------------------------------- how it ends
+
+
+def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Make) -> None:
+    a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
+    rng = Random(4711)
+    payloads = [rng.randbytes(2 << 20) for _ in range(12)]
+
+    def send_all() -> None:
+        for number, payload in enumerate(payloads):
+            a.network.send("w-b", key(number), b"", payload)
+
+    sender = threading.Thread(target=send_all)
+    sender.start()
+    got = {}
+    for number in range(len(payloads)):
+        _, k, _, payload = b.delivered.get(timeout=60)
+        got[k.micro] = payload
+        if number % 3 == 0:
+            for connection in list(a.network._connections)[: 1 + number % 2]:
+                connection.fail("cut by the test")
+    sender.join()
+    assert [got[n] for n in range(len(payloads))] == payloads
+    assert a.network.flush("w-b", 60)
+    assert b.delivered.empty()
+    assert a.lost.empty()
+    assert b.lost.empty()
+
+
+def test_a_goodbye_is_heard_at_once_and_with_its_reason(host: Make) -> None:
+    a, b = connected(host)
+    a.network.close()
+    assert b.lost.get(timeout=20) == ("w-a", "left: worker is leaving")
+    with pytest.raises(PeerLost):
+        b.network.send("w-a", key(), b"", b"x")
+
+
+def test_a_sender_waiting_on_a_full_queue_hears_of_the_loss(host: Make) -> None:
+    a, b = connected(host, TransportConfig(max_queued_bytes=1, silence_s=20, reconnect_s=10))
+    b.wanted = lambda k, total: threading.Event().wait(0.2)
+    errors: queue.Queue[Exception] = queue.Queue()
+
+    def send_many() -> None:
+        try:
+            for number in range(1000):
+                a.network.send("w-b", key(number), b"", bytes(100))
+        except PeerLost as error:
+            errors.put(error)
+
+    thread = threading.Thread(target=send_many)
+    thread.start()
+    b.network.close()
+    assert isinstance(errors.get(timeout=20), PeerLost)
+    thread.join()
+
+
+def test_a_dismissed_peer_is_cut_off_and_refused(host: Make) -> None:
+    a, b = connected(host)
+    b.network.dismiss("w-a")
+    assert a.lost.get(timeout=20)[0] == "w-b"
+    with pytest.raises(ConnectionFailed, match="does not expect"):
+        a.network.dial("w-b", [b.address], 0.3)
+
+
+PEER = """
+import sys
+from pathlib import Path
+from protos.credentials import Identity
+from worker.transport import PeerNetwork, TransportConfig
+identity = Identity.load(Path(sys.argv[1]))
+network = PeerNetwork(identity, None, config=TransportConfig(silence_s=60))
+network.dial("w-b", [("127.0.0.1", int(sys.argv[2]))], 20)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def remote(host: Make, authority: Authority, tmp_path: Path) -> Iterator[tuple[Host, subprocess.Popen[str]]]:
+    """A worker in a process of its own, connected to a host with default patience."""
+    enroll(authority, "w-a").save(tmp_path)
+    b = host("w-b", TransportConfig())
+    b.network.admit("w-a")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PEER, str(tmp_path), str(b.network.port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    yield b, process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_a_killed_peer_is_noticed_by_its_broken_connection(
+    remote: tuple[Host, subprocess.Popen[str]],
+) -> None:
+    b, process = remote
+    process.kill()
+    peer, reason = b.lost.get(timeout=20)
+    assert peer == "w-a"
+    assert "silent" not in reason
+
+
+def test_a_frozen_peer_is_noticed_by_its_silence(remote: tuple[Host, subprocess.Popen[str]]) -> None:
+    b, process = remote
+    process.send_signal(signal.SIGSTOP)
+    peer, reason = b.lost.get(timeout=20)
+    assert peer == "w-a"
+    assert reason.startswith("silent for ")
+    # The promise is two seconds after the last sign of life; the figure is the transport's own.
+    assert float(reason.split()[2]) >= TransportConfig().silence_s
+
+
+# ---------------------------------------------------------------- pure parts
+
+
+def test_more_connections_the_longer_the_way() -> None:
+    assert [streams_for(rtt_s) for rtt_s in (0.0002, 0.010, 0.080)] == [1, 2, 8]
+
+
+def test_a_burst_is_measured_by_the_receivers_clock_and_without_its_start() -> None:
+    samples = [(0, 10**9, 500), (1, 10**9, 0)]
+    # 1 MB/s on each of two connections after a slow first second.
+    samples += [
+        (lane, (2 + t) * 10**9, base + t * 10**6) for t in range(9) for lane, base in ((0, 500), (1, 0))
+    ]
+    assert burst_rate_bps(samples) == pytest.approx(16e6, rel=0.07)
+    with pytest.raises(ConnectionFailed, match="too little"):
+        burst_rate_bps(samples[:1])
+
+
+class Script:
+    """A source for the shaper: frames in order, then the end; time passes as it is asked to wait."""
+
+    ended = False
+
+    def __init__(self, frames: list[bytes]) -> None:
+        self.frames, self.now_s = frames, 0.0
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def rest(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def next_frame(self, timeout_s: float | None) -> bytes | None:
+        if self.frames:
+            return self.frames.pop(0)
+        if timeout_s is None:
+            return None
+        self.now_s += timeout_s
+        return b""
+
+
+def test_the_shaper_keeps_rate_and_delay(tmp_path: Path) -> None:
+    path = tmp_path / "shape.json"
+    path.write_text('{"self": "a", "uplink": {"mbit": 16}, "peers": {"b": {"mbit": 8, "ms": 40}, "c": {}}}')
+    shaper = Shaper.load(path)
+    pipe = shaper.pipe("nobody", "b")
+    assert pipe is not None
+    assert shaper.pipe("nobody") is None
+    script = Script([bytes(10_000)] * 5)
+    arrivals = [script.now_s for _ in shaped(pipe, script, script.clock)]
+    # 10 kB last 10 ms at 8 Mbit/s, and arrive 40 ms later.
+    assert arrivals == pytest.approx([0.05, 0.06, 0.07, 0.08, 0.09], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"self": 1, "peers": {"b": {"mbit": 0}}}', '{"self": "a", "peers": 3}']
+)
+def test_a_bad_shaper_file_is_refused_with_an_example(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "shape.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="mbit"):
+        Shaper.load(path)
+    with pytest.raises(UsageError):
+        Shaper.load(tmp_path / "missing.json")
