@@ -283,6 +283,8 @@ class Connection:
         peer = self._attached()
         now_s = time.monotonic()
         with peer.lock:
+            if self.gone.is_set():
+                return  # what it carried has already gone back
             if frame.received > self.window.sent_bytes:
                 raise BadFrame(f"{frame.received} bytes acknowledged, {self.window.sent_bytes} sent")
             new = self.window.acked(now_s, frame.received)
