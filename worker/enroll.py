@@ -76,6 +76,19 @@ def join(
             raise ConnectionFailed(f"gave up waiting for {config.entry_address}")
 
 
+def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
+    """Where the coordinator takes sessions now: a restarted one may have moved.
+
+    Raises ConnectionFailed while it is away, AccessDenied or ProtocolMismatch when it changed.
+    """
+    ca = member.identity.ca_pem if member.identity else None
+    with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
+        reply, took_s = greet(rpc.EntryStub(channel), config.entry_address)
+    offset_s = reply.time_s + took_s / 2 - time.time()
+    address = join_address(config.host, reply.work_port)
+    return Membership(member.worker, member.identity, address, offset_s)
+
+
 def greet(stub: Any, address: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[pb.HelloReply, float]:
     """The coordinator's greeting, and the seconds it took. Raises ProtocolMismatch."""
     started_s = time.perf_counter()

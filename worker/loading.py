@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
+from atoll.rehearse import rehearse
 from compressors import Compressor, make_compressor
 from worker import checkpoint, feed
 from worker.assignment import Assignment, check
@@ -22,6 +23,7 @@ from worker.spans import Spans
 from worker.stage import Stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from worker.probe import Device
@@ -48,6 +50,7 @@ class Surroundings:
 def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[StageRun, Links]:
     """Check, fetch, build and connect; raises the error that the coordinator is told."""
     check(assignment, around.worker)
+    _rehearse(assignment, around.device.torch_device)
     with around.spans.timed("load", assignment.first_step):
         tensors = _tensors(assignment, around, cancel)
         stage = Stage(
@@ -128,6 +131,15 @@ def _together(waits: Sequence[Callable[[], object]], deadline_s: float, cancel: 
             break
     if failures:
         raise failures[0]
+
+
+def _rehearse(assignment: Assignment, device: torch.device) -> None:
+    """Refuse a program that does not make what it declares, before anything is allocated."""
+    for program in (assignment.program, assignment.eval_program):
+        if program is not None:
+            names = (*program.parameters, *program.buffers, *program.constants)
+            leaves = {name: assignment.states[name].meta for name in names}
+            rehearse(program, leaves, assignment.inputs(program), assignment.training.precision, device)
 
 
 def _tensors(assignment: Assignment, around: Surroundings, cancel: Cancel) -> dict[str, dict[str, Tensor]]:

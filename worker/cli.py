@@ -1,0 +1,298 @@
+"""The `atoll-worker` command: lend this machine, look before lending it, take it back."""
+
+from __future__ import annotations
+
+import json as json_module
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import click
+import structlog
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import atoll
+from atoll.errors import AtollError
+from protos.installation import check_installation
+from worker.config import (
+    WorkerConfig,
+    default_state_dir,
+    make_config,
+    parse_address,
+    parse_size,
+    with_insecure_check,
+)
+
+INTERRUPTED = 130
+EXIT_CODES = """Exit codes: 0 left as asked, 1 other error, 2 wrong usage, 5 coordinator unreachable,
+6 access denied (token, certificate, or dismissed), 7 protocol mismatch, 9 storage, 130 interrupted."""
+DOCTOR_CODES = EXIT_CODES.replace("0 left as asked", "0 fit to join").replace(
+    "1 other error", "1 something to fix"
+)
+
+app = typer.Typer(
+    name="atoll-worker",
+    help="Lend this machine to train a model that no one machine could train.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Coordinator = Annotated[
+    str | None,
+    typer.Argument(metavar="HOST:PORT", help="The coordinator; default: the one joined last."),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(metavar="T", help="Join token as `atoll serve` prints it; or ATOLL_TOKEN. First join only."),
+]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(help="Identity, settings, cached blobs; default ~/.local/state/atoll-worker."),
+]
+DeviceOption = Annotated[str | None, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Most that plans may use here, e.g. 4GiB; default: what is free."),
+]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="Of computation; default: one per core.")]
+Insecure = Annotated[
+    bool | None, typer.Option("--insecure", help="No TLS and no token: loopback experiments only.")
+]
+Listen = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where peers connect; default 0.0.0.0, any free port.")
+]
+
+
+@app.command(
+    epilog="Examples: atoll-worker join 192.0.2.7:7700 --token atoll1_... --memory 4GiB; later just: "
+    "atoll-worker join. Ctrl+C leaves at once."
+)
+def join(
+    coordinator: Coordinator = None,
+    token: Token = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="N", help="Shown to the owner; default: this host's.")
+    ] = None,
+    device: DeviceOption = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    listen: Listen = None,
+    advertise: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST[:PORT]", help="Where peers reach this machine, behind a forwarded port; may repeat."
+        ),
+    ] = None,
+    no_inbound: Annotated[
+        bool | None, typer.Option("--no-inbound", help="Accept no connection; open every one ourselves.")
+    ] = None,
+    site: Annotated[
+        str | None, typer.Option(metavar="S", help="Machines behind one router or uplink give the same word.")
+    ] = None,
+    max_upload_mbit: Annotated[
+        float | None, typer.Option(metavar="M", help="Rate of checkpoint uploads; 0 = unlimited.")
+    ] = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = None,
+    log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a log line.")] = False,
+    shaper: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Slow, distant links on loopback, for experiments.")
+    ] = None,
+) -> int:
+    """Join a coordinator's fleet and compute what it plans, within the limits given here.
+
+    What runs are tensor operations from a fixed list: no code of anybody else's. Settings are
+    remembered; the token is exchanged for a certificate once and not kept.
+    """
+    given: dict[str, Any] = {
+        "token": token,
+        "name": name,
+        "device": device,
+        "threads": threads,
+        "memory_bytes": parse_size(memory) if memory else None,
+        "inbound": False if no_inbound else None,
+        "site": site,
+        "max_upload_mbit": max_upload_mbit,
+        "state_dir": state_dir,
+        "insecure": insecure,
+        "log_json": log_json,
+        "shaper_file": str(shaper) if shaper else None,
+        **_address("host", "port", coordinator),
+        **_address("listen_host", "listen_port", listen, default_port=0),
+    }
+    if advertise:
+        # Port 0: the one we listen on.
+        given["advertise"] = tuple(parse_address(a, default_port=0, lowest_port=0) for a in advertise)
+    config = with_insecure_check(make_config(given))
+    _start_log(config.log_json)
+    return _run_daemon(config)
+
+
+@app.command(epilog=f"Example: atoll-worker doctor 192.0.2.7:7700 --token atoll1_...\n\n{DOCTOR_CODES}")
+def doctor(
+    coordinator: Coordinator = None,
+    token: Token = None,
+    device: DeviceOption = None,
+    threads: Threads = None,
+    memory: Memory = None,
+    listen: Listen = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")] = False,
+) -> int:
+    """Check this machine and its way to the coordinator before joining; changes nothing."""
+    from worker.doctor import examine, show
+
+    config = with_insecure_check(
+        make_config(
+            {
+                "token": token,
+                "device": device,
+                "threads": threads,
+                "memory_bytes": parse_size(memory) if memory else None,
+                "state_dir": state_dir,
+                "insecure": insecure,
+                **_address("host", "port", coordinator),
+                **_address("listen_host", "listen_port", listen, default_port=0),
+            }
+        )
+    )
+    report = examine(config, (lambda what: None) if json else (lambda what: err.print(f"... {what}")))
+    if json:
+        sys.stdout.write(json_module.dumps(report.as_json()) + "\n")
+    else:
+        show(report, out)
+    return report.exit_code
+
+
+@app.command(epilog="Example: atoll-worker leave")
+def leave(state_dir: StateDir = None) -> int:
+    """Ask the worker that runs on this machine to leave its fleet, like Ctrl+C in its terminal."""
+    from worker.running import ask_to_leave
+
+    process = ask_to_leave(state_dir or default_state_dir())
+    out.print(f"process {process} was asked to leave")
+    return 0
+
+
+@app.command(epilog="Example: atoll-worker status --json")
+def status(
+    state_dir: StateDir = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")] = False,
+) -> int:
+    """Say which coordinator this machine joined, as whom, and whether a worker runs now."""
+    from protos.credentials import Identity
+    from worker.running import running_process
+
+    folder = state_dir or default_state_dir()
+    identity = Identity.load(folder / "identity")
+    process = running_process(folder)
+    try:
+        config: WorkerConfig | None = make_config({"state_dir": folder}, {})
+    except AtollError:
+        config = None
+    facts = {
+        "state_dir": str(folder),
+        "coordinator": config.entry_address if config else None,
+        "worker": identity.name if identity else None,
+        "certificate_expires": identity.expires().isoformat() if identity else None,
+        "process": process,
+    }
+    if json:
+        sys.stdout.write(json_module.dumps(facts) + "\n")
+    else:
+        for key, value in facts.items():
+            out.print(f"{key.replace('_', ' '):20} {escape(str(value if value is not None else '-'))}")
+    return 0
+
+
+@app.command(epilog="Example: atoll-worker version")
+def version() -> int:
+    """Print the version."""
+    out.print(atoll.__version__)
+    return 0
+
+
+def _address(
+    host_name: str, port_name: str, text: str | None, default_port: int | None = None
+) -> dict[str, Any]:
+    """Two options from one HOST:PORT; nothing when it was not given."""
+    if text is None:
+        return {}
+    if default_port is None:
+        host, port = parse_address(text)
+    else:
+        host, port = parse_address(text, default_port, lowest_port=0)
+    return {host_name: host, port_name: port}
+
+
+def _run_daemon(config: WorkerConfig) -> int:
+    from worker.daemon import Daemon
+    from worker.running import only_one
+
+    if config.insecure:
+        err.print("--insecure: no TLS, anybody on this network may read and change what is sent")
+    with only_one(config.state_dir):
+        Daemon(config).run()
+    return 0
+
+
+def _start_log(as_json: bool) -> None:
+    """Structured events on the error stream."""
+    renderer: Any = (
+        structlog.processors.JSONRenderer()
+        if as_json
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run a command line; returns its exit code and never shows a traceback for a user's error."""
+    try:
+        check_installation()
+        result = app(args=arguments, prog_name="atoll-worker", standalone_mode=False)
+    except AtollError as error:
+        err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort, EOFError):
+        err.print("interrupted")
+        return INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+def main(exit_now: Callable[[int], Any] = os._exit) -> None:
+    """Entry of the command. A thread inside a long operation must not delay the exit."""
+    code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(t is not threading.current_thread() for t in threading.enumerate()):
+        exit_now(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""The worker process: gRPC and threads around the session machine.
+
+The main thread alone touches the session's state: every event, from whatever thread, goes through
+one queue. Compute, links, data, heartbeat and the session stream each have threads of their own, so
+that a computation that hangs is seen and a coordinator that is away disturbs nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
+
+from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMismatch
+from compressors import COMPRESSORS
+from protos import PROTOCOL_VERSION
+from protos import atoll_control_pb2 as pb
+from worker import messages, session
+from worker.checkpoint import BlobCache
+from worker.compute import Progress
+from worker.config import WorkerConfig, remember
+from worker.enroll import find_work_address, join
+from worker.loading import Surroundings, connect_one
+from worker.messages import PeerExpected
+from worker.probe import find_device, outbound_host, prepare, used_memory_bytes, versions
+from worker.spans import Spans
+from worker.storage import BlobsOverGrpc, data_fetch
+from worker.stream import Stream
+from worker.transport import PeerNetwork, TransportConfig
+from worker.workbench import Workbench
+
+if TYPE_CHECKING:
+    import grpc
+
+    from worker.enroll import Membership
+    from worker.probe import Device
+
+log = structlog.get_logger()
+
+FATAL = (AccessDenied, ProtocolMismatch)
+EXPECTED_DIAL_S = 10.0
+Inner = session.Event | PeerExpected
+
+
+class Daemon:
+    """One worker, from joining to leaving. ``run`` once, in the main thread."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._events: queue.SimpleQueue[Inner] = queue.SimpleQueue()
+        self._state = session.Session()
+        self._incarnation = secrets.randbits(63)
+        self._random = random.Random(self._incarnation)
+        self._stopping = threading.Event()
+        self._stream: Stream | None = None
+        self._heartbeat_s = 0.5
+        self._beats = 0
+        self._progress = Progress()
+        self._end: AtollError | None = None
+        self._welcomed = threading.Event()
+        self._device: Device
+        self._membership: Membership
+        self._network: PeerNetwork
+        self._bench: Workbench
+        self._introduction: pb.FromWorker
+
+    # ---------------------------------------------------------------- the life of the process
+
+    def run(self) -> None:
+        """Join, work, leave. Raises the error that ended it; returns after a wish to leave."""
+        restore = self._catch_signals()
+        try:
+            device = find_device(self._config)
+            prepare(device, self._config)
+            self._device = device
+            self._membership = join(self._config, self._stopping.wait)
+            remember(self._config)
+            self._serve()
+        except ConnectionFailed:
+            if not self._stopping.is_set():
+                raise
+        finally:
+            restore()
+        if self._end is not None:
+            raise self._end
+
+    def leave(self, reason: str) -> None:
+        """Go as soon as possible; safe in a signal handler."""
+        self._stopping.set()
+        self._events.put(session.LeaveAsked(reason))
+
+    def _serve(self) -> None:
+        config, member = self._config, self._membership
+        transport = TransportConfig(shaper_file=config.shaper_file)
+        network = PeerNetwork(
+            member.identity, config.listen, lost=self._peer_lost, config=transport, name=member.worker
+        )
+        bulk = member.channel(config)  # of its own: an upload must not hold up a commit
+        self._network = network
+        self._bench = Workbench(self._surroundings(bulk), self._events.put, self._say)
+        self._introduction = self._introduce(network.port)
+        self._bench.start()
+        threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
+        log.info("worker.joined", worker=member.worker, coordinator=member.work_address)
+        self._open_stream()
+        try:
+            self._loop()
+        finally:
+            self._stopping.set()
+            self._shut_down(network, bulk)
+
+    def _loop(self) -> None:
+        while self._state.phase is not session.Phase.GONE:
+            event = self._events.get()
+            if isinstance(event, PeerExpected):
+                self._expect_peer(event)
+                continue
+            before = self._state
+            self._state, todo = session.handle(before, event)
+            if self._state.phase is not before.phase:
+                log.info(
+                    "session.phase",
+                    phase=str(self._state.phase),
+                    cause=type(event).__name__,
+                    job=self._state.job,
+                )
+            elif self._state.ignored != before.ignored:
+                log.debug("event.ignored", event_kind=type(event).__name__, phase=str(before.phase))
+            if isinstance(event, session.Welcomed):
+                self._heartbeat_s = event.heartbeat_s
+                self._welcomed.set()
+            for instruction in todo:
+                self._perform(instruction)
+
+    def _perform(self, instruction: session.Instruction) -> None:
+        match instruction:
+            case session.Say(message):
+                self._say(messages.said(message))
+            case session.Reconnect(after_s, reason):
+                log.warning("session.lost", reason=reason, again_in_s=round(after_s, 2))
+                threading.Thread(
+                    target=self._reconnect, args=(after_s,), name="atoll-reconnect", daemon=True
+                ).start()
+            case session.Quit(reason, dismissed, for_good):
+                if dismissed and self._end is None:
+                    word = "dismissed for good" if for_good else "dismissed"
+                    self._end = AccessDenied(f"the coordinator {word} this worker: {reason}")
+                self._events.put(session.Drained())
+            case _:
+                self._bench.do(instruction)
+
+    def _shut_down(self, network: PeerNetwork, bulk: grpc.Channel) -> None:
+        deadline_s = time.monotonic() + self._config.leave_timeout_s
+        stream = self._stream
+        if stream is not None:
+            stream.close()
+        self._bench.stop(max(0.1, deadline_s - time.monotonic()) / 2)
+        closing = threading.Thread(target=network.close, name="atoll-close", daemon=True)
+        closing.start()
+        closing.join(max(0.1, deadline_s - time.monotonic()))
+        bulk.close()
+        log.info("worker.left")
+
+    # ---------------------------------------------------------------- the coordinator
+
+    def _open_stream(self) -> None:
+        member, config = self._membership, self._config
+        self._stream = Stream(
+            member.channel(config),
+            member.metadata,
+            member.work_address,
+            self._introduction,
+            config.outgoing_messages,
+            self._receive,
+            self._stream_ended,
+        )
+
+    def _reconnect(self, after_s: float) -> None:
+        """Thread: after a pause, find the coordinator's work port again and open a stream."""
+        if self._stopping.wait(after_s):
+            return
+        try:
+            self._membership = find_work_address(self._config, self._membership)
+        except FATAL as error:
+            self._refused(error)
+        except AtollError as error:
+            self._lost_coordinator(str(error))
+        else:
+            self._open_stream()
+
+    def _receive(self, message: pb.ToWorker) -> None:
+        try:
+            self._events.put(messages.event_from(message))
+        except AtollError as error:
+            # A faulty assignment must be answered, or the job waits for ever.
+            log.error("message.refused", reason=str(error))
+            if message.WhichOneof("body") == "assign":
+                failed = session.Failed(message.assign.job, message.assign.plan_version, 0, str(error))
+                self._say(messages.said(failed))
+
+    def _stream_ended(self, error: AtollError | None) -> None:
+        if self._stopping.is_set():
+            return
+        if isinstance(error, FATAL):
+            self._refused(error)
+        else:
+            self._lost_coordinator(str(error or "the coordinator closed the session"))
+
+    def _lost_coordinator(self, reason: str) -> None:
+        self._events.put(session.Disconnected(reason, self._random.random()))
+
+    def _refused(self, error: AtollError) -> None:
+        self._end = error
+        self._events.put(session.Dismissed(str(error), for_good=True))
+
+    def _say(self, message: pb.FromWorker) -> None:
+        stream = self._stream
+        if stream is not None and not stream.say(message):
+            log.warning("session.congested", queued=self._config.outgoing_messages)
+
+    def _introduce(self, port: int) -> pb.FromWorker:
+        config, device, known = self._config, self._device, versions()
+        addresses: tuple[tuple[str, int], ...] = ()
+        if config.inbound:
+            own = outbound_host(config.host, config.port)
+            listening = config.listen_host
+            host = own if listening in ("0.0.0.0", "::", "") else listening  # noqa: S104
+            addresses = tuple((h, p or port) for h, p in config.advertise) or ((host, port),)
+        facts = pb.DeviceFacts(
+            kind=device.kind,
+            model=device.model,
+            threads=device.threads,
+            memory_bytes=device.memory_bytes,
+            memory_limit_bytes=device.memory_limit_bytes,
+            torch_version=known["torch"],
+            python_version=known["python"],
+            atoll_version=known["atoll"],
+            platform=known["platform"],
+        )
+        return pb.FromWorker(
+            introduction=pb.Introduction(
+                protocol=PROTOCOL_VERSION,
+                name=config.shown_name,
+                device=facts,
+                peer_addresses=[pb.Address(host=h, port=p) for h, p in addresses],
+                site=config.site,
+                codecs=sorted(COMPRESSORS),
+                incarnation=self._incarnation,
+            )
+        )
+
+    # ---------------------------------------------------------------- threads around the work
+
+    def _beat(self) -> None:
+        """Thread: heartbeats, whatever the computation does."""
+        while not self._stopping.wait(self._heartbeat_s if self._welcomed.is_set() else 0.1):
+            if not self._welcomed.is_set():
+                continue
+            state = self._state
+            self._beats += 1
+            self._say(
+                pb.FromWorker(
+                    heartbeat=pb.Heartbeat(
+                        sequence=self._beats,
+                        worker_time_s=time.time(),
+                        job=state.job,
+                        plan_version=state.version,
+                        step=state.step,
+                        progress=self._progress.count + self._network.progress(),
+                        memory_bytes=used_memory_bytes(self._device),
+                    )
+                )
+            )
+
+    def _peer_lost(self, peer: str, reason: str) -> None:
+        self._events.put(session.PeerLost(peer, reason))
+
+    def _expect_peer(self, expected: PeerExpected) -> None:
+        self._network.admit(expected.peer)
+        if not expected.dial:
+            return
+
+        def dial() -> None:
+            try:
+                connect_one(self._network, expected.peer, expected.addresses, True, EXPECTED_DIAL_S)
+            except AtollError as error:
+                log.info("peer.unreachable", peer=expected.peer, reason=str(error))
+
+        threading.Thread(target=dial, name=f"atoll-dial-{expected.peer}", daemon=True).start()
+
+    def _surroundings(self, bulk: grpc.Channel) -> Surroundings:
+        member, config = self._membership, self._config
+        return Surroundings(
+            worker=member.worker,
+            device=self._device,
+            config=config,
+            network=self._network,
+            cache=BlobCache(config.blob_dir, config.cache_bytes),
+            blobs=BlobsOverGrpc(bulk, member.metadata, member.work_address),
+            fetch_of=lambda job: data_fetch(bulk, member.metadata, member.work_address, job),
+            spans=Spans(),
+            progress=self._progress,
+        )
+
+    def _catch_signals(self) -> Callable[[], None]:
+        """Leave on Ctrl+C or SIGTERM; returns what puts the old handlers back."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+
+        def leave(number: int, _: object) -> None:
+            self.leave(f"stopped by {signal.Signals(number).name}")
+
+        old = {n: signal.signal(n, leave) for n in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+        return restore
