@@ -113,7 +113,9 @@ def shaper_of(scenario: Scenario, host: str, addresses: Mapping[str, str]) -> di
             rates = [mbit for name, mbit, _ in scenario.path(host, other) if name != own]
             peers[addresses[other]] = {"mbit": min(rates), "ms": scenario.link(host, other).ms}
     up_mbit = scenario.host(host).uplink.up_mbit
-    shaper: dict[str, object] = {"self": host, "peers": peers}
+    # A peer that dialled us is known by its name, not by an address.
+    names = {addresses[other]: other for other in scenario.host_names if other != host}
+    shaper: dict[str, object] = {"self": host, "peers": peers, "names": names}
     if up_mbit is not None:
         shaper["uplink"] = {"mbit": up_mbit}
     return shaper

@@ -588,10 +588,14 @@ class Script:
 
 def test_the_shaper_keeps_rate_and_delay(tmp_path: Path) -> None:
     path = tmp_path / "shape.json"
-    path.write_text('{"self": "a", "uplink": {"mbit": 16}, "peers": {"b": {"mbit": 8, "ms": 40}, "c": {}}}')
+    path.write_text(
+        '{"self": "a", "uplink": {"mbit": 16}, "peers": {"b": {"mbit": 8, "ms": 40}, "c": {}}, '
+        '"names": {"b": "home2"}}'
+    )
     shaper = Shaper.load(path)
     pipe = shaper.pipe("nobody", "b")
     assert pipe is not None
+    assert shaper.pipe("home2") is pipe
     assert shaper.pipe("nobody") is None
     script = Script([bytes(10_000)] * 5)
     arrivals = [script.now_s for _ in shaped(pipe, script, script.clock)]

@@ -1,8 +1,8 @@
 """A slow, distant link on loopback, without root: rate and delay per peer, from a small file.
 
 ``{"self": "w1", "peers": {"w2": {"mbit": 8, "ms": 40}, "127.0.1.3": {...}}, "uplink": {"mbit": 20}}``
-describes what this process sends: each peer by the name in its own file or by the address dialled,
-all of them through the optional uplink. Approximate: TCP and TLS overhead, loss and router
+describes what this process sends: each peer by the name in its own file or by the address dialled
+(``"names": {"127.0.1.3": "w3"}`` makes them one), all of them through the optional uplink. Approximate: TCP and TLS overhead, loss and router
 buffers are not modelled; the lab's namespaces are the real thing.
 """
 
@@ -70,6 +70,8 @@ class Shaper:
             for name, link in spec["peers"].items():
                 own = (Rate(_positive(link["mbit"])),) if "mbit" in link else ()
                 pipes[str(name)] = Pipe((*own, *shared), float(link.get("ms", 0)) / 1000)
+            for address, name in spec.get("names", {}).items():
+                pipes[str(name)] = pipes[str(address)]
             return cls(str(spec["self"]), pipes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
