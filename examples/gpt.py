@@ -75,7 +75,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Returns the mean cross-entropy in nats a byte of the next byte given those before it."""
 
-    def __init__(self, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS, length: int = LENGTH) -> None:
+    def __init__(
+        self, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS, length: int = LENGTH
+    ) -> None:
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)
