@@ -20,9 +20,11 @@ from atoll.job import DataField, DataSpec, Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import torch
     from numpy.typing import NDArray
 
     Array = NDArray[np.generic]
+    ArrayOrTensor = Array | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class DataSource(Protocol):
 class Rows:
     """Samples along the first axis of arrays (or tensors), one per input of the model."""
 
-    arrays: Mapping[str, Array]
-    held_out: Mapping[str, Array] | None = None
+    arrays: Mapping[str, ArrayOrTensor]
+    held_out: Mapping[str, ArrayOrTensor] | None = None
     seed: int | None = 0  # of the order of samples; None: as stored
 
     def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
@@ -148,7 +150,7 @@ def _permutation(seed: int, epoch: int, n: int) -> NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
-def _rows(arrays: Mapping[str, Array], batch: int, seed: int | None) -> Materialised:
+def _rows(arrays: Mapping[str, ArrayOrTensor], batch: int, seed: int | None) -> Materialised:
     as_numpy = {name: _to_numpy(value) for name, value in arrays.items()}
     sizes = {name: len(value) for name, value in as_numpy.items()}
     if not sizes or len(set(sizes.values())) != 1:
