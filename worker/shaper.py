@@ -2,8 +2,9 @@
 
 ``{"self": "w1", "peers": {"w2": {"mbit": 8, "ms": 40}, "127.0.1.3": {...}}, "uplink": {"mbit": 20}}``
 describes what this process sends: each peer by the name in its own file or by the address dialled
-(``"names": {"127.0.1.3": "w3"}`` makes them one), all of them through the optional uplink. Approximate: TCP and TLS overhead, loss and router
-buffers are not modelled; the lab's namespaces are the real thing.
+(``"names": {"127.0.1.3": "w3"}`` makes them one), all of them through the optional uplink.
+Approximate: TCP and TLS overhead, loss and router buffers are not modelled; the lab's namespaces
+are the real thing.
 """
 
 from __future__ import annotations
