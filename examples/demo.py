@@ -83,6 +83,7 @@ class Fleet:
             options = ["--token", token, "--name", name, "--threads", "1", "--device", "cpu"]
             options += ["--state-dir", str(self.folder / name)]
             options += ["--listen", f"{self.lab.address(name)}:0"] if self.lab.approximate else []
+            options += ["--site", host.group] if host.group else []
             options += ["--memory", f"{host.memory_mib:g}MiB"] if host.memory_mib else []
             self._spawn(name, name, "worker.cli", "join", address, *options)
             # Join order is part of the scenario: the baselines place stages by it.
@@ -230,7 +231,7 @@ def summary(outcome: Outcome, took_s: float, lab: Hosts) -> str:
     return "\n".join(f"   {line}" for line in lines)
 
 
-def open_lab(loopback: bool) -> Hosts:
+def open_lab(loopback: bool) -> Lab | LoopbackLab:
     """The namespace lab where it can be built, loopback otherwise, saying which and why."""
     reason = "asked for" if loopback else unavailable()
     if reason is None:
