@@ -1,0 +1,282 @@
+"""The worker's session machine: whatever the internet does to messages, the work stays in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from worker import session as s
+from worker.session import Phase, Session, handle
+
+PEERS = frozenset({"w-b"})
+
+
+def told(state: Session, *events: s.Event) -> tuple[Session, list[s.Instruction]]:
+    """Handle events in a row; returns every instruction."""
+    todo: list[s.Instruction] = []
+    for event in events:
+        state, more = handle(state, event)
+        todo.extend(more)
+    return state, todo
+
+
+def commit(step: int, **flags: Any) -> s.Committed:
+    chosen = {"store": False, "evaluate": False, "last": False, **flags}
+    return s.Committed("j", 1, step, 1.0, **chosen)
+
+
+def assigned(version: int = 1, job: str = "j") -> s.Assigned:
+    return s.Assigned(job, version, PEERS, "work")
+
+
+JOINED: tuple[s.Event, ...] = (s.Welcomed("w-a", 0.5),)
+LOADED: tuple[s.Event, ...] = (*JOINED, assigned(), s.StageLoaded("j", 1, "loaded"))
+TRAINING: tuple[s.Event, ...] = (*LOADED, s.Started("j", 1, 4))
+WAITING: tuple[s.Event, ...] = (*TRAINING, s.StepDone("j", 1, 4, "ready 4"))
+
+
+def test_a_step_goes_from_start_to_ready_to_commit_to_the_next():
+    state, todo = told(Session(), *WAITING, commit(4), s.StepApplied("j", 1, 4))
+    assert todo == [
+        s.LoadStage("j", 1, "work"),
+        s.Say("loaded"),
+        s.RunStep("j", 1, 4),
+        s.Say("ready 4"),
+        s.ApplyStep("j", 1, 4, 1.0, False),
+        s.RunStep("j", 1, 5),
+    ]
+    assert state.phase is Phase.TRAINING
+    assert state.step == 5
+
+
+def test_the_last_commit_leaves_the_stage_ready():
+    state, todo = told(Session(), *WAITING, commit(4, last=True), s.StepApplied("j", 1, 4))
+    assert state.phase is Phase.READY
+    assert not any(isinstance(i, s.RunStep) and i.step == 5 for i in todo)
+
+
+def test_evaluation_comes_between_the_commit_and_the_next_step():
+    state, todo = told(Session(), *WAITING, commit(4, evaluate=True), s.StepApplied("j", 1, 4))
+    assert state.phase is Phase.EVALUATING
+    assert todo[-1] == s.Evaluate("j", 1, 4)
+    state, todo = told(state, s.EvalDone("j", 1, 4, "eval 4"))
+    assert todo == [s.Say("eval 4"), s.RunStep("j", 1, 5)]
+
+
+def test_storing_goes_on_beside_the_next_step():
+    state, todo = told(Session(), *WAITING, commit(4, store=True), s.StepApplied("j", 1, 4))
+    assert s.ApplyStep("j", 1, 4, 1.0, True) in todo
+    state, todo = told(state, s.Stored("j", 1, 4, "stored 4"))
+    assert todo == [s.Say("stored 4")]
+    assert state.phase is Phase.TRAINING
+
+
+def test_a_lost_coordinator_disturbs_no_computation_and_hears_the_result_again():
+    state, _ = told(Session(), *WAITING)
+    state, todo = told(state, s.Disconnected("reset", jitter=1.0))
+    assert todo == [s.Reconnect(s.BACKOFF_FIRST_S, "reset")]
+    assert state.phase is Phase.WAITING
+    state, todo = told(state, s.Welcomed("w-a", 0.5))
+    assert todo == [s.Say("ready 4")]
+    state, todo = told(state, commit(4))
+    assert todo == [s.ApplyStep("j", 1, 4, 1.0, False)]
+
+
+def test_a_result_that_was_answered_is_not_said_again():
+    state, _ = told(Session(), *WAITING, commit(4), s.StepApplied("j", 1, 4))
+    _, todo = told(state, s.Disconnected("reset", 0.0), s.Welcomed("w-a", 0.5))
+    assert [i for i in todo if isinstance(i, s.Say)] == []
+
+
+def test_a_result_finished_while_the_coordinator_is_away_is_kept():
+    state, _ = told(Session(), *TRAINING, s.Disconnected("reset", 0.0), s.StepDone("j", 1, 4, "ready 4"))
+    _, todo = told(state, s.Welcomed("w-a", 0.5))
+    assert todo == [s.Say("ready 4")]
+
+
+def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
+    state, _ = told(Session(), *JOINED)
+    waits = []
+    for _ in range(10):
+        state, todo = told(state, s.Disconnected("away", jitter=1.0))
+        waits += [i.after_s for i in todo if isinstance(i, s.Reconnect)]
+    assert waits == sorted(waits)
+    assert waits[-1] == s.BACKOFF_MOST_S
+    state, todo = told(state, s.Welcomed("w-a", 0.5), s.Disconnected("away", jitter=1.0))
+    assert todo[-1] == s.Reconnect(s.BACKOFF_FIRST_S, "away")
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        commit(3),
+        commit(5),
+        s.Committed("j", 2, 4, 1.0, False, False, False),
+        s.Committed("other", 1, 4, 1.0, False, False, False),
+        s.Started("j", 1, 4),
+        s.Discarded("j", 1, 3, "late"),
+        s.Released("other", 1, "late"),
+        s.StepDone("j", 1, 3, "late"),
+        assigned(),
+    ],
+)
+def test_late_and_duplicate_messages_change_nothing_and_are_counted(late: s.Event):
+    state, _ = told(Session(), *WAITING)
+    after, todo = handle(state, late)
+    assert todo == ()
+    assert after.ignored == state.ignored + 1
+    assert (after.phase, after.step, after.kept) == (state.phase, state.step, state.kept)
+
+
+def test_a_duplicate_commit_after_the_step_is_ignored():
+    state, _ = told(Session(), *WAITING, commit(4), s.StepApplied("j", 1, 4))
+    after, todo = handle(state, commit(4))
+    assert todo == ()
+    assert after.step == 5
+
+
+def test_a_release_drops_everything_of_the_job():
+    state, todo = told(Session(), *TRAINING, s.Released("j", 1, "done"))
+    assert todo[-1] == s.DropStage("j", 1, "done")
+    assert (state.phase, state.job, state.kept) == (Phase.IDLE, "", ())
+    _, todo = told(state, s.StepDone("j", 1, 4, "too late"))
+    assert todo == []
+
+
+def test_a_new_plan_version_replaces_the_old_one_at_any_moment():
+    for before in (LOADED, TRAINING, WAITING):
+        state, _ = told(Session(), *before)
+        state, todo = told(state, assigned(2))
+        assert [type(i) for i in todo] == [s.DropStage, s.LoadStage]
+        assert (state.phase, state.version) == (Phase.LOADING, 2)
+
+
+def test_an_older_plan_version_is_ignored():
+    state, _ = told(Session(), *JOINED, assigned(3))
+    after, todo = handle(state, assigned(2))
+    assert todo == ()
+    assert after.version == 3
+
+
+def test_a_discard_undoes_the_step_and_waits_for_a_start():
+    for before in (TRAINING, WAITING):
+        state, _ = told(Session(), *before)
+        state, todo = told(state, s.Discarded("j", 1, 4, "loss is NaN"))
+        assert todo == [s.DiscardStep("j", 1, 4, "loss is NaN")]
+        assert state.phase is Phase.READY
+        _, todo = told(state, s.Disconnected("reset", 0.0), s.Welcomed("w-a", 0.5))
+        assert s.Say("ready 4") not in todo
+
+
+def test_a_broken_step_is_told_and_then_discarded():
+    state, todo = told(Session(), *TRAINING, s.StageBroke("j", 1, 4, "out of memory"))
+    assert todo[-1] == s.Say(s.Failed("j", 1, 4, "out of memory"))
+    assert state.phase is Phase.FAILED
+    state, todo = told(state, s.Discarded("j", 1, 4, "stage 1 failed"))
+    assert state.phase is Phase.READY
+
+
+def test_a_broken_apply_can_only_be_replaced_by_a_new_plan():
+    state, _ = told(Session(), *WAITING, commit(4), s.StageBroke("j", 1, 4, "disk"))
+    after, todo = handle(state, s.Discarded("j", 1, 4, "again"))
+    assert todo == ()
+    after, todo = handle(after, assigned(2))
+    assert after.phase is Phase.LOADING
+
+
+def test_a_lost_neighbour_interrupts_the_step_and_is_named():
+    state, todo = told(Session(), *TRAINING, s.PeerLost("w-b", "silent for 2 s"))
+    assert isinstance(todo[-2], s.Interrupt)
+    assert todo[-1] == s.Say(s.Failed("j", 1, 4, "lost w-b: silent for 2 s", "w-b"))
+    assert state.phase is Phase.FAILED
+
+
+def test_a_lost_stranger_disturbs_nothing():
+    state, _ = told(Session(), *TRAINING)
+    after, todo = handle(state, s.PeerLost("w-z", "left"))
+    assert todo == ()
+    assert after.phase is Phase.TRAINING
+
+
+def test_probing_is_refused_while_there_is_work():
+    state, todo = told(Session(), *JOINED, s.OpsAsked(1, "ops"), s.LinkAsked(2, "w-b", "there"))
+    assert todo == [s.TimeOps(1, "ops"), s.TimeLink(2, "w-b", "there")]
+    state, _ = told(state, assigned())
+    _, todo = told(state, s.OpsAsked(3, "ops"), s.LinkAsked(4, "w-b", "there"))
+    assert todo == [
+        s.Say(s.Refused(3, "", "busy: loading")),
+        s.Say(s.Refused(4, "w-b", "busy: loading")),
+    ]
+
+
+def test_leaving_says_so_drops_the_work_and_ends():
+    state, todo = told(Session(), *TRAINING, s.LeaveAsked("Ctrl+C"))
+    assert todo[-3:] == [
+        s.DropStage("j", 1, "Ctrl+C"),
+        s.Say(s.Leaving("Ctrl+C")),
+        s.Quit("Ctrl+C", dismissed=False),
+    ]
+    state, todo = told(state, commit(4), s.Disconnected("gone", 0.0), s.Drained())
+    assert todo == []
+    assert state.phase is Phase.GONE
+
+
+def test_a_dismissed_worker_leaves_without_a_word():
+    state, todo = told(Session(), *TRAINING, s.Dismissed("kicked", for_good=True))
+    assert todo[-1] == s.Quit("kicked", dismissed=True, for_good=True)
+    assert state.phase is Phase.DRAINING
+
+
+EVENTS = st.one_of(
+    st.sampled_from([*JOINED, assigned(), assigned(2), assigned(1, "k"), s.Drained()]),
+    st.builds(s.Started, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
+    st.builds(s.StageLoaded, st.just("j"), st.integers(1, 2), st.just("loaded")),
+    st.builds(s.StepDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("ready")),
+    st.builds(s.StepApplied, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
+    st.builds(s.EvalDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("eval")),
+    st.builds(
+        s.Committed, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just(1.0), st.booleans(),
+        st.booleans(), st.booleans(),
+    ),
+    st.builds(s.Discarded, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
+    st.builds(s.Released, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
+    st.builds(s.StageBroke, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
+    st.builds(s.PeerLost, st.just("w-b"), st.just("why")),
+    st.builds(s.Disconnected, st.just("why"), st.floats(0, 0.99)),
+    st.builds(s.Dismissed, st.just("why"), st.booleans()),
+    st.builds(s.LeaveAsked, st.just("why")),
+)  # fmt: skip
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(st.lists(EVENTS, max_size=60))
+def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[s.Event]):
+    state = Session()
+    computed: set[tuple[str, int, int]] = set()
+    applied: set[tuple[str, int, int]] = set()
+    for event in events:
+        loaded_before = (state.job, state.version)
+        state, todo = handle(state, event)
+        assert len(state.kept) <= 5
+        assert len(state.recent) <= s.RECENT
+        for instruction in todo:
+            if isinstance(instruction, s.RunStep):
+                computed = {(instruction.job, instruction.version, instruction.step)}
+            if isinstance(instruction, s.ApplyStep):
+                at = (instruction.job, instruction.version, instruction.step)
+                assert at in computed, "a step was applied that was not the one computed"
+                assert at not in applied, "a step was applied twice"
+                computed, applied = set(), applied | {at}
+            if isinstance(instruction, s.LoadStage):
+                applied = {a for a in applied if a[:2] != (instruction.job, instruction.version)}
+                assert (instruction.job, instruction.version) != loaded_before
+
+
+def test_every_phase_of_the_table_can_be_left():
+    for phase in Phase:
+        if phase not in (Phase.GONE, Phase.DRAINING):
+            assert (phase, s.LeaveAsked) in s.TRANSITIONS
+            assert (phase, s.Dismissed) in s.TRANSITIONS
