@@ -77,8 +77,8 @@ class WorkerConfig:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
-        if 0 < self.memory_bytes < 64 << 20:
-            raise UsageError(f"--memory of {self.memory_bytes} bytes; at least 64MiB are of any use")
+        if 0 < self.memory_bytes < 1 << 20:
+            raise UsageError(f"--memory of {self.memory_bytes} bytes; at least 1MiB is of any use")
         if not math.isfinite(self.max_upload_mbit) or self.max_upload_mbit < 0:
             raise UsageError(f"--max-upload-mbit {self.max_upload_mbit}; give 0 (unlimited) or more")
         for text, what in ((self.name, "--name"), (self.site, "--site")):
