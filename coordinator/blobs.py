@@ -114,6 +114,18 @@ class BlobStore:
             while piece := file.read(CHUNK_BYTES):
                 yield piece
 
+    def delete(self, names: Collection[str]) -> int:
+        """Delete these blobs where they are here; returns the bytes freed."""
+        freed = 0
+        with self._lock:
+            for name in names:
+                path = self.path(name)
+                if path.exists():
+                    freed += path.stat().st_size
+                    path.unlink()
+            self._used -= freed
+        return freed
+
     def sweep(self, keep: Collection[str]) -> int:
         """Delete every whole blob outside ``keep``; returns the bytes freed."""
         freed = 0

@@ -139,6 +139,11 @@ class JobRecord:
     reason: str = ""
 
     @property
+    def has_result(self) -> bool:
+        """Whether there are weights beyond the submitted ones."""
+        return bool(self.checkpoints or self.submitted.start_tensors)
+
+    @property
     def last_checkpoint(self) -> Checkpoint:
         """The newest complete state; the submitted tensors when nothing was stored yet."""
         if self.checkpoints:
@@ -154,6 +159,7 @@ class Ledger:
     keep: int = 2  # checkpoints of one job
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     submissions: dict[str, str] = field(default_factory=dict)
+    superseded: set[str] = field(default_factory=set)  # blobs of checkpoints that were replaced
 
     def apply(self, fact: Fact) -> None:
         """Take in one fact; KeyError when it speaks of a job that no fact made."""
@@ -176,9 +182,18 @@ class Ledger:
             case Evaluated():
                 job.eval_loss = fact.loss
             case CheckpointStored(_, step, tensors):
-                job.checkpoints = (*job.checkpoints, Checkpoint(step, tensors))[-self.keep :]
+                kept = (*job.checkpoints, Checkpoint(step, tensors))
+                for old in kept[: -self.keep]:
+                    self.superseded.update(old.tensors.values())
+                job.checkpoints = kept[-self.keep :]
             case JobEnded(_, outcome, reason):
                 job.outcome, job.reason = outcome, reason
+
+    def take_superseded(self) -> set[str]:
+        """Blobs of replaced checkpoints that nothing refers to any more; handed out once."""
+        found = self.superseded - self.referenced_blobs()
+        self.superseded = set()
+        return found
 
     def referenced_blobs(self) -> set[str]:
         """Every blob that some job still needs."""

@@ -31,8 +31,18 @@ class ProbeLinkTo:
     request: int
     peer: str
     addresses: Addresses
+    dial: bool
     seconds: float
     max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectPeer:
+    """Accept this peer's connections, or dial it where it accepts none of ours."""
+
+    peer: str
+    addresses: Addresses
+    dial: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class StagePeer:
 @dataclass(frozen=True, slots=True)
 class AssignStage:
     job: str
+    spec: JobSpec
     plan: Plan
     stage: int
     first_step: int
@@ -96,7 +107,15 @@ class Dismiss:
 
 
 Message = (
-    ProbeOpsOf | ProbeLinkTo | AssignStage | StartStep | CommitStep | DiscardStep | ReleaseStage | Dismiss
+    ProbeOpsOf
+    | ProbeLinkTo
+    | ExpectPeer
+    | AssignStage
+    | StartStep
+    | CommitStep
+    | DiscardStep
+    | ReleaseStage
+    | Dismiss
 )
 
 # ---------------------------------------------------------------- instructions

@@ -11,7 +11,7 @@ from atoll.job import JobSpec
 from coordinator import instructions as do
 from coordinator.config import Probing
 from coordinator.events import OpsProbed
-from coordinator.probing import RTT_SAMPLES, OpsRequest
+from coordinator.probing import RTT_SAMPLES, LinkRequest, OpsRequest
 from coordinator.roster import Roster
 
 
@@ -109,12 +109,20 @@ class Preparer:
         self._requests += len(due[0])
         first = self._requests - len(due[0]) + 1
         for request in links.begin(due[0], first, now_s):
-            addresses = self.roster.workers[request.target].introduction.addresses
-            probe = do.ProbeLinkTo(
-                request.request, request.target, addresses, self.config.seconds, self.config.max_bytes
-            )
-            self.emit(do.SendTo(request.source, probe))
+            self._ask_link(request)
         return False
+
+    def _ask_link(self, request: LinkRequest) -> None:
+        """Workers refuse strangers, so the other end is told first; who can be reached is dialled."""
+        source, target = request.source, request.target
+        theirs = self.roster.workers[target].introduction.addresses
+        ours = self.roster.workers[source].introduction.addresses
+        expect = do.ExpectPeer(source, ours, dial=not theirs)
+        probe = do.ProbeLinkTo(
+            request.request, target, theirs, bool(theirs), self.config.seconds, self.config.max_bytes
+        )
+        self.emit(do.SendTo(target, expect))
+        self.emit(do.SendTo(source, probe))
 
     def measure_ops(self, job: str, precision: str, now_s: float) -> bool:
         """Have every idle worker time the ops it has not timed yet; True when none is awaited."""

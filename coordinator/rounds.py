@@ -351,7 +351,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     done = state.step + 1
     last = done >= training.steps
     evaluate = bool(
-        state.spec.eval_data is not None
+        _can_evaluate(state)
         and training.eval_batches
         and (last or (training.eval_every and done % training.eval_every == 0))
     )
@@ -387,6 +387,11 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
     settled, more = _settle(committed)
     return settled, todo + more
+
+
+def _can_evaluate(state: JobState) -> bool:
+    """Whether there is held-out data and a cut of the evaluation graph that goes with the plan."""
+    return state.spec.eval_data is not None and bool(state.plan and state.plan.stages[-1].eval_stop)
 
 
 def _diverged(state: JobState, stage: int, report: StepReady) -> Outcome:

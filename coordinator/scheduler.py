@@ -399,7 +399,9 @@ class Scheduler:
             for at, spec in enumerate(state.plan.stages)
             if at != stage
         )
-        return do.AssignStage(state.job, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers)
+        return do.AssignStage(
+            state.job, state.spec, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers
+        )
 
     def _peer(self, me: str, at: int, peer: str, stage: int) -> do.StagePeer:
         """The lower stage dials where both can be reached, else whoever can reach the other."""

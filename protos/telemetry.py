@@ -59,9 +59,7 @@ STEPS = Metric("atoll_steps_total", "Steps committed", ("job",))
 STEP_SECONDS = Metric("atoll_step_seconds", "Time from one commit to the next", ("job",))
 COMMIT_SECONDS = Metric("atoll_commit_seconds", "Coordinator's share of a step", ("job",))
 LOSS = Metric("atoll_loss_nats", "Training loss of the last committed step", ("job",))
-LINK_PAYLOAD = Metric("atoll_link_payload_bytes_total", "Bytes between workers", ("source", "target"))
 LINK_RATE = Metric("atoll_link_rate_bps", "Smoothed payload rate between workers", ("source", "target"))
-JOURNAL_SECONDS = Metric("atoll_journal_seconds", "Time of one journal transaction")
 DROPPED = Metric("atoll_messages_dropped_total", "Late, duplicate or stale messages", ("kind",))
 
 METRICS = (
@@ -71,8 +69,6 @@ METRICS = (
     STEP_SECONDS,
     COMMIT_SECONDS,
     LOSS,
-    LINK_PAYLOAD,
     LINK_RATE,
-    JOURNAL_SECONDS,
     DROPPED,
 )

@@ -1,0 +1,72 @@
+"""Prometheus metrics of one coordinator, served on a port of their own when asked for."""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from atoll.errors import UsageError
+from protos import telemetry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from coordinator.shell import Shell
+
+
+class Exporter:
+    """Reads the scheduler's state when scraped; a scrape never waits for training."""
+
+    def __init__(self, shell: Shell, host: str, port: int) -> None:
+        self._shell = shell
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise UsageError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror}; give another --metrics port"
+            ) from None
+        self.port = int(self._server.server_port)
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric of ``protos.telemetry`` that the coordinator knows."""
+        scheduler = self._shell.scheduler
+        jobs = list(scheduler.jobs.values())
+        roster = list(scheduler.roster.workers.values())
+        yield _gauge(telemetry.WORKERS, Count(w.member.phase.value for w in roster))
+        yield _gauge(telemetry.JOBS, Count(job.phase.value for job in jobs))
+        steps = CounterMetricFamily(telemetry.STEPS.name, telemetry.STEPS.help, labels=["job"])
+        for job in jobs:
+            steps.add_metric([job.job], job.step)
+        yield steps
+        yield _gauge(telemetry.LOSS, {j.job: j.loss for j in jobs if j.loss is not None})
+        yield _gauge(telemetry.STEP_SECONDS, {j.job: j.median_step_s for j in jobs if j.median_step_s})
+        commits = {job.job: self._shell.commit_median_s(job.job) for job in jobs}
+        yield _gauge(telemetry.COMMIT_SECONDS, {job: s for job, s in commits.items() if s is not None})
+        rates = GaugeMetricFamily(
+            telemetry.LINK_RATE.name, telemetry.LINK_RATE.help, labels=["source", "target"]
+        )
+        for (source, target), link in list(scheduler.roster.links.table.estimates.items()):
+            rates.add_metric([source, target], link.bandwidth_bps)
+        yield rates
+        dropped = CounterMetricFamily(telemetry.DROPPED.name, telemetry.DROPPED.help, labels=["kind"])
+        for kind, number in list(scheduler.dropped.items()):
+            dropped.add_metric([kind], number)
+        yield dropped
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(2)
+
+
+def _gauge(metric: telemetry.Metric, values: dict[str, float | None] | Count[str]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(metric.name, metric.help, labels=list(metric.labels))
+    for label, value in values.items():
+        family.add_metric([label], float(value or 0.0))
+    return family

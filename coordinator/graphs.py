@@ -1,0 +1,155 @@
+"""DAGs and stage programs of the jobs at hand, read from the blob store and kept for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from atoll.errors import UsageError
+from atoll.opdag import OpDag, StateMeta
+from atoll.program import StageProgram, stage_programs
+from coordinator.estimate import Probe, probe_ops
+from protos.convert import dag_from_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from atoll.job import DataSpec, JobSpec
+    from atoll.plan import Plan
+    from coordinator.blobs import BlobStore
+
+MAX_DAG_BYTES = 256 * 2**20
+KEPT = 16
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """A job's DAGs and its distinct ops by signature."""
+
+    train: OpDag
+    evaluation: OpDag | None
+    probes: Mapping[str, Probe]
+
+    @property
+    def flops(self) -> dict[str, int]:
+        """Signature -> forward FLOPs."""
+        return {signature: probe.node.flops_forward for signature, probe in self.probes.items()}
+
+    def states(self) -> dict[str, StateMeta]:
+        """Shapes of every leaf of both DAGs, inputs included."""
+        found: dict[str, StateMeta] = {}
+        for dag in (self.train, self.evaluation):
+            if dag is not None:
+                found |= {name: StateMeta(meta) for name, meta in (dag.inputs | dag.constants).items()}
+        for dag in (self.evaluation, self.train):  # which is frozen or mutated, training decides
+            if dag is not None:
+                found |= dag.buffers | dag.parameters
+        return found
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Every stage's programs under one plan."""
+
+    train: tuple[StageProgram, ...]
+    evaluation: tuple[StageProgram, ...]  # empty: no evaluation
+
+
+class GraphStore:
+    """Graphs by their hashes, programs by plan; safe for several threads."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._graphs: OrderedDict[tuple[str, str], Graphs] = OrderedDict()
+        self._programs: OrderedDict[tuple[str, int], Programs] = OrderedDict()
+
+    def graphs(self, dag_hash: str, eval_dag_hash: str) -> Graphs:
+        """Read and check both DAGs. StorageError when one is missing, BadFrame when malformed."""
+        key = (dag_hash, eval_dag_hash)
+        with self._lock:
+            if key in self._graphs:
+                self._graphs.move_to_end(key)
+                return self._graphs[key]
+        train = self._read(dag_hash)
+        evaluation = self._read(eval_dag_hash) if eval_dag_hash else None
+        found = Graphs(train, evaluation, {p.signature: p for p in probe_ops(train)})
+        with self._lock:
+            self._graphs[key] = found
+            while len(self._graphs) > KEPT:
+                self._graphs.popitem(last=False)
+        return found
+
+    def programs(self, plan: Plan) -> Programs:
+        """What every stage of ``plan`` runs."""
+        key = (plan.job, plan.version)
+        with self._lock:
+            if key in self._programs:
+                return self._programs[key]
+        graphs = self.graphs(plan.dag_hash, plan.eval_dag_hash)
+        evaluation: tuple[StageProgram, ...] = ()
+        if graphs.evaluation is not None and plan.stages[-1].eval_stop == len(graphs.evaluation.ops):
+            evaluation = stage_programs(graphs.evaluation, [s.eval_start for s in plan.stages])
+        found = Programs(stage_programs(graphs.train, [s.start for s in plan.stages]), evaluation)
+        with self._lock:
+            self._programs[key] = found
+            while len(self._programs) > KEPT:
+                self._programs.popitem(last=False)
+        return found
+
+    def check(self, spec: JobSpec) -> Graphs:
+        """Whether everything a job names is here and fits together; UsageError says what does not."""
+        graphs = self.graphs(spec.dag_hash, spec.eval_dag_hash)
+        _check_tensors(spec, graphs)
+        _check_inputs(spec, graphs)
+        blobs = [
+            *spec.tensors.values(),
+            *(f.blob for d in (spec.data, spec.eval_data) if d for f in d.fields),
+        ]
+        missing = [blob for blob in dict.fromkeys(blobs) if not self._store.has(blob)]
+        if missing:
+            raise UsageError(f"{len(missing)} blobs are not here, first {missing[0][:12]}; upload them first")
+        return graphs
+
+    def _read(self, name: str) -> OpDag:
+        size = self._store.size(name)
+        if size > MAX_DAG_BYTES:
+            raise UsageError(f"op-DAG {name[:12]} has {size} bytes; at most {MAX_DAG_BYTES} are accepted")
+        return dag_from_bytes(self._store.read(name))
+
+
+def _check_tensors(spec: JobSpec, graphs: Graphs) -> None:
+    for dag in (graphs.train, graphs.evaluation):
+        if dag is None:
+            continue
+        for name in (*dag.parameters, *dag.buffers, *dag.constants):
+            if name not in spec.tensors:
+                raise UsageError(f"the job names no blob for tensor {name!r}; submit it again")
+            if name in dag.inputs:
+                raise UsageError(f"{name!r} is an input and a tensor of the model; rename the argument")
+
+
+def _check_inputs(spec: JobSpec, graphs: Graphs) -> None:
+    """Every input of a DAG has data of its size."""
+    pairs: list[tuple[str, OpDag, DataSpec]] = [("data", graphs.train, spec.data)]
+    if graphs.evaluation is not None and spec.eval_data is not None:
+        pairs.append(("evaluation data", graphs.evaluation, spec.eval_data))
+    for what, dag, data in pairs:
+        given = {f.input for f in data.fields}
+        for name, meta in dag.inputs.items():
+            if name not in given:
+                raise UsageError(f"the {what} lacks input {name!r}; it has {sorted(given)}")
+            if meta.shape and meta.shape[0] != data.batch and prod(meta.shape) > 1:
+                raise UsageError(f"input {name!r} of shape {meta.shape}, but micro-batches of {data.batch}")
+
+
+def leaf_metas(
+    programs: tuple[StageProgram, ...], states: Mapping[str, StateMeta]
+) -> tuple[dict[str, StateMeta], list[str]]:
+    """States of every leaf that these programs read, and the names that have a blob."""
+    tensors = dict.fromkeys(n for p in programs for n in (*p.parameters, *p.buffers, *p.constants))
+    inputs = dict.fromkeys(n for p in programs for n in p.inputs)
+    return {name: states[name] for name in (*tensors, *inputs)}, list(tensors)

@@ -1,0 +1,325 @@
+"""The Owner service: submit, plan, status, watch, logs, result, trace, tokens, kick."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import atoll
+from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
+from atoll.job import DataSpec, JobSpec, TrainingSpec
+from coordinator import events as ev
+from coordinator import rounds
+from coordinator.entry_service import Doorkeeping
+from coordinator.journal import Record
+from coordinator.refusing import refuse
+from coordinator.shell import Shell
+from coordinator.views import job_update, link_statuses, worker_status
+from coordinator.wire import clean
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos import atoll_job_pb2 as job_pb
+from protos.convert import from_proto, to_proto
+from protos.credentials import Authority, JoinToken, new_token
+from protos.telemetry import Event
+
+if TYPE_CHECKING:
+    import grpc
+
+    from atoll.plan import Plan
+    from coordinator.tokens import Register, Token
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+UPDATE_EVERY_S = 0.2  # at most, on one Watch stream
+UPDATE_AT_LEAST_S = 2.0
+PLAN_WITHIN_S = 600.0
+POINTS_AN_UPDATE = 5000
+_PARTITIONERS = ("even", "proportional", "op_fence")
+
+
+class OwnerService(rpc.OwnerServicer):
+    """What the owner may ask; the caller's right was checked before."""
+
+    def __init__(
+        self,
+        shell: Shell,
+        register: Register,
+        authority: Authority | None,
+        work_port: int,
+        rules: Doorkeeping,
+    ) -> None:
+        self._shell = shell
+        self._register = register
+        self._authority = authority
+        self._work_port = work_port
+        self._rules = rules
+        self._started_s = time.monotonic()
+        self._inquiry = itertools.count(1)
+        self._submitting = asyncio.Lock()
+
+    # ------------------------------------------------------------ jobs
+
+    async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:  # noqa: N802
+        """Queue a job whose blobs are all here; the same ``submission`` again is the same job."""
+        try:
+            spec = from_proto(request.spec)
+            # One at a time, so that a repeated call cannot race its first.
+            async with self._submitting:
+                job = await self._submit(spec, clean(request.submission, 100))
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.SubmitReply(job=job, update=self._update(job))
+
+    async def _submit(self, spec: JobSpec, submission: str) -> str:
+        ledger = self._shell.scheduler.ledger
+        if submission in ledger.submissions:
+            return ledger.submissions[submission]
+        if spec.partitioner not in _PARTITIONERS:
+            raise UsageError(f"partitioner {spec.partitioner!r}; choose {', '.join(_PARTITIONERS)}")
+        wrong = self._shell.scheduler.refusal(spec)
+        if wrong is not None:
+            raise UsageError(wrong)
+        graphs = await asyncio.to_thread(self._shell.graphs.check, spec)
+        job = _job_name(spec.name, set(ledger.jobs))
+        await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops))
+        return job
+
+    async def MakePlan(self, request: pb.PlanRequest, context: Context) -> pb.PlanReply:  # noqa: N802
+        """What would happen with this model on this fleet now; nothing is started."""
+        shell = self._shell
+        try:
+            spec = _inquiry_spec(request, from_proto(request.training))
+            plan = await self._planned(spec)
+        except TimeoutError:
+            await refuse(context, UsageError(f"no plan within {PLAN_WITHIN_S:.0f} s; try again"))
+        except AtollError as error:
+            await refuse(context, error)
+        now_s = shell.clock()
+        names = shell.scheduler.roster.workers
+        return pb.PlanReply(
+            plan=to_proto(plan),
+            fleet=[worker_status(shell.scheduler, name, now_s) for name in names],
+            links=link_statuses(shell.scheduler),
+        )
+
+    async def _planned(self, spec: JobSpec) -> Plan:
+        shell = self._shell
+        if not any(not w.member.gone and not w.aside for w in shell.scheduler.roster.workers.values()):
+            raise NoWorkers("no worker is in the pool; start some with `atoll-worker join`")
+        dags = spec.dag_hash, spec.eval_dag_hash
+        graphs = await asyncio.to_thread(shell.graphs.graphs, *dags)
+        name = f"inquiry-{next(self._inquiry)}"
+        answer: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
+        shell.inquiries[name] = (spec, answer)
+        try:
+            shell.post(ev.PlanAsked(name, spec, graphs.flops))
+            return await asyncio.wait_for(answer, PLAN_WITHIN_S)
+        finally:
+            shell.inquiries.pop(name, None)
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:  # noqa: N802
+        """Workers, jobs and links now."""
+        shell, now_s = self._shell, self._shell.clock()
+        scheduler = shell.scheduler
+        version = atoll.__version__ + (
+            "" if self._authority is not None else " (insecure: no TLS, no tokens)"
+        )
+        return pb.StatusReply(
+            workers=[worker_status(scheduler, name, now_s) for name in scheduler.roster.workers],
+            jobs=[self._update(job, with_plan=False) for job in scheduler.jobs],
+            links=link_statuses(scheduler),
+            version=version,
+            uptime_s=time.monotonic() - self._started_s,
+        )
+
+    async def Watch(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.JobUpdate]:  # noqa: N802
+        """Updates whenever the job changes, until it has ended; metric points are never skipped."""
+        shell = self._shell
+        await self._known(request.job, context)
+        cursor, version = 0, -1
+        while True:
+            change = shell.change_of(request.job)
+            total, points = shell.runs.of(request.job).since(cursor)
+            state = shell.scheduler.jobs[request.job]
+            sent, cursor = points[:POINTS_AN_UPDATE], total - len(points) + min(len(points), POINTS_AN_UPDATE)
+            # The plan is large and rarely changes.
+            update = self._update(request.job, points=sent, with_plan=state.version != version)
+            version = state.version
+            yield update
+            if cursor < total:
+                continue
+            if state.phase in rounds.ENDED:
+                return
+            await asyncio.sleep(UPDATE_EVERY_S)
+            try:
+                await asyncio.wait_for(change.wait(), UPDATE_AT_LEAST_S)
+            except TimeoutError:
+                continue
+
+    async def Logs(self, request: pb.LogsRequest, context: Context) -> AsyncIterator[pb.LogLine]:  # noqa: N802
+        """Kept lines of a job ("" for everything), then new ones when asked to follow."""
+        shell = self._shell
+        if request.job:
+            await self._known(request.job, context)
+        cursor = 0
+        while True:
+            more = shell.logged
+            cursor, lines = shell.logs.after(cursor, request.job)
+            for line in lines:
+                yield line
+            if not request.follow:
+                return
+            await more.wait()
+
+    async def Cancel(self, request: pb.JobRequest, context: Context) -> pb.JobUpdate:  # noqa: N802
+        """Stop a job; its last checkpoint stays."""
+        await self._known(request.job, context)
+        try:
+            await self._shell.ask(ev.CancelAsked(request.job))
+        except AtollError as error:
+            await refuse(context, error)
+        return self._update(request.job)
+
+    async def Result(self, request: pb.JobRequest, context: Context) -> pb.ResultReply:  # noqa: N802
+        """Names and blobs of the job's newest complete state."""
+        await self._known(request.job, context)
+        shell = self._shell
+        state = shell.scheduler.jobs[request.job]
+        try:
+            if not shell.scheduler.ledger.jobs[request.job].has_result:
+                raise JobFailed(
+                    f"{request.job} has stored no checkpoint yet (step {state.step} of {state.steps}, "
+                    f"{state.phase.value}); wait, or submit with --checkpoint-every"
+                )
+            graphs = await asyncio.to_thread(
+                shell.graphs.graphs, state.spec.dag_hash, state.spec.eval_dag_hash
+            )
+        except AtollError as error:
+            await refuse(context, error)
+        checkpoint = state.checkpoint
+        return pb.ResultReply(
+            step=checkpoint.step,
+            tensors=[
+                job_pb.TensorBlob(name=n, blob=checkpoint.tensors[n]) for n in sorted(checkpoint.tensors)
+            ],
+            aliases=[
+                job_pb.Alias(alias=alias, name=name) for alias, name in sorted(graphs.train.aliases.items())
+            ],
+            update=self._update(request.job),
+        )
+
+    async def Trace(self, request: pb.JobRequest, context: Context) -> AsyncIterator[pb.TraceChunk]:  # noqa: N802
+        """Every kept span of the job."""
+        await self._known(request.job, context)
+        chunks = self._shell.runs.of(request.job).chunks()
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            yield chunk
+
+    async def _known(self, job: str, context: Context) -> None:
+        jobs = self._shell.scheduler.jobs
+        if job not in jobs:
+            known = ", ".join(list(jobs)[-5:]) or "none"
+            await refuse(context, UsageError(f"no job {job[:80]!r}; the newest are: {known}"))
+
+    def _update(self, job: str, *, points: Any = (), with_plan: bool = True) -> pb.JobUpdate:
+        shell = self._shell
+        return job_update(
+            shell.scheduler,
+            job,
+            shell.clock(),
+            commit_s=shell.commit_median_s(job),
+            points=points,
+            with_plan=with_plan,
+        )
+
+    # ------------------------------------------------------------ tokens and members
+
+    async def CreateToken(self, request: pb.CreateTokenRequest, context: Context) -> pb.TokenReply:  # noqa: N802
+        """A token with which workers join."""
+        try:
+            if self._authority is None:
+                raise UsageError("this coordinator runs with --insecure: workers join without a token")
+            token = new_token(self._authority, self._work_port)
+            info = self.create_token(token, clean(request.name, 100), request.lifetime_s, request.max_uses)
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.TokenReply(info=_token_info(info), token=token.encode())
+
+    def create_token(self, token: JoinToken, name: str, lifetime_s: float, max_uses: int) -> Token:
+        """Make a token known; raises UsageError for impossible figures, StorageError."""
+        now_s = self._shell.clock()
+        payload = self._register.created(token.presented, name, lifetime_s, max_uses, now_s)
+        self._write(Record(Event.TOKEN_CREATED, now_s, payload))
+        return self._register.tokens[payload["id"]]
+
+    async def ListTokens(self, request: pb.Empty, context: Context) -> pb.TokenList:  # noqa: N802
+        """Every token, without its secret."""
+        return pb.TokenList(tokens=[_token_info(token) for token in self._register.tokens.values()])
+
+    async def RevokeToken(self, request: pb.TokenRequest, context: Context) -> pb.Empty:  # noqa: N802
+        """Nobody joins with it any more; who has joined stays."""
+        try:
+            if request.id not in self._register.tokens:
+                raise UsageError(f"no token {request.id[:80]!r}; `atoll token list` shows them")
+            self._write(Record(Event.TOKEN_REVOKED, self._shell.clock(), {"id": request.id}))
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.Empty()
+
+    async def Kick(self, request: pb.KickRequest, context: Context) -> pb.Empty:  # noqa: N802
+        """Make a worker leave; for good: its certificate opens nothing any more."""
+        reason = clean(request.reason, 500)
+        try:
+            if request.worker not in self._register.workers:
+                raise UsageError(f"no worker {request.worker[:80]!r}; `atoll status` lists them")
+            payload = {"worker": request.worker, "reason": reason, "for_good": request.for_good}
+            self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
+            await self._shell.ask(ev.KickAsked(request.worker, reason, request.for_good))
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.Empty()
+
+    def _write(self, record: Record) -> None:
+        self._shell.journal.append([record])
+        self._register.apply(record)
+
+
+def _job_name(name: str, taken: set[str]) -> str:
+    """``gpt-3``: the job's own name and a number that is free."""
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "job"
+    return next(f"{stem}-{n}" for n in itertools.count(1) if f"{stem}-{n}" not in taken)
+
+
+def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
+    partitioner = request.partitioner or "op_fence"
+    if partitioner not in _PARTITIONERS:
+        raise UsageError(f"partitioner {partitioner[:60]!r}; choose {', '.join(_PARTITIONERS)}")
+    nothing = DataSpec((), 1, 1)
+    return JobSpec(
+        "plan",
+        training,
+        request.dag_hash,
+        request.eval_dag_hash,
+        {},
+        nothing,
+        None,
+        partitioner,
+        request.schedule or "auto",
+    )
+
+
+def _token_info(token: Token) -> pb.TokenInfo:
+    return pb.TokenInfo(
+        id=token.id,
+        name=token.name,
+        created_s=token.created_s,
+        expires_s=token.expires_s,
+        uses=token.uses,
+        max_uses=token.max_uses,
+        revoked=token.revoked,
+    )

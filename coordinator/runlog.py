@@ -1,0 +1,212 @@
+"""What a run leaves behind for people: log lines, metric points, CSV, TensorBoard, trace spans.
+
+All of it is bounded, none of it decides anything: a full disk here stops no job.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from atoll.errors import UsageError
+from protos import atoll_control_pb2 as pb
+
+MAX_POINTS = 200_000  # of one job, kept in memory for watchers
+MAX_FIELDS_CHARS = 8192
+_LENGTH = struct.Struct("<I")
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One metric's value after ``step`` committed steps."""
+
+    step: int
+    name: str
+    value: float
+    time_s: float
+
+
+class Logs:
+    """The newest log lines, numbered from the start of the process."""
+
+    def __init__(self, keep: int) -> None:
+        self._lines: deque[tuple[int, str, pb.LogLine]] = deque(maxlen=keep)
+        self._next = 0
+
+    def add(self, time_s: float, level: str, event: str, source: str, job: str, fields: Any) -> None:
+        """Keep a line; ``job`` "" where it concerns none."""
+        text = fields if isinstance(fields, str) else json.dumps(fields, default=str)
+        line = pb.LogLine(
+            time_s=time_s, level=level, event=event, source=source, fields_json=text[:MAX_FIELDS_CHARS]
+        )
+        self._lines.append((self._next, job, line))
+        self._next += 1
+
+    def after(self, number: int, job: str) -> tuple[int, list[pb.LogLine]]:
+        """Lines of ``job`` ("" for all) from ``number`` on, and the number to go on with."""
+        return self._next, [
+            line for at, of, line in self._lines if at >= number and (not job or of in (job, ""))
+        ]
+
+
+class _Scalars(Protocol):
+    def add(self, point: Point) -> None: ...
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    """Scalar events for TensorBoard, written without torch."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(folder))
+
+    def add(self, point: Point) -> None:
+        value = self._summary.Value(tag=point.name, simple_value=point.value)
+        summary = self._summary(value=[value])
+        self._writer.add_event(self._event(wall_time=point.time_s, step=point.step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass
+class RunLog:
+    """One job's files under ``folder``: metrics.csv, TensorBoard events, spans."""
+
+    folder: Path
+    trace_bytes: int
+    points: list[Point] = field(default_factory=list)
+    first_point: int = 0  # number of points[0]; older ones were dropped
+    _csv: IO[str] | None = None
+    _board: _Scalars | None = None
+    _spans: IO[bytes] | None = None
+    _spans_size: int = 0
+    _broken: bool = False
+
+    def measured(self, point: Point) -> None:
+        """Keep a metric point and write it to the files."""
+        self.points.append(point)
+        if len(self.points) > MAX_POINTS:
+            dropped = len(self.points) // 2
+            del self.points[:dropped]
+            self.first_point += dropped
+        self._guard(lambda: self._write_point(point))
+
+    def since(self, number: int) -> tuple[int, list[Point]]:
+        """Points from ``number`` on, and the number to go on with."""
+        return self.first_point + len(self.points), self.points[max(0, number - self.first_point) :]
+
+    def traced(self, chunk: pb.TraceChunk) -> None:
+        """Keep spans; the older half goes when ``trace_bytes`` are reached."""
+        if self.trace_bytes:
+            self._guard(lambda: self._write_spans(chunk))
+
+    def chunks(self) -> Iterator[pb.TraceChunk]:
+        """Every kept chunk, oldest first; a torn end is left out."""
+        if self._spans is not None:
+            self._guard(self._spans.flush)
+        for name in ("spans.old", "spans"):
+            path = self.folder / name
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+                    body = file.read(_LENGTH.unpack(head)[0])
+                    try:
+                        yield pb.TraceChunk.FromString(body)
+                    except DecodeError:
+                        return  # the end was torn off by a crash
+
+    def flush(self) -> None:
+        """Hand everything to the system."""
+        for file in (self._csv, self._spans):
+            if file is not None:
+                self._guard(file.flush)
+
+    def close(self) -> None:
+        """Flush and close the files; they are opened again when needed."""
+        for file in (self._csv, self._board, self._spans):
+            if file is not None:
+                self._guard(file.close)
+        self._csv = self._board = self._spans = None
+
+    def _guard(self, work: Any) -> None:
+        try:
+            work()
+        except OSError as error:
+            if not self._broken:
+                log.warning("runlog.failed", folder=str(self.folder), error=error.strerror)
+            self._broken = True
+
+    def _write_point(self, point: Point) -> None:
+        if self._csv is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / "metrics.csv"
+            fresh = not path.exists()
+            self._csv = path.open("a", encoding="utf-8")
+            if fresh:
+                self._csv.write("step,name,value,time_s\n")
+            self._board = _open_board(self.folder)
+        self._csv.write(f"{point.step},{point.name},{point.value!r},{point.time_s:.3f}\n")
+        if self._board is not None:
+            self._board.add(point)
+
+    def _write_spans(self, chunk: pb.TraceChunk) -> None:
+        body = chunk.SerializeToString()
+        if self._spans is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._spans = (self.folder / "spans").open("ab")
+            self._spans_size = self._spans.tell()
+        if self._spans_size + len(body) > self.trace_bytes // 2:
+            self._spans.close()
+            (self.folder / "spans").replace(self.folder / "spans.old")
+            self._spans = (self.folder / "spans").open("wb")
+            self._spans_size = 0
+        self._spans.write(_LENGTH.pack(len(body)) + body)
+        self._spans_size += _LENGTH.size + len(body)
+
+
+class RunLogs:
+    """RunLogs by job, opened when first needed."""
+
+    def __init__(self, root: Path, trace_bytes: int) -> None:
+        self._root, self._trace_bytes = root, trace_bytes
+        self._jobs: dict[str, RunLog] = {}
+
+    def of(self, job: str) -> RunLog:
+        """The job's RunLog; UsageError for a name that is no plain file name."""
+        if job not in self._jobs:
+            if not job or "/" in job or job.startswith("."):
+                raise UsageError(f"job {job[:80]!r} is not a name of a job")
+            self._jobs[job] = RunLog(self._root / job, self._trace_bytes)
+        return self._jobs[job]
+
+    def flush(self) -> None:
+        for run in self._jobs.values():
+            run.flush()
+
+    def close(self) -> None:
+        for run in self._jobs.values():
+            run.close()
+
+
+def _open_board(folder: Path) -> _Scalars | None:
+    try:
+        return _TensorBoard(folder)
+    except ImportError:
+        return None  # the extra atoll[tensorboard] is not installed

@@ -1,0 +1,354 @@
+"""The coordinator process: two ports, one shell, and an orderly end.
+
+The entry port (server TLS) takes Entry without a token, Owner and Blobs with the owner's; the
+work port (client certificate required) takes Work, Blobs and Data. gRPC in Python cannot ask
+for an optional client certificate, hence two. torch is never imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import structlog
+
+import atoll
+from atoll.errors import StorageError, UsageError
+from coordinator.blobs import BlobStore
+from coordinator.config import CoordinatorConfig
+from coordinator.dataprovider import DataProvider
+from coordinator.doors import Door, OwnerGate, StageData, WorkerGate
+from coordinator.entry_service import Doorkeeping
+from coordinator.exporter import Exporter
+from coordinator.facts import Ledger, from_record
+from coordinator.graphs import GraphStore
+from coordinator.journal import Journal
+from coordinator.owner_service import OwnerService
+from coordinator.runlog import Logs, RunLogs
+from coordinator.scheduler import Scheduler
+from coordinator.sessions import WorkService
+from coordinator.shell import Shell
+from coordinator.storage_services import BlobService
+from coordinator.tokens import Register
+from protos import atoll_control_pb2_grpc as rpc
+from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
+from protos.telemetry import Event
+
+FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
+GRACE_S = 0.3  # for calls in progress when the server stops
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A coordinator that takes calls. ``join_token`` and ``owner_token`` are None without TLS."""
+
+    entry_port: int
+    work_port: int
+    join_command: str
+    join_token: str | None
+    owner_token: str | None
+
+
+class Server:
+    """One coordinator inside a running event loop: ``start``, then ``stop``."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.config = config
+        begun_s, begun = time.time(), time.monotonic()
+        # Wall time that never jumps, so that silence is measured truly.
+        self._clock: Callable[[], float] = lambda: begun_s + (time.monotonic() - begun)
+        _private_folder(config.state_dir)
+        self.journal = Journal(config.journal_url)
+        self.ledger = Ledger(config.keep_checkpoints)
+        self.register = Register()
+        records = 0
+        for record in self.journal.replay():
+            records += 1
+            self.register.apply(record)
+            fact = from_record(record)
+            if fact is not None:
+                self.ledger.apply(fact)
+        self.blobs = BlobStore(config.blob_dir, config.max_blob_bytes, config.blob_quota_bytes)
+        self.ledger.take_superseded()
+        self.authority = None if config.insecure else Authority.open(config.state_dir / "ca")
+        self.shell = Shell(
+            config,
+            Scheduler(config, self.ledger, self._clock()),
+            self.journal,
+            self.blobs,
+            GraphStore(self.blobs),
+            self._clock,
+            Logs(config.log_lines),
+            RunLogs(config.runs_dir, config.trace_bytes),
+        )
+        self.shell.restored(records)
+        self.exporter: Exporter | None = None
+        self._servers: list[grpc.aio.Server] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Started:
+        """Listen. UsageError when a port is taken, StorageError when the disk refuses."""
+        config = self.config
+        identity = self.authority.server_identity() if self.authority is not None else None
+        wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
+        work_port = await self._serve_work(wanted, identity)
+        rules = Doorkeeping(config.wrong_token_delay_s, config.wrong_tokens_at_once, config.max_workers)
+        owner = OwnerService(self.shell, self.register, self.authority, work_port, rules)
+        owner_token = self._owner_token(work_port)
+        entry_port = await self._serve_entry(
+            config.entry_port, identity, owner, owner_token, work_port, rules
+        )
+        self._tasks = [asyncio.create_task(self.shell.run()), asyncio.create_task(self.shell.tick())]
+        if config.metrics_port is not None:
+            self.exporter = Exporter(self.shell, config.host, config.metrics_port)
+        join_token = self._join_token(owner, work_port)
+        log.info(
+            Event.SERVER_STARTED.value,
+            version=atoll.__version__,
+            entry_port=entry_port,
+            work_port=work_port,
+            insecure=config.insecure,
+        )
+        if config.insecure:
+            log.warning("server.insecure", note="no TLS, no tokens: for experiments on this machine only")
+        return Started(
+            entry_port, work_port, self._join_command(entry_port, join_token), join_token, owner_token
+        )
+
+    async def stop(self) -> None:
+        """Stop listening and write what is left; within ``stop_within_s``."""
+        for outbox in list(self.shell.outboxes.values()):
+            outbox.close("the coordinator stops")
+        await asyncio.gather(*(server.stop(GRACE_S) for server in self._servers))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.exporter is not None:
+            self.exporter.close()
+        self.shell.stop()
+        self.journal.close()
+        log.info(Event.SERVER_STOPPED.value)
+
+    # ------------------------------------------------------------ ports
+
+    async def _serve_work(self, port: int, identity: Identity | None) -> int:
+        insecure = identity is None
+        server = self._new_server([WorkerGate(self.register, insecure)])
+        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure), server)
+        rpc.add_BlobsServicer_to_server(BlobService(self.blobs), server)
+        rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
+        return await self._listen(server, port, identity, mutual=True)
+
+    async def _serve_entry(
+        self,
+        port: int,
+        identity: Identity | None,
+        owner: OwnerService,
+        owner_token: str | None,
+        work_port: int,
+        rules: Doorkeeping,
+    ) -> int:
+        gates: list[Any] = []
+        if owner_token is not None:
+            owner_hash = secret_hash(JoinToken.decode(owner_token).presented)
+            gates = [OwnerGate(owner_hash, self.config.wrong_token_delay_s)]
+        server = self._new_server(gates)
+        door = Door(self.register, self.journal, self.authority, work_port, rules, self._clock)
+        rpc.add_EntryServicer_to_server(door, server)
+        rpc.add_OwnerServicer_to_server(owner, server)
+        rpc.add_BlobsServicer_to_server(BlobService(self.blobs), server)
+        return await self._listen(server, port, identity, mutual=False)
+
+    def _new_server(self, interceptors: list[Any]) -> grpc.aio.Server:
+        size = self.config.max_message_bytes
+        server = grpc.aio.server(
+            interceptors=interceptors,
+            options=[
+                ("grpc.max_receive_message_length", size),
+                ("grpc.max_send_message_length", size),
+                # Another coordinator on the same port must be an error, not a silent half.
+                ("grpc.so_reuseport", 0),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        self._servers.append(server)
+        return server
+
+    async def _listen(
+        self, server: grpc.aio.Server, port: int, identity: Identity | None, *, mutual: bool
+    ) -> int:
+        host = self.config.host
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if identity is None:
+                bound = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, server_credentials(identity, mutual=mutual))
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise UsageError(
+                f"cannot listen on {address}: the port is taken or the address is not this machine's; "
+                "give another --listen"
+            )
+        await server.start()
+        return bound
+
+    # ------------------------------------------------------------ tokens
+
+    def _owner_token(self, work_port: int) -> str | None:
+        """The owner's token, made at the first start and kept in the state folder, mode 0600."""
+        if self.authority is None:
+            return None
+        path = self.config.owner_token_path
+        if path.exists():
+            token = JoinToken.decode(path.read_text())
+            if token.ca_pem == self.authority.certificate_pem:
+                return token.encode()
+        text = new_token(self.authority, work_port).encode()
+        _write_private(path, text)
+        return text
+
+    def _join_token(self, owner: OwnerService, work_port: int) -> str | None:
+        """A token for the printed join command. Only its hash is journalled, so the text of the
+        first one is kept beside the owner's."""
+        if self.authority is None:
+            return None
+        path = self.config.state_dir / "join-token"
+        if path.exists():
+            token = JoinToken.decode(path.read_text())
+            known = {t.secret_hash: t for t in self.register.tokens.values()}
+            kept = known.get(secret_hash(token.presented))
+            if kept is not None and kept.refusal(self._clock()) is None:
+                return token.encode()
+        token = new_token(self.authority, work_port)
+        owner.create_token(token, FIRST_TOKEN, 0.0, 0)
+        _write_private(path, token.encode())
+        return token.encode()
+
+    def _join_command(self, entry_port: int, token: str | None) -> str:
+        host = self.config.advertise or self.config.host
+        if host in ("0.0.0.0", "::"):  # noqa: S104 - what was listened on, not a default
+            host = "HOST"
+        where = host if self.config.advertise and ":" in host else f"{host}:{entry_port}"
+        return f"atoll-worker join {where} " + ("--insecure" if token is None else f"--token {token}")
+
+
+# ---------------------------------------------------------------- running it
+
+
+class Running:
+    """A coordinator in a thread of its own, for tests and programs: ``with serve(config) as c``."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._ready: Future[Started] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Event | None = None
+        self.server: Server | None = None
+        self._thread = threading.Thread(
+            target=self._main, args=(config,), name="atoll-coordinator", daemon=True
+        )
+        self._thread.start()
+        self.started = self._ready.result(30)
+
+    def _main(self, config: CoordinatorConfig) -> None:
+        asyncio.run(self._run(config))
+
+    async def _run(self, config: CoordinatorConfig) -> None:
+        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            self.server = Server(config)
+            started = await self.server.start()
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            self._ready.set_exception(error)
+            return
+        self._ready.set_result(started)
+        await self._ending.wait()
+        await self.server.stop()
+
+    def call(self, work: Callable[[Server], Any]) -> Any:
+        """Run ``work(server)`` in the coordinator's thread and return what it returns."""
+        assert self._loop is not None  # noqa: S101 - started in __init__
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            assert self.server is not None  # noqa: S101 - started in __init__
+            done.set_result(work(self.server))
+
+        self._loop.call_soon_threadsafe(run)
+        return done.result(30)
+
+    def stop(self) -> None:
+        """Stop it and wait until its thread has ended."""
+        if self._thread.is_alive() and self._loop is not None and self._ending is not None:
+            self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join(10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def serve(config: CoordinatorConfig) -> Running:
+    """Start a coordinator in this process; its ports are in ``started``."""
+    return Running(config)
+
+
+def serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
+    """Run until SIGINT or SIGTERM; ``announce`` is called once calls are taken."""
+    asyncio.run(_serve_forever(config, announce))
+
+
+async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ending.set)
+    server = Server(config)
+    announce(await server.start())
+    await ending.wait()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.remove_signal_handler(number)  # a second one ends the process at once
+    try:
+        await asyncio.wait_for(server.stop(), config.stop_within_s)
+    except TimeoutError:
+        log.warning("server.stop_slow", waited_s=config.stop_within_s)
+        # Threads that still plan or hash must not hold the process.
+        os._exit(0)
+
+
+def _private_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {folder}: {error.strerror}; choose another --state-dir") from None
+
+
+def _write_private(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None

@@ -1,0 +1,207 @@
+"""The Work service: one stream a worker, its messages to events, the scheduler's words back."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+
+import atoll
+from atoll.errors import AccessDenied, AtollError, BadFrame, ProtocolMismatch
+from coordinator import events as ev
+from coordinator import instructions as do
+from coordinator.refusing import refuse
+from coordinator.shell import Outbox, Shell
+from coordinator.wire import clean, introduction_from, message_from, probe_ops_message, to_worker
+from protos import PROTOCOL_VERSION
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.credentials import peer_name
+from protos.telemetry import Event
+
+if TYPE_CHECKING:
+    from coordinator.tokens import Register
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+INTRODUCTION_WITHIN_S = 10.0
+MAX_LOG_FIELDS_CHARS = 8192
+MAX_SPANS_A_MESSAGE = 20_000
+_ANYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - what a worker may say, not where we listen
+_sessions = itertools.count(1)
+
+log = structlog.get_logger()
+
+
+def worker_of(context: Context, insecure: bool) -> str:
+    """The worker id that its certificate, or without TLS its metadata, names. Raises AccessDenied."""
+    if insecure:
+        found = dict(context.invocation_metadata() or ()).get("atoll-worker", "")
+        name: str | None = found if isinstance(found, str) else None
+    else:
+        name = peer_name({key: list(values) for key, values in context.auth_context().items()})
+    if not name:
+        raise AccessDenied("this call names no worker; join first with a token")
+    return name
+
+
+def host_of(context: Context) -> str:
+    """The caller's own address as we see it, "" when it has none."""
+    peer = context.peer() or ""
+    kind, _, rest = peer.partition(":")
+    if kind == "ipv4":
+        return rest.rpartition(":")[0]
+    if kind == "ipv6":
+        return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+    return ""
+
+
+class WorkService(rpc.WorkServicer):
+    """Sessions of enrolled workers."""
+
+    def __init__(self, shell: Shell, register: Register, insecure: bool) -> None:
+        self._shell = shell
+        self._register = register
+        self._insecure = insecure
+
+    async def Session(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.FromWorker], context: Context
+    ) -> AsyncIterator[pb.ToWorker]:
+        """A worker's stream, from its introduction until either side ends it."""
+        try:
+            worker, introduction = await self._admit(request_iterator, context)
+        except AtollError as error:
+            log.warning(Event.SESSION_REFUSED.value, peer=context.peer(), reason=str(error))
+            await refuse(context, error)
+        shell = self._shell
+        yield pb.ToWorker(
+            welcome=pb.Welcome(
+                worker=worker,
+                heartbeat_s=shell.config.liveness.heartbeat_s,
+                time_s=shell.clock(),
+            )
+        )
+        outbox = Outbox(worker, next(_sessions), asyncio.Queue())
+        shell.outboxes[worker] = outbox
+        shell.post(ev.SessionOpened(worker, outbox.session, introduction))
+        log.info(Event.SESSION_OPENED.value, worker=worker, name=introduction.name, session=outbox.session)
+        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        try:
+            while (message := await outbox.queue.get()) is not None:
+                converted = await self._converted(message)
+                if converted is not None:
+                    yield converted
+        finally:
+            reader.cancel()
+            if shell.outboxes.get(worker) is outbox:
+                del shell.outboxes[worker]
+            shell.post(ev.SessionClosed(worker, outbox.session))
+            log.info(Event.SESSION_CLOSED.value, worker=worker, session=outbox.session, reason=outbox.reason)
+
+    async def _admit(
+        self, requests: AsyncIterator[pb.FromWorker], context: Context
+    ) -> tuple[str, ev.Introduction]:
+        worker = worker_of(context, self._insecure)
+        barred = self._register.refusal(worker)
+        if barred is not None:
+            raise AccessDenied(barred)
+        try:
+            first = await asyncio.wait_for(anext(aiter(requests)), INTRODUCTION_WITHIN_S)
+        except (StopAsyncIteration, TimeoutError):
+            raise BadFrame("the session ended before its introduction") from None
+        if first.WhichOneof("body") != "introduction":
+            raise BadFrame(f"the first message is {first.WhichOneof('body')}, not an introduction")
+        theirs = first.introduction.protocol
+        if theirs != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"protocol mismatch: the coordinator (atoll {atoll.__version__}) speaks protocol "
+                f"{PROTOCOL_VERSION}, this worker {theirs}; update the older of the two"
+            )
+        seen = host_of(context)
+        for address in first.introduction.peer_addresses:
+            # A worker behind one address often does not know it; we see it.
+            if address.host in _ANYWHERE and seen:
+                address.host = seen
+        introduction = introduction_from(first.introduction)
+        return worker, introduction
+
+    async def _read(self, requests: AsyncIterator[pb.FromWorker], outbox: Outbox) -> None:
+        worker, session, shell = outbox.worker, outbox.session, self._shell
+        try:
+            async for request in requests:
+                try:
+                    message = message_from(request)
+                    if message is None:
+                        self._note(worker, request)
+                        continue
+                    if isinstance(message, ev.StateStored):
+                        message = await self._with_blobs_checked(message)
+                except AtollError as error:
+                    message = ev.Malformed(f"{worker} sent a malformed message: {error}")
+                shell.post(ev.Arrived(worker, session, message))
+        except grpc.aio.AioRpcError as error:
+            outbox.reason = outbox.reason or str(error.details())
+        finally:
+            outbox.queue.put_nowait(None)
+
+    async def _with_blobs_checked(self, message: ev.StateStored) -> ev.StateStored:
+        """A stage's word is not enough: its blobs must be whole in the store."""
+
+        def missing() -> list[str]:
+            return [name for name, blob in message.tensors.items() if not self._shell.blobs.has(blob)]
+
+        absent = await asyncio.to_thread(missing)
+        if not absent:
+            return message
+        error = f"{len(absent)} of its blobs are not in the store, first {absent[0]!r}"
+        return ev.StateStored(message.job, message.version, message.step, {}, error)
+
+    async def _converted(self, message: do.Message) -> pb.ToWorker | None:
+        """The message as pb2; what needs a DAG is built in a thread."""
+        shell = self._shell
+        if isinstance(message, do.ProbeOpsOf):
+            if not message.signatures:
+                return probe_ops_message(message, {})
+            spec = shell.scheduler.spec_of(message.job)
+            if spec is None and message.job in shell.inquiries:
+                spec = shell.inquiries[message.job][0]
+            if spec is None:
+                return None
+            dags = spec.dag_hash, spec.eval_dag_hash
+            return await asyncio.to_thread(
+                lambda: probe_ops_message(message, dict(shell.graphs.graphs(*dags).probes))
+            )
+        if isinstance(message, do.AssignStage):
+            return await asyncio.to_thread(to_worker, message, shell.graphs)
+        return to_worker(message, shell.graphs)
+
+    def _note(self, worker: str, request: pb.FromWorker) -> None:
+        """Spans and log lines: kept for people, bounded, deciding nothing."""
+        shell = self._shell
+        if request.WhichOneof("body") == "log":
+            line = request.log
+            fields = {
+                "event": clean(line.event, 200),
+                "fields": clean(line.fields_json, MAX_LOG_FIELDS_CHARS),
+            }
+            shell.say(
+                Event.WORKER_LOG.value,
+                clean(line.level, 16),
+                clean(line.job, 200),
+                worker,
+                fields,
+                shell.clock(),
+            )
+            return
+        spans = request.spans
+        if len(spans.spans) > MAX_SPANS_A_MESSAGE:
+            raise BadFrame(f"{len(spans.spans)} spans in one message; at most {MAX_SPANS_A_MESSAGE}")
+        if shell.scheduler.spec_of(spans.job, worker) is None:
+            return
+        known = shell.scheduler.roster.workers.get(worker)
+        offset_s = known.clock_offset_s if known is not None and known.clock_offset_s is not None else 0.0
+        shell.runs.of(spans.job).traced(pb.TraceChunk(worker=worker, clock_offset_s=offset_s, spans=spans))

@@ -1,0 +1,344 @@
+"""The shell around the scheduler: one queue of events, instructions carried out in order.
+
+Events that wait together are handled together and share one journal transaction; nothing is said
+to a worker before the facts it rests on are on the disk. Planning and disk work run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import structlog
+
+from atoll.errors import AtollError, PlanError, StorageError
+from atoll.job import JobSpec
+from atoll.plan import Plan
+from coordinator import events as ev
+from coordinator import instructions as do
+from coordinator import rounds
+from coordinator.blobs import BlobStore
+from coordinator.config import CoordinatorConfig
+from coordinator.facts import Fact, to_record
+from coordinator.graphs import GraphStore
+from coordinator.journal import Journal
+from coordinator.partition import make_plan
+from coordinator.runlog import Logs, Point, RunLogs
+from coordinator.scheduler import Scheduler
+from protos import telemetry
+from protos.telemetry import Event as Name
+
+BATCH = 256
+RETRY_STORAGE_S = 1.0
+COMMITS_KEPT = 64
+_CONSEQUENCES = (do.CommitStep, do.StartStep, do.AssignStage)
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Outbox:
+    """One session's bounded outgoing queue; None ends the session."""
+
+    worker: str
+    session: int
+    queue: asyncio.Queue[do.Message | None]
+    reason: str = ""
+
+    def close(self, reason: str) -> None:
+        """End the session after nothing more; what is queued is dropped."""
+        self.reason = self.reason or reason
+        while not self.queue.empty():
+            self.queue.get_nowait()
+        self.queue.put_nowait(None)
+
+
+@dataclass(slots=True)
+class _Posted:
+    event: ev.Event
+    at: float
+    done: asyncio.Future[None] | None
+
+
+@dataclass(slots=True)
+class Shell:
+    """Runs one scheduler; every method belongs to the event loop's thread."""
+
+    config: CoordinatorConfig
+    scheduler: Scheduler
+    journal: Journal
+    blobs: BlobStore
+    graphs: GraphStore
+    clock: Callable[[], float]
+    logs: Logs
+    runs: RunLogs
+    outboxes: dict[str, Outbox] = field(default_factory=dict)
+    changed: dict[str, asyncio.Event] = field(default_factory=dict)  # job -> woken at each change
+    logged: asyncio.Event = field(default_factory=asyncio.Event)
+    commit_s: dict[str, deque[float]] = field(default_factory=dict)
+    inquiries: dict[str, tuple[JobSpec, asyncio.Future[Plan]]] = field(default_factory=dict)
+    observe: Callable[[do.Instruction], None] = lambda instruction: None
+    _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
+    _unwritten: list[Fact] = field(default_factory=list)
+    _retry_s: float = 0.0
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "atoll-plan"))
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    # ------------------------------------------------------------ events
+
+    def post(self, event: ev.Event) -> None:
+        """Queue an event."""
+        self._events.put_nowait(_Posted(event, time.perf_counter(), None))
+
+    async def ask(self, event: ev.Event) -> None:
+        """Queue an event and wait until it was handled and its facts are on the disk.
+
+        Raises StorageError when they could not be written.
+        """
+        done = asyncio.get_running_loop().create_future()
+        self._events.put_nowait(_Posted(event, time.perf_counter(), done))
+        await done
+
+    async def run(self) -> None:
+        """Handle events until cancelled."""
+        while True:
+            batch = [await self._events.get()]
+            while len(batch) < BATCH and not self._events.empty():
+                batch.append(self._events.get_nowait())
+            self._handle(batch)
+
+    async def tick(self) -> None:
+        """Post ticks until cancelled."""
+        while True:
+            await asyncio.sleep(self.config.liveness.heartbeat_s / 2)
+            self.post(ev.Tick())
+            self.runs.flush()
+            self._retry_storage()
+
+    def stop(self) -> None:
+        """End what runs beside the queue."""
+        for task in self._tasks:
+            task.cancel()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.runs.close()
+
+    def _handle(self, batch: list[_Posted]) -> None:
+        now_s = self.clock()
+        todo: list[tuple[_Posted, list[do.Instruction]]] = []
+        for posted in batch:
+            try:
+                todo.append((posted, self.scheduler.handle(posted.event, now_s)))
+            except LookupError as error:
+                # Our own mistake: say so, and keep serving everybody else.
+                log.exception("scheduler.refused_our_event", event_kind=type(posted.event).__name__)
+                _resolve(posted, error)
+        facts = [i.fact for _, instructions in todo for i in instructions if isinstance(i, do.Journal)]
+        failure = self._write(facts, now_s)
+        for posted, instructions in todo:
+            for instruction in instructions:
+                if failure is None or not _consequence(instruction):
+                    self._perform(instruction, now_s)
+            _resolve(posted, failure if any(isinstance(i, do.Journal) for i in instructions) else None)
+            self._note_commit(posted, instructions)
+
+    def _note_commit(self, posted: _Posted, instructions: list[do.Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, do.SendTo) and isinstance(instruction.message, do.CommitStep):
+                job = instruction.message.job
+                took_s = time.perf_counter() - posted.at
+                self.commit_s.setdefault(job, deque(maxlen=COMMITS_KEPT)).append(took_s)
+                return
+
+    def commit_median_s(self, job: str) -> float | None:
+        """The coordinator's share of a step: last StepReady read to last StepCommit queued."""
+        taken = self.commit_s.get(job)
+        return median(taken) if taken else None
+
+    # ------------------------------------------------------------ storage
+
+    def _write(self, facts: list[Fact], now_s: float) -> StorageError | None:
+        if not facts:
+            return None
+        if self._unwritten:
+            self._unwritten += facts
+            return StorageError(self.scheduler.storage or "the journal cannot be written")
+        try:
+            self.journal.append([to_record(fact, now_s) for fact in facts])
+        except StorageError as error:
+            self._unwritten += facts
+            self._retry_s = now_s + RETRY_STORAGE_S
+            self.post(ev.StorageFailed(str(error)))
+            return error
+        return None
+
+    def _retry_storage(self) -> None:
+        now_s = self.clock()
+        if not self._unwritten or now_s < self._retry_s:
+            return
+        try:
+            self.journal.append([to_record(fact, now_s) for fact in self._unwritten])
+        except StorageError:
+            self._retry_s = now_s + RETRY_STORAGE_S
+            return
+        self._unwritten.clear()
+        self.post(ev.StorageRecovered())
+
+    # ------------------------------------------------------------ instructions
+
+    def _perform(self, instruction: do.Instruction, now_s: float) -> None:
+        self.observe(instruction)
+        match instruction:
+            case do.SendTo(worker, message):
+                self._send(worker, message)
+            case do.Measured(job, step, name, value):
+                self.runs.of(job).measured(Point(step, name, value, now_s))
+                self.wake(job)
+            case do.Notify(job):
+                self.wake(job)
+            case do.Log():
+                self._log(instruction, now_s)
+            case do.CloseSession(worker, session, reason):
+                outbox = self.outboxes.get(worker)
+                if outbox is not None and outbox.session == session:
+                    outbox.close(reason)
+            case do.MakePlan():
+                self._spawn(self._make_plan(instruction))
+            case do.ReadJob(job, spec):
+                self._spawn(self._read_job(job, spec))
+            case do.SweepBlobs():
+                self._spawn(self._sweep())
+            case do.Journal():
+                pass  # written before anything of its batch was carried out
+
+    def _send(self, worker: str, message: do.Message) -> None:
+        outbox = self.outboxes.get(worker)
+        if outbox is None:
+            return
+        if outbox.queue.qsize() >= self.config.outgoing_messages:
+            outbox.close(f"{self.config.outgoing_messages} messages wait for this worker; it does not read")
+            return
+        outbox.queue.put_nowait(message)
+        if isinstance(message, do.Dismiss):
+            outbox.queue.put_nowait(None)
+
+    def wake(self, job: str) -> None:
+        """Tell everybody who watches ``job``."""
+        event = self.changed.pop(job, None)
+        if event is not None:
+            event.set()
+
+    def change_of(self, job: str) -> asyncio.Event:
+        """Set at the job's next change."""
+        return self.changed.setdefault(job, asyncio.Event())
+
+    def _log(self, line: do.Log, now_s: float) -> None:
+        self.say(line.event, line.level, line.job, "coordinator", dict(line.fields), now_s)
+
+    def say(
+        self, event: str, level: str, job: str, source: str, fields: Mapping[str, Any], now_s: float
+    ) -> None:
+        """One log line, to the process's log and to `atoll logs`."""
+        tags = {"job": job} if job else {}
+        shown = {("worker" if key == "event" else key): value for key, value in fields.items()}
+        getattr(log, level if level in ("debug", "info", "warning", "error") else "info")(
+            event, source=source, **tags, **shown
+        )
+        if level != "debug":
+            self.logs.add(now_s, level, event, source, job, fields)
+            self.logged.set()
+            self.logged = asyncio.Event()
+
+    # ------------------------------------------------------------ beside the queue
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _in_pool(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    async def _make_plan(self, request: do.MakePlan) -> None:
+        spec = request.spec
+
+        def work() -> Plan:
+            graphs = self.graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
+            plan = make_plan(
+                request.job,
+                request.version,
+                graphs.train,
+                graphs.evaluation,
+                spec.training,
+                request.fleet,
+                spec.partitioner,
+                spec.schedule,
+                dag_hash=spec.dag_hash,
+                eval_dag_hash=spec.eval_dag_hash,
+            )
+            if request.job not in self.inquiries:
+                self.graphs.programs(plan)
+            return plan
+
+        asked = self.inquiries.pop(request.job, None)
+        try:
+            plan = await self._in_pool(work)
+        except Exception as error:
+            if not isinstance(error, AtollError):
+                log.exception("planner.crashed", job=request.job)
+            if asked is not None:
+                asked[1].set_exception(error)
+                return
+            hopeless = not isinstance(error, PlanError | StorageError)
+            self.post(ev.PlanFailed(request.job, request.attempt, str(error), hopeless))
+            return
+        if asked is not None:
+            asked[1].set_result(plan)
+        else:
+            self.post(ev.PlanMade(request.job, request.attempt, plan))
+
+    async def _read_job(self, job: str, spec: JobSpec) -> None:
+        try:
+            graphs = await self._in_pool(lambda: self.graphs.check(spec))
+        except AtollError as error:
+            self.post(ev.JobUnreadable(job, str(error)))
+        else:
+            self.post(ev.JobRead(job, graphs.flops))
+
+    async def _sweep(self) -> None:
+        """Checkpoints that were replaced may go; what was uploaded and awaits its job may not."""
+        superseded = self.scheduler.ledger.take_superseded()
+        if not superseded:
+            return
+        freed = await asyncio.to_thread(self.blobs.delete, superseded)
+        self.say(
+            telemetry.Event.BLOBS_DELETED,
+            "info",
+            "",
+            "coordinator",
+            {"blobs": len(superseded), "freed_bytes": freed},
+            self.clock(),
+        )
+
+    def restored(self, records: int) -> None:
+        """Log what a replay brought back."""
+        jobs = [s.phase for s in self.scheduler.jobs.values() if s.phase not in rounds.ENDED]
+        log.info(Name.JOURNAL_REPLAYED.value, records=records, unfinished_jobs=len(jobs))
+
+
+def _consequence(instruction: do.Instruction) -> bool:
+    """Whether a worker would act on facts that are not on the disk."""
+    return isinstance(instruction, do.SendTo) and isinstance(instruction.message, _CONSEQUENCES)
+
+
+def _resolve(posted: _Posted, failure: Exception | None) -> None:
+    if posted.done is not None and not posted.done.done():
+        if failure is None:
+            posted.done.set_result(None)
+        else:
+            posted.done.set_exception(failure)

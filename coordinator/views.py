@@ -1,0 +1,145 @@
+"""What the owner is shown of jobs, workers and links: messages from the scheduler's state. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coordinator.roster import Worker, flops_of
+from coordinator.rounds import ENDED, JobState
+from protos import atoll_control_pb2 as pb
+from protos.convert import to_proto
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from coordinator.runlog import Point
+    from coordinator.scheduler import Scheduler
+
+
+def job_update(
+    scheduler: Scheduler,
+    job: str,
+    now_s: float,
+    *,
+    commit_s: float | None = None,
+    points: Iterable[Point] = (),
+    with_plan: bool = True,
+) -> pb.JobUpdate:
+    """One job as `atoll watch` shows it."""
+    state = scheduler.jobs[job]
+    update = pb.JobUpdate(
+        job=job,
+        name=state.spec.name,
+        state=state.phase.value,
+        reason=state.reason,
+        step=state.step,
+        steps=state.steps,
+        loss=state.loss,
+        eval_loss=state.eval_loss,
+        plan_version=state.version,
+        time_s=now_s,
+        commit_s=commit_s,
+        checkpoint_step=state.checkpoint.step,
+        metrics=[pb.MetricPoint(step=p.step, name=p.name, value=p.value, time_s=p.time_s) for p in points],
+    )
+    step_s = state.median_step_s
+    if step_s is not None and state.phase not in ENDED:
+        update.step_s = step_s
+        update.eta_s = step_s * (state.steps - state.step)
+        if step_s > 0:
+            update.samples_per_s = state.spec.data.batch * state.spec.training.n_micro / step_s
+    if state.plan is not None:
+        if with_plan:
+            update.plan.CopyFrom(to_proto(state.plan))
+        update.stages.extend(_stages(state, step_s))
+        update.links.extend(_links(scheduler, state))
+    return update
+
+
+def _stages(state: JobState, step_s: float | None) -> Iterable[pb.StageStatus]:
+    for at, stage in enumerate(state.plan.stages if state.plan else ()):
+        report = state.reports.get(at)
+        busy_s = report.forward_s + report.backward_s + report.optimizer_s if report else 0.0
+        yield pb.StageStatus(
+            stage=at,
+            worker=stage.worker,
+            busy_share=min(1.0, busy_s / step_s) if step_s else 0.0,
+            forward_s=report.forward_s if report else 0.0,
+            backward_s=report.backward_s if report else 0.0,
+        )
+
+
+def _links(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
+    """What each link carried in the last committed step."""
+    if state.plan is None:
+        return
+    step_s = state.step_times_s[-1] if state.step_times_s else 0.0
+    for at, report in sorted(state.reports.items()):
+        for link in report.links:
+            if link.n_bytes:
+                yield pb.LinkRate(
+                    source=state.plan.stages[at].worker,
+                    target=link.peer,
+                    bps=link.n_bytes * 8 / step_s if step_s > 0 else 0.0,
+                    bytes_per_step=link.n_bytes,
+                    codec="none",
+                )
+
+
+def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerStatus:
+    """One worker as `atoll status` shows it."""
+    worker = scheduler.roster.workers[name]
+    i, member = worker.introduction, worker.member
+    return pb.WorkerStatus(
+        worker=name,
+        name=i.name,
+        state=member.phase.value,
+        reason=worker.reason,
+        device=_device(worker),
+        job=member.job,
+        stage=member.stage,
+        gflops=_gflops(scheduler, name),
+        seen_s_ago=max(0.0, now_s - member.seen_s),
+        site=i.site,
+        address=f"{i.addresses[0][0]}:{i.addresses[0][1]}" if i.addresses else "",
+    )
+
+
+def _device(worker: Worker) -> pb.DeviceFacts:
+    i = worker.introduction
+    return pb.DeviceFacts(
+        kind=i.kind,
+        model=i.model,
+        threads=i.threads,
+        memory_bytes=i.memory_bytes,
+        memory_limit_bytes=i.memory_limit_bytes,
+        torch_version=i.torch_version,
+        python_version=i.python_version,
+        atoll_version=i.atoll_version,
+        platform=i.platform,
+    )
+
+
+def _gflops(scheduler: Scheduler, name: str) -> float:
+    known = [t for (worker, _), t in scheduler.roster.ops.timings.items() if worker == name]
+    return max((flops_of(timings, scheduler.preparer.flops) for timings in known), default=0.0)
+
+
+def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:
+    """Every measured link, with the shared uplink it passes."""
+    roster = scheduler.roster
+    sites = {w: x.introduction.site for w, x in roster.workers.items() if not x.member.gone}
+    uplinks = roster.links.uplinks(sites)
+    found = []
+    for (source, target), link in sorted(roster.links.table.estimates.items()):
+        shared = [u.name for u in uplinks if (source in u.members) != (target in u.members)]
+        found.append(
+            pb.LinkStatus(
+                source=source,
+                target=target,
+                bandwidth_bps=link.bandwidth_bps,
+                latency_s=link.latency_s,
+                shared=", ".join(shared),
+            )
+        )
+    return found

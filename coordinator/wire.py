@@ -1,0 +1,242 @@
+"""Work's messages: pb2 from a worker to events, instructions to pb2. What arrives is bounded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from atoll.errors import BadFrame
+from atoll.opdag import op_refs
+from coordinator import events as ev
+from coordinator import instructions as do
+from coordinator.estimate import Probe
+from coordinator.graphs import GraphStore, leaf_metas
+from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
+from protos import bounds
+from protos.bounds import DEFAULT_LIMITS as LIMITS
+from protos.convert import metas_to_proto, state_to_proto, to_proto
+
+MAX_ADDRESSES = 16
+MAX_REASON_CHARS = 4096
+_PRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]")
+
+# ---------------------------------------------------------------- from a worker
+
+
+def introduction_from(m: pb.Introduction) -> ev.Introduction:
+    """Who a worker says it is; BadFrame when a bound is broken."""
+    device = m.device
+    return ev.Introduction(
+        name=clean(m.name, 60),
+        incarnation=m.incarnation,
+        kind=clean(device.kind, 16),
+        model=clean(device.model, 200),
+        threads=device.threads,
+        memory_bytes=device.memory_bytes,
+        memory_limit_bytes=device.memory_limit_bytes,
+        torch_version=clean(device.torch_version, 60),
+        python_version=clean(device.python_version, 60),
+        atoll_version=clean(device.atoll_version, 60),
+        platform=clean(device.platform, 200),
+        addresses=tuple(
+            (bounds.text("host", a.host, 255), bounds.within("port", a.port, 1, 65535))
+            for a in bounds.count("peer addresses", m.peer_addresses, MAX_ADDRESSES)
+        ),
+        site=clean(m.site, 100),
+        codecs=tuple(clean(c, 60) for c in bounds.count("codecs", m.codecs, 100)),
+    )
+
+
+def message_from(message: pb.FromWorker) -> ev.PeerMessage | None:
+    """The event for a message; None for spans and log lines, which decide nothing.
+
+    BadFrame when a bound is broken or the kind is unknown.
+    """
+    body = message.WhichOneof("body")
+    if body in ("spans", "log"):
+        return None
+    read = _READERS.get(body or "")
+    if read is None:
+        raise BadFrame(f"a session message of kind {body!r}, which does not belong here")
+    found: ev.PeerMessage = read(getattr(message, body or ""))
+    return found
+
+
+def clean(text: str, limit: int) -> str:
+    """Printable text of at most ``limit`` characters, for logs and screens."""
+    return _PRINTABLE.sub(" ", text[:limit])
+
+
+def tensors_from(messages: Iterable[job_pb.TensorBlob]) -> dict[str, str]:
+    """Names to blob hashes; BadFrame when a bound is broken."""
+    listed = bounds.count("tensors", list(messages), LIMITS.items)
+    return {
+        bounds.name("tensor name", t.name, LIMITS): bounds.blob_hash("tensor blob", t.blob) for t in listed
+    }
+
+
+def _heartbeat(m: pb.Heartbeat) -> ev.Heartbeat:
+    job = bounds.text("job", m.job, LIMITS.name_chars)
+    return ev.Heartbeat(m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes)
+
+
+def _ops_probed(m: pb.OpsProbed) -> ev.OpsProbed:
+    timings = {
+        bounds.name("signature", t.signature, LIMITS): (t.forward_s, t.backward_s)
+        for t in bounds.count("op timings", m.timings, LIMITS.items)
+    }
+    return ev.OpsProbed(m.request, timings, clean(m.error, MAX_REASON_CHARS))
+
+
+def _link_probed(m: pb.LinkProbed) -> ev.LinkProbed:
+    peer = bounds.name("peer", m.peer, LIMITS)
+    return ev.LinkProbed(m.request, peer, m.rtt_s, m.bandwidth_bps, clean(m.error, MAX_REASON_CHARS))
+
+
+def _ready(m: pb.StepReady) -> ev.StepReady:
+    return ev.StepReady(
+        job=m.job,
+        version=m.plan_version,
+        step=m.step,
+        loss=m.loss if m.HasField("loss") else None,
+        square_norms=tuple(bounds.count("squared norms", m.square_norms, LIMITS.items)),
+        finite=m.finite,
+        forward_s=m.forward_s,
+        backward_s=m.backward_s,
+        waited_s=m.waited_s,
+        optimizer_s=m.optimizer_s,
+        links=tuple(
+            ev.Goodput(g.peer, g.bytes, g.busy_s, g.rtt_s)
+            for g in bounds.count("link figures", m.links, LIMITS.stages)
+        ),
+    )
+
+
+def _eval_ready(m: pb.EvalReady) -> ev.EvalReady:
+    return ev.EvalReady(m.job, m.plan_version, m.step, m.loss if m.HasField("loss") else None)
+
+
+def _stored(m: pb.StateStored) -> ev.StateStored:
+    error = clean(m.error, MAX_REASON_CHARS)
+    return ev.StateStored(m.job, m.plan_version, m.step, tensors_from(m.tensors), error)
+
+
+def _failed(m: pb.StageFailed) -> ev.StageFailed:
+    reason = clean(m.reason, MAX_REASON_CHARS)
+    lost = bounds.text("lost peer", m.lost_peer, LIMITS.name_chars)
+    return ev.StageFailed(m.job, m.plan_version, m.step, reason, lost)
+
+
+_READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
+    "heartbeat": _heartbeat,
+    "ops_probed": _ops_probed,
+    "link_probed": _link_probed,
+    "loaded": lambda m: ev.Loaded(m.job, m.plan_version, m.took_s),
+    "failed": _failed,
+    "ready": _ready,
+    "eval_ready": _eval_ready,
+    "stored": _stored,
+    "leaving": lambda m: ev.Leaving(clean(m.reason, MAX_REASON_CHARS)),
+}
+
+# ---------------------------------------------------------------- to a worker
+
+
+def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
+    """The pb2 form of what the scheduler wants said. Reads DAGs for Assign and ProbeOps."""
+    match message:
+        case do.CommitStep():
+            return pb.ToWorker(commit=_commit(message))
+        case do.StartStep(job, version, step):
+            return pb.ToWorker(start=pb.Start(job=job, plan_version=version, step=step))
+        case do.DiscardStep():
+            discard = pb.StepDiscard(
+                job=message.job,
+                plan_version=message.version,
+                step=message.step,
+                reason=message.reason,
+                run_again=message.run_again,
+            )
+            return pb.ToWorker(discard=discard)
+        case do.ReleaseStage(job, version, reason):
+            return pb.ToWorker(release=pb.Release(job=job, plan_version=version, reason=reason))
+        case do.Dismiss(reason, for_good):
+            return pb.ToWorker(dismiss=pb.Dismiss(reason=reason, for_good=for_good))
+        case do.ProbeLinkTo():
+            probe = pb.ProbeLink(
+                request=message.request,
+                peer=_peer(message.peer, message.addresses),
+                seconds=message.seconds,
+                max_bytes=message.max_bytes,
+                dial=message.dial,
+            )
+            return pb.ToWorker(probe_link=probe)
+        case do.ExpectPeer(peer, addresses, dial):
+            return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=_peer(peer, addresses), dial=dial))
+        case do.AssignStage():
+            return pb.ToWorker(assign=_assign(message, graphs))
+        case do.ProbeOpsOf():
+            raise TypeError("op probes need their job's DAG: use probe_ops_message")
+
+
+def probe_ops_message(message: do.ProbeOpsOf, probes: dict[str, Probe]) -> pb.ToWorker:
+    """The ops to time, with the shapes they need."""
+    ops = [_probe(probes[signature]) for signature in message.signatures if signature in probes]
+    return pb.ToWorker(probe_ops=pb.ProbeOps(request=message.request, ops=ops, precision=message.precision))
+
+
+def _probe(probe: Probe) -> pb.ProbeOp:
+    assert len(op_refs(probe.node)) == len(probe.op_inputs)  # noqa: S101 - the worker pairs them
+    return pb.ProbeOp(
+        signature=probe.signature,
+        op=to_proto(probe.node),
+        op_inputs=[to_proto(meta) for meta in probe.op_inputs],
+        leaves=metas_to_proto({leaf.name: meta for leaf, meta in probe.leaves}),
+    )
+
+
+def _commit(message: do.CommitStep) -> pb.StepCommit:
+    return pb.StepCommit(
+        job=message.job,
+        plan_version=message.version,
+        step=message.step,
+        gradient_scale=message.gradient_scale,
+        store=message.store,
+        evaluate=message.evaluate,
+        last=message.last,
+    )
+
+
+def _assign(message: do.AssignStage, graphs: GraphStore) -> pb.Assign:
+    plan, stage = message.plan, message.stage
+    both = graphs.programs(plan)
+    found = graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
+    mine = (both.train[stage], *both.evaluation[stage : stage + 1])
+    states, tensors = leaf_metas(mine, found.states())
+    assign = pb.Assign(
+        job=message.job,
+        plan_version=plan.version,
+        training=to_proto(message.spec.training),
+        program=to_proto(both.train[stage]),
+        plan=to_proto(plan),
+        peers=[
+            pb.StagePeer(stage=p.stage, peer=_peer(p.worker, p.addresses), dial=p.dial) for p in message.peers
+        ],
+        tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
+        metas=state_to_proto(states),
+        data=to_proto(message.spec.data),
+        first_step=message.first_step,
+    )
+    if both.evaluation:
+        assign.eval_program.CopyFrom(to_proto(both.evaluation[stage]))
+    if message.spec.eval_data is not None:
+        assign.eval_data.CopyFrom(to_proto(message.spec.eval_data))
+    return assign
+
+
+def _peer(worker: str, addresses: do.Addresses) -> pb.PeerAddress:
+    return pb.PeerAddress(
+        worker=worker, addresses=[pb.Address(host=host, port=port) for host, port in addresses]
+    )
