@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coordinator.timeline import simulate
+from coordinator.timeline import step_seconds
 
 if TYPE_CHECKING:
     from coordinator.problem import Problem
@@ -27,14 +27,14 @@ def bottleneck(problem: Problem, work: Workload, timeline: Timeline) -> tuple[st
     options: list[tuple[float, str, str]] = []
     busiest = sorted(range(len(labels)), key=lambda s: -timeline.compute_s[s])[:TRIED_OF_A_KIND]
     for s in busiest:
-        step = simulate(_faster_stage(work, s)).step_s
+        step = step_seconds(_faster_stage(work, s))
         share = timeline.busy_share(s)
         text = f"busy {share:.0%} of the step"
         options.append((step, f"stage {s} on {labels[s]}", text))
     for name, pairs, busy in _wires(work, timeline, labels)[:TRIED_OF_A_KIND]:
-        step = simulate(_faster_routes(work, pairs)).step_s
+        step = step_seconds(_faster_routes(work, pairs))
         options.append((step, name, f"occupied {busy / timeline.step_s:.0%} of the step"))
-    options.append((simulate(_shorter_ways(work)).step_s, "latency", _latency_text(work)))
+    options.append((step_seconds(_shorter_ways(work)), "latency", _latency_text(work)))
     step, name, text = min(options, key=lambda option: option[0])
     gain = 1.0 - step / timeline.step_s
     return name, f"{text}; 10 % better there would shorten the step by {max(gain, 0.0):.1%}"

@@ -38,6 +38,7 @@ class _Transfer:
     source: int
     target: int
     backward: bool
+    bits: float
     seconds: float
     latency_s: float
 
@@ -69,9 +70,8 @@ def lower_bound(
     for x in transfers:
         begin, end = _around(work, x, (early_f, early_b, late_f, late_b))
         found.append(LowerBound(begin + m * x.seconds + end, "one-way", f"link {x.source}>{x.target}"))
-        bits = _bits(work, x)
         for name, rate in work.routes[x.source, x.target].resources:
-            shared.setdefault(name, []).append((begin, bits * payload_share / rate, end))
+            shared.setdefault(name, []).append((begin, x.bits / rate, end))
     for name, uses in shared.items():
         total = min(u[0] for u in uses) + m * sum(u[1] for u in uses) + min(u[2] for u in uses)
         found.append(LowerBound(total, "shared", name))
@@ -86,14 +86,10 @@ def _transfers(work: Workload, payload_share: float) -> list[_Transfer]:
     for backward, hops in ((False, work.forward), (True, work.backward)):
         for hop in hops:
             way = work.routes[hop.source, hop.target]
-            seconds = 8.0 * hop.n_bytes * payload_share / way.rate_bps
-            found.append(_Transfer(hop.source, hop.target, backward, seconds, way.latency_s))
+            bits = 8.0 * hop.n_bytes * payload_share
+            seconds = bits / way.rate_bps
+            found.append(_Transfer(hop.source, hop.target, backward, bits, seconds, way.latency_s))
     return found
-
-
-def _bits(work: Workload, x: _Transfer) -> float:
-    hops = work.backward if x.backward else work.forward
-    return 8.0 * sum(h.n_bytes for h in hops if h.source == x.source and h.target == x.target)
 
 
 def _longest_ways(
@@ -105,8 +101,11 @@ def _longest_ways(
     late_f, late_b = [0.0] * n, [0.0] * n
     into_f: list[list[_Transfer]] = [[] for _ in range(n)]
     into_b: list[list[_Transfer]] = [[] for _ in range(n)]
+    from_f: list[list[_Transfer]] = [[] for _ in range(n)]
+    from_b: list[list[_Transfer]] = [[] for _ in range(n)]
     for x in transfers:
         (into_b if x.backward else into_f)[x.target].append(x)
+        (from_b if x.backward else from_f)[x.source].append(x)
     for i in range(n):  # forwards reach later stages only
         early_f[i] = max(
             (early_f[x.source] + stages[x.source].forward_s + x.seconds + x.latency_s for x in into_f[i]),
@@ -116,16 +115,14 @@ def _longest_ways(
         ways = [early_b[x.source] + stages[x.source].backward_s + x.seconds + x.latency_s for x in into_b[i]]
         early_b[i] = max([early_f[i] + stages[i].forward_s, *ways])
     for i in range(n):  # a stage's backward is followed by those of earlier stages
-        for x in transfers:
-            if x.backward and x.source == i:
-                way = x.seconds + x.latency_s + stages[x.target].backward_s + late_b[x.target]
-                late_b[i] = max(late_b[i], way)
+        for x in from_b[i]:
+            way = x.seconds + x.latency_s + stages[x.target].backward_s + late_b[x.target]
+            late_b[i] = max(late_b[i], way)
     for i in reversed(range(n)):
         late_f[i] = stages[i].backward_s + late_b[i]
-        for x in transfers:
-            if not x.backward and x.source == i:
-                way = x.seconds + x.latency_s + stages[x.target].forward_s + late_f[x.target]
-                late_f[i] = max(late_f[i], way)
+        for x in from_f[i]:
+            way = x.seconds + x.latency_s + stages[x.target].forward_s + late_f[x.target]
+            late_f[i] = max(late_f[i], way)
     return early_f, early_b, late_f, late_b
 
 

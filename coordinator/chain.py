@@ -110,21 +110,29 @@ def extend(
 
 
 def threshold(
-    compute: Floats, link: Floats, reach: Callable[[int], NDArray[np.intp]], tolerance: float = 1e-4
+    compute: Floats,
+    link: Floats,
+    reach: Callable[[int], NDArray[np.intp]],
+    floor: float = 0.0,
+    tolerance: float = 1e-3,
 ) -> ChainCut | None:
     """The min-max by bisection, to a relative ``tolerance`` above the optimum.
 
     ``compute`` and ``link`` as in Chain; ``reach(j)`` gives for every position the farthest one
-    that device j can hold from it in memory (at least itself). A device may stay empty only at
-    the end, so that more devices never hurt; starts beyond the last used device are dropped.
+    that device j can hold from it in memory (at least itself); ``floor`` is a value known to be no
+    larger than the optimum. As few devices are used as reach the end, so the cut may have fewer
+    starts than there are devices.
     """
     limits = [reach(j) for j in range(len(compute))]
-    ceiling = float(compute[:, -1].min() + link.max(initial=0.0, where=np.isfinite(link)))
-    ceiling = max(ceiling, float(compute[:, -1].max()))
-    found = _within(compute, link, limits, ceiling)
-    if found is None:
+    # Even if work could be split at will, all devices together need this long.
+    low = max(floor, 1.0 / float((1.0 / np.maximum(compute[:, -1], 1e-30)).sum()))
+    widest = link.max(initial=0.0, where=np.isfinite(link))
+    ceiling = max(float(compute[:, -1].max()), float(widest))
+    if _within(compute, link, limits, ceiling) is None:
         return None
-    low, high = 0.0, ceiling
+    high = 1.25 * low
+    while (found := _within(compute, link, limits, high)) is None:
+        low, high = high, 1.5 * high
     while high - low > tolerance * high:
         middle = 0.5 * (low + high)
         attempt = _within(compute, link, limits, middle)
@@ -144,6 +152,7 @@ def _within(
     reached = np.zeros(n, dtype=bool)
     reached[0] = True
     layers: list[tuple[NDArray[np.intp], NDArray[np.intp]]] = []
+    here = np.arange(1, n)
     for j in range(devices):
         begin = np.flatnonzero(reached if j == 0 else reached & (link[j] <= ceiling))
         if not len(begin):
@@ -151,11 +160,11 @@ def _within(
         far = np.searchsorted(compute[j], compute[j][begin] + ceiling * (1 + 1e-12), side="right") - 1
         far = np.minimum(far, limits[j][begin])
         layers.append((begin, far))
-        cover = np.zeros(n + 1, dtype=np.int64)
-        ok = far > begin
-        np.add.at(cover, begin[ok] + 1, 1)
-        np.add.at(cover, far[ok] + 1, -1)
-        reached = np.cumsum(cover[:n]) > 0
+        farthest = np.zeros(n, dtype=np.intp)
+        farthest[begin] = far
+        reached = np.zeros(n, dtype=bool)
+        # A position is reached when some earlier beginning reaches as far.
+        reached[1:] = np.maximum.accumulate(farthest)[:-1] >= here
         if reached[n - 1]:
             return _walk_back(layers, n - 1)
     return None

@@ -44,11 +44,18 @@ class Effort:
     moves: int = 70  # timeline runs of one local improvement
     dense_stages: int = 24  # longer orders are cut by threshold search
     order_moves: int = 160  # chain bounds when improving an order
+    actions: int = 12_000  # simulated by one kind of effort: long pipelines are judged less often
+
+    def affordable(self, most: int, problem: Problem, candidate: Candidate) -> int:
+        """How many timeline runs of such a candidate are worth their time, at least 3."""
+        each = 2 * problem.n_micro * len(candidate.devices)
+        return max(3, min(most, self.actions // each))
 
 
 CEILINGS = (1.0, 1.1, 1.3, 1.7, 3.0)  # of the min-max; a smaller sum may be worth a larger maximum
 SWAPPED_FREELY = 6  # stages up to which any two devices may change places, not only neighbours
 SPARES = 4  # unused devices tried in place of a used one
+TOLERANCE = 1e-3  # of threshold cuts
 FENCE_SHARE = 0.10  # of the compute, either way from the optimum
 
 
@@ -58,25 +65,36 @@ def search(problem: Problem, effort: Effort | None = None) -> list[Scored]:
     positions = problem.coarse(effort.coarse_positions)
     by_group = visiting_order(groups(problem.fleet.effective_bps), _boundary_seconds(problem, positions))
     bounds = _OrderBounds(problem, positions)
-    orders = _orders(problem, by_group, bounds, effort)
+    orders = _orders(problem, by_group, bounds, positions, effort)
     cuts: dict[Candidate, float] = {}
     for order in orders:
         for candidate in _cuts(problem, order, positions, by_group, effort):
             if candidate not in cuts:
                 cuts[candidate] = problem.surrogate(candidate)
-    ranked = sorted((value, c.devices, c.starts, c) for c, value in cuts.items() if np.isfinite(value))
-    judged = [s for _, _, _, c in ranked[: effort.judged] if (s := problem.score(c)) is not None]
-    # The timeline may prefer an order that the bound ranks low: let each order's best be judged.
-    seen = {c.devices for _, _, _, c in ranked[: effort.judged]}
-    for _, devices, _, c in ranked[effort.judged :]:
-        if len(seen) >= 2 * effort.judged:
-            break
-        if devices not in seen and (s := problem.score(c)) is not None:
-            seen.add(devices)
-            judged.append(s)
-    judged.sort(key=lambda s: s.step_s)
-    improved = [improve(problem, s, positions, effort.moves) for s in judged[: effort.improved]]
+    ranked = [
+        c
+        for value, _, _, c in sorted((v, c.devices, c.starts, c) for c, v in cuts.items())
+        if np.isfinite(value)
+    ]
+    judged = _judge(problem, ranked, effort)
+    improved = [improve(problem, s, positions, effort) for s in judged[: effort.improved]]
     return sorted([*improved, *judged], key=lambda s: s.step_s)
+
+
+def _judge(problem: Problem, ranked: Sequence[Candidate], effort: Effort) -> list[Scored]:
+    """The timeline's verdict on the first of ``ranked`` and on the best of each further order,
+    best first; fewer where pipelines are long."""
+    found: list[Scored] = []
+    seen: set[Order] = set()
+    for at, candidate in enumerate(ranked):
+        most = effort.affordable(effort.judged, problem, candidate)
+        if at >= most and (len(seen) >= 2 * most or candidate.devices in seen):
+            continue
+        seen.add(candidate.devices)
+        scored = problem.score(candidate)
+        if scored is not None:
+            found.append(scored)
+    return sorted(found, key=lambda s: s.step_s)
 
 
 def _boundary_seconds(problem: Problem, positions: Positions) -> Floats:
@@ -144,7 +162,11 @@ class _OrderBounds:
 
 
 def _orders(
-    problem: Problem, by_group: tuple[Order, ...], bounds: _OrderBounds, effort: Effort
+    problem: Problem,
+    by_group: tuple[Order, ...],
+    bounds: _OrderBounds,
+    positions: Positions,
+    effort: Effort,
 ) -> list[Order]:
     """The most promising orders by chain bound, the grouped ones always among them."""
     n = len(problem.fleet.devices)
@@ -154,7 +176,7 @@ def _orders(
         best = sorted(known, key=lambda o: (known[o], o))[: 2 * effort.orders_kept]
         return [*best, *([whole] if whole in known and whole not in best else [])]
     if n > effort.dense_stages:
-        return _windows(problem, by_group, wide=n > 200)
+        return _promising(problem, _windows(problem, by_group, wide=n > 200), positions, effort)
     tried = {o: bounds.of(o) for o in _windows(problem, by_group, wide=False)}
     tried.update({(d,): bounds.of((d,)) for d in range(n)})
     starts = sorted(tried, key=lambda o: (tried[o], len(o), o))[:4]
@@ -162,6 +184,44 @@ def _orders(
         _improve_order(start, bounds, range(n), effort.order_moves)
     feasible = {o: b for o, b in bounds.known.items() if np.isfinite(b)}
     return sorted(feasible, key=lambda o: (feasible[o], o))[: effort.orders_kept]
+
+
+def _promising(
+    problem: Problem, orders: Sequence[Order], positions: Positions, effort: Effort
+) -> list[Order]:
+    """The best orders of a large fleet by a rough guess that needs no cut, and the best of each
+    of a few sizes, since the guess is rough."""
+    guess = {order: _rough_step(problem, order, positions) for order in orders}
+    ranked = sorted((o for o in guess if np.isfinite(guess[o])), key=lambda o: (guess[o], o))
+    kept = dict.fromkeys(ranked[: effort.orders_kept // 2])
+    sizes: set[int] = set()
+    for order in ranked:
+        size = len(order).bit_length()
+        if size not in sizes:
+            sizes.add(size)
+            kept[order] = None
+    return list(kept)
+
+
+def _rough_step(problem: Problem, order: Order, positions: Positions) -> float:
+    """Seconds if the work could be split at will and every cut were the cheapest one.
+
+    The fill (one micro-batch there and back) plus M - 1 times the period, or one fill for every
+    q micro-batches where the memory left over keeps only q in flight.
+    """
+    devices = list(order)
+    spare = float(problem.limits[devices].sum()) - problem.memory.state_bytes(0, problem.n_ops)
+    if spare <= 0:
+        return float("inf")
+    link, toll = problem.links(devices, positions[1:-1])
+    seconds = problem.compute[devices, -1]
+    fill = float(seconds.mean() + toll.min(axis=1, initial=np.inf)[1:].sum())
+    period = max(
+        1.0 / float((1.0 / seconds).sum()), float(link.min(axis=1, initial=np.inf)[1:].max(initial=0))
+    )
+    each = problem.memory.per_micro_bytes(0, problem.n_ops)
+    in_flight = max(1, min(problem.n_micro, int(spare // max(each, 1.0))))
+    return fill + (problem.n_micro - 1) * max(period, fill / in_flight)
 
 
 def _improve_order(order: Order, bounds: _OrderBounds, devices: Iterable[int], moves: int) -> Order:
@@ -309,46 +369,35 @@ def _fence(
 
 
 def _threshold_cuts(problem: Problem, order: Order) -> Iterator[Candidate]:
-    """Min-max cuts of long orders, on all positions, for two depths of micro-batches in flight."""
+    """Min-max cuts of a long order, on all positions, for fewer and fewer micro-batches in flight."""
     positions = problem.positions
     chain = problem.chain(order, positions)
-    for in_flight in (min(problem.n_micro, 2 * len(order)), 1):
-        limits: dict[tuple[float, int], NDArray[np.intp]] = {}
-
-        def reach(
-            j: int, q: int = in_flight, known: dict[tuple[float, int], NDArray[np.intp]] = limits
-        ) -> NDArray[np.intp]:
-            key = (float(problem.limits[order[j]]), q)
-            if key not in known:
-                known[key] = _farthest(problem, positions, *key)
-            return known[key]
-
-        cut = threshold(chain.compute, chain.link, reach)
-        if cut is not None:
-            used = order[: len(cut.starts)]
-            yield _candidate(used, positions, cut.starts)
+    value = 0.0
+    for in_flight in reversed(list(_halves(min(problem.n_micro, 2 * len(order))))):
+        limits = {float(problem.limits[d]) for d in order}
+        reach = {x: problem.memory.farthest(positions, x, in_flight) for x in limits}
+        by_device = [reach[float(problem.limits[d])] for d in order]
+        cut = threshold(chain.compute, chain.link, by_device.__getitem__, value, TOLERANCE)
+        if cut is None:
+            return
+        # More in flight fits less, so the largest stage only grows.
+        value = cut.value / (1 + TOLERANCE)
+        yield _candidate(order[: len(cut.starts)], positions, cut.starts)
 
 
-def _farthest(problem: Problem, positions: Positions, limit: float, in_flight: int) -> NDArray[np.intp]:
-    """[l] the last position that a stage beginning at l can reach within ``limit`` bytes."""
-    found = np.arange(len(positions))
-    end = 0
-    for begin in range(len(positions)):
-        end = max(end, begin)
-        while end + 1 < len(positions):
-            held = problem.memory.bytes(int(positions[begin]), int(positions[end + 1]), in_flight)
-            if held > limit:
-                break
-            end += 1
-        found[begin] = end
-    return found
+def _halves(n: int) -> Iterator[int]:
+    while n > 1:
+        yield n
+        n //= 2
+    yield 1
 
 
 # ---------------------------------------------------------------- local improvement
 
 
-def improve(problem: Problem, best: Scored, positions: Positions, moves: int) -> Scored:
-    """Hill-climb under the timeline, at most ``moves`` runs of it."""
+def improve(problem: Problem, best: Scored, positions: Positions, effort: Effort) -> Scored:
+    """Hill-climb under the timeline, by a bounded number of its runs."""
+    moves = effort.affordable(effort.moves, problem, best.candidate)
     spent = 0
     improved = True
     while improved and spent < moves:

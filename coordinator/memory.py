@@ -86,6 +86,22 @@ class MemoryModel:
             return self.n_micro
         return int(room // each)
 
+    def farthest(self, positions: NDArray[np.intp], limit_bytes: float, in_flight: int) -> NDArray[np.intp]:
+        """[l] index of the last position up to which a stage from positions[l] fits, at least l.
+
+        From the safe side: a leaf used twice counts twice, and a wide cut on the way ends it.
+        """
+        p, q = positions, 1 if self.recompute else in_flight
+        grown = self._state[p] + q * self._saved[p]
+        needed = np.maximum.accumulate(grown + 2.0 * self.live[p])
+        room = limit_bytes + grown - (2 + in_flight) * self.live[p]
+        far = np.searchsorted(needed, room, side="right") - 1
+        here = np.arange(len(p))
+        far = np.maximum(far, here)
+        step = np.diff(grown) + (2 + in_flight) * self.live[p[:-1]] + 2.0 * self.live[p[1:]]
+        far[:-1] = np.maximum(far[:-1], here[:-1] + (step <= limit_bytes))
+        return far
+
     def matrix(self, positions: NDArray[np.intp], in_flight: int) -> Floats:
         """[l, i] bytes of the stage from positions[l] to positions[i]; meaningless for i <= l."""
         p = positions

@@ -8,18 +8,18 @@ timeline. Results are kept, since searches come back to the same candidate.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.microbatch import ScheduleName, delay_aware_warmup, gpipe, one_f_one_b
+from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
 from coordinator.bound import lower_bound
 from coordinator.chain import Chain
 from coordinator.estimate import OpTable, apply_seconds
 from coordinator.memory import MemoryModel, prefix
-from coordinator.timeline import Timeline, simulate
+from coordinator.timeline import Timeline, simulate, step_seconds
 from coordinator.traffic import Traffic
 from coordinator.workload import StageLoad, Wire, Workload, routes_of
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.job import TrainingSpec
+    from atoll.microbatch import Action
     from atoll.opdag import OpDag
     from coordinator.chain import Bools
     from coordinator.fleet import Fleet
@@ -150,7 +151,7 @@ class Problem:
                     backward_s=float(self.backward[d, b] - self.backward[d, a]),
                     apply_s=apply_seconds(*self.memory.trained(a, b), self.training, device),
                     commit_latency_s=device.coordinator.latency_s,
-                    actions=one_f_one_b(self.n_micro, warmup),
+                    actions=_actions(self.n_micro, warmup),
                 )
             )
         routes = routes_of(self.fleet, candidate.devices, cut)
@@ -166,24 +167,31 @@ class Problem:
             found.append(cap)
         return found
 
-    def warmups(self, work: Workload, caps: Sequence[int]) -> tuple[int, ...]:
-        """Delay-aware warm-up of each stage within memory (microbatch.delay_aware_warmup).
+    def warmups(self, work: Workload, caps: Sequence[int]) -> list[tuple[int, ...]]:
+        """Warm-up depths worth trying (microbatch.delay_aware_warmup), each within memory.
 
         Each boundary adds 1 + ceil(2c / (F + B)) with its own delay c and the slowest stage's
-        F + B, which is the formula where all are alike. Never rises from a stage to the next:
-        a stage that runs fewer ahead than its successor would wait for itself.
+        F + B, which is the formula where all are alike. Where memory allows less, either every
+        stage takes what it may, or all depths shrink alike (equal depths would make each stage
+        wait for as many forwards as the first one), or plain 1F1B's are taken. A depth never
+        rises from a stage to the next: that pipeline would wait for itself.
         """
         slowest = max(work.stages, key=lambda s: s.forward_s + s.backward_s)
-        depth = 0
-        wanted = [0]
-        for s in range(len(work.stages) - 1, 0, -1):
-            hop = self._hop_s(work, s)
-            depth += delay_aware_warmup(0, 2, self.n_micro + 1, hop, slowest.forward_s, slowest.backward_s)
-            wanted.append(min(depth, self.n_micro - 1))
-        found: list[int] = []
-        for want, cap in zip(reversed(wanted), caps, strict=True):
-            found.append(min(want, cap - 1, *found[-1:]))
-        return tuple(found)
+        both = (slowest.forward_s, slowest.backward_s)
+        depths = [0]
+        for s in range(len(caps) - 1, 0, -1):
+            depths.append(
+                depths[-1] + delay_aware_warmup(0, 2, self.n_micro + 1, self._hop_s(work, s), *both)
+            )
+        depths.reverse()
+        wanted = [min(depth, self.n_micro - 1) for depth in depths]
+        found = [_non_rising(wanted, caps)]
+        if any(cap <= want for cap, want in zip(caps, wanted, strict=True)):
+            ratio = min((cap - 1) / depth for cap, depth in zip(caps, depths, strict=True) if depth)
+            shrunk = [round(depth * min(1.0, ratio)) for depth in depths]
+            found.append(_non_rising(shrunk, caps))
+            found.append(_non_rising([len(caps) - s - 1 for s in range(len(caps))], caps))
+        return list(dict.fromkeys(found))
 
     def _hop_s(self, work: Workload, s: int) -> float:
         """Delay plus transfer into stage s: half of there and back, from wherever it receives."""
@@ -226,12 +234,12 @@ class Problem:
         options: list[Scored] = []
         work = self.workload(candidate, [n] * len(caps))
         if self.schedule is not ScheduleName.GPIPE:
-            warmups = self.warmups(work, caps)
-            ordered = work.with_actions([one_f_one_b(n, w) for w in warmups])
-            step = simulate(ordered).step_s
-            options.append(Scored(candidate, ScheduleName.ONE_F_ONE_B, warmups, step))
+            for warmups in self.warmups(work, caps):
+                ordered = work.with_actions([_actions(n, w) for w in warmups])
+                step = step_seconds(ordered)
+                options.append(Scored(candidate, ScheduleName.ONE_F_ONE_B, warmups, step))
         if self.schedule is not ScheduleName.ONE_F_ONE_B and min(caps) >= n:
-            step = simulate(work.with_actions([gpipe(n)] * len(caps))).step_s
+            step = step_seconds(work.with_actions([_actions(n, n)] * len(caps)))
             options.append(Scored(candidate, ScheduleName.GPIPE, (n,) * len(caps), step))
         # 1F1B holds fewer micro-batches: GPipe must be clearly faster to be worth its memory.
         return min(
@@ -244,3 +252,14 @@ class Problem:
         """The full timeline of a scored candidate."""
         work = self.workload(scored.candidate, scored.warmups)
         return work, simulate(work, keep_spans)
+
+
+def _non_rising(wanted: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:
+    """The largest depths within ``wanted`` and caps - 1 that never rise."""
+    return tuple(accumulate((min(want, cap - 1) for want, cap in zip(wanted, caps, strict=True)), min))
+
+
+@lru_cache(maxsize=256)
+def _actions(n_micro: int, warmup: int) -> tuple[Action, ...]:
+    """Searches ask for the same few lists thousands of times; GPipe is warm-up ``n_micro``."""
+    return one_f_one_b(n_micro, warmup)

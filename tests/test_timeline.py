@@ -72,7 +72,7 @@ def random_work(seed: int) -> Workload:
     work = problem.workload(candidate, [problem.n_micro] * n_devices)
     if draw.random() < 0.6:
         caps = [draw.randrange(1, 9) for _ in range(n_devices)]
-        warmups = problem.warmups(work, caps)
+        warmups = draw.choice(problem.warmups(work, caps))
         work = work.with_actions([one_f_one_b(problem.n_micro, w) for w in warmups])
     return work
 
