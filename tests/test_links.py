@@ -1,0 +1,95 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.links import LinkTable, infer_shared, judge_link, judge_step, judge_timing
+
+
+def test_the_first_probe_is_taken_whole_and_later_ones_by_half():
+    table = LinkTable()
+    assert table.probed("a", "b", 10e6, 0.080) is None
+    assert table.probed("a", "b", 20e6, 0.040) is None
+    link = table.get("a", "b")
+    assert link.bandwidth_bps == pytest.approx(15e6)
+    assert link.latency_s == pytest.approx(0.030)
+
+
+def test_each_direction_has_its_own_estimate_and_stands_in_for_the_other():
+    table = LinkTable()
+    table.probed("a", "b", 10e6, 0.02)
+    assert table.get("b", "a") == table.get("a", "b")
+    table.probed("b", "a", 50e6, 0.02)
+    assert table.get("b", "a").bandwidth_bps == 50e6
+    assert table.get("a", "c") is None
+
+
+def test_goodput_moves_the_rate_slowly_and_little_traffic_only_the_latency():
+    table = LinkTable()
+    table.probed("a", "b", 10e6, 0.02)
+    table.carried("a", "b", 2_500_000, 1.0, 0.02)
+    assert table.get("a", "b").bandwidth_bps == pytest.approx(11e6)
+    table.carried("a", "b", 1000, 1.0, 0.12)
+    assert table.get("a", "b").bandwidth_bps == pytest.approx(11e6)
+    assert table.get("a", "b").latency_s == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "rtt"),
+    [(0, 0.1), (-1e6, 0.1), (1e15, 0.1), (math.nan, 0.1), (1e6, -0.1), (1e6, 1e6), (1e6, math.nan)],
+)
+def test_impossible_links_are_refused_with_the_reason_and_change_nothing(bandwidth, rtt):
+    table = LinkTable()
+    reason = table.probed("w1", "w2", bandwidth, rtt)
+    assert reason is not None
+    assert "w1 reports" in reason
+    assert table.get("w1", "w2") is None
+
+
+@given(st.floats(), st.floats(), st.integers(), st.floats())
+def test_no_report_makes_an_unusable_estimate(bandwidth, rtt, n_bytes, busy):
+    table = LinkTable()
+    table.probed("a", "b", bandwidth, rtt)
+    table.carried("a", "b", n_bytes, busy, rtt)
+    link = table.get("a", "b")
+    assert link is None or judge_link("a", "b", link.bandwidth_bps, 2 * link.latency_s) is None
+
+
+def test_a_worker_that_is_too_fast_to_be_true_is_recognised():
+    assert judge_timing("w1", "aten.mm.default", 0.001, int(1e9)) is None
+    assert "TFLOP/s" in judge_timing("w1", "aten.mm.default", 1e-6, int(1e13))
+    assert "possible are" in judge_timing("w1", "aten.mm.default", -1.0, 10)
+    assert judge_step("w1", 1.0, 1.2) is None
+    assert "busy seconds" in judge_step("w1", 10.0, 1.0)
+    assert "busy seconds" in judge_step("w1", math.nan, 1.0)
+
+
+def test_a_worker_that_left_is_forgotten():
+    table = LinkTable()
+    table.probed("a", "b", 1e6, 0.1)
+    table.probed("b", "c", 1e6, 0.1)
+    table.forget("a")
+    assert list(table.estimates) == [("b", "c")]
+
+
+def test_flows_that_reach_their_rate_only_one_at_a_time_share_an_uplink():
+    solo = {("a", "x"): 10e6, ("a", "y"): 10e6}
+    (uplink,) = infer_shared(solo, [{("a", "x"): 5e6, ("a", "y"): 5e6}], {})
+    assert uplink.members == ("a",)
+    assert uplink.up_bps == 10e6
+    assert uplink.down_bps == math.inf
+
+
+def test_flows_that_do_not_disturb_each_other_share_nothing():
+    solo = {("a", "x"): 10e6, ("b", "y"): 10e6}
+    assert infer_shared(solo, [{("a", "x"): 9.5e6, ("b", "y"): 9.8e6}], {}) == ()
+
+
+def test_a_site_shares_what_its_members_reach_together_or_else_the_best_alone():
+    sites = {"a": "home", "b": "home", "x": ""}
+    solo = {("a", "x"): 10e6, ("b", "x"): 8e6, ("x", "a"): 30e6, ("a", "b"): 1e9}
+    (guessed,) = infer_shared(solo, [], sites)
+    assert guessed.name == "home"
+    assert guessed.members == ("a", "b")
+    assert (guessed.up_bps, guessed.down_bps) == (10e6, 30e6)
