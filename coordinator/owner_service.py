@@ -16,6 +16,7 @@ from coordinator import events as ev
 from coordinator import rounds
 from coordinator.entry_service import Doorkeeping
 from coordinator.journal import Record
+from coordinator.partition import known_partitioner
 from coordinator.refusing import refuse
 from coordinator.shell import Shell
 from coordinator.views import job_update, link_statuses, worker_status
@@ -39,7 +40,6 @@ UPDATE_EVERY_S = 0.2  # at most, on one Watch stream
 UPDATE_AT_LEAST_S = 2.0
 PLAN_WITHIN_S = 600.0
 POINTS_AN_UPDATE = 5000
-_PARTITIONERS = ("even", "proportional", "op_fence")
 
 
 class OwnerService(rpc.OwnerServicer):
@@ -79,8 +79,7 @@ class OwnerService(rpc.OwnerServicer):
         ledger = self._shell.scheduler.ledger
         if submission in ledger.submissions:
             return ledger.submissions[submission]
-        if spec.partitioner not in _PARTITIONERS:
-            raise UsageError(f"partitioner {spec.partitioner!r}; choose {', '.join(_PARTITIONERS)}")
+        known_partitioner(spec.partitioner)
         wrong = self._shell.scheduler.refusal(spec)
         if wrong is not None:
             raise UsageError(wrong)
@@ -297,8 +296,7 @@ def _job_name(name: str, taken: set[str]) -> str:
 
 def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
     partitioner = request.partitioner or "op_fence"
-    if partitioner not in _PARTITIONERS:
-        raise UsageError(f"partitioner {partitioner[:60]!r}; choose {', '.join(_PARTITIONERS)}")
+    known_partitioner(partitioner)
     nothing = DataSpec((), 1, 1)
     return JobSpec(
         "plan",

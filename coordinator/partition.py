@@ -74,9 +74,8 @@ def make_plan(
 
 def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = None) -> list[Scored]:
     """Judged candidates of a partitioner, best first, at least one."""
+    known_partitioner(partitioner)
     given = partitioner.startswith(GIVEN_CUT)
-    if partitioner not in PARTITIONERS and not given:
-        raise UsageError(f"partitioner {partitioner!r}; choose {', '.join(PARTITIONERS)} or {GIVEN_CUT}26,65")
     if partitioner == "op_fence":
         found = search(problem, effort)
     else:
@@ -89,6 +88,14 @@ def plan_candidates(problem: Problem, partitioner: str, effort: Effort | None = 
     if not found:
         raise NotEnoughMemory(shortage(problem, partitioner))
     return found
+
+
+def known_partitioner(name: str) -> None:
+    """UsageError unless ``name`` is a partitioner or a given cut."""
+    if name not in PARTITIONERS and not name.startswith(GIVEN_CUT):
+        raise UsageError(
+            f"partitioner {name[:60]!r}; choose {', '.join(PARTITIONERS)}, or give the cut: {GIVEN_CUT}26,65"
+        )
 
 
 def given_cut(problem: Problem, text: str) -> Candidate:
