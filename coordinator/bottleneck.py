@@ -2,7 +2,8 @@
 
 Each stage, link resource and all latencies together are made 10 % better in turn; whatever
 shortens the step the most is the bottleneck, and by how much is the reason. In long pipelines
-only the busiest are tried.
+only the busiest are tried. Memory is asked differently: with all micro-batches in flight wherever
+delay asks for them, how long would the step take?
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from atoll.microbatch import one_f_one_b
 from coordinator.timeline import step_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from coordinator.problem import Problem
     from coordinator.timeline import Timeline
     from coordinator.workload import Workload
@@ -21,8 +25,14 @@ BETTER = 0.9
 TRIED_OF_A_KIND = 4
 
 
-def bottleneck(problem: Problem, work: Workload, timeline: Timeline) -> tuple[str, str]:
-    """(name, reason): "link w1>w3", "stage 2 on w3", "uplink lab up" or "latency"."""
+def bottleneck(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence[int]) -> tuple[str, str]:
+    """(name, reason): "link w1>w3", "stage 2 on w3", "uplink lab up", "latency" or "memory".
+
+    ``caps``: most micro-batches in flight that each stage has memory for.
+    """
+    starved = _memory(problem, work, timeline, caps)
+    if starved:
+        return "memory", starved
     labels = [problem.fleet.devices[s.device].label for s in work.stages]
     options: list[tuple[float, str, str]] = []
     busiest = sorted(range(len(labels)), key=lambda s: -timeline.compute_s[s])[:TRIED_OF_A_KIND]
@@ -38,6 +48,25 @@ def bottleneck(problem: Problem, work: Workload, timeline: Timeline) -> tuple[st
     step, name, text = min(options, key=lambda option: option[0])
     gain = 1.0 - step / timeline.step_s
     return name, f"{text}; 10 % better there would shorten the step by {max(gain, 0.0):.1%}"
+
+
+def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence[int]) -> str:
+    """Why memory is what holds the step up, "" when more of it would gain less than 10 %."""
+    n = work.n_micro
+    wanted = problem.warmups(work, [n] * len(caps))[0]
+    short = [s for s, want in enumerate(wanted) if caps[s] <= want]
+    if not short:
+        return ""
+    step = step_seconds(work.with_actions([one_f_one_b(n, w) for w in wanted]))
+    if step > BETTER * timeline.step_s:
+        return ""
+    worst = min(short, key=lambda s: (caps[s] / (wanted[s] + 1), s))
+    label = problem.fleet.devices[work.stages[worst].device].label
+    return (
+        f"stage {worst} on {label} has room for {caps[worst]} of the {min(n, wanted[worst] + 1)} "
+        f"micro-batches in flight that the delays ask for; with room the step would take {step:.3g} s "
+        "(set recompute, lower the micro-batch size or raise its memory limit)"
+    )
 
 
 def _faster_stage(work: Workload, s: int) -> Workload:

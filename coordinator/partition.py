@@ -122,7 +122,7 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
     work, timeline = problem.timeline(scored, keep_spans=False)
     bound = lower_bound(work, problem.fleet.payload_share)
     names = [problem.fleet.devices[s.device].worker for s in work.stages]
-    where, why = bottleneck(problem, work, timeline)
+    where, why = bottleneck(problem, work, timeline, problem.caps(scored.candidate))
     single_s, single = _single_machine(problem)
     if problem.measured_share < 0.5:
         notes = (*notes, "op times are mostly estimated from FLOPs and bytes, not measured")

@@ -107,6 +107,20 @@ def test_a_plan_that_only_memory_forces_says_how_much_faster_one_machine_would_b
     assert any("faster on fast" in note and "if it had the memory" in note for note in notes)
 
 
+def test_the_bottleneck_names_what_would_help_most():
+    def bottleneck(fleet, training=TRAINING):
+        return plan_for(gpt_like(4, tied=False), fleet, "even", training=training).prediction.bottleneck
+
+    starved, roomy = two_islands(memory_mib=30), two_islands(memory_mib=400)
+    assert bottleneck(starved, TrainingSpec(10, 16)) == "memory"
+    assert bottleneck(roomy).startswith("uplink ")
+    n = len(roomy.devices)
+    instant = Fleet(roomy.devices, np.full((n, n), 1e12), np.full((n, n), 1e-6))
+    assert bottleneck(instant).startswith("stage ")
+    far = Fleet(roomy.devices, np.full((n, n), 1e12), np.full((n, n), 5.0))
+    assert bottleneck(far) == "latency"
+
+
 def test_too_little_memory_is_refused_with_the_shortage_and_the_limits():
     with pytest.raises(NotEnoughMemory, match=r"needs \d+ MiB .* MiB short; lower the micro-batch"):
         plan_for(gpt_like(4), two_islands(memory_mib=10))
