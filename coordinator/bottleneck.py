@@ -81,7 +81,7 @@ def _wires(
     """(name, stage pairs, busy seconds) of what may be scarce, busiest first.
 
     Several lines in a row may be equally scarce, so what is improved is the whole way of all
-    pairs that meet in one of them; resources met by the same pairs are one.
+    pairs that meet in one of them, both directions; resources met by the same pairs are one.
     """
     users: dict[str, set[tuple[int, int]]] = {}
     for pair, way in work.routes.items():
@@ -99,6 +99,8 @@ def _wires(
 
 
 def _faster_routes(work: Workload, pairs: frozenset[tuple[int, int]]) -> Workload:
+    # Activations one way and gradients the other fill a line in turn: one direction alone helps little.
+    pairs = pairs | {(b, a) for a, b in pairs if (b, a) in work.routes}
     scarce = {name for pair in pairs for name, _ in work.routes[pair].resources}
     routes = {
         pair: replace(
