@@ -8,9 +8,11 @@ for an optional client certificate, hence two. torch is never imported here.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -314,6 +316,7 @@ def serve(config: CoordinatorConfig) -> Running:
 
 def serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
     """Run until SIGINT or SIGTERM; ``announce`` is called once calls are taken."""
+    _log_to_stderr()
     asyncio.run(_serve_forever(config, announce))
 
 
@@ -333,6 +336,21 @@ async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started]
         log.warning("server.stop_slow", waited_s=config.stop_within_s)
         # Threads that still plan or hash must not hold the process.
         os._exit(0)
+
+
+def _log_to_stderr() -> None:
+    """Events from info on, one a line: coloured on a terminal, JSON elsewhere."""
+    terminal = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(default=str),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 def _private_folder(folder: Path) -> None:

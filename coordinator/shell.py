@@ -134,16 +134,16 @@ class Shell:
         for posted in batch:
             try:
                 todo.append((posted, self.scheduler.handle(posted.event, now_s)))
-            except LookupError as error:
+            except Exception as error:
                 # Our own mistake: say so, and keep serving everybody else.
-                log.exception("scheduler.refused_our_event", event_kind=type(posted.event).__name__)
+                log.exception("scheduler.broke", event_kind=type(posted.event).__name__)
                 _resolve(posted, error)
         facts = [i.fact for _, instructions in todo for i in instructions if isinstance(i, do.Journal)]
         failure = self._write(facts, now_s)
         for posted, instructions in todo:
             for instruction in instructions:
                 if failure is None or not _consequence(instruction):
-                    self._perform(instruction, now_s)
+                    self._attempt(instruction, now_s)
             _resolve(posted, failure if any(isinstance(i, do.Journal) for i in instructions) else None)
             self._note_commit(posted, instructions)
 
@@ -190,6 +190,12 @@ class Shell:
         self.post(ev.StorageRecovered())
 
     # ------------------------------------------------------------ instructions
+
+    def _attempt(self, instruction: do.Instruction, now_s: float) -> None:
+        try:
+            self._perform(instruction, now_s)
+        except Exception:
+            log.exception("shell.broke", instruction=type(instruction).__name__)
 
     def _perform(self, instruction: do.Instruction, now_s: float) -> None:
         self.observe(instruction)
@@ -244,11 +250,10 @@ class Shell:
         self, event: str, level: str, job: str, source: str, fields: Mapping[str, Any], now_s: float
     ) -> None:
         """One log line, to the process's log and to `atoll logs`."""
-        tags = {"job": job} if job else {}
-        shown = {("worker" if key == "event" else key): value for key, value in fields.items()}
-        getattr(log, level if level in ("debug", "info", "warning", "error") else "info")(
-            event, source=source, **tags, **shown
-        )
+        shown = {"by": source, **({"job": job} if job else {}), **fields}
+        shown["what"] = shown.pop("event", None)
+        write = getattr(log, level if level in ("debug", "info", "warning", "error") else "info")
+        write(event, **{key: value for key, value in shown.items() if value is not None})
         if level != "debug":
             self.logs.add(now_s, level, event, source, job, fields)
             self.logged.set()

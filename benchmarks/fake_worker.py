@@ -1,0 +1,255 @@
+"""A worker that computes nothing: real enrolment, real TLS session, instant answers.
+
+Used to measure and test the coordinator alone. ``answer`` may be overridden to misbehave.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from safetensors.numpy import save
+
+import atoll
+from protos import PROTOCOL_VERSION
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos import atoll_job_pb2 as job_pb
+from protos.credentials import (
+    COORDINATOR,
+    Identity,
+    JoinToken,
+    channel_credentials,
+    identity_from,
+    name_options,
+    new_key,
+    signing_request,
+)
+
+LOSS = 2.0
+
+
+@dataclass
+class FakeWorker:
+    """``entry``: HOST:PORT of the coordinator; ``token`` None: --insecure."""
+
+    entry: str
+    token: str | None
+    name: str = "fake"
+    incarnation: int = 1
+    memory_bytes: int = 8 << 30
+    compute_s: float = 0.0  # of every step
+    ready: Callable[[FakeWorker, int], pb.StepReady] | None = None
+    bandwidth_bps: float = 1e9
+    on_commit: Callable[[FakeWorker, pb.StepCommit], None] | None = None
+    identity: Identity | None = None
+    worker: str = ""
+    protocol: int = PROTOCOL_VERSION
+    received: list[str] = field(default_factory=list)
+    commits: list[pb.StepCommit] = field(default_factory=list)
+    assigned: pb.Assign | None = None
+    dismissed: pb.Dismiss | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: str = ""
+    _out: queue.Queue[pb.FromWorker | None] = field(default_factory=queue.Queue)
+    _channel: grpc.Channel | None = None
+    _stream: Any = None
+    work_port: int = 0
+
+    def enroll(self) -> None:
+        """Exchange the token for a certificate."""
+        token = JoinToken.decode(self.token) if self.token else None
+        key = new_key()
+        with self._open(self.entry, token.ca_pem if token else None) as channel:
+            reply = rpc.EntryStub(channel).Enroll(
+                pb.EnrollRequest(
+                    protocol=PROTOCOL_VERSION,
+                    token=token.presented if token else "",
+                    csr_pem=signing_request(key, self.name),
+                    name=self.name,
+                ),
+                timeout=10,
+            )
+        self.worker, self.work_port = reply.worker, reply.work_port
+        if token:
+            self.identity = identity_from(key, reply.certificate_pem, reply.ca_pem)
+
+    def start(self) -> FakeWorker:
+        """Enroll where needed and open the session."""
+        if not self.worker:
+            self.enroll()
+        host = self.entry.rpartition(":")[0]
+        ca = self.identity.ca_pem if self.identity else None
+        self._out = queue.Queue()
+        self.ended = threading.Event()
+        self._channel = self._open(f"{host}:{self.work_port}", ca)
+        self.say(introduction=self.introduction())
+        self._stream = rpc.WorkStub(self._channel).Session(self._messages(), metadata=self.metadata)
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._beat, args=(self.ended,), daemon=True).start()
+        return self
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self.identity else (("atoll-worker", self.worker),)
+
+    def introduction(self) -> pb.Introduction:
+        return pb.Introduction(
+            protocol=self.protocol,
+            name=self.name,
+            device=pb.DeviceFacts(
+                kind="cpu",
+                model="none",
+                threads=1,
+                memory_bytes=self.memory_bytes,
+                memory_limit_bytes=self.memory_bytes,
+                atoll_version=atoll.__version__,
+            ),
+            peer_addresses=[pb.Address(host="127.0.0.1", port=9)],
+            incarnation=self.incarnation,
+        )
+
+    def say(self, **body: Any) -> None:
+        self._out.put(pb.FromWorker(**body))
+
+    def vanish(self) -> None:
+        """Break the connection without a word."""
+        self.ended.set()
+        if self._stream is not None:
+            self._stream.cancel()
+        self._out.put(None)
+        if self._channel is not None:
+            self._channel.close()
+
+    stop = vanish
+
+    def blobs(self) -> rpc.BlobsStub:
+        assert self._channel is not None
+        return rpc.BlobsStub(self._channel)
+
+    # ------------------------------------------------------------ inside
+
+    def _open(self, address: str, ca: bytes | None) -> grpc.Channel:
+        options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
+        if ca is None:
+            return grpc.insecure_channel(address, options=options)
+        credentials = channel_credentials(ca, self.identity)
+        return grpc.secure_channel(address, credentials, options=options + name_options(COORDINATOR))
+
+    def _messages(self) -> Iterator[pb.FromWorker]:
+        source = self._out
+        while (message := source.get()) is not None:
+            yield message
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(0.4):
+            job = self.assigned.job if self.assigned else ""
+            version = self.assigned.plan_version if self.assigned else 0
+            self.say(heartbeat=pb.Heartbeat(worker_time_s=time.time(), job=job, plan_version=version))
+
+    def _listen(self) -> None:
+        ended = self.ended
+        try:
+            for message in self._stream:
+                self.answer(message)
+        except grpc.RpcError as error:
+            self.error = str(error.details() if isinstance(error, grpc.Call) else error)
+        ended.set()
+
+    def answer(self, message: pb.ToWorker) -> None:
+        body = message.WhichOneof("body") or ""
+        if body != "commit":
+            self.received.append(body)
+        match body:
+            case "probe_ops":
+                asked = message.probe_ops
+                timings = [
+                    pb.OpTiming(signature=op.signature, forward_s=1e-3, backward_s=2e-3) for op in asked.ops
+                ]
+                self.say(ops_probed=pb.OpsProbed(request=asked.request, timings=timings))
+            case "probe_link":
+                link = message.probe_link
+                self.say(
+                    link_probed=pb.LinkProbed(
+                        request=link.request,
+                        peer=link.peer.worker,
+                        rtt_s=1e-3,
+                        bandwidth_bps=self.bandwidth_bps,
+                    )
+                )
+            case "assign":
+                self.assigned = message.assign
+                self.say(loaded=pb.Loaded(job=message.assign.job, plan_version=message.assign.plan_version))
+            case "start":
+                self._compute(message.start.step)
+            case "commit":
+                self._committed(message.commit)
+            case "release":
+                self.assigned = None
+            case "dismiss":
+                self.dismissed = message.dismiss
+
+    def _compute(self, step: int) -> None:
+        if self.compute_s:
+            time.sleep(self.compute_s)
+        if self.ready is not None:
+            self.say(ready=self.ready(self, step))
+        else:
+            self.say(ready=self.report(step))
+
+    def report(self, step: int, **changes: Any) -> pb.StepReady:
+        assert self.assigned is not None
+        report = pb.StepReady(
+            job=self.assigned.job,
+            plan_version=self.assigned.plan_version,
+            step=step,
+            square_norms=[1.0] * len(self.assigned.program.parameters),
+            finite=True,
+            forward_s=1e-5,
+            backward_s=1e-5,
+        )
+        if self.assigned.program.HasField("loss"):
+            report.loss = LOSS / (1 + step)
+        for name, value in changes.items():
+            setattr(report, name, value)
+        return report
+
+    def _committed(self, commit: pb.StepCommit) -> None:
+        if self.on_commit is not None:
+            self.on_commit(self, commit)
+        self.commits.append(commit)
+        if commit.evaluate and self.assigned is not None:
+            program = self.assigned.eval_program
+            loss = {"loss": 1.5} if program.HasField("loss") else {}
+            self.say(
+                eval_ready=pb.EvalReady(
+                    job=commit.job, plan_version=commit.plan_version, step=commit.step, **loss
+                )
+            )
+        if commit.store:
+            threading.Thread(target=self._store, args=(commit,), daemon=True).start()
+        if not commit.last:
+            self._compute(commit.step + 1)
+
+    def _store(self, commit: pb.StepCommit) -> None:
+        assert self.assigned is not None
+        tensors = []
+        for name in self.assigned.program.parameters:
+            data = save({"value": np.full(4, commit.step, np.float32)}, {"of": name})
+            blob = hashlib.sha256(data).hexdigest()
+            self.blobs().Put(
+                iter([pb.BlobChunk(hash=blob, size=len(data), data=data)]), metadata=self.metadata, timeout=10
+            )
+            tensors.append(job_pb.TensorBlob(name=name, blob=blob))
+        self.say(
+            stored=pb.StateStored(
+                job=commit.job, plan_version=commit.plan_version, step=commit.step, tensors=tensors
+            )
+        )
