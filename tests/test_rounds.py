@@ -1,0 +1,275 @@
+"""A job's machine: all stages or none, and never a message counted twice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.job import DataSpec, JobSpec, Optimizer, TrainingSpec
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, StageSpec
+from coordinator import rounds
+from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from coordinator.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
+from coordinator.instructions import CommitStep, DiscardStep, StartStep
+from coordinator.rounds import Dropped, FromStage, JobState, Phase, Record, ReleaseAll, ToStages
+
+HASH = "ab" * 32
+STAGES = 3
+
+
+def spec(**changes: Any) -> JobSpec:
+    training = TrainingSpec(**{"steps": 4, "n_micro": 2, **changes})
+    data = DataSpec((), 8, 1)
+    return JobSpec("job", training, HASH, HASH, {"w0": HASH, "w1": HASH, "w2": HASH}, data, data)
+
+
+def plan(version: int = 1, n_stages: int = STAGES) -> Plan:
+    stages = tuple(StageSpec(i, i + 1, i, i + 1, (f"w{i}",), 1) for i in range(n_stages))
+    return Plan("j", version, HASH, HASH, "even", ScheduleName.GPIPE, 2, stages)
+
+
+def step(state: JobState, event: rounds.Event, now_s: float = 1.0) -> rounds.Outcome:
+    return rounds.step(state, event, now_s)
+
+
+def loading(**changes: Any) -> JobState:
+    state = JobState("j", spec(**changes), Checkpoint(0, {"w0": HASH, "w1": HASH, "w2": HASH}), 0.0)
+    for event in (rounds.Picked("go"), rounds.Profiled(), rounds.Planned(plan())):
+        state, _ = step(state, event)
+    return state
+
+
+def training(**changes: Any) -> JobState:
+    state = loading(**changes)
+    for stage in range(STAGES):
+        state, _ = step(state, FromStage(stage, Loaded("j", 1)))
+    assert state.phase is Phase.TRAINING
+    return state
+
+
+def ready(stage: int, at: int, **changes: Any) -> FromStage:
+    loss = 2.0 if stage == STAGES - 1 else None
+    return FromStage(stage, StepReady(**{"job": "j", "version": 1, "step": at, "loss": loss, **changes}))
+
+
+def committed(state: JobState) -> tuple[JobState, list[rounds.Todo]]:
+    """Every stage reports the step in flight."""
+    todo: list[rounds.Todo] = []
+    at = state.step
+    for stage in range(STAGES):
+        state, todo = step(state, ready(stage, at))
+    return state, todo
+
+
+def commits(todo: list[rounds.Todo]) -> list[CommitStep]:
+    return [t.message for t in todo if isinstance(t, ToStages) and isinstance(t.message, CommitStep)]
+
+
+def test_training_starts_when_every_stage_is_loaded() -> None:
+    state = loading()
+    for stage in (2, 0):
+        state, todo = step(state, FromStage(stage, Loaded("j", 1)))
+        assert todo == []
+    state, todo = step(state, FromStage(1, Loaded("j", 1)))
+    assert todo == [ToStages(StartStep("j", 1, 0))]
+    assert state.phase is Phase.TRAINING
+
+
+def test_a_step_is_committed_once_all_stages_are_ready_and_recorded_first() -> None:
+    state = training()
+    for stage in (1, 0):
+        state, todo = step(state, ready(stage, 0))
+        assert todo == []
+        assert state.step == 0
+    state, todo = step(state, ready(2, 0))
+    assert isinstance(todo[0], Record)
+    assert isinstance(todo[0].fact, StepCommitted)
+    assert commits(todo) == [CommitStep("j", 1, 0, 1.0, store=False, evaluate=False, last=False)]
+    assert (state.step, state.loss) == (1, 2.0)
+
+
+def test_a_duplicate_report_is_dropped_and_counts_once() -> None:
+    state, _ = step(training(), ready(0, 0))
+    again, todo = step(state, ready(0, 0))
+    assert again == state
+    assert isinstance(todo[0], Dropped)
+
+
+def test_a_report_of_another_plan_or_step_is_dropped() -> None:
+    state = training()
+    for stale in (ready(0, 0, version=9), ready(0, 3)):
+        same, todo = step(state, stale)
+        assert same == state
+        assert [type(t) for t in todo] == [Dropped]
+
+
+def test_who_did_not_hear_the_last_commit_is_told_again() -> None:
+    state, _ = committed(training())
+    state, todo = step(state, ready(1, 0))
+    assert [t for t in todo if isinstance(t, ToStages)] == [
+        ToStages(CommitStep("j", 1, 0, 1.0, store=False, evaluate=False, last=False), 1)
+    ]
+
+
+def test_the_flags_follow_the_declared_intervals() -> None:
+    state = training(eval_every=2, eval_batches=1, checkpoint_every=3)
+    seen = []
+    while state.step < 4:
+        state, todo = committed(state)
+        seen.append(next((c.store, c.evaluate, c.last) for c in commits(todo)))
+        if state.awaiting_eval is not None:
+            at = state.awaiting_eval - 1
+            state, _ = step(state, FromStage(2, EvalReady("j", 1, at, 1.5)))
+    assert seen == [
+        (False, False, False),
+        (False, True, False),
+        (True, False, False),
+        (True, True, True),
+    ]
+
+
+def test_a_plan_without_an_evaluation_cut_never_evaluates() -> None:
+    state = training(eval_batches=1, steps=1)
+    assert state.plan is not None
+    blind = tuple(replace(s, eval_start=0, eval_stop=0) for s in state.plan.stages)
+    _, todo = committed(replace(state, plan=replace(state.plan, stages=blind)))
+    assert not commits(todo)[0].evaluate
+
+
+def stored(stage: int, at: int) -> FromStage:
+    return FromStage(stage, StateStored("j", 1, at, {f"w{stage}": f"{at}{stage}" * 32}))
+
+
+def test_a_checkpoint_counts_only_when_every_stage_has_stored_it() -> None:
+    state = training(checkpoint_every=1)
+    state, _ = committed(state)
+    for stage in (0, 2):
+        state, todo = step(state, stored(stage, 0))
+        assert todo == []
+        assert state.checkpoint.step == 0
+    state, todo = step(state, stored(1, 0))
+    assert [type(t.fact) for t in todo if isinstance(t, Record)] == [CheckpointStored]
+    assert state.checkpoint == Checkpoint(1, {"w0": "00" * 32, "w1": "01" * 32, "w2": "02" * 32})
+
+
+def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
+    state = training(steps=1, eval_batches=1)
+    state, _ = committed(state)
+    assert state.phase is Phase.EVALUATING
+    for stage in range(STAGES):
+        state, _ = step(state, stored(stage, 0))
+    assert state.phase is Phase.EVALUATING
+    state, todo = step(state, FromStage(2, EvalReady("j", 1, 0, 1.25)))
+    assert (state.phase, state.eval_loss) == (Phase.FINISHED, 1.25)
+    assert any(isinstance(t, Record) and isinstance(t.fact, JobEnded) for t in todo)
+    assert any(isinstance(t, ReleaseAll) for t in todo)
+
+
+@pytest.mark.parametrize("changes", [{"loss": math.nan}, {"loss": math.inf}, {"finite": False}])
+def test_a_loss_or_gradient_that_is_not_finite_stops_the_job_with_its_checkpoint(
+    changes: dict[str, Any],
+) -> None:
+    state = training(checkpoint_every=1)
+    state, _ = committed(state)
+    for stage in range(STAGES):
+        state, _ = step(state, stored(stage, 0))
+    state, todo = step(state, ready(2, 1, **changes))
+    assert state.phase is Phase.FAILED
+    assert "last good checkpoint is of step 1" in state.reason
+    discards = [t.message for t in todo if isinstance(t, ToStages)]
+    assert [type(d) for d in discards] == [DiscardStep]
+    assert state.checkpoint.step == 1
+
+
+def test_a_lost_stage_pauses_the_job_and_the_next_plan_goes_on_from_the_checkpoint() -> None:
+    state = training(checkpoint_every=2)
+    for _ in range(2):
+        state, _ = committed(state)
+    for stage in range(STAGES):
+        state, _ = step(state, stored(stage, 1))
+    state, _ = committed(state)
+    state, todo = step(state, rounds.StageLost("w1 is lost: silent for 2.1 s"))
+    assert state.phase is Phase.PAUSED
+    assert "goes on from step 2" in state.reason
+    assert todo == [ReleaseAll("w1 is lost: silent for 2.1 s")]
+    for event in (rounds.Picked("go"), rounds.Profiled(), rounds.Planned(plan(2, 2))):
+        state, _ = step(state, event)
+    assert (state.phase, state.version, state.step) == (Phase.LOADING, 2, 2)
+    late, todo = step(state, ready(0, 3))
+    assert late == state
+    assert isinstance(todo[0], Dropped)
+
+
+def test_a_stage_that_always_fails_fails_the_job() -> None:
+    state = loading()
+    for version in range(2, 20):
+        state, _ = step(state, FromStage(0, StageFailed("j", version - 1, 0, "out of memory")))
+        if state.phase is Phase.FAILED:
+            break
+        for event in (rounds.Picked("go"), rounds.Profiled(), rounds.Planned(plan(version))):
+            state, _ = step(state, event)
+    assert state.phase is Phase.FAILED
+    assert "out of memory" in state.reason
+    assert "gave up after 4 interruptions" in state.reason
+
+
+def test_an_older_plan_version_is_our_own_mistake() -> None:
+    state, _ = step(training(), rounds.StageLost("x"))
+    for event in (rounds.Picked("go"), rounds.Profiled()):
+        state, _ = step(state, event)
+    with pytest.raises(LookupError, match="plan 1 after plan 1"):
+        step(state, rounds.Planned(plan(1)))
+
+
+def test_cancelling_twice_is_cancelling_once() -> None:
+    state, todo = step(training(), rounds.Cancelled("by the owner"))
+    assert (state.phase, len(todo)) == (Phase.CANCELLED, 2)
+    assert step(state, rounds.Cancelled("again")) == (state, [])
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12), st.floats(1e-3, 1e3), st.data())
+def test_the_clip_coefficient_does_not_depend_on_the_cut(
+    norms: list[float], clip: float, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(norms)), min_size=2, max_size=2)))
+    parts = [norms[: cuts[0]], norms[cuts[0] : cuts[1]], norms[cuts[1] :]]
+    whole = rounds.clip_scale(norms, clip)
+    assert rounds.clip_scale([n for part in parts for n in part], clip) == whole
+    assert whole <= 1.0
+    assert whole == min(1.0, clip / (math.sqrt(sum(norms)) + 1e-6))
+
+
+def test_clipping_uses_the_norm_over_all_stages() -> None:
+    state = training(optimizer=Optimizer(clip_norm=1.0))
+    todo: list[rounds.Todo] = []
+    for stage in range(STAGES):
+        state, todo = step(state, ready(stage, 0, square_norms=(3.0,)))
+    assert commits(todo)[0].gradient_scale == pytest.approx(1 / 3, rel=1e-5)
+
+
+EVENTS = st.one_of(
+    st.builds(lambda s, v: FromStage(s, Loaded("j", v)), st.integers(0, 3), st.integers(0, 2)),
+    st.builds(
+        lambda s, t, v: ready(s, t, version=v), st.integers(0, 3), st.integers(0, 4), st.integers(0, 2)
+    ),
+    st.builds(lambda s, t: FromStage(s, EvalReady("j", 1, t, 1.0)), st.integers(0, 2), st.integers(0, 4)),
+    st.builds(stored, st.integers(0, 2), st.integers(0, 4)),
+    st.builds(lambda s: FromStage(s, StageFailed("j", 1, 0, "x")), st.integers(0, 2)),
+)
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_whatever_stages_say_steps_are_committed_in_order_and_once(events: list[rounds.Event]) -> None:
+    state = training(eval_every=2, eval_batches=1, checkpoint_every=2)
+    seen: list[int] = []
+    for event in events:
+        state, todo = step(state, event)
+        seen += [t.fact.step for t in todo if isinstance(t, Record) and isinstance(t.fact, StepCommitted)]
+        assert state.reason
+    assert seen == list(range(len(seen)))
