@@ -311,7 +311,7 @@ def test_a_failed_job_raises_with_its_reason_and_what_is_left(script: Script, cl
 def test_spans_come_in_the_coordinators_time(script: Script, client: Client) -> None:
     spans = pb.Spans(job="j-1", plan_version=2, stage=1)
     spans.spans.add(kind="F", step=3, micro=1, start_s=105.0, end_s=105.5)
-    script.chunks = [pb.TraceChunk(worker="w-1", clock_offset_s=5.0, spans=spans)]
+    script.chunks = [pb.TraceChunk(worker="w-1", clock_offset_s=-5.0, spans=spans)]
     [span] = client.trace("j-1")
     assert (span.start_s, span.end_s, span.stage, span.plan_version) == (100.0, 100.5, 1, 2)
 

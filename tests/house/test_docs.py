@@ -1,0 +1,112 @@
+"""Docs name every command, option, exit code, metric and setting that exists."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from atoll import errors
+from atoll.data import ByteText, Rows
+from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
+from coordinator import cli, partition
+from protos import telemetry
+from worker import cli as worker_cli
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+
+
+def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        for name, inner in command.commands.items():
+            yield from _commands(inner, f"{path} {name}")
+    else:
+        yield path, command
+
+
+COMMANDS = [
+    *_commands(typer.main.get_command(cli.app), "atoll"),
+    *_commands(typer.main.get_command(worker_cli.app), "atoll-worker"),
+]
+
+
+def _section(path: str) -> str:
+    """The part of docs/cli.md under a command's heading, and the common options."""
+    text = (DOCS / "cli.md").read_text()
+    start = text.find(f"### `{path}")
+    assert start >= 0, f"docs/cli.md has no heading for `{path}`"
+    end = text.find("\n##", start)
+    part = text[start : end if end >= 0 else len(text)]
+    if "#common-options" in part:
+        common = text.index("## Common options")
+        part += text[common : text.index("\n## ", common + 1)]
+    return part
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[path for path, _ in COMMANDS])
+def test_every_command_and_option_is_in_the_docs(path: str, command: click.Command) -> None:
+    section = _section(path)
+    options = [name for p in command.params if isinstance(p, click.Option) for name in p.opts]
+    missing = [
+        name for name in options if name.startswith("--") and name != "--help" and f"`{name}`" not in section
+    ]
+    assert missing == [], f"docs/cli.md, {path}: options missing"
+
+
+@pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[path for path, _ in COMMANDS])
+def test_every_help_has_a_sentence_and_an_example(path: str, command: click.Command) -> None:
+    assert command.help
+    assert command.epilog is not None
+    assert path in command.epilog
+
+
+def test_every_exit_code_is_documented() -> None:
+    text = (DOCS / "cli.md").read_text()
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.AtollError)]
+    for code in {0, 130, *(kind.exit_code for kind in kinds)}:
+        assert f"| {code} | " in text
+
+
+def test_every_metric_is_documented_with_its_labels() -> None:
+    text = (DOCS / "metrics.md").read_text()
+    for metric in telemetry.METRICS:
+        assert f"`{metric.name}`" in text
+        for label in metric.labels:
+            assert f"`{label}`" in text
+
+
+def test_every_event_is_documented() -> None:
+    text = (DOCS / "metrics.md").read_text()
+    assert [event.value for event in telemetry.Event if f"`{event.value}`" not in text] == []
+
+
+@pytest.mark.parametrize("kind", [Job, TrainingSpec, Optimizer, Schedule, ParamGroup, Rows, ByteText])
+def test_every_field_a_job_file_may_set_is_documented(kind: type) -> None:
+    text = (DOCS / "job-files.md").read_text()
+    assert [f.name for f in fields(kind) if f.name not in text] == []
+
+
+def test_every_partitioner_and_schedule_is_documented() -> None:
+    text = (DOCS / "cli.md").read_text() + (DOCS / "glossary.md").read_text()
+    assert [name for name in (*partition.PARTITIONERS, *partition.SCHEDULES) if name not in text] == []
+
+
+def test_links_between_the_docs_lead_somewhere() -> None:
+    import re
+
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    numbers = sorted(int(path.name[:3]) for path in (DOCS / "decisions").glob("*.md"))
+    assert numbers == list(range(1, len(numbers) + 1))

@@ -1,0 +1,54 @@
+"""The wheel holds exactly the six packages, with their schema and types."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SIX = {"atoll", "coordinator", "worker", "protos", "strategies", "compressors"}
+
+
+def test_the_project_file_names_the_six_packages_and_both_commands() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(project["tool"]["setuptools"]["packages"]) == SIX
+    assert project["project"]["scripts"] == {
+        "atoll": "coordinator.cli:main",
+        "atoll-worker": "worker.cli:main",
+    }
+    assert project["project"]["license"] == "Apache-2.0"
+
+
+def test_every_dependency_has_a_lower_bound_and_a_tested_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = {
+        line.partition("==")[0].lower().replace("_", "-")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    for requirement in project["dependencies"]:
+        name, bound, _ = requirement.partition(">=")
+        assert bound, f"{requirement} has no lower bound"
+        assert name.lower().replace("_", "-") in tested, f"{name} is not in constraints.txt"
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_exactly_the_six_packages(tmp_path: Path) -> None:
+    # A copy, since building leaves its traces in the folder it builds from.
+    source = tmp_path / "source"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(tmp_path), str(source)]
+    subprocess.run(command, check=True, capture_output=True)
+    [wheel] = tmp_path.glob("atoll-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == SIX
+    assert {"protos/atoll_job.proto", "protos/atoll_control.proto", "atoll/py.typed"} <= set(names)
+    assert not [name for name in names if "test" in name.lower().split("/")]
