@@ -192,6 +192,7 @@ class Scheduler:
 
     def _ops_probed(self, worker: str, message: ev.OpsProbed) -> None:
         request = self.preparer.ops_answered(worker, message, self.now_s)
+        self._dirty = True
         if request is None:
             return
         known = self.preparer.flops

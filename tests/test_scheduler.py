@@ -1,0 +1,432 @@
+"""The scheduler as a whole: from sessions and a submission to commits, and through losses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.job import DataSpec, JobSpec, TrainingSpec
+from atoll.microbatch import ScheduleName
+from atoll.plan import Plan, StageSpec
+from coordinator import events as ev
+from coordinator import instructions as do
+from coordinator import members, rounds
+from coordinator.config import CoordinatorConfig
+from coordinator.facts import Fact, Ledger, from_record, to_record
+from coordinator.journal import Record
+from coordinator.scheduler import Scheduler
+
+HASH = "ab" * 32
+OPS = {"sig1": 10**6, "sig2": 10**6}
+
+
+def introduction(name: str, incarnation: int = 1, memory: int = 2**30) -> ev.Introduction:
+    return ev.Introduction(
+        name, incarnation, "cpu", "model", 1, memory, memory, addresses=(("10.0.0.1", 4000),)
+    )
+
+
+def spec(name: str = "job", **changes: Any) -> JobSpec:
+    training = TrainingSpec(**{"steps": 3, "n_micro": 2, **changes})
+    return JobSpec(name, training, HASH, "", {"w0": HASH, "w1": HASH}, DataSpec((), 8, 1), None)
+
+
+@dataclass
+class World:
+    """A scheduler, a clock, and workers that answer probes at once; work is answered by the test."""
+
+    config: CoordinatorConfig = field(default_factory=lambda: CoordinatorConfig(state_dir=Path("/nowhere")))
+    ledger: Ledger = field(default_factory=Ledger)
+    now_s: float = 100.0
+    sent: list[tuple[str, do.Message]] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    other: list[do.Instruction] = field(default_factory=list)
+    sessions: dict[str, int] = field(default_factory=dict)
+    bandwidth_bps: float = 1e9
+    silent: set[str] = field(default_factory=set)
+    planner: bool = True
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config, self.ledger, self.now_s)
+
+    def handle(self, event: ev.Event) -> list[do.Instruction]:
+        """Handle an event and everything that follows from it at once."""
+        first = self.scheduler.handle(event, self.now_s)
+        pending = list(first)
+        while pending:
+            instruction = pending.pop(0)
+            for reply in self.carry_out(instruction):
+                pending += self.scheduler.handle(reply, self.now_s)
+        return first
+
+    def carry_out(self, instruction: do.Instruction) -> list[ev.Event]:
+        match instruction:
+            case do.Journal(fact):
+                self.facts.append(fact)
+            case do.SendTo(worker, do.ProbeOpsOf(request, _, signatures, _)):
+                timings = dict.fromkeys(signatures, (0.001, 0.002))
+                return self.arrives(worker, ev.OpsProbed(request, timings))
+            case do.SendTo(worker, do.ProbeLinkTo(request, peer)):
+                return self.arrives(worker, ev.LinkProbed(request, peer, 1e-3, self.bandwidth_bps))
+            case do.SendTo(worker, message):
+                self.sent.append((worker, message))
+            case do.ReadJob(job, _):
+                return [ev.JobRead(job, OPS)]
+            case do.MakePlan() if self.planner:
+                return [self.plan(instruction)]
+            case _:
+                self.other.append(instruction)
+        return []
+
+    def arrives(self, worker: str, message: ev.PeerMessage) -> list[ev.Event]:
+        if worker in self.silent:
+            return []
+        return [ev.Arrived(worker, self.sessions[worker], message)]
+
+    def plan(self, request: do.MakePlan) -> ev.Event:
+        """Two stages on the first two devices."""
+        workers = [device.worker for device in request.fleet.devices]
+        if len(workers) < 2:
+            return ev.PlanFailed(request.job, request.attempt, "stage 1 lacks 3.0 GiB")
+        stages = tuple(StageSpec(i, i + 1, 0, 0, (workers[i],), 1) for i in range(2))
+        plan = Plan(request.job, request.version, HASH, "", "even", ScheduleName.GPIPE, 2, stages)
+        return ev.PlanMade(request.job, request.attempt, plan)
+
+    def join(self, *workers: str, incarnation: int = 1) -> None:
+        for worker in workers:
+            self.sessions[worker] = self.sessions.get(worker, 0) + 1
+            self.handle(ev.SessionOpened(worker, self.sessions[worker], introduction(worker, incarnation)))
+
+    def says(self, worker: str, message: ev.PeerMessage) -> None:
+        self.handle(ev.Arrived(worker, self.sessions[worker], message))
+
+    def wait(self, seconds: float, alive: tuple[str, ...] = ()) -> None:
+        """Let time pass in ticks; ``alive`` workers send heartbeats."""
+        until = self.now_s + seconds
+        while self.now_s < until:
+            self.now_s += 0.25
+            for worker in alive:
+                self.says(worker, ev.Heartbeat(self.now_s, "", 0, 0, 0, 0))
+            self.handle(ev.Tick())
+
+    def submit(self, job: str = "job-1", what: JobSpec | None = None) -> None:
+        self.handle(ev.Submitted(job, "", what or spec(), OPS))
+
+    def state(self, job: str = "job-1") -> rounds.JobState:
+        return self.scheduler.jobs[job]
+
+    def load(self, job: str = "job-1") -> None:
+        for worker in self.holders(job):
+            self.says(worker, ev.Loaded(job, self.state(job).version))
+
+    def holders(self, job: str = "job-1") -> list[str]:
+        plan = self.state(job).plan
+        assert plan is not None
+        return [stage.worker for stage in plan.stages]
+
+    def ready(self, worker: str, job: str = "job-1", **changes: Any) -> None:
+        state = self.state(job)
+        loss = 1.0 if worker == self.holders(job)[-1] else None
+        self.says(worker, replace(ev.StepReady(job, state.version, state.step, loss), **changes))
+
+    def step(self, job: str = "job-1") -> None:
+        for worker in self.holders(job):
+            self.ready(worker, job)
+
+    def training(self) -> World:
+        self.join("a", "b", "c")
+        self.submit()
+        self.load()
+        assert self.state().phase is rounds.Phase.TRAINING
+        return self
+
+    def messages(self, kind: type) -> list[tuple[str, Any]]:
+        return [(worker, m) for worker, m in self.sent if isinstance(m, kind)]
+
+
+def test_a_job_is_measured_planned_assigned_and_trained() -> None:
+    world = World().training()
+    assert [w for w, _ in world.messages(do.AssignStage)] == ["a", "b"]
+    world.step()
+    assert [(w, m.step) for w, m in world.messages(do.CommitStep)] == [("a", 0), ("b", 0)]
+    assert world.state().step == 1
+
+
+def test_every_pair_is_probed_once_in_each_direction() -> None:
+    world = World()
+    world.join("a", "b", "c")
+    assert len(world.scheduler.roster.links.solo_bps) == 6
+
+
+def test_the_other_end_of_a_probe_is_told_before_it() -> None:
+    world = World()
+    world.join("a", "b")
+    assert {(w, m.peer) for w, m in world.messages(do.ExpectPeer)} == {("a", "b"), ("b", "a")}
+
+
+def test_without_workers_a_job_waits_and_says_how_to_help() -> None:
+    world = World()
+    world.submit()
+    assert world.state().phase is rounds.Phase.QUEUED
+    assert "atoll-worker join" in world.state().reason
+
+
+def test_a_fleet_that_does_not_suffice_is_named_and_tried_again_when_it_grows() -> None:
+    world = World()
+    world.join("a")
+    world.submit()
+    assert "stage 1 lacks 3.0 GiB" in world.state().reason
+    world.wait(1.0, ("a",))
+    assert world.state().phase is rounds.Phase.QUEUED
+    world.join("b")
+    assert world.state().phase is rounds.Phase.LOADING
+
+
+def test_a_second_job_waits_for_the_first_and_follows_it() -> None:
+    world = World().training()
+    world.submit("job-2")
+    assert world.state("job-2").phase is rounds.Phase.QUEUED
+    assert world.state("job-2").reason.startswith("waits for job-1")
+    world.handle(ev.CancelAsked("job-1"))
+    assert world.state("job-2").phase is rounds.Phase.LOADING
+
+
+def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
+    world = World().training()
+    world.step()
+    world.handle(ev.SessionClosed("b", world.sessions["b"]))
+    world.wait(0.5, ("a", "c"))
+    state = world.state()
+    assert (state.phase, state.version, state.step) == (rounds.Phase.LOADING, 2, 0)
+    assert world.holders() == ["a", "c"]
+    assert (
+        "a",
+        do.ReleaseStage("job-1", 1, "b is lost: connection lost and not back within 0.5 s"),
+    ) in world.sent
+
+
+def test_a_frozen_worker_is_dead_after_two_seconds_and_its_session_is_closed() -> None:
+    world = World().training()
+    world.wait(2.5, ("a", "c"))
+    assert world.scheduler.roster.workers["b"].member.phase is members.Phase.DEAD
+    assert any(isinstance(i, do.CloseSession) and i.worker == "b" for i in world.other)
+    assert world.holders() == ["a", "c"]
+
+
+def test_our_own_stall_kills_nobody() -> None:
+    world = World().training()
+    world.wait(0.5, ("a", "b", "c"))
+    world.now_s += 30.0
+    world.handle(ev.Tick())
+    assert world.state().phase is rounds.Phase.TRAINING
+
+
+def test_a_worker_that_reconnects_at_once_keeps_its_stage_and_hears_the_commit_again() -> None:
+    world = World().training()
+    world.step()
+    world.handle(ev.SessionClosed("b", world.sessions["b"]))
+    world.sent.clear()
+    world.join("b")
+    assert [(w, m.step) for w, m in world.messages(do.CommitStep)] == [("b", 0)]
+    assert world.state().phase is rounds.Phase.TRAINING
+
+
+def test_a_restarted_process_does_not_inherit_its_ghosts_stage() -> None:
+    world = World().training()
+    world.join("b", incarnation=2)
+    assert world.state().version == 2
+    assert world.scheduler.roster.workers["b"].member.incarnation == 2
+
+
+def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
+    world = World().training()
+    before = world.state()
+    world.handle(ev.Arrived("a", 99, ev.StepReady("job-1", 1, 0, 1.0)))
+    world.handle(ev.Arrived("nobody", 1, ev.StepReady("job-1", 1, 0, 1.0)))
+    world.says("c", ev.StepReady("job-1", 1, 0, 1.0))
+    assert world.state() == before
+    assert sum(world.scheduler.dropped.values()) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"forward_s": -1.0}, "-1 s of forward"),
+        ({"forward_s": 1e6}, "busy seconds"),
+        ({"square_norms": (-1.0,)}, "squared norm"),
+        ({"links": (ev.Goodput("b", 10**15, 1e-3, 0.0),)}, "bit/s"),
+    ],
+)
+def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
+    changes: dict[str, Any], words: str
+) -> None:
+    world = World().training()
+    world.now_s += 0.1
+    world.ready("a", **changes)
+    worker = world.scheduler.roster.workers["a"]
+    assert words in worker.aside
+    assert worker.reason.startswith("set aside")
+    assert world.holders() == ["b", "c"]
+    assert world.state().phase is rounds.Phase.LOADING
+
+
+def test_a_probe_faster_than_any_network_sets_its_worker_aside() -> None:
+    world = World(bandwidth_bps=1e15)
+    world.join("a", "b")
+    assert "bit/s" in world.scheduler.roster.workers["a"].aside
+
+
+def test_a_worker_that_never_answers_a_probe_does_not_hold_up_the_fleet() -> None:
+    world = World(silent={"c"})
+    world.join("a", "b", "c")
+    world.submit()
+    world.wait(800.0, ("a", "b"))
+    assert world.holders() == ["a", "b"]
+
+
+def test_a_leaving_worker_gives_up_its_stage_at_once() -> None:
+    world = World().training()
+    world.says("a", ev.Leaving("good night"))
+    assert world.scheduler.roster.workers["a"].member.phase is members.Phase.LEFT
+    assert world.holders() == ["b", "c"]
+
+
+def test_a_kicked_worker_is_dismissed_and_replaced() -> None:
+    world = World().training()
+    world.handle(ev.KickAsked("b", "wrong results", True))
+    assert ("b", do.Dismiss("wrong results", True)) in world.sent
+    assert world.holders() == ["a", "c"]
+
+
+def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:
+    world = World().training()
+    world.says("a", ev.StageFailed("job-1", 1, 0, "link broke", lost_peer="b"))
+    assert world.state().phase is rounds.Phase.PAUSED
+    world.wait(2.75, ("a", "b", "c"))
+    assert world.state().version == 2
+
+
+def test_a_full_disk_pauses_jobs_with_the_reason_and_ends_by_itself() -> None:
+    world = World().training()
+    world.handle(ev.StorageFailed("the disk under /state is full"))
+    assert world.state().phase is rounds.Phase.PAUSED
+    assert "is full" in world.state().reason
+    world.handle(ev.StorageRecovered())
+    assert world.state().phase is rounds.Phase.LOADING
+
+
+def store(world: World, step: int) -> None:
+    for at, worker in enumerate(world.holders()):
+        blob = f"{step}{at}" * 32
+        world.says(worker, ev.StateStored("job-1", world.state().version, step, {f"w{at}": blob}))
+
+
+def test_the_ledger_is_the_fold_of_the_journal() -> None:
+    world = World()
+    world.join("a", "b", "c")
+    world.submit(what=spec(checkpoint_every=1))
+    world.load()
+    for at in range(2):
+        world.step()
+        store(world, at)
+    replayed = Ledger()
+    for fact in world.facts:
+        record = to_record(fact, 1.0)
+        # Through JSON, as the journal does it.
+        back = from_record(Record(record.kind, record.at_s, json.loads(json.dumps(record.payload))))
+        assert back == fact
+        replayed.apply(back)
+    assert replayed == world.ledger
+    assert replayed.jobs["job-1"].last_checkpoint.step == 2
+
+
+def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkpoint() -> None:
+    world = World()
+    world.join("a", "b")
+    world.submit(what=spec(checkpoint_every=1))
+    world.load()
+    world.step()
+    store(world, 0)
+    world.step()
+    again = World(ledger=world.ledger, now_s=500.0)
+    assert again.state().phase is rounds.Phase.PAUSED
+    again.join("c", "b")
+    again.wait(0.5, ("b", "c"))
+    assert again.state().phase is rounds.Phase.PAUSED
+    again.join("a")
+    again.wait(0.5, ("a", "b", "c"))
+    state = again.state()
+    assert (state.phase, state.version, state.step) == (rounds.Phase.LOADING, 2, 1)
+
+
+def test_after_a_restart_missing_workers_are_not_waited_for_forever() -> None:
+    world = World().training()
+    again = World(ledger=world.ledger, now_s=500.0)
+    again.join("b", "c")
+    again.wait(16.0, ("b", "c"))
+    assert again.holders() == ["b", "c"]
+
+
+def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
+    world = World()
+    world.join("a", "b")
+    world.submit(what=spec(steps=1))
+    world.load()
+    world.step()
+    store(world, 0)
+    assert world.state().phase is rounds.Phase.FINISHED
+    more = replace(spec(steps=3), resume_of="job-1")
+    assert world.scheduler.refusal(more) is None
+    assert "raise --steps" in (world.scheduler.refusal(replace(spec(steps=1), resume_of="job-1")) or "")
+    assert "no job" in (world.scheduler.refusal(replace(more, resume_of="job-9")) or "")
+    world.submit("job-2", more)
+    assert world.state("job-2").step == 1
+    assign = world.messages(do.AssignStage)[-1][1]
+    assert (assign.first_step, assign.tensors["w1"]) == (1, "01" * 32)
+
+
+def test_a_question_about_a_plan_starts_nothing() -> None:
+    world = World(planner=False)
+    world.join("a", "b")
+    world.handle(ev.PlanAsked("inquiry-1", spec(), OPS))
+    asked = [i for i in world.other if isinstance(i, do.MakePlan)]
+    assert [(i.job, len(i.fleet.devices)) for i in asked] == [("inquiry-1", 2)]
+    assert asked[0].fleet.devices[0].timings == {"sig1": (1e-3, 2e-3), "sig2": (1e-3, 2e-3)}
+    assert world.messages(do.AssignStage) == []
+
+
+def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
+    """Inside 200 Mbit/s, across 8 Mbit/s, which two flows at once halve."""
+    world = World()
+    flows: list[tuple[str, do.ProbeLinkTo]] = []
+    plain = world.carry_out
+
+    def carry_out(instruction: do.Instruction) -> list[ev.Event]:
+        match instruction:
+            case do.SendTo(worker, do.ProbeLinkTo() as probe):
+                flows.append((worker, probe))
+                return answer()
+            case _:
+                return plain(instruction)
+
+    def answer() -> list[ev.Event]:
+        open_flows = [f for f in flows if f[1].request in world.scheduler.roster.links.flows]
+        if len(open_flows) < len(world.scheduler.roster.links.flows):
+            return []
+        replies: list[ev.Event] = []
+        across = [f for f in open_flows if f[0][0] != f[1].peer[0]]
+        for worker, probe in open_flows:
+            rate = 8e6 / len(across) if (worker, probe) in across else 200e6
+            replies += world.arrives(worker, ev.LinkProbed(probe.request, probe.peer, 0.08, rate))
+        return replies
+
+    world.carry_out = carry_out  # type: ignore[method-assign]
+    world.join("x1", "y1", "x2", "y2")
+    roster = world.scheduler.roster
+    uplinks = roster.links.uplinks(dict.fromkeys(roster.workers, ""))
+    assert sorted(u.members for u in uplinks) == [("x1", "x2"), ("y1", "y2")]
+    assert all(u.up_bps == pytest.approx(8e6) for u in uplinks)
