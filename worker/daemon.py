@@ -46,6 +46,9 @@ log = structlog.get_logger()
 
 FATAL = (AccessDenied, ProtocolMismatch)
 EXPECTED_DIAL_S = 10.0
+STEP_PHASES = frozenset(
+    {session.Phase.TRAINING, session.Phase.WAITING, session.Phase.APPLYING, session.Phase.EVALUATING}
+)
 Inner = session.Event | PeerExpected
 
 
@@ -124,20 +127,21 @@ class Daemon:
                 continue
             before = self._state
             self._state, todo = session.handle(before, event)
-            if self._state.phase is not before.phase:
-                log.info(
-                    "session.phase",
-                    phase=str(self._state.phase),
-                    cause=type(event).__name__,
-                    job=self._state.job,
-                )
-            elif self._state.ignored != before.ignored:
-                log.debug("event.ignored", event_kind=type(event).__name__, phase=str(before.phase))
+            self._note(before, event)
             if isinstance(event, session.Welcomed):
                 self._heartbeat_s = event.heartbeat_s
                 self._welcomed.set()
             for instruction in todo:
                 self._perform(instruction)
+
+    def _note(self, before: session.Session, event: session.Event) -> None:
+        """Log what a person watching this worker wants to see; a step's own phases only on debug."""
+        now = self._state
+        if now.phase is not before.phase:
+            say = log.debug if {now.phase, before.phase} <= STEP_PHASES else log.info
+            say("session.phase", phase=str(now.phase), cause=type(event).__name__, job=now.job, step=now.step)
+        elif now.ignored != before.ignored:
+            log.debug("event.ignored", event_kind=type(event).__name__, phase=str(before.phase))
 
     def _perform(self, instruction: session.Instruction) -> None:
         match instruction:
