@@ -123,13 +123,15 @@ def run_local(case: Case, starts: Sequence[int], **options: object) -> Run:
 
 
 def run_plain(case: Case) -> Run:
-    """Train a copy of the module itself with torch's SGD at the case's learning rate."""
+    """Train a copy of the module itself with torch's SGD at the case's learning rates."""
     module = copy.deepcopy(case.module).train()
     optimizer = torch.optim.SGD(
         [p for p in module.parameters() if p.requires_grad], case.training.optimizer.lr
     )
     figures = []
     for step in range(case.training.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = case.training.learning_rate(step)
         total = 0.0
         for batch in case.batches(step):
             out = module(**batch)
