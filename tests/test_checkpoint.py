@@ -1,0 +1,216 @@
+"""Tensors to and from the blob store: verified, resumable, bounded, and only what is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from atoll.errors import BadFrame, ConnectionFailed, StorageError
+from atoll.opdag import StateMeta, TensorMeta
+from worker import checkpoint
+from worker.cancel import Cancel, Cancelled
+from worker.checkpoint import BlobCache, Chunk, download, load, upload
+
+VALUE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+STATE = StateMeta(TensorMeta((2, 3), "float32"), requires_grad=True)
+
+
+def blob(**tensors: Tensor) -> tuple[str, bytes]:
+    data = save(tensors or {"value": VALUE})
+    return hashlib.sha256(data).hexdigest(), data
+
+
+class Store:
+    """A blob store that can break off and lie."""
+
+    def __init__(self, chunk_bytes: int = 40) -> None:
+        self.blobs: dict[str, bytes] = {}
+        self.parts: dict[str, bytes] = {}
+        self.chunk_bytes = chunk_bytes
+        self.break_after = 10**9  # chunks
+        self.asked: list[list[tuple[str, int]]] = []
+        self.received = 0
+        self.full = False
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        self.asked.append(wanted)
+        for name, offset in wanted:
+            data = self.blobs[name]
+            for at in range(offset, len(data), self.chunk_bytes):
+                self.break_after -= 1
+                if self.break_after < 0:
+                    self.break_after = 10**9
+                    raise ConnectionFailed("reset")
+                yield Chunk(name, len(data), at, data[at : at + self.chunk_bytes])
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        return {h: len(self.parts.get(h, b"")) for h in hashes if h not in self.blobs}
+
+    def put(self, chunks: Iterator[Chunk]) -> None:
+        if self.full:
+            raise StorageError("disk is full")
+        for chunk in chunks:
+            self.break_after -= 1
+            if self.break_after < 0:
+                self.break_after = 10**9
+                raise ConnectionFailed("reset")
+            self.received += len(chunk.data)
+            part = self.parts.get(chunk.hash, b"")
+            assert chunk.offset == len(part)
+            self.parts[chunk.hash] = part + chunk.data
+            if len(self.parts[chunk.hash]) == chunk.size:
+                self.blobs[chunk.hash] = self.parts.pop(chunk.hash)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> BlobCache:
+    return BlobCache(tmp_path / "blobs", 1 << 20)
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "RETRY_FIRST_S", 0.0)
+
+
+def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) -> None:
+    snapshot = {"w": {"value": VALUE, "exp_avg": VALUE * 2, "step": torch.tensor(3.0)}}
+    names = upload(store, snapshot, Cancel())
+    download(store, cache, {names["w"]: checkpoint.most_bytes(STATE)}, Cancel())
+    found = load(cache, "w", names["w"], STATE)
+    assert {key: torch.equal(found[key], value) for key, value in snapshot["w"].items()} == {
+        "value": True,
+        "exp_avg": True,
+        "step": True,
+    }
+
+
+def test_a_download_goes_on_where_it_was_cut_off(store: Store, cache: BlobCache) -> None:
+    name, data = blob()
+    store.blobs[name], store.break_after = data, 2
+    download(store, cache, {name: 1000}, Cancel())
+    assert store.asked == [[(name, 0)], [(name, 80)]]
+    assert cache.path(name).read_bytes() == data
+
+
+def test_what_is_in_the_cache_is_not_asked_for_again(store: Store, cache: BlobCache) -> None:
+    name, data = blob()
+    store.blobs[name] = data
+    download(store, cache, {name: 1000}, Cancel())
+    download(store, cache, {name: 1000}, Cancel())
+    assert len(store.asked) == 1
+
+
+def test_a_blob_that_is_not_what_its_name_says_is_refused(store: Store, cache: BlobCache) -> None:
+    name, data = blob()
+    store.blobs[name] = data[:-1] + b"x"
+    with pytest.raises(BadFrame, match="sha256 differs"):
+        download(store, cache, {name: 1000}, Cancel())
+    assert cache.held(name) == 0
+
+
+def test_a_blob_larger_than_its_tensor_can_be_is_refused(store: Store, cache: BlobCache) -> None:
+    name, data = blob()
+    store.blobs[name] = data
+    with pytest.raises(BadFrame, match=r"at most 50 fit"):
+        download(store, cache, {name: 50}, Cancel())
+
+
+def test_a_blob_nobody_asked_for_is_refused(store: Store, cache: BlobCache) -> None:
+    name, data = blob()
+    store.get = lambda wanted: [Chunk("0" * 64, 4, 0, b"abcd")]  # type: ignore[method-assign]
+    with pytest.raises(BadFrame):
+        download(store, cache, {name: 1000}, Cancel())
+
+
+def test_a_store_that_stays_away_ends_the_download(store: Store, cache: BlobCache) -> None:
+    def away(wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        raise ConnectionFailed("away")
+
+    store.get = away  # type: ignore[method-assign]
+    with pytest.raises(ConnectionFailed):
+        download(store, cache, {"0" * 64: 1000}, Cancel())
+
+
+def test_a_download_stops_when_cancelled(store: Store, cache: BlobCache) -> None:
+    name, data = blob()
+    store.blobs[name] = data
+    cancel = Cancel()
+    with pytest.raises(Cancelled):
+        download(store, cache, {name: 1000}, cancel, lambda n: cancel.set("released"))
+
+
+def test_the_cache_keeps_its_bound_and_what_is_needed_now(tmp_path: Path) -> None:
+    cache = BlobCache(tmp_path, 250)
+    for at, name in enumerate(("a", "b", "c")):
+        cache.path(name).write_bytes(b"x" * 100)
+        os.utime(cache.path(name), (at, at))
+    cache.trim(["a"])
+    assert cache.held("a") is None
+    assert cache.held("b") == 0
+    assert cache.held("c") is None
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"no safetensors at all", "no safetensors file"),
+        (save({"other": VALUE}), "expected 'value'"),
+        (save({"value": VALUE.T.contiguous()}), "the model has float32"),
+        (save({"value": VALUE.double()}), "the model has float32"),
+        (save({"value": VALUE, **{f"k{i}": VALUE + i for i in range(4)}}), "expected 'value'"),
+    ],
+)
+def test_a_file_that_does_not_hold_the_declared_tensor_is_refused(
+    cache: BlobCache, data: bytes, says: str
+) -> None:
+    name = hashlib.sha256(data).hexdigest()
+    cache.path(name).write_bytes(data)
+    with pytest.raises(BadFrame, match=says):
+        load(cache, "w", name, STATE)
+
+
+def test_an_upload_sends_only_what_the_store_lacks(store: Store) -> None:
+    first = upload(store, {"a": {"value": VALUE}}, Cancel())
+    before = store.received
+    second = upload(store, {"a": {"value": VALUE}, "b": {"value": VALUE + 1}}, Cancel())
+    assert second["a"] == first["a"]
+    assert store.received - before == len(store.blobs[second["b"]])
+
+
+def test_an_upload_goes_on_where_it_was_cut_off(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 40)
+    store.break_after = 2
+    names = upload(store, {"a": {"value": VALUE}}, Cancel())
+    assert store.received == len(store.blobs[names["a"]])
+
+
+def test_equal_tensors_are_stored_once(store: Store) -> None:
+    names = upload(store, {"a": {"value": VALUE}, "b": {"value": VALUE.clone()}}, Cancel())
+    assert names["a"] == names["b"]
+    assert len(store.blobs) == 1
+
+
+def test_a_full_store_is_reported(store: Store) -> None:
+    store.full = True
+    with pytest.raises(StorageError, match="disk is full"):
+        upload(store, {"a": {"value": VALUE}}, Cancel())
+
+
+def test_an_upload_keeps_to_its_rate() -> None:
+    pace = checkpoint._Pace(100.0)
+    assert pace.delay_s(50) == 0.0
+    assert pace.delay_s(50) == pytest.approx(0.5, abs=0.05)
+    assert pace.delay_s(50) == pytest.approx(1.0, abs=0.05)
+    assert checkpoint._Pace(None).delay_s(10**9) == 0.0
