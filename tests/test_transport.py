@@ -25,15 +25,14 @@ from protos.credentials import (
     new_key,
     signing_request,
 )
+from worker.channels import METHOD, streams_for
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
+from worker.measure import burst_rate_bps
 from worker.shaper import Shaper, shaped
 from worker.transport import (
-    METHOD,
     PeerLost,
     PeerNetwork,
     TransportConfig,
-    burst_rate_bps,
-    streams_for,
 )
 
 PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)

@@ -10,13 +10,10 @@ with the reason.
 from __future__ import annotations
 
 import secrets
-import statistics
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +21,12 @@ import grpc
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
-from protos.credentials import channel_credentials, name_options, peer_name, server_credentials
+from protos.credentials import peer_name
 from worker.allocator import keep_chunk_memory
+from worker.channels import METHOD, PeerServer, open_channel, streams_for
 from worker.connection import Connection
-from worker.frames import MAX_FRAME_BYTES, Direction, Hello, MessageKey, decode, printable
+from worker.frames import Direction, Hello, MessageKey, decode, printable
+from worker.measure import ECHOES, Goodput, burst, round_trip
 from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
 from worker.shaper import Shaper
 
@@ -44,46 +43,11 @@ __all__ = [
     "TransportConfig",
 ]
 
-METHOD = "/atoll.v1.Peer/Frames"
-ECHOES = 10
 MAX_BACKOFF_S = 2.0
-MANY_STREAMS_RTT_S = 0.030
-SOME_STREAMS_RTT_S = 0.008
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.http2.max_frame_size", (1 << 24) - 1),
-    ("grpc.http2.lookahead_bytes", 8 << 20),
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.so_reuseport", 0),
-    # Each connection to a peer is a TCP flow of its own.
-    ("grpc.use_local_subchannel_pool", 1),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Goodput:
-    """What one peer acknowledged since the last report."""
-
-    peer: str
-    bytes: int
-    busy_s: float
-    rtt_s: float  # 0 before the first measurement
 
 
 class _Refused(AtollError):
     """The peer does not expect us yet; worth another try."""
-
-
-def streams_for(rtt_s: float) -> int:
-    """Connections to a peer at this round trip.
-
-    One TCP flow carries at most 1.22 * MSS / (RTT * sqrt(loss)) and halves on every loss, so
-    the longer the way, the more flows it takes to fill it (papers/peers.md 7.4).
-    """
-    return 1 if rtt_s < SOME_STREAMS_RTT_S else 2 if rtt_s < MANY_STREAMS_RTT_S else 8
 
 
 class PeerNetwork:
@@ -122,7 +86,10 @@ class PeerNetwork:
         self._handshakes: dict[object, tuple[float, Callable[[], None]]] = {}
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
-        self._server, self._pool, self.port = self._serve(listen)
+        self._server: PeerServer | None = None
+        if listen is not None:
+            self._server = PeerServer(identity, listen, self._accept, self.config.max_connections)
+        self.port = self._server.port if self._server else 0
         self._spawn(self._watch, "peer-watch")
 
     # ---------------------------------------------------------------- connecting
@@ -220,13 +187,7 @@ class PeerNetwork:
     def _connect(
         self, peer: str, address: tuple[str, int], lane: int, lanes: int, deadline_s: float
     ) -> Connection:
-        host, port = address
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        if self._identity is not None:
-            credentials = channel_credentials(self._identity.ca_pem, self._identity)
-            channel = grpc.secure_channel(target, credentials, options=[*_OPTIONS, *name_options(peer)])
-        else:
-            channel = grpc.insecure_channel(target, options=_OPTIONS)
+        channel = open_channel(self._identity, peer, address)
         known = self._peer(peer)
         hello = self._hello(known, lane, lanes)
         connection = Connection(hello, dialled=True, checksum=self._identity is None, on_end=self._ended)
@@ -321,25 +282,7 @@ class PeerNetwork:
 
     def rtt(self, peer: str, echoes: int = ECHOES, timeout_s: float = 5.0) -> float:
         """Median round trip of 64-byte echoes, seconds. Raises PeerLost, ConnectionFailed."""
-        known = self._known(peer)
-        found = [self._echo(known, timeout_s) for _ in range(echoes)]
-        return statistics.median(found)
-
-    @staticmethod
-    def _echo(peer: Peer, timeout_s: float) -> float:
-        with peer.lock:
-            if not peer.lanes:
-                raise ConnectionFailed(f"{peer.name} is not connected")
-            lane = peer.lanes[0]
-            awaited = (lane.number, lane.ping(time.monotonic()))
-            peer.echoes[awaited] = 0.0
-            peer.room.wait_for(lambda: peer.gone or peer.echoes[awaited] > 0, timeout_s)
-            took_s = peer.echoes.pop(awaited)
-            if peer.gone:
-                raise PeerLost(peer.name, peer.gone)
-        if not took_s:
-            raise ConnectionFailed(f"{peer.name} did not answer an echo within {timeout_s:g} s")
-        return took_s
+        return round_trip(self._known(peer), echoes, timeout_s)
 
     def bandwidth(self, peer: str, seconds: float, max_bytes: int) -> float:
         """Payload bits per second to ``peer``, as its own clock saw a burst arrive.
@@ -347,24 +290,7 @@ class PeerNetwork:
         Sends at most ``max_bytes`` for at most about ``seconds``, after all other traffic. The
         first quarter, in which TCP still grows, does not count. Raises PeerLost, ConnectionFailed.
         """
-        known = self._known(peer)
-        with known.lock:
-            if known.probe_acks is not None:
-                raise ConnectionFailed(f"a measurement to {peer} is already under way")
-            samples: list[tuple[int, int, int]] = []
-            known.probe_acks, known.probe_bytes = samples, max_bytes
-            known.nudge()
-        deadline_s = time.monotonic() + seconds
-        with known.lock:
-            known.room.wait_for(lambda: known.gone or known.probe_done, seconds)
-            known.probe_bytes = 0
-            known.room.wait_for(
-                lambda: known.gone or known.probe_done, max(1.0, deadline_s - time.monotonic())
-            )
-            known.probe_acks = None
-            if known.gone:
-                raise PeerLost(known.name, known.gone)
-        return burst_rate_bps(samples)
+        return burst(self._known(peer), seconds, max_bytes)
 
     def goodput(self) -> list[Goodput]:
         """What was acknowledged since the last call, for every peer."""
@@ -398,9 +324,8 @@ class PeerNetwork:
         with self._lock:
             connections = list(self._connections)
         self._close_all(connections, "worker is leaving", leaving=True)
-        if self._server is not None and self._pool is not None:
-            self._server.stop(0).wait(1.0)
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._server is not None:
+            self._server.close()
         for peer in self._all_peers():
             peer.lose("closed")
         with self._lock:
@@ -419,29 +344,6 @@ class PeerNetwork:
             connection.fail("closed")
 
     # ---------------------------------------------------------------- accepting
-
-    def _serve(
-        self, listen: tuple[str, int] | None
-    ) -> tuple[grpc.Server | None, futures.ThreadPoolExecutor | None, int]:
-        if listen is None:
-            return None, None, 0
-        pool = futures.ThreadPoolExecutor(self.config.max_connections, "peer-serve")
-        handler = grpc.method_handlers_generic_handler(
-            "atoll.v1.Peer", {"Frames": grpc.stream_stream_rpc_method_handler(self._accept)}
-        )
-        server = grpc.server(
-            pool, [handler], options=_OPTIONS, maximum_concurrent_rpcs=self.config.max_connections
-        )
-        target = f"[{listen[0]}]:{listen[1]}" if ":" in listen[0] else f"{listen[0]}:{listen[1]}"
-        try:
-            if self._identity is not None:
-                port = server.add_secure_port(target, server_credentials(self._identity, mutual=True))
-            else:
-                port = server.add_insecure_port(target)
-        except RuntimeError:
-            raise ConnectionFailed(f"cannot listen on {target}; choose another port") from None
-        server.start()
-        return server, pool, port
 
     def _accept(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         mark = object()
@@ -683,27 +585,3 @@ class PeerNetwork:
             self._threads.add(thread)
         thread.start()
         return thread
-
-
-def burst_rate_bps(samples: Sequence[tuple[int, int, int]]) -> float:
-    """Bits per second from (connection, receiver's clock ns, cumulative bytes) acknowledgements.
-
-    The first quarter of the bytes only opens the windows. Raises ConnectionFailed when too
-    little arrived to tell.
-    """
-    base: dict[int, int] = {}  # what a connection had carried before
-    latest: dict[int, int] = {}
-    curve = []
-    for lane, clock_ns, received in sorted(samples, key=lambda sample: sample[1]):
-        base.setdefault(lane, received)
-        latest[lane] = max(received, latest.get(lane, 0))
-        curve.append((clock_ns, sum(latest[lane] - base[lane] for lane in latest)))
-    if len(curve) < 2:
-        raise ConnectionFailed("too little of the measurement arrived; measure longer")
-    first, last = curve[0], curve[-1]
-    start = next(point for point in curve if point[1] - first[1] >= (last[1] - first[1]) / 4)
-    if last[0] <= start[0] or last[1] <= start[1]:
-        start = first
-    if last[0] <= start[0]:
-        raise ConnectionFailed("too little of the measurement arrived; measure longer")
-    return (last[1] - start[1]) * 8e9 / (last[0] - start[0])

@@ -1,0 +1,87 @@
+"""gRPC set up for long-lived byte streams between workers: options, TLS, one server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import TYPE_CHECKING
+
+import grpc
+
+from atoll.errors import ConnectionFailed
+from protos.credentials import channel_credentials, name_options, server_credentials
+from worker.frames import MAX_FRAME_BYTES
+
+if TYPE_CHECKING:
+    from protos.credentials import Identity
+
+METHOD = "/atoll.v1.Peer/Frames"
+MANY_STREAMS_RTT_S = 0.030
+SOME_STREAMS_RTT_S = 0.008
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.http2.lookahead_bytes", 8 << 20),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.so_reuseport", 0),
+    # Each connection to a peer is a TCP flow of its own.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+
+def streams_for(rtt_s: float) -> int:
+    """Connections to a peer at this round trip.
+
+    One TCP flow carries at most 1.22 * MSS / (RTT * sqrt(loss)) and halves on every loss, so
+    the longer the way, the more flows it takes to fill it (papers/peers.md 7.4).
+    """
+    return 1 if rtt_s < SOME_STREAMS_RTT_S else 2 if rtt_s < MANY_STREAMS_RTT_S else 8
+
+
+def open_channel(identity: Identity | None, peer: str, address: tuple[str, int]) -> grpc.Channel:
+    """A connection of its own to ``address`` that accepts nobody but ``peer`` there."""
+    if identity is None:
+        return grpc.insecure_channel(_target(address), options=_OPTIONS)
+    credentials = channel_credentials(identity.ca_pem, identity)
+    return grpc.secure_channel(_target(address), credentials, options=[*_OPTIONS, *name_options(peer)])
+
+
+class PeerServer:
+    """The listening side; each stream runs ``accept`` in a thread of a bounded pool."""
+
+    def __init__(
+        self,
+        identity: Identity | None,
+        listen: tuple[str, int],
+        accept: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]],
+        max_connections: int,
+    ) -> None:
+        """Raises ConnectionFailed when the port cannot be opened."""
+        self._pool = futures.ThreadPoolExecutor(max_connections, "peer-serve")
+        handler = grpc.method_handlers_generic_handler(
+            "atoll.v1.Peer", {"Frames": grpc.stream_stream_rpc_method_handler(accept)}
+        )
+        self._server = grpc.server(
+            self._pool, [handler], options=_OPTIONS, maximum_concurrent_rpcs=max_connections
+        )
+        target = _target(listen)
+        try:
+            if identity is not None:
+                self.port = self._server.add_secure_port(target, server_credentials(identity, mutual=True))
+            else:
+                self.port = self._server.add_insecure_port(target)
+        except RuntimeError:
+            raise ConnectionFailed(f"cannot listen on {target}; choose another port") from None
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop(0).wait(1.0)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _target(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
