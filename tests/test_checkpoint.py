@@ -128,7 +128,7 @@ def test_a_blob_larger_than_its_tensor_can_be_is_refused(store: Store, cache: Bl
 
 
 def test_a_blob_nobody_asked_for_is_refused(store: Store, cache: BlobCache) -> None:
-    name, data = blob()
+    name, _ = blob()
     store.get = lambda wanted: [Chunk("0" * 64, 4, 0, b"abcd")]  # type: ignore[method-assign]
     with pytest.raises(BadFrame):
         download(store, cache, {name: 1000}, Cancel())

@@ -1,0 +1,334 @@
+"""Look before joining: the way to the coordinator, this machine, and what is to be fixed.
+
+Every check says what it found in numbers and, where it is not well, the next move. Nothing is
+changed: the token is looked at and not used up, no identity is made.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from atoll.errors import AccessDenied, AtollError, ConnectionFailed
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.credentials import Identity, JoinToken
+from worker.calls import as_atoll_error, open_channel
+from worker.enroll import greet
+from worker.probe import Device, device_rates, find_device, versions
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from worker.config import WorkerConfig
+
+CONNECT_TIMEOUT_S = 5.0
+ECHO_TIMEOUT_S = 25.0
+GREETINGS = 10
+FIRST_BYTES = 128 << 10  # a first look at a rate, which sizes the measurement
+MOST_BYTES = 48 << 20
+RATE_SECONDS = 1.5
+CHUNK_BYTES = 128 << 10
+SKEW_NOTED_S = 5.0
+SKEW_TOO_MUCH_S = 12 * 3600.0  # certificates tolerate a day
+STATE_BYTES_PER_PARAMETER = 16  # fp32 value, gradient and two AdamW moments
+STATE_SHARE = 0.6  # of the budget; activations and the program take the rest
+SLOW_UPLINK_BPS = 5e6
+
+
+class Mark(StrEnum):
+    """How a check came out."""
+
+    OK = "ok"
+    NOTE = "note"  # works, but could be better
+    BAD = "bad"  # joining would fail or be of no use
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check: what was found, and what to do where it is not well."""
+
+    check: str
+    mark: Mark
+    found: str
+    fix: str = ""
+
+
+@dataclass
+class Report:
+    """Everything found; ``figures`` are for scripts, units last in their names."""
+
+    coordinator: str
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+    error: AtollError | None = None  # what stopped the examination
+
+    def add(self, check: str, mark: Mark, found: str, fix: str = "") -> None:
+        self.findings.append(Finding(check, mark, found, fix))
+
+    @property
+    def fit(self) -> bool:
+        return all(finding.mark is not Mark.BAD for finding in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """0 fit to join; the stopping error's own code; else 1."""
+        if self.error is not None:
+            return self.error.exit_code
+        return 0 if self.fit else 1
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "coordinator": self.coordinator,
+            "fit": self.fit,
+            "figures": self.figures,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def examine(config: WorkerConfig, telling: Callable[[str], object]) -> Report:
+    """Run every check that makes sense after the ones before it."""
+    report = Report(config.entry_address)
+    telling("looking at this machine")
+    try:
+        _examine_device(config, report)
+    except AtollError as error:
+        report.add("device", Mark.BAD, str(error))
+    telling(f"reaching {config.entry_address}")
+    try:
+        _examine_coordinator(config, report, telling)
+    except AtollError as error:
+        report.error = error
+        report.add("coordinator", Mark.BAD, str(error))
+    _conclude(report)
+    return report
+
+
+def show(report: Report, out: Console) -> None:
+    """For people: one line a check, then what to do."""
+    from rich.markup import escape
+
+    signs = {Mark.OK: "[green]ok  [/]", Mark.NOTE: "[yellow]note[/]", Mark.BAD: "[red]bad [/]"}
+    for finding in report.findings:
+        out.print(f"{signs[finding.mark]} {finding.check:12} {escape(finding.found)}", soft_wrap=True)
+        if finding.fix:
+            out.print(f"{'':18}-> {escape(finding.fix)}", soft_wrap=True)
+
+
+# ---------------------------------------------------------------- this machine
+
+
+def _examine_device(config: WorkerConfig, report: Report) -> None:
+    device = find_device(config)
+    rates = device_rates(device.torch_device)
+    known = versions()
+    report.figures |= {
+        "device": device.kind,
+        "model": device.model,
+        "threads": device.threads,
+        "memory_bytes": device.memory_bytes,
+        "memory_limit_bytes": device.memory_limit_bytes,
+        "matmul_gflops": round(rates.matmul_gflops, 2),
+        "memory_gbps": round(rates.memory_gbps, 2),
+        "versions": known,
+    }
+    where = f"{device.kind.upper()} {device.model}, {device.threads} threads"
+    report.add(
+        "device",
+        Mark.OK,
+        f"{where}: {rates.matmul_gflops:.1f} GFLOP/s in float32, {rates.memory_gbps:.1f} GB/s copied",
+    )
+    _examine_memory(device, config, report)
+
+
+def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> None:
+    limit, total = device.memory_limit_bytes / 2**30, device.memory_bytes / 2**30
+    source = "--memory" if config.memory_bytes else "what is free, less a reserve"
+    found = f"plans may use {limit:.2f} of {total:.2f} GiB ({source})"
+    if device.memory_limit_bytes < 256 << 20:
+        report.add("memory", Mark.BAD, found, "free some memory, or raise --memory: 256 MiB at least")
+    else:
+        report.add("memory", Mark.OK, found)
+
+
+# ---------------------------------------------------------------- the coordinator
+
+
+def _examine_coordinator(config: WorkerConfig, report: Report, telling: Callable[[str], object]) -> None:
+    _connect(config, report)
+    token, ca = _trust(config, report)
+    with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
+        stub = rpc.EntryStub(channel)
+        _greet(config, report, stub)
+        if token is None and not config.insecure:
+            report.add(
+                "rates", Mark.NOTE, "not measured: that takes a join token", "give --token to measure them"
+            )
+            return
+        telling("measuring both directions")
+        _measure_rates(config, report, stub, token)
+        _reach_back(config, report, stub, token)
+
+
+def _connect(config: WorkerConfig, report: Report) -> None:
+    """Name, route and port, told apart."""
+    try:
+        started_s = time.perf_counter()
+        with socket.create_connection((config.host, config.port), CONNECT_TIMEOUT_S) as connection:
+            took_s = time.perf_counter() - started_s
+            address = connection.getpeername()[0]
+    except socket.gaierror:
+        raise ConnectionFailed(
+            f"{config.host} is no known name; check the spelling, or use its address"
+        ) from None
+    except TimeoutError:
+        raise ConnectionFailed(
+            f"{config.entry_address} did not answer within {CONNECT_TIMEOUT_S:.0f} s: a firewall drops "
+            "it, or the machine is off; ask the owner to open the port"
+        ) from None
+    except OSError as error:
+        raise ConnectionFailed(
+            f"{config.entry_address}: {error.strerror}; is `atoll serve` running there on that port?"
+        ) from None
+    report.add("reachable", Mark.OK, f"{config.entry_address} ({address}) opened in {took_s * 1e3:.1f} ms")
+
+
+def _trust(config: WorkerConfig, report: Report) -> tuple[JoinToken | None, bytes | None]:
+    """The token and the CA to check the coordinator against. Raises AccessDenied."""
+    if config.insecure:
+        report.add("identity", Mark.NOTE, "no TLS (--insecure)", "for experiments on this machine only")
+        return None, None
+    if config.token:
+        token = JoinToken.decode(config.token)
+        return token, token.ca_pem
+    identity = Identity.load(config.identity_dir)
+    if identity is None:
+        raise AccessDenied("no token given and this machine has not joined before; give --token")
+    report.add("identity", Mark.OK, f"joined before as {identity.name}, until {identity.expires():%Y-%m-%d}")
+    return None, identity.ca_pem
+
+
+def _greet(config: WorkerConfig, report: Report, stub: Any) -> None:
+    """Versions, clock and round trip. The first call also opens TLS and does not count."""
+    greet(stub, config.entry_address, CONNECT_TIMEOUT_S)
+    trips, offsets = [], []
+    for _ in range(GREETINGS):
+        reply, took_s = greet(stub, config.entry_address, CONNECT_TIMEOUT_S)
+        trips.append(took_s)
+        offsets.append(reply.time_s + took_s / 2 - time.time())
+    rtt_s, skew_s = statistics.median(trips), statistics.median(offsets)
+    report.figures |= {
+        "rtt_s": rtt_s,
+        "clock_offset_s": skew_s,
+        "coordinator_version": reply.version,
+        "protocol": reply.protocol,
+    }
+    report.add("identity", Mark.OK, "its certificate is the token's coordinator" if config.token else "known")
+    report.add("versions", Mark.OK, f"coordinator atoll {reply.version}, here {versions()['atoll']}")
+    report.add("round trip", Mark.OK, f"{rtt_s * 1e3:.1f} ms, median of {GREETINGS}")
+    found = f"{abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'} the coordinator's"
+    if abs(skew_s) > SKEW_TOO_MUCH_S:
+        report.add("clock", Mark.BAD, found, "set this machine's clock: certificates would look invalid")
+    elif abs(skew_s) > SKEW_NOTED_S:
+        report.add("clock", Mark.NOTE, found, "switch on time synchronisation")
+    else:
+        report.add("clock", Mark.OK, found)
+
+
+def _measure_rates(config: WorkerConfig, report: Report, stub: Any, token: JoinToken | None) -> None:
+    """Both directions against the coordinator, each about RATE_SECONDS long."""
+    presented = token.presented if token else ""
+    rtt_s = report.figures["rtt_s"]
+    for name, measure in (("down", _download_s), ("up", _upload_s)):
+        try:
+            first_bps = FIRST_BYTES * 8 / max(measure(stub, presented, FIRST_BYTES) - rtt_s, 1e-4)
+            size = int(min(MOST_BYTES, max(FIRST_BYTES, first_bps / 8 * RATE_SECONDS)))
+            rate_bps = size * 8 / max(measure(stub, presented, size) - rtt_s, 1e-4)
+        except grpc.RpcError as error:
+            raise as_atoll_error(error, config.entry_address) from None
+        report.figures[f"{name}_bps"] = rate_bps
+        found = f"{rate_bps / 1e6:.1f} Mbit/s ({size / 2**20:.1f} MiB)"
+        if name == "up" and rate_bps < SLOW_UPLINK_BPS:
+            report.add("rate up", Mark.NOTE, found, "close other uploads; plans will give it little to send")
+        else:
+            report.add(f"rate {name}", Mark.OK, found)
+
+
+def _download_s(stub: Any, token: str, nbytes: int) -> float:
+    started_s = time.perf_counter()
+    request = iter([pb.EchoChunk(token=token, wanted_bytes=nbytes)])
+    arrived = sum(len(chunk.data) for chunk in stub.Echo(request, timeout=ECHO_TIMEOUT_S))
+    if arrived < nbytes:
+        raise ConnectionFailed(f"only {arrived} of {nbytes} bytes arrived")
+    return time.perf_counter() - started_s
+
+
+def _upload_s(stub: Any, token: str, nbytes: int) -> float:
+    def chunks() -> Iterator[pb.EchoChunk]:
+        yield pb.EchoChunk(token=token)
+        data = bytes(CHUNK_BYTES)
+        for at in range(0, nbytes, CHUNK_BYTES):
+            yield pb.EchoChunk(data=data[: min(CHUNK_BYTES, nbytes - at)])
+
+    started_s = time.perf_counter()
+    received = max((chunk.received_bytes for chunk in stub.Echo(chunks(), timeout=ECHO_TIMEOUT_S)), default=0)
+    if received < nbytes:
+        raise ConnectionFailed(f"only {received} of {nbytes} bytes arrived")
+    return time.perf_counter() - started_s
+
+
+def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToken | None) -> None:
+    """Whether connections from outside arrive, seen from the coordinator."""
+    try:
+        listener = socket.create_server((config.listen_host, config.listen_port))
+    except OSError as error:
+        report.add(
+            "inbound", Mark.BAD, f"cannot listen on port {config.listen_port}: {error.strerror}",
+            "choose another --listen port",
+        )  # fmt: skip
+        return
+    with listener:
+        port = listener.getsockname()[1]
+        try:
+            reply = stub.Reach(
+                pb.ReachRequest(token=token.presented if token else "", port=port), timeout=ECHO_TIMEOUT_S
+            )
+        except grpc.RpcError as error:
+            raise as_atoll_error(error, config.entry_address) from None
+    report.figures["inbound_reachable"] = bool(reply.reachable)
+    if reply.reachable:
+        report.add("inbound", Mark.OK, f"the coordinator reaches {reply.host}:{port}")
+    else:
+        report.add(
+            "inbound",
+            Mark.NOTE,
+            f"nobody reaches {reply.host[:60]}:{port} from outside ({reply.error[:80]})",
+            "fine while the others can be reached; else forward a port, with --listen and --advertise",
+        )
+
+
+# ---------------------------------------------------------------- the conclusion
+
+
+def _conclude(report: Report) -> None:
+    """What this machine would hold and carry, or that something is to be fixed first."""
+    bad = [finding.check for finding in report.findings if finding.mark is Mark.BAD]
+    if bad:
+        report.add("verdict", Mark.BAD, f"not fit to join yet: {', '.join(dict.fromkeys(bad))}")
+        return
+    parameters = report.figures["memory_limit_bytes"] * STATE_SHARE / STATE_BYTES_PER_PARAMETER
+    report.figures["holds_parameters"] = int(parameters)
+    text = f"would hold a stage of about {parameters / 1e6:.0f} million parameters under AdamW"
+    up_bps = report.figures.get("up_bps")
+    if up_bps:
+        mib_s = 2**20 * 8 / up_bps
+        report.figures["send_s_per_mib"] = mib_s
+        text += f" and send a boundary tensor of 1 MiB in {mib_s:.3g} s"
+    report.add("verdict", Mark.OK, text + "; join with `atoll-worker join`")
