@@ -103,6 +103,13 @@ class Server:
 
     async def start(self) -> Started:
         """Listen. UsageError when a port is taken, StorageError when the disk refuses."""
+        try:
+            return await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> Started:
         config = self.config
         identity = self.authority.server_identity() if self.authority is not None else None
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)

@@ -52,10 +52,8 @@ class Outbox:
     reason: str = ""
 
     def close(self, reason: str) -> None:
-        """End the session after nothing more; what is queued is dropped."""
+        """End the session once what is queued was said."""
         self.reason = self.reason or reason
-        while not self.queue.empty():
-            self.queue.get_nowait()
         self.queue.put_nowait(None)
 
 
@@ -227,6 +225,8 @@ class Shell:
         if outbox is None:
             return
         if outbox.queue.qsize() >= self.config.outgoing_messages:
+            while not outbox.queue.empty():
+                outbox.queue.get_nowait()
             outbox.close(f"{self.config.outgoing_messages} messages wait for this worker; it does not read")
             return
         outbox.queue.put_nowait(message)

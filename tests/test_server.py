@@ -1,0 +1,490 @@
+"""A coordinator over real gRPC with TLS, and workers that compute nothing."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from atoll.errors import AccessDenied, StorageError, UsageError
+from atoll.job import TrainingSpec
+from benchmarks.commit import WIDTH, submission, upload
+from benchmarks.fake_worker import FakeWorker
+from coordinator.calls import told
+from coordinator.config import CoordinatorConfig, Liveness, Probing
+from coordinator.server import Running, serve
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.convert import to_proto
+from protos.credentials import (
+    COORDINATOR,
+    Authority,
+    JoinToken,
+    channel_credentials,
+    name_options,
+    new_token,
+)
+
+FAST = Probing(seconds=0.05, answer_within_s=2.0)
+MEMORY = int(WIDTH * WIDTH * 4 * 4 * 2.4) + 2**21  # two of the chain's layers
+
+
+class Owner:
+    """The owner's side of one coordinator."""
+
+    def __init__(self, running: Running, secret: str | None = None) -> None:
+        started = running.started
+        self.address = f"127.0.0.1:{started.entry_port}"
+        token = JoinToken.decode(started.owner_token) if started.owner_token else None
+        if token is None:
+            self.channel = grpc.insecure_channel(self.address)
+            self.metadata: tuple[tuple[str, str], ...] = ()
+        else:
+            self.channel = grpc.secure_channel(
+                self.address, channel_credentials(token.ca_pem), options=name_options(COORDINATOR)
+            )
+            self.metadata = (("authorization", f"Bearer {secret or token.presented}"),)
+        self.stub = rpc.OwnerStub(self.channel)
+        self.entry = rpc.EntryStub(self.channel)
+        self.blobs = rpc.BlobsStub(self.channel)
+
+    def call(self, name: str, request: Any) -> Any:
+        return getattr(self.stub, name)(request, metadata=self.metadata, timeout=20)
+
+    def submit(self, n_ops: int = 4, evaluate: bool = False, name: str = "", **training: Any) -> str:
+        spec, blobs = submission(n_ops, TrainingSpec(**{"steps": 3, "n_micro": 2, **training}), evaluate)
+        upload(self.blobs, blobs, self.metadata)
+        request = pb.SubmitRequest(spec=to_proto(replace(spec, name=name or "chain")))
+        return str(self.call("Submit", request).job)
+
+    def watch(self, job: str, until: Callable[[pb.JobUpdate], bool] = lambda u: False) -> pb.JobUpdate:
+        """The first update that ``until`` accepts, else the last one."""
+        update = pb.JobUpdate()
+        stream = self.stub.Watch(pb.JobRequest(job=job), metadata=self.metadata, timeout=60)
+        for update in stream:
+            if until(update):
+                stream.cancel()
+                break
+        return update
+
+    def job(self, job: str) -> pb.JobUpdate:
+        reply = self.call("Status", pb.StatusRequest())
+        return next(update for update in reply.jobs if update.job == job)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def start(stack: ExitStack, folder: Path, **changes: Any) -> Running:
+    config = CoordinatorConfig(
+        **{"state_dir": folder, "entry_port": 0, "probing": FAST, "wrong_token_delay_s": 0.0, **changes}
+    )
+    running = serve(config)
+    stack.callback(running.stop)
+    return running
+
+
+def fleet(stack: ExitStack, running: Running, n: int, **changes: Any) -> list[FakeWorker]:
+    started = running.started
+    found = []
+    for i in range(n):
+        options = {"name": f"fake-{i}", "memory_bytes": MEMORY, **changes}
+        worker = FakeWorker(f"127.0.0.1:{started.entry_port}", started.join_token, **options)
+        stack.callback(worker.stop)
+        found.append(worker.start())
+    return found
+
+
+def refused(call: Callable[[], Any]) -> Exception:
+    """The error of atoll.errors that a refused call stands for."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return told(caught.value, "test")
+
+
+def eventually(check: Callable[[], bool]) -> None:
+    """Wait for something that happens in another thread."""
+    for _ in range(500):
+        if check():
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("it never happened")
+
+
+def test_a_job_trains_over_two_workers_is_evaluated_stored_and_fetched(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    running = start(stack, tmp_path)
+    workers, owner = fleet(stack, running, 2), Owner(running)
+    job = owner.submit(evaluate=True, eval_batches=1, checkpoint_every=2)
+    update = owner.watch(job)
+    assert (update.state, update.step, len(update.stages)) == ("finished", 3, 2), update.reason
+    assert update.eval_loss == 1.5
+    assert update.loss == pytest.approx(2.0 / 3)
+    assert [c.store for c in workers[0].commits] == [False, True, True]
+    result = owner.call("Result", pb.JobRequest(job=job))
+    assert result.step == 3
+    assert [t.name for t in result.tensors] == ["w0", "w1", "w2", "w3"]
+    chunks = list(
+        owner.blobs.Get(pb.BlobList(blobs=[pb.BlobRef(hash=result.tensors[0].blob)]), metadata=owner.metadata)
+    )
+    assert sum(len(c.data) for c in chunks) > 0
+    lines = (tmp_path / "runs" / job / "metrics.csv").read_text().splitlines()
+    assert lines[0] == "step,name,value,time_s"
+    assert any(line.startswith("3,eval_loss,1.5") for line in lines)
+
+
+def test_watchers_get_every_point_once(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    fleet(stack, running, 2)
+    owner = Owner(running)
+    job = owner.submit(steps=40)
+    stream = owner.stub.Watch(pb.JobRequest(job=job), metadata=owner.metadata, timeout=60)
+    steps = [point.step for update in stream for point in update.metrics if point.name == "loss"]
+    assert steps == list(range(1, 41))
+
+
+def test_data_is_served_to_the_workers_of_the_job_alone(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (inside, _), owner = fleet(stack, running, 2, compute_s=0.05), Owner(running)
+    job = owner.submit(steps=1000)
+    owner.watch(job, lambda u: u.state == "training")
+    (outside,) = fleet(stack, running, 1)
+    request = pb.BatchRequest(job=job, inputs=["x"], first_step=1, count=2)
+    assert inside._channel is not None
+    batches = list(rpc.DataStub(inside._channel).Batches(request, timeout=10))
+    assert [(b.step, b.micro, tuple(b.shape)) for b in batches] == [
+        (1, 0, (8, WIDTH)),
+        (1, 1, (8, WIDTH)),
+        (2, 0, (8, WIDTH)),
+        (2, 1, (8, WIDTH)),
+    ]
+    assert outside._channel is not None
+    stranger = rpc.DataStub(outside._channel)
+    error = refused(lambda: list(stranger.Batches(request, timeout=10)))
+    assert isinstance(error, AccessDenied)
+    assert "holds no stage" in str(error)
+
+
+def test_a_vanished_worker_is_replaced_and_the_job_finishes(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    workers, owner = fleet(stack, running, 3, compute_s=0.01), Owner(running)
+    job = owner.submit(steps=60, checkpoint_every=10)
+    owner.watch(job, lambda u: u.step >= 15)
+    next(w for w in workers if w.assigned is not None).vanish()
+    paused = owner.watch(job, lambda u: u.state == "paused" or u.plan_version == 2)
+    assert paused.plan_version == 2 or "is lost: connection lost" in paused.reason
+    update = owner.watch(job)
+    assert (update.state, update.step, update.plan_version) == ("finished", 60, 2), update.reason
+
+
+def test_a_worker_that_reconnects_at_once_goes_on(stack: ExitStack, tmp_path: Path) -> None:
+    liveness = Liveness(0.5, 5.0, 10.0, return_within_s=5.0)
+    running = start(stack, tmp_path, liveness=liveness)
+    workers, owner = fleet(stack, running, 2, compute_s=0.01), Owner(running)
+    job = owner.submit(steps=50)
+    owner.watch(job, lambda u: u.step >= 5)
+    worker = workers[0]
+    worker.vanish()
+    worker.start()
+    assert worker.assigned is not None
+    # As a real worker does, it says its last word again; the answer may have been lost.
+    worker.say(ready=worker.report(len(worker.commits)))
+    update = owner.watch(job)
+    assert (update.state, update.plan_version) == ("finished", 1), update.reason
+
+
+def test_a_restarted_coordinator_goes_on_where_it_was(stack: ExitStack, tmp_path: Path) -> None:
+    first = serve(CoordinatorConfig(state_dir=tmp_path, entry_port=0, probing=FAST))
+    workers, owner = fleet(stack, first, 2, compute_s=0.01), Owner(first)
+    job = owner.submit(steps=200, checkpoint_every=20)
+    owner.watch(job, lambda u: u.checkpoint_step >= 40)
+    first.stop()
+    second = start(stack, tmp_path)
+    assert second.started.owner_token == first.started.owner_token
+    assert second.started.join_token == first.started.join_token
+    owner = Owner(second)
+    assert "restarted" in owner.job(job).reason
+    for worker in workers:
+        worker.vanish()
+        worker.entry = owner.address
+        worker.work_port = second.started.work_port
+        worker.start()
+    update = owner.watch(job, lambda u: u.plan_version == 2 and u.state == "training")
+    assert update.step >= 40
+    assert owner.watch(job).state == "finished"
+
+
+def test_a_second_job_waits_and_says_so(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    fleet(stack, running, 2, compute_s=0.02)
+    owner = Owner(running)
+    first, second = owner.submit(steps=1000), owner.submit(steps=3, name="Second job!")
+    assert second == "second-job-1"
+    update = owner.watch(second, lambda u: u.state == "queued" and "waits for" in u.reason)
+    assert f"waits for {first}" in update.reason
+    assert owner.call("Cancel", pb.JobRequest(job=first)).state == "cancelled"
+    assert owner.watch(second).state == "finished"
+
+
+def test_a_repeated_submission_is_one_job(stack: ExitStack, tmp_path: Path) -> None:
+    owner = Owner(start(stack, tmp_path))
+    spec, blobs = submission(4, TrainingSpec(steps=3, n_micro=2))
+    upload(owner.blobs, blobs, owner.metadata)
+    request = pb.SubmitRequest(spec=to_proto(spec), submission="abc")
+    assert owner.call("Submit", request).job == owner.call("Submit", request).job
+
+
+def test_a_job_without_its_blobs_is_refused(stack: ExitStack, tmp_path: Path) -> None:
+    owner = Owner(start(stack, tmp_path))
+    spec, blobs = submission(4, TrainingSpec(steps=3, n_micro=2))
+    error = refused(lambda: owner.call("Submit", pb.SubmitRequest(spec=to_proto(spec))))
+    assert isinstance(error, StorageError)
+    upload(owner.blobs, {h: b for h, b in blobs.items() if h == spec.dag_hash}, owner.metadata)
+    error = refused(lambda: owner.call("Submit", pb.SubmitRequest(spec=to_proto(spec))))
+    assert isinstance(error, UsageError)
+    assert "2 blobs are not here" in str(error)
+
+
+def test_a_fleet_without_enough_memory_is_told_by_how_much(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    fleet(stack, running, 1)
+    owner = Owner(running)
+    job = owner.submit(n_ops=8)
+    update = owner.watch(job, lambda u: "suffices" in u.reason)
+    assert "MiB" in update.reason
+    fleet(stack, running, 3)
+    assert owner.watch(job).state == "finished"
+
+
+def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitStack, tmp_path: Path) -> None:
+    def ready(worker: FakeWorker, step: int) -> pb.StepReady:
+        has_loss = worker.assigned is not None and worker.assigned.program.HasField("loss")
+        return worker.report(step, loss=float("nan")) if step == 12 and has_loss else worker.report(step)
+
+    running = start(stack, tmp_path)
+    fleet(stack, running, 2, ready=ready, compute_s=0.01)
+    owner = Owner(running)
+    job = owner.submit(steps=100, checkpoint_every=5)
+    update = owner.watch(job)
+    assert update.state == "failed"
+    assert "loss became nan at step 13" in update.reason
+    assert owner.call("Result", pb.JobRequest(job=job)).step in (5, 10)
+
+
+def test_impossible_figures_set_a_worker_aside_and_the_job_goes_on(stack: ExitStack, tmp_path: Path) -> None:
+    def ready(worker: FakeWorker, step: int) -> pb.StepReady:
+        lies = worker.name == "fake-0" and step == 5
+        return worker.report(step, forward_s=-1.0) if lies else worker.report(step)
+
+    running = start(stack, tmp_path)
+    fleet(stack, running, 3, ready=ready)
+    owner = Owner(running)
+    update = owner.watch(owner.submit(steps=10))
+    assert update.state == "finished"
+    status = owner.call("Status", pb.StatusRequest())
+    liars = [w.name for w in status.workers if "set aside" in w.reason]
+    assert liars in (["fake-0"], [])  # it may not have been chosen at all
+    if liars:
+        assert update.plan_version == 2
+
+
+def test_tokens_open_expire_are_used_up_and_revoked(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    once = owner.call("CreateToken", pb.CreateTokenRequest(name="lab", max_uses=1))
+
+    def enroll(token: str) -> None:
+        FakeWorker(owner.address, token).enroll()
+
+    enroll(once.token)
+    assert "used 1 of 1" in str(refused(lambda: enroll(once.token)))
+    two = owner.call("CreateToken", pb.CreateTokenRequest(name="old"))
+    owner.call("RevokeToken", pb.TokenRequest(id=two.info.id))
+    assert "revoked" in str(refused(lambda: enroll(two.token)))
+    listed = {t.name: t for t in owner.call("ListTokens", pb.Empty()).tokens}
+    assert (listed["lab"].uses, listed["old"].revoked) == (1, True)
+
+
+def test_a_wrong_token_opens_nothing(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    authority = Authority.open(tmp_path / "ca")
+    error = refused(lambda: FakeWorker(Owner(running).address, new_token(authority).encode()).enroll())
+    assert isinstance(error, AccessDenied)
+    assert "does not know this join token" in str(error)
+
+
+def test_a_token_of_another_coordinator_is_refused_by_tls(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path / "a")
+    other = new_token(Authority.open(tmp_path / "b")).encode()
+    assert isinstance(refused(lambda: FakeWorker(Owner(running).address, other).enroll()), AccessDenied)
+
+
+def test_another_protocol_version_is_refused_in_words(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (worker,) = fleet(stack, running, 1, protocol=99)
+    worker.ended.wait(10)
+    assert "speaks protocol 1" in worker.error
+    assert "update the older" in worker.error
+
+
+def test_join_tokens_do_not_open_the_owners_calls(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    assert running.started.join_token is not None
+    stranger = Owner(running, JoinToken.decode(running.started.join_token).presented)
+    for name, request in (("Status", pb.StatusRequest()), ("CreateToken", pb.CreateTokenRequest())):
+        assert isinstance(refused(lambda n=name, r=request: stranger.call(n, r)), AccessDenied)
+    missing = pb.BlobList()
+    assert isinstance(
+        refused(lambda: stranger.blobs.Missing(missing, metadata=stranger.metadata)), AccessDenied
+    )
+    watch = stranger.stub.Watch(pb.JobRequest(job="x"), metadata=stranger.metadata)
+    assert isinstance(refused(lambda: list(watch)), AccessDenied)
+
+
+def test_the_work_port_wants_a_certificate(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    assert running.started.join_token is not None
+    ca = JoinToken.decode(running.started.join_token).ca_pem
+    address = f"127.0.0.1:{running.started.work_port}"
+    channel = grpc.secure_channel(address, channel_credentials(ca), options=name_options(COORDINATOR))
+    with channel, pytest.raises(grpc.RpcError):
+        rpc.BlobsStub(channel).Missing(pb.BlobList(), timeout=5)
+
+
+def test_who_was_kicked_for_good_does_not_come_back(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (worker,) = fleet(stack, running, 1)
+    owner = Owner(running)
+    eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 1)
+    owner.call("Kick", pb.KickRequest(worker=worker.worker, reason="wrong results", for_good=True))
+    worker.ended.wait(10)
+    assert worker.dismissed is not None
+    assert worker.dismissed.for_good
+    worker.vanish()
+    worker.start()
+    worker.ended.wait(10)
+    assert "removed for good: wrong results" in worker.error
+
+
+def test_a_malformed_message_sets_its_sender_aside(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (worker,) = fleet(stack, running, 1)
+    owner = Owner(running)
+    worker.say(failed=pb.StageFailed(job="j", reason="x", lost_peer="y" * 5000))
+    worker.ended.wait(10)
+    eventually(lambda: "5000 characters" in owner.call("Status", pb.StatusRequest()).workers[0].reason)
+
+
+def test_a_plan_is_shown_without_starting_anything(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    spec, blobs = submission(4, TrainingSpec(steps=3, n_micro=2))
+    upload(owner.blobs, blobs, owner.metadata)
+    request = pb.PlanRequest(dag_hash=spec.dag_hash, training=to_proto(spec.training), partitioner="even")
+    assert "no worker" in str(refused(lambda: owner.call("MakePlan", request)))
+    workers = fleet(stack, running, 2)
+    eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 2)
+    reply = owner.call("MakePlan", request)
+    assert len(reply.plan.stages) == 2
+    assert len(reply.fleet) == 2
+    assert all(worker.assigned is None for worker in workers)
+
+
+def test_spans_and_logs_of_workers_are_kept(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    workers, owner = fleet(stack, running, 2, compute_s=0.02), Owner(running)
+    job = owner.submit(steps=500)
+    owner.watch(job, lambda u: u.step >= 2)
+    span = pb.Span(kind="F", step=1, micro=0, start_s=1.0, end_s=2.0)
+    workers[0].say(spans=pb.Spans(job=job, plan_version=1, stage=0, spans=[span]))
+    workers[0].say(log=pb.WorkerLog(level="info", event="hello\x1b[31m", job=job, fields_json="{}"))
+    eventually(lambda: bool(list(owner.stub.Trace(pb.JobRequest(job=job), metadata=owner.metadata))))
+    lines = list(owner.stub.Logs(pb.LogsRequest(job=job), metadata=owner.metadata, timeout=10))
+    said = [line.fields_json for line in lines if line.event == "worker.log"]
+    assert len(said) == 1
+    assert "\\u001b" not in said[0]
+
+
+def test_the_doctor_measures_and_reaches_back_with_a_token_only(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    assert running.started.join_token is not None
+    secret = JoinToken.decode(running.started.join_token).presented
+    chunks = [pb.EchoChunk(token=secret, wanted_bytes=3_000_000), pb.EchoChunk(data=bytes(1000))]
+    replies = list(owner.entry.Echo(iter(chunks), timeout=10))
+    assert sum(len(r.data) for r in replies) == 3_000_000
+    assert replies[-1].received_bytes == 1000
+    reached = owner.entry.Reach(pb.ReachRequest(token=secret, port=running.started.work_port), timeout=10)
+    assert (reached.host, reached.reachable) == ("127.0.0.1", True)
+    refusal = refused(lambda: owner.entry.Reach(pb.ReachRequest(token="x" * 22, port=2000), timeout=10))
+    assert isinstance(refusal, AccessDenied)
+
+
+def test_an_insecure_coordinator_works_and_says_what_it_is(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path, insecure=True)
+    fleet(stack, running, 2)
+    owner = Owner(running)
+    assert "--insecure" in running.started.join_command
+    assert owner.watch(owner.submit()).state == "finished"
+    assert "insecure" in owner.call("Status", pb.StatusRequest()).version
+
+
+def test_a_full_disk_pauses_the_job_and_it_goes_on_by_itself(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(stack, tmp_path)
+    fleet(stack, running, 2, compute_s=0.01)
+    owner = Owner(running)
+    job = owner.submit(steps=150, checkpoint_every=10)
+    owner.watch(job, lambda u: u.step >= 5)
+    assert running.server is not None
+    plain = running.server.journal.append
+
+    def full(records: Any) -> None:
+        raise StorageError("the journal refuses 1 events: database or disk is full; free some disk space")
+
+    running.call(lambda server: setattr(server.journal, "append", full))
+    paused = owner.watch(job, lambda u: u.state == "paused")
+    assert "disk is full" in paused.reason
+    assert owner.call("Status", pb.StatusRequest()).jobs[0].state == "paused"
+    running.call(lambda server: setattr(server.journal, "append", plain))
+    assert owner.watch(job).state == "finished"
+
+
+def test_a_taken_port_and_secrets_on_disk(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path / "a")
+    with pytest.raises(UsageError, match="cannot listen on"):
+        serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=running.started.entry_port))
+    mode = stat.S_IMODE((tmp_path / "a" / "owner-token").stat().st_mode)
+    assert mode == 0o600
+
+
+def test_the_coordinator_never_imports_torch() -> None:
+    code = "import sys, coordinator.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_interrupting_the_command_ends_it_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--state-dir", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    while "atoll-worker join" not in process.stdout.readline():
+        assert process.poll() is None
+    process.terminate()
+    assert process.wait(20) == 0
+    process.stdout.close()
