@@ -167,6 +167,7 @@ class JobSpec:
     partitioner: str = "op_fence"
     schedule: str = "auto"  # auto | gpipe | 1f1b
     resume_of: str = ""  # job whose last checkpoint it continues
+    hidden: tuple[str, ...] = ()  # of ``tensors``: no part of the state dict, so never exported
 
 
 class Layout(StrEnum):

@@ -200,14 +200,18 @@ class OwnerService(rpc.OwnerServicer):
             )
         except AtollError as error:
             await refuse(context, error)
-        checkpoint = state.checkpoint
+        checkpoint, hidden = state.checkpoint, set(state.spec.hidden)
         return pb.ResultReply(
             step=checkpoint.step,
             tensors=[
-                job_pb.TensorBlob(name=n, blob=checkpoint.tensors[n]) for n in sorted(checkpoint.tensors)
+                job_pb.TensorBlob(name=n, blob=checkpoint.tensors[n])
+                for n in sorted(checkpoint.tensors)
+                if n not in hidden
             ],
             aliases=[
-                job_pb.Alias(alias=alias, name=name) for alias, name in sorted(graphs.train.aliases.items())
+                job_pb.Alias(alias=alias, name=name)
+                for alias, name in sorted(graphs.train.aliases.items())
+                if name not in hidden
             ],
             update=self._update(request.job),
         )

@@ -99,6 +99,7 @@ def prepare(
         partitioner=partitioner,
         schedule=schedule,
         resume_of=resume_of,
+        hidden=tuple(sorted(set(tensors) - set(job.module.state_dict()))),
     )
     return Prepared(spec, (graphs.blob, graphs.eval_blob, *tensors.values(), *blobs), graphs)
 

@@ -652,6 +652,7 @@ class JobSpec(_message.Message):
     PARTITIONER_FIELD_NUMBER: _builtins.int
     SCHEDULE_FIELD_NUMBER: _builtins.int
     RESUME_OF_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dag_hash: _builtins.str
     eval_dag_hash: _builtins.str
@@ -666,6 +667,10 @@ class JobSpec(_message.Message):
     def data(self) -> Global___DataSpec: ...
     @_builtins.property
     def eval_data(self) -> Global___DataSpec: ...
+    @_builtins.property
+    def hidden(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of tensors that are not exported"""
+
     def __init__(
         self,
         *,
@@ -679,10 +684,11 @@ class JobSpec(_message.Message):
         partitioner: _builtins.str = ...,
         schedule: _builtins.str = ...,
         resume_of: _builtins.str = ...,
+        hidden: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "name", b"name", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "hidden", b"hidden", "name", b"name", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
