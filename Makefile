@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := atoll coordinator worker protos strategies compressors lab
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto
+BENCHMARKS := oracle planner transport commit prediction pipeline_vs_torch gpu
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
@@ -58,9 +59,8 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	@for script in benchmarks/[a-z]*.py; do \
-		case $$script in benchmarks/harness.py) continue;; esac; \
-		echo "== $$script"; $(TEST_ENV) $(BIN)/python -m $$(echo $${script%.py} | tr / .) --json || exit 1; \
+	@for name in $(BENCHMARKS); do \
+		echo "== benchmarks.$$name"; $(TEST_ENV) $(BIN)/python -m benchmarks.$$name --json || exit 1; \
 	done
 
 protos: $(STAMP)
