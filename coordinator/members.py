@@ -159,7 +159,9 @@ def _rejoin(member: Member, event: Event, now_s: float, timing: Liveness) -> Mem
     assert isinstance(event, Joined)  # noqa: S101 - the table says so
     if event.incarnation != member.incarnation or member.gone:
         fresh = joined(member.worker, event.incarnation, now_s)
-        return _to(replace(fresh, history=member.history), Phase.JOINED, "process started anew", now_s)
+        same = event.incarnation == member.incarnation
+        reason = "back after it was gone" if same else "process started anew"
+        return _to(replace(fresh, history=member.history), Phase.JOINED, reason, now_s)
     back = replace(member, seen_s=now_s, lost_s=None)
     if member.phase is Phase.SUSPECT:
         return _to(back, member.before, "session reopened", now_s)

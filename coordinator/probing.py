@@ -59,7 +59,8 @@ class LinkProbing:
     table: LinkTable = field(default_factory=LinkTable)
     solo_bps: dict[Pair, float] = field(default_factory=dict)
     measured_s: dict[Pair, float] = field(default_factory=dict)
-    attempts: dict[Pair, int] = field(default_factory=dict)
+    attempts: dict[Pair, int] = field(default_factory=dict)  # failed ones
+    failed_s: dict[Pair, float] = field(default_factory=dict)
     together: dict[frozenset[Pair], dict[Pair, float]] = field(default_factory=dict)
     flows: dict[int, _Flow] = field(default_factory=dict)
     _round: int = 0
@@ -126,7 +127,7 @@ class LinkProbing:
     def forget(self, worker: str) -> None:
         """Drop what concerns a worker that left."""
         self.table.forget(worker)
-        for known in (self.solo_bps, self.measured_s, self.attempts):
+        for known in (self.solo_bps, self.measured_s, self.attempts, self.failed_s):
             for pair in [pair for pair in known if worker in pair]:
                 del known[pair]
         for probe in [p for p in self.together if any(worker in pair for pair in p)]:
@@ -163,8 +164,9 @@ class LinkProbing:
 
     def _missing(self, pair: Pair, now_s: float, fresh: bool) -> bool:
         at_s = self.measured_s.get(pair)
-        if at_s is None:
-            return self.attempts.get(pair, 0) < self.config.attempts
+        if at_s is None and self.attempts.get(pair, 0) < self.config.attempts:
+            return True
+        at_s = self.failed_s.get(pair, now_s) if at_s is None else at_s
         return fresh and now_s - at_s > self.config.stale_after_s
 
     def _groups(self, workers: list[str]) -> list[list[str]]:
@@ -210,6 +212,7 @@ class LinkProbing:
             return
         tries = self.attempts.get(flow.pair, 0) + 1
         self.attempts[flow.pair] = tries
+        self.failed_s[flow.pair] = now_s
         if tries >= self.config.attempts and flow.pair not in self.table.estimates:
             self.table.estimates[flow.pair] = LinkEstimate(MIN_BANDWIDTH_BPS, MAX_RTT_S / 2)
 

@@ -114,10 +114,18 @@ class Scheduler:
             self._set_aside(event.worker, wrong)
         if worker.member.phase is members.Phase.JOINED:
             self._move(event.worker, members.Admitted())
+            self._take_back(event.worker)
             self.preparer.greet(event.worker, self.now_s)
         else:
             self._catch_up(event.worker)
         self._dirty = True
+
+    def _take_back(self, worker: str) -> None:
+        """A worker that was away may still hold a stage, and would refuse to be measured."""
+        for state in self.jobs.values():
+            if state.phase not in rounds.ENDED and self._stage_of(state, worker) is not None:
+                reason = "the stage was taken back while you were away"
+                self._send(worker, do.ReleaseStage(state.job, state.version, reason))
 
     def _catch_up(self, worker: str) -> None:
         """What was under way to a worker when its connection broke is said again; its own last

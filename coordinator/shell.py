@@ -323,7 +323,7 @@ class Shell:
         freed = await asyncio.to_thread(self.blobs.delete, superseded)
         self.say(
             telemetry.Event.BLOBS_DELETED,
-            "info",
+            "debug",
             "",
             "coordinator",
             {"blobs": len(superseded), "freed_bytes": freed},

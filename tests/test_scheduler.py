@@ -363,6 +363,14 @@ def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkp
     assert (state.phase, state.version, state.step) == (rounds.Phase.LOADING, 2, 1)
 
 
+def test_a_worker_that_still_holds_a_stage_is_released_before_it_is_measured() -> None:
+    world = World().training()
+    again = World(ledger=world.ledger, now_s=500.0)
+    again.join("a", "b")
+    first = next(type(m) for w, m in again.sent if w == "b")
+    assert first is do.ReleaseStage
+
+
 def test_after_a_restart_missing_workers_are_not_waited_for_forever() -> None:
     world = World().training()
     again = World(ledger=world.ledger, now_s=500.0)
