@@ -37,6 +37,7 @@ from protos.telemetry import Event as Name
 BATCH = 256
 RETRY_STORAGE_S = 1.0
 COMMITS_KEPT = 64
+_FOR_PEOPLE = (do.Measured, do.Notify, do.Log, do.SweepBlobs)
 _CONSEQUENCES = (do.CommitStep, do.StartStep, do.AssignStage)
 
 log = structlog.get_logger()
@@ -138,12 +139,22 @@ class Shell:
                 _resolve(posted, error)
         facts = [i.fact for _, instructions in todo for i in instructions if isinstance(i, do.Journal)]
         failure = self._write(facts, now_s)
+        later: list[do.Instruction] = []
         for posted, instructions in todo:
             for instruction in instructions:
-                if failure is None or not _consequence(instruction):
+                if isinstance(instruction, _FOR_PEOPLE):
+                    later.append(instruction)
+                elif failure is None or not _consequence(instruction):
                     self._attempt(instruction, now_s)
             _resolve(posted, failure if any(isinstance(i, do.Journal) for i in instructions) else None)
             self._note_commit(posted, instructions)
+        if later:
+            # What people read waits until the sessions have begun to say what workers wait for.
+            asyncio.get_running_loop().call_soon(self._tell, later, now_s)
+
+    def _tell(self, instructions: list[do.Instruction], now_s: float) -> None:
+        for instruction in instructions:
+            self._attempt(instruction, now_s)
 
     def _note_commit(self, posted: _Posted, instructions: list[do.Instruction]) -> None:
         for instruction in instructions:

@@ -141,7 +141,9 @@ def test_a_job_trains_over_two_workers_is_evaluated_stored_and_fetched(
         owner.blobs.Get(pb.BlobList(blobs=[pb.BlobRef(hash=result.tensors[0].blob)]), metadata=owner.metadata)
     )
     assert sum(len(c.data) for c in chunks) > 0
-    lines = (tmp_path / "runs" / job / "metrics.csv").read_text().splitlines()
+    metrics = tmp_path / "runs" / job / "metrics.csv"
+    eventually(lambda: "eval_loss" in metrics.read_text())
+    lines = metrics.read_text().splitlines()
     assert lines[0] == "step,name,value,time_s"
     assert any(line.startswith("3,eval_loss,1.5") for line in lines)
 
