@@ -163,6 +163,14 @@ class LabFleet:
 
     def atoll(self, *args: str, timeout: float = 600) -> Any:
         """Run an `atoll` command in the coordinator's host and return its JSON."""
+        lines = self._output(*args, timeout=timeout)
+        return json.loads("\n".join(lines)) if lines else None
+
+    def _lines(self, *args: str, timeout: float) -> list[dict[str, Any]]:
+        """The JSON objects that a command prints, one a line."""
+        return [json.loads(line) for line in self._output(*args, timeout=timeout)]
+
+    def _output(self, *args: str, timeout: float) -> list[str]:
         command = [
             self.python,
             "-m",
@@ -174,11 +182,17 @@ class LabFleet:
         process = self.lab.popen(
             self.home, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment()
         )
-        out, err = process.communicate(timeout=timeout)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.lab.kill(process)
+            logs = "".join(
+                f"\n{host}: {self.log(host)}" for host in ("coordinator", *self.scenario.join_order)
+            )
+            raise CommandFailed(f"{' '.join(args)} took over {timeout:.0f} s; {logs}") from None
         if process.returncode:
             raise CommandFailed(f"{' '.join(args)}: {err.decode(errors='replace')[-2000:]}")
-        lines = [line for line in out.decode().splitlines() if line.strip()]
-        return json.loads("\n".join(lines)) if lines else None
+        return [line for line in out.decode().splitlines() if line.strip()]
 
     def status(self) -> dict[str, Any]:
         with contextlib.suppress(CommandFailed):
@@ -193,17 +207,14 @@ class LabFleet:
         options = [part for setting in settings for part in ("--set", setting)]
         submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
         name = submitted["job"]
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            found = next(j for j in self.status()["jobs"] if j["job"] == name)
-            if found["state"] in ("finished", "failed", "cancelled"):
-                break
-            time.sleep(1.0)
-        if found["state"] != "finished":
+        updates = self._lines("watch", name, "--json", timeout=timeout)
+        last = updates[-1]
+        if last["state"] != "finished":
             raise CommandFailed(
-                f"{name} ended {found['state']}: {found.get('reason')} {self.log('coordinator')}"
+                f"{name} ended {last['state']}: {last.get('reason')} {self.log('coordinator')}"
             )
-        return {"job": name, "plan": found["plan"], **self._metrics(name)}
+        plan = next(u["plan"] for u in reversed(updates) if u.get("plan"))
+        return {"job": name, "plan": plan, **self._metrics(name)}
 
     def _metrics(self, job: str) -> dict[str, Any]:
         with (self.folder / "coordinator" / "runs" / job / "metrics.csv").open() as file:
@@ -211,7 +222,7 @@ class LabFleet:
         series: dict[str, list[float]] = {}
         for row in rows:
             series.setdefault(row["name"], []).append(float(row["value"]))
-        return {"step_s": series.get("step_seconds", []), "loss": series.get("loss", [])}
+        return {"step_s": series.get("step_s", []), "loss": series.get("loss", [])}
 
     def rival(
         self, job: str, hosts: Sequence[str], schedule: str, steps: int, settings: Sequence[str]
