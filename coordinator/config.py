@@ -19,6 +19,7 @@ class Liveness:
     heartbeat_s: float = 0.5
     suspect_after_s: float = 1.5
     dead_after_s: float = 2.0
+    idle_patience: float = 5.0  # a worker without a stage may be silent so many times longer
     return_within_s: float = 0.3  # a broken connection may come back as if nothing had been
 
     def __post_init__(self) -> None:
@@ -27,6 +28,8 @@ class Liveness:
                 f"heartbeat {self.heartbeat_s} s, suspect {self.suspect_after_s} s, dead "
                 f"{self.dead_after_s} s; give three rising numbers from 0.01 to 3600"
             )
+        if not 1.0 <= self.idle_patience <= 1000.0:
+            raise UsageError(f"idle_patience = {self.idle_patience}; give 1 to 1000")
         if not 0 <= self.return_within_s <= self.dead_after_s:
             raise UsageError(
                 f"return_within_s = {self.return_within_s}; give 0 to dead_after_s = {self.dead_after_s}"
@@ -37,7 +40,7 @@ class Liveness:
 class Probing:
     """How much measuring a fleet bears."""
 
-    seconds: float = 0.6  # of sending, one direction of one pair
+    seconds: float = 1.2  # of sending, one direction of one pair
     max_bytes: int = 64 * MIB
     answer_within_s: float = 20.0  # beyond the sending itself
     ops_answer_within_s: float = 300.0

@@ -195,10 +195,12 @@ def _watch(member: Member, event: Event, now_s: float, timing: Liveness) -> Memb
     if member.lost_s is not None and now_s - member.lost_s > timing.return_within_s:
         away_s = now_s - member.lost_s
         return _to(member, Phase.DEAD, f"connection lost and not back within {away_s:.1f} s", now_s)
+    # Nobody waits for a worker without a stage, and measuring its link may well delay its words.
+    patience = 1.0 if member.job else timing.idle_patience
     silent_s = now_s - member.seen_s
-    if silent_s > timing.dead_after_s:
+    if silent_s > timing.dead_after_s * patience:
         return _to(member, Phase.DEAD, f"silent for {silent_s:.1f} s", now_s)
-    if silent_s > timing.suspect_after_s and member.phase is not Phase.SUSPECT:
+    if silent_s > timing.suspect_after_s * patience and member.phase is not Phase.SUSPECT:
         return _to(replace(member, before=member.phase), Phase.SUSPECT, f"silent for {silent_s:.1f} s", now_s)
     return member
 

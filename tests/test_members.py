@@ -40,10 +40,18 @@ def test_a_worker_that_joins_waits_in_the_pool_with_a_reason() -> None:
 
 
 def test_silence_makes_a_worker_suspect_and_then_dead() -> None:
-    assert after((0.0, Admitted()), (1.4, Tick())).phase is Phase.POOL
-    assert after((0.0, Admitted()), (1.6, Tick())).phase is Phase.SUSPECT
-    dead = after((0.0, Admitted()), (1.6, Tick()), (2.1, Tick()))
+    base = [(0.0, Admitted()), (0.0, AssignedTo("j", 0))]
+    assert after(*base, (1.4, Tick())).phase is Phase.ASSIGNED
+    assert after(*base, (1.6, Tick())).phase is Phase.SUSPECT
+    dead = after(*base, (1.6, Tick()), (2.1, Tick()))
     assert (dead.phase, dead.reason) == (Phase.DEAD, "silent for 2.1 s")
+
+
+def test_a_worker_without_a_stage_may_be_silent_longer() -> None:
+    base = [(0.0, Admitted()), (6.0, Tick())]
+    assert after(*base).phase is Phase.POOL
+    assert after(*base, (7.6, Tick())).phase is Phase.SUSPECT
+    assert after(*base, (10.1, Tick())).phase is Phase.DEAD
 
 
 def test_a_suspect_that_is_heard_again_keeps_its_stage() -> None:
@@ -92,7 +100,7 @@ def test_a_peers_event_out_of_place_is_refused_with_the_last_changes() -> None:
 
 def test_our_own_event_out_of_place_raises() -> None:
     with pytest.raises(LookupError, match="AssignedTo while dead"):
-        step(after((0.0, Admitted()), (9.0, Tick())), AssignedTo("j", 0), 9.0, TIMING)
+        step(after((0.0, Admitted()), (11.0, Tick())), AssignedTo("j", 0), 11.0, TIMING)
 
 
 def test_our_stall_is_nobodys_silence() -> None:

@@ -65,7 +65,7 @@ def burst(peer: Peer, seconds: float, max_bytes: int) -> float:
 def burst_rate_bps(samples: Sequence[tuple[int, int, int]]) -> float:
     """Bits per second from (connection, receiver's clock ns, cumulative bytes) acknowledgements.
 
-    The first quarter of the bytes only opens the windows. Raises ConnectionFailed when too
+    The first half of the bytes only opens the windows. Raises ConnectionFailed when too
     little arrived to tell.
     """
     base: dict[int, int] = {}  # what a connection had carried before
@@ -78,7 +78,7 @@ def burst_rate_bps(samples: Sequence[tuple[int, int, int]]) -> float:
     if len(curve) < 2:
         raise ConnectionFailed("too little of the measurement arrived; measure longer")
     first, last = curve[0], curve[-1]
-    start = next(point for point in curve if point[1] - first[1] >= (last[1] - first[1]) / 4)
+    start = next(point for point in curve if point[1] - first[1] >= (last[1] - first[1]) / 2)
     if last[0] <= start[0] or last[1] <= start[1]:
         start = first
     if last[0] <= start[0]:
