@@ -223,7 +223,7 @@ def _follow(client: Client, job: str, json: bool) -> None:
                 update.step,
                 update.reason,
             ):
-                out.print(watch_line(update), markup=False, soft_wrap=True)
+                out.print(watch_line(update, last.reason if last else ""), markup=False, soft_wrap=True)
             last = update
     finally:
         if live is not None:

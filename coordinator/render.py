@@ -235,8 +235,8 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     return Group(*parts)
 
 
-def watch_line(update: pb.JobUpdate) -> str:
-    """A running job in one line, for logs and pipes."""
+def watch_line(update: pb.JobUpdate, told: str = "") -> str:
+    """A running job in one line, for logs and pipes; a reason already ``told`` is not repeated."""
     words = [f"{update.job} {update.state}", f"step {update.step}/{update.steps}"]
     words += [_optional(update, "loss", "loss {:.4f}"), _optional(update, "eval_loss", "held-out {:.4f}")]
     words += [_pace(update)]
@@ -244,8 +244,8 @@ def watch_line(update: pb.JobUpdate) -> str:
         shares = " ".join(f"{stage.busy_share:.0%}" for stage in update.stages)
         words.append(f"busy {shares}")
     if update.links:
-        words.append("links " + " ".join(in_bits(link.bps) for link in update.links))
-    if update.reason:
+        words.append("links " + " ".join(f"{link.bps / 1e6:.1f}" for link in update.links) + " Mbit/s")
+    if update.reason != told:
         words.append(update.reason)
     return ", ".join(word for word in words if word)
 
