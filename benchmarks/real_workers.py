@@ -107,12 +107,12 @@ class LoopbackFleet:
         return ["--state-dir", str(Path(self._folder.name) / name)]
 
     def _spawn(self, name: str, module: str, *arguments: str) -> None:
-        log = (Path(self._folder.name) / f"{name}.log").open("wb")
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads)}
         command = [sys.executable, "-m", module, *arguments]
-        self._processes.append(
-            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
-        )
+        with (Path(self._folder.name) / f"{name}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+            )
 
     def _connected(self) -> Client:
         deadline = time.monotonic() + START_S
