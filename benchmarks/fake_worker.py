@@ -161,7 +161,8 @@ class FakeWorker:
             for message in self._stream:
                 self.answer(message)
         except grpc.RpcError as error:
-            self.error = str(error.details() if isinstance(error, grpc.Call) else error)
+            details = getattr(error, "details", None)  # a Call too, as the library raises it
+            self.error = str(details() if callable(details) else error)
         ended.set()
 
     def answer(self, message: pb.ToWorker) -> None:

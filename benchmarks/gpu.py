@@ -43,7 +43,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
         x_BTD = x_BTD + self.out(mixed)
-        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x_BTD))))
+        return x_BTD + hidden
 
 
 class Gpt(nn.Module):
