@@ -72,7 +72,9 @@ def as_atoll_error(error: grpc.RpcError, address: str) -> AtollError:
             f"no TLS session with {address}: {words[:160]}; is it the coordinator's entry port, and was "
             "it started without --insecure?"
         )
+    # The transport library's chain of causes: only the last says what happened.
+    cause = words.rpartition("remote host: ")[2].rpartition("last error: ")[2].rstrip(") ")
     return ConnectionFailed(
-        f"{address} does not answer ({words[:160] or code}); is `atoll serve` running there, and is the "
+        f"{address} does not answer ({cause[:160] or code}); is `atoll serve` running there, and is the "
         "port open?"
     )

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 BACKOFF_FIRST_S = 0.2
-BACKOFF_MOST_S = 10.0
+BACKOFF_MOST_S = 4.0
 RECENT = 12  # events remembered for error messages
 
 

@@ -1,0 +1,136 @@
+"""The doctor finds what stands between this machine and the fleet, and says what to do."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from protos import atoll_control_pb2 as pb
+from protos.credentials import Authority, new_token
+from tests.test_worker_cli import Entry, config_for
+from worker import doctor, probe
+from worker.doctor import Mark, Report, examine, show
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(doctor, "device_rates", lambda device: probe.DeviceRates(50.0, 10.0))
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Iterator[Entry]:
+    started = Entry(tmp_path / "coordinator")
+    door: Any = started.door
+    door.reachable, door.skew_s = True, 0.0
+
+    def echo(chunks: Iterator[pb.EchoChunk], context: Any) -> Iterator[pb.EchoChunk]:
+        first = next(chunks)
+        yield pb.EchoChunk(data=bytes(first.wanted_bytes))
+        yield pb.EchoChunk(received_bytes=sum(len(chunk.data) for chunk in chunks))
+
+    def hello(request: pb.HelloRequest, context: Any) -> pb.HelloReply:
+        return pb.HelloReply(protocol=door.protocol, version="9.9", time_s=time.time() + door.skew_s)
+
+    door.Echo, door.Hello = echo, hello
+    door.Reach = lambda request, context: pb.ReachReply(host="203.0.113.9", reachable=door.reachable)
+    started.server.stop(None).wait()
+    again = _with_methods(tmp_path, door)
+    yield again
+    again.server.stop(None).wait()
+
+
+def _with_methods(folder: Path, door: Any) -> Entry:
+    """The methods are bound when the servicer is added: serve the changed door."""
+    from concurrent import futures
+
+    import grpc
+
+    from protos import atoll_control_pb2_grpc as rpc
+    from protos.credentials import server_credentials
+
+    entry = object.__new__(Entry)
+    entry.authority = Authority.open(folder / "coordinator" / "ca")
+    entry.door = door
+    entry.token = new_token(entry.authority)
+    door.token = entry.token.presented
+    entry.server = grpc.server(futures.ThreadPoolExecutor(4))
+    rpc.add_EntryServicer_to_server(door, entry.server)
+    credentials = server_credentials(entry.authority.server_identity(), mutual=False)
+    entry.port = entry.server.add_secure_port("127.0.0.1:0", credentials)
+    entry.server.start()
+    return entry
+
+
+def marks(report: Report) -> dict[str, Mark]:
+    return {finding.check: finding.mark for finding in report.findings}
+
+
+def test_a_fit_machine_learns_what_it_would_hold_and_carry(entry: Entry, tmp_path: Path):
+    report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
+    assert report.fit
+    assert report.exit_code == 0
+    assert set(marks(report).values()) == {Mark.OK}
+    assert "million parameters" in report.findings[-1].found
+    figures = report.as_json()["figures"]
+    for name in ("rtt_s", "down_bps", "up_bps", "matmul_gflops", "memory_limit_bytes", "clock_offset_s"):
+        assert name in figures
+    assert not (tmp_path / "worker" / "identity").exists()
+
+
+def test_a_closed_port_is_a_note_with_the_way_to_open_it(entry: Entry, tmp_path: Path):
+    door: Any = entry.door
+    door.reachable = False
+    report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
+    inbound = next(finding for finding in report.findings if finding.check == "inbound")
+    assert inbound.mark is Mark.NOTE
+    assert "forward a port" in inbound.fix
+    assert report.fit
+
+
+def test_a_clock_that_is_days_off_makes_unfit(entry: Entry, tmp_path: Path):
+    door: Any = entry.door
+    door.skew_s = 2 * 86400.0
+    report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
+    assert marks(report)["clock"] is Mark.BAD
+    assert report.exit_code == 1
+    assert "not fit to join yet: clock" in report.findings[-1].found
+
+
+def test_nobody_at_the_port_has_the_exit_code_of_join(entry: Entry, tmp_path: Path):
+    entry.server.stop(None).wait()
+    report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
+    assert report.exit_code == 5
+    assert "atoll serve" in report.findings[-2].found
+
+
+def test_a_token_of_another_coordinator_has_the_exit_code_of_join(entry: Entry, tmp_path: Path):
+    stranger = new_token(Authority.open(tmp_path / "other"))
+    report = examine(config_for(entry, tmp_path, stranger), lambda what: None)
+    assert report.exit_code == 6
+
+
+def test_another_protocol_has_the_exit_code_of_join(entry: Entry, tmp_path: Path):
+    entry.door.protocol += 1
+    report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
+    assert report.exit_code == 7
+
+
+def test_too_little_memory_makes_unfit(entry: Entry, tmp_path: Path):
+    report = examine(config_for(entry, tmp_path, entry.token, memory_bytes=100 << 20), lambda what: None)
+    assert marks(report)["memory"] is Mark.BAD
+
+
+def test_people_see_a_line_a_check_and_what_to_do(entry: Entry, tmp_path: Path):
+    door: Any = entry.door
+    door.reachable = False
+    text = io.StringIO()
+    show(examine(config_for(entry, tmp_path, entry.token), lambda what: None), Console(file=text, width=200))
+    assert "round trip" in text.getvalue()
+    assert "-> fine while the others can be reached" in text.getvalue()

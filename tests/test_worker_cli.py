@@ -1,0 +1,308 @@
+"""The `atoll-worker` command: every refusal says what to do, with its own exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import atoll
+from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch, UsageError
+from protos import PROTOCOL_VERSION
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.credentials import Authority, Identity, JoinToken, new_token, server_credentials
+from worker import cli, running
+from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
+from worker.enroll import join
+
+
+class Door(rpc.EntryServicer):
+    """An entry port that can be of another version or refuse tokens."""
+
+    def __init__(self, authority: Authority | None) -> None:
+        self.authority = authority
+        self.protocol = PROTOCOL_VERSION
+        self.token = ""
+        self.enrolled = 0
+
+    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:  # noqa: N802
+        return pb.HelloReply(protocol=self.protocol, version="9.9", time_s=time.time(), work_port=7701)
+
+    def Enroll(self, request: pb.EnrollRequest, context: Any) -> pb.EnrollReply:  # noqa: N802
+        if self.authority is None:
+            return pb.EnrollReply(worker="w-000001", work_port=7701)
+        if request.token != self.token:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "join token is not known; ask for a new one")
+        self.enrolled += 1
+        certificate = self.authority.sign(request.csr_pem, "w-000001")
+        return pb.EnrollReply(
+            worker="w-000001",
+            certificate_pem=certificate,
+            ca_pem=self.authority.certificate_pem,
+            work_port=7701,
+        )
+
+
+class Entry:
+    """A running Door on a loopback port."""
+
+    def __init__(self, folder: Path, *, tls: bool = True) -> None:
+        self.authority = Authority.open(folder / "ca") if tls else None
+        self.door = Door(self.authority)
+        self.server = grpc.server(futures.ThreadPoolExecutor(2))
+        rpc.add_EntryServicer_to_server(self.door, self.server)
+        if self.authority is None:
+            self.port = self.server.add_insecure_port("127.0.0.1:0")
+        else:
+            credentials = server_credentials(self.authority.server_identity(), mutual=False)
+            self.port = self.server.add_secure_port("127.0.0.1:0", credentials)
+            self.token = new_token(self.authority)
+            self.door.token = self.token.presented
+        self.server.start()
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Iterator[Entry]:
+    started = Entry(tmp_path / "coordinator")
+    yield started
+    started.server.stop(None).wait()
+
+
+def config_for(entry: Entry, folder: Path, token: JoinToken | None = None, **more: Any) -> WorkerConfig:
+    return WorkerConfig(
+        host="127.0.0.1",
+        port=entry.port,
+        token=token.encode() if token else "",
+        state_dir=folder / "worker",
+        connect_timeout_s=0.0,
+        **more,
+    )
+
+
+def never(_: float) -> bool:
+    return False
+
+
+# ---------------------------------------------------------------- entering
+
+
+def test_a_token_is_exchanged_for_an_identity_once(entry: Entry, tmp_path: Path):
+    member = join(config_for(entry, tmp_path, entry.token), never)
+    assert (member.worker, member.work_address) == ("w-000001", "127.0.0.1:7701")
+    assert abs(member.clock_offset_s) < 5.0
+    key = tmp_path / "worker" / "identity" / "key.pem"
+    assert key.stat().st_mode & 0o777 == 0o600
+    again = join(config_for(entry, tmp_path), never)
+    assert again.worker == "w-000001"
+    assert entry.door.enrolled == 1
+
+
+def test_a_wrong_token_is_refused_and_no_identity_is_left(entry: Entry, tmp_path: Path):
+    assert entry.authority is not None
+    with pytest.raises(AccessDenied, match="ask for a new one"):
+        join(config_for(entry, tmp_path, new_token(entry.authority)), never)
+    assert Identity.load(tmp_path / "worker" / "identity") is None
+
+
+def test_a_token_of_another_coordinator_is_told_from_a_wrong_one(entry: Entry, tmp_path: Path):
+    other = Authority.open(tmp_path / "other")
+    with pytest.raises(AccessDenied, match="another coordinator runs there"):
+        join(config_for(entry, tmp_path, new_token(other)), never)
+
+
+def test_an_identity_of_another_coordinator_makes_way_for_a_new_token(entry: Entry, tmp_path: Path):
+    join(config_for(entry, tmp_path, entry.token), never)
+    other = Entry(tmp_path / "second")
+    try:
+        member = join(config_for(other, tmp_path, other.token), never)
+    finally:
+        other.server.stop(None).wait()
+    assert member.identity is not None
+    assert member.identity.ca_pem == other.token.ca_pem
+
+
+def test_without_token_and_identity_the_command_to_run_is_named(entry: Entry, tmp_path: Path):
+    with pytest.raises(AccessDenied, match="--token TOKEN"):
+        join(config_for(entry, tmp_path), never)
+
+
+def test_another_protocol_version_says_which_side_to_update(entry: Entry, tmp_path: Path):
+    entry.door.protocol = PROTOCOL_VERSION + 1
+    with pytest.raises(ProtocolMismatch, match=f"protocol {PROTOCOL_VERSION + 1}.*update the older"):
+        join(config_for(entry, tmp_path, entry.token), never)
+
+
+def test_nobody_answering_names_the_address(entry: Entry, tmp_path: Path):
+    entry.server.stop(None).wait()
+    with pytest.raises(ConnectionFailed, match=rf"127\.0\.0\.1:{entry.port} does not answer"):
+        join(config_for(entry, tmp_path, entry.token), never)
+
+
+def test_tls_against_a_plain_coordinator_is_explained(tmp_path: Path, entry: Entry):
+    plain = Entry(tmp_path / "plain", tls=False)
+    try:
+        with pytest.raises(AccessDenied, match="--insecure"):
+            join(config_for(plain, tmp_path, entry.token), never)
+    finally:
+        plain.server.stop(None).wait()
+
+
+def test_insecure_needs_no_token(tmp_path: Path):
+    plain = Entry(tmp_path / "plain", tls=False)
+    try:
+        member = join(config_for(plain, tmp_path, insecure=True), never)
+    finally:
+        plain.server.stop(None).wait()
+    assert member.identity is None
+    assert list(member.metadata) == [("atoll-worker", "w-000001")]
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def test_a_later_join_remembers_everything_but_the_token(tmp_path: Path):
+    given = {
+        "host": "192.0.2.7", "port": 7700, "token": "secret", "memory_bytes": 4 << 30, "threads": 3,
+        "advertise": (("203.0.113.5", 9000),), "state_dir": tmp_path,
+    }  # fmt: skip
+    remember(make_config(given, {}))
+    again = make_config({"state_dir": tmp_path}, {})
+    assert (again.host, again.memory_bytes, again.threads) == ("192.0.2.7", 4 << 30, 3)
+    assert again.advertise == (("203.0.113.5", 9000),)
+    assert again.token == ""
+    assert "secret" not in (tmp_path / "worker.json").read_text()
+
+
+def test_the_token_may_come_from_the_environment(tmp_path: Path):
+    config = make_config({"host": "h", "state_dir": tmp_path}, {"ATOLL_TOKEN": "s3cret"})
+    assert config.token == "s3cret"
+    assert "s3cret" not in repr(config)
+
+
+def test_a_damaged_memory_counts_as_absent(tmp_path: Path):
+    (tmp_path / "worker.json").write_text('{"host": 7, "threads": "many"}')
+    with pytest.raises(UsageError, match="no coordinator given"):
+        make_config({"state_dir": tmp_path}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"), [("4GiB", 4 << 30), ("500MB", 500_000_000), ("1.5g", 1_500_000_000), ("123", 123)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, bytes_: int):
+    assert parse_size(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["", "many", "4 GiB more", "-1"])
+def test_other_sizes_are_refused(text: str):
+    with pytest.raises(UsageError, match="size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("h:1", ("h", 1)),
+        ("h", ("h", 7700)),
+        ("[::1]:5", ("::1", 5)),
+        ("[::1]", ("::1", 7700)),
+        ("fe80::1", ("fe80::1", 7700)),
+    ],
+)
+def test_addresses_are_read_as_people_write_them(text: str, address: tuple[str, int]):
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "h:", "h:x", "h:99999", "h:0", "http://h:1"])
+def test_other_addresses_are_refused(text: str):
+    with pytest.raises(UsageError):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"device": "tpu"}, {"threads": -1}, {"memory_bytes": 5}, {"port": 0}, {"max_upload_mbit": float("nan")}],
+)
+def test_impossible_settings_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(UsageError):
+        WorkerConfig(**{"host": "h", **wrong})
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["join"], 2, "no coordinator given"),
+        (["join", "h:1", "--memory", "lots"], 2, "4GiB"),
+        (["join", "h:1", "--token", "nonsense"], 6, "no join token"),
+        (["join", "h:1", "--device", "tpu"], 2, "auto, cpu, cuda"),
+        (["join", "h:1", "--insecure", "--token", "x"], 2, "leave one of them out"),
+        (["leave"], 2, "no worker runs"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_wrong_usage_has_its_exit_code_and_a_remedy(
+    arguments: list[str], code: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    if arguments[0] in ("join", "leave"):
+        arguments = [*arguments, "--state-dir", str(tmp_path)]
+    assert cli.run(arguments) == code
+    shown = capfd.readouterr().err
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("command", ["join", "doctor", "leave", "status"])
+def test_help_shows_an_example(command: str, capfd: pytest.CaptureFixture[str]):
+    assert cli.run([command, "--help"]) == 0
+    assert f"atoll-worker {command}" in capfd.readouterr().out
+
+
+def test_status_tells_scripts_what_is_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    remember(make_config({"host": "192.0.2.7", "state_dir": tmp_path}, {}))
+    assert cli.run(["status", "--json", "--state-dir", str(tmp_path)]) == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["coordinator"] == "192.0.2.7:7700"
+    assert facts["process"] is None
+
+
+def test_version_is_the_packages(capfd: pytest.CaptureFixture[str]):
+    assert cli.run(["version"]) == 0
+    assert capfd.readouterr().out.strip() == atoll.__version__
+
+
+def test_two_daemons_may_not_share_a_state_folder(tmp_path: Path):
+    with running.only_one(tmp_path):
+        assert running.running_process(tmp_path) == os.getpid()
+        with pytest.raises(UsageError, match="another worker"), running.only_one(tmp_path):
+            pass
+    assert running.running_process(tmp_path) is None
+
+
+def test_a_worker_that_waits_for_its_coordinator_leaves_at_once(tmp_path: Path, entry: Entry):
+    entry.server.stop(None).wait()
+    command = [
+        sys.executable, "-m", "worker.cli", "join", f"127.0.0.1:{entry.port}", "--token",
+        entry.token.encode(), "--state-dir", str(tmp_path / "w"), "--device", "cpu",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        lock = tmp_path / "w" / running.LOCK_FILE
+        while not (lock.exists() and lock.read_text()) and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=10)
+    assert process.returncode == 0
+    assert "Traceback" not in shown
