@@ -29,6 +29,7 @@ from worker.local import LocalPipeline
 from worker.peer import PeerLost, Receiver
 from worker.spans import Spans
 from worker.stage import Stage
+from worker.timed import TimedNetwork
 
 TRAINING = TrainingSpec(
     steps=3, n_micro=4, seed=5, optimizer=Optimizer(lr=3e-3, weight_decay=0.01), eval_batches=6
@@ -199,8 +200,9 @@ class Crew:
                 yield {name: batch[name] for name in program.inputs}
 
         feed = Given(self.made.batches, assignment.program.inputs)
-        links = Links(self.hub.port(me), "job", 1)
-        return StageRun(assignment, stage, links, feed, held_out, Spans(), Progress())
+        spans = Spans()
+        links = Links(TimedNetwork(self.hub.port(me), spans), "job", 1)
+        return StageRun(assignment, stage, links, feed, held_out, spans, Progress())
 
     def all(self, work: str, *arguments: object) -> list[object]:
         results: list[object] = [None] * len(self.runs)
@@ -326,3 +328,16 @@ def test_a_step_reports_its_times_and_spans() -> None:
     kinds = [span.kind for span in crew.runs[0].spans.take()]
     assert kinds == ["F", "B", "F", "B", "opt"] or kinds == ["F", "F", "B", "B", "opt"]
     assert crew.runs[0].run_step(1, Cancel()).optimizer_s > 0
+
+
+def test_every_message_leaves_one_span_at_either_end() -> None:
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.GPIPE))
+    crew.all("run_step", 0, Cancel())
+    spans = [run.spans.take() for run in crew.runs]
+    for here, there in ((0, 1), (1, 0)):
+        sent = [(s.micro, s.bytes) for s in spans[here] if s.kind == "send"]
+        got = [(s.micro, s.bytes) for s in spans[there] if s.kind == "recv"]
+        assert sent
+        assert sorted(sent) == sorted(got)
+    assert all(s.peer == "w-1" for s in spans[0] if s.kind in ("send", "recv"))

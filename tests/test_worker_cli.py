@@ -36,10 +36,10 @@ class Door(rpc.EntryServicer):
         self.token = ""
         self.enrolled = 0
 
-    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:  # noqa: N802
+    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:
         return pb.HelloReply(protocol=self.protocol, version="9.9", time_s=time.time(), work_port=7701)
 
-    def Enroll(self, request: pb.EnrollRequest, context: Any) -> pb.EnrollReply:  # noqa: N802
+    def Enroll(self, request: pb.EnrollRequest, context: Any) -> pb.EnrollReply:
         if self.authority is None:
             return pb.EnrollReply(worker="w-000001", work_port=7701)
         if request.token != self.token:

@@ -21,6 +21,7 @@ from worker.config import WorkerConfig
 from worker.link import Links
 from worker.spans import Spans
 from worker.stage import Stage
+from worker.timed import TimedNetwork
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +63,7 @@ def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[
             states=assignment.states,
         )
     links = Links(
-        around.network,
+        TimedNetwork(around.network, around.spans),
         assignment.job,
         assignment.version,
         outgoing=_codecs(assignment, sending=True),
