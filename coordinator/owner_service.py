@@ -193,7 +193,7 @@ class OwnerService(rpc.OwnerServicer):
             if not shell.scheduler.ledger.jobs[request.job].has_result:
                 raise JobFailed(
                     f"{request.job} has stored no checkpoint yet (step {state.step} of {state.steps}, "
-                    f"{state.phase.value}); wait, or submit with --checkpoint-every"
+                    f"{state.phase.value}); wait, or submit with --set checkpoint_every=N"
                 )
             graphs = await asyncio.to_thread(
                 shell.graphs.graphs, state.spec.dag_hash, state.spec.eval_dag_hash
