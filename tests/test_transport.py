@@ -452,6 +452,16 @@ def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Ma
     assert b.lost.empty()
 
 
+def test_two_that_remember_different_pasts_meet_anew_instead_of_forgetting_in_turns(host: Make) -> None:
+    a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
+    # b lost a, whose connections break; a still remembers the b that there was.
+    b.network._lose(b.network._peers["w-a"], "silent")
+    assert a.lost.get(timeout=20)[0] == "w-b"
+    a.network.dial("w-b", [b.address], 20)
+    a.network.send("w-b", key(), b"", b"again")
+    assert b.delivered.get(timeout=20)[3] == b"again"
+
+
 def test_a_goodbye_is_heard_at_once_and_with_its_reason(host: Make) -> None:
     a, b = connected(host)
     a.network.close()

@@ -410,8 +410,11 @@ class PeerNetwork:
         with self._lock:
             self._changed.notify_all()
 
-    def _peer(self, name: str, remote_session: int | None = None) -> Peer:
-        """The peer's state; anew when its session shows that it has forgotten the old one."""
+    def _peer(self, name: str, remote_session: int | None = None, session: int | None = None) -> Peer:
+        """The peer's state; anew when its session shows that it has forgotten the old one.
+
+        ``session``: the number under which the peer has just met us, if it has.
+        """
         with self._lock:
             known = self._peers.get(name)
             if known is not None and remote_session is not None:
@@ -421,7 +424,7 @@ class PeerNetwork:
             elif known is not None:
                 return known
             self._peers[name] = fresh = Peer(
-                name, secrets.randbits(63), self.config, self._expect, self._deliver
+                name, session or secrets.randbits(63), self.config, self._expect, self._deliver
             )
             fresh.remote_session = remote_session
         if known is not None:
@@ -446,7 +449,9 @@ class PeerNetwork:
             raise BadFrame("the first frame must be HELLO")
         if (frame.name, frame.target) != (connection.hello.target, self.name):
             raise BadFrame(f"{frame.name!r} answered instead of {connection.hello.target!r}")
-        known = self._peer(frame.name, frame.session)
+        # A peer that forgot us has just met us anew, under the number we gave: a fresh number would
+        # make it forget us again, and the two would take turns at that for ever.
+        known = self._peer(frame.name, frame.session, connection.hello.session)
         if known.session != connection.hello.session:
             connection.fail("the peer has restarted")
             return
