@@ -50,7 +50,7 @@ def chrome_trace(
     ordered = sorted(spans, key=lambda span: (span.start_s, span.end_s, span.worker, span.kind))
     workers = list(dict.fromkeys(span.worker for span in sorted(ordered, key=lambda s: (s.stage, s.worker))))
     pid = {worker: number for number, worker in enumerate(workers, 1)}
-    rows = _rows(ordered)
+    rows = _rows(ordered, names or {})
     tids: dict[str, dict[str, int]] = {worker: {COMPUTE: 0} for worker in workers}
     for span, row in zip(ordered, rows, strict=True):
         tids[span.worker].setdefault(row, len(tids[span.worker]))
@@ -65,12 +65,12 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
 
 
-def _rows(ordered: list[TraceSpan]) -> list[str]:
+def _rows(ordered: list[TraceSpan], names: Mapping[str, str]) -> list[str]:
     """The lane of each span; spans that overlap on one link get lanes of their own."""
     free_at: dict[tuple[str, str], list[float]] = defaultdict(list)
     found = []
     for span in ordered:
-        base = _lane(span)
+        base = _lane(span, names)
         lanes = free_at[span.worker, base]
         number = next((n for n, end_s in enumerate(lanes) if end_s <= span.start_s), len(lanes))
         if number == len(lanes):
@@ -80,11 +80,12 @@ def _rows(ordered: list[TraceSpan]) -> list[str]:
     return found
 
 
-def _lane(span: TraceSpan) -> str:
+def _lane(span: TraceSpan, names: Mapping[str, str]) -> str:
+    peer = names.get(span.peer, span.peer)
     if span.kind == "send":
-        return f"to {span.peer}"
+        return f"to {peer}"
     if span.kind == "recv":
-        return f"from {span.peer}"
+        return f"from {peer}"
     return COMPUTE
 
 

@@ -24,6 +24,8 @@ def test_each_worker_is_a_row_named_with_its_stage() -> None:
     trace = chrome_trace("j-1", EXCHANGE, {"w0": "fast1"})
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["fast1, stage 0", "w1, stage 1"]
+    rows = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    assert rows == ["compute", "to w1", "compute", "from fast1"]
 
 
 def test_spans_are_microseconds_from_the_first_and_carry_their_keys() -> None:
