@@ -10,15 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from atoll.errors import ConnectionFailed
 from worker.frames import Ack, Data, MessageKey, confirmations
 from worker.inbox import Expect, Inbox
 from worker.outbox import Chunk, Outbox
-
-if TYPE_CHECKING:
-    from worker.window import Window
+from worker.window import Window
 
 Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
 """``deliver(peer, key, header, payload)``; called in a receiving thread, must not block long."""
@@ -108,6 +106,8 @@ class Peer:
         self.received_bytes = 0
         self.progress = 0  # chunks either way: stands still when nothing moves
         self._in_flight = 0
+        self._settled = 0  # bytes that are no longer under way, on all connections
+        self._window = Window()  # of all connections together
         self._busy_since_s = 0.0
         self._busy_s = 0.0
         self._reported_bytes = 0
@@ -142,8 +142,16 @@ class Peer:
             lane.nudge()
 
     def take(self, lane: Lane) -> Chunk | None:
-        """The next chunk for this connection, if its window is open."""
-        return self.outbox.take(lane.window.chunk) if lane.window.open else None
+        """The next chunk for this connection, if its window and that of all together are open."""
+        return self.outbox.take(lane.window.chunk) if lane.window.open and self._open else None
+
+    @property
+    def _open(self) -> bool:
+        """Eight streams' least windows are half a second of a slow line, on which messages would
+        arrive side by side instead of one after the other: bytes under way are bounded in sum."""
+        if len(self.lanes) < 2:
+            return True
+        return self._window.in_flight < self._window.size_at(self.rtt_s)
 
     def data_frame(self, chunk: Chunk, flags: int) -> Data:
         message = chunk.message
@@ -158,11 +166,16 @@ class Peer:
         if not self._in_flight:
             self._busy_since_s = now_s
         self._in_flight += nbytes
+        self._window.sent(now_s, nbytes, last=not self.outbox.waiting)
         self.progress += 1
 
     def settled(self, now_s: float, nbytes: int, rtt_s: float, *, arrived: bool) -> None:
         """``nbytes`` are no longer under way: acknowledged, or their connection broke."""
         self._in_flight -= nbytes
+        self._settled += nbytes
+        self._window.acked(now_s, self._settled)
+        if len(self.lanes) > 1 and self.outbox.waiting:
+            self.nudge()  # there is room again, for whichever connection is free
         if arrived:
             self.acked_bytes += nbytes
             self.progress += 1

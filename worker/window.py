@@ -62,7 +62,11 @@ class Window:
 
     @property
     def size(self) -> int:
-        rate, rtt_s = self.rate, self.rtt_s
+        return self.size_at(self.rtt_s)
+
+    def size_at(self, rtt_s: float | None) -> int:
+        """The window at a round trip that is known better elsewhere."""
+        rate = self.rate
         if rate is None or rtt_s is None:
             return self._initial
         return int(min(self._maximum, max(4 * SMALLEST_CHUNK, GAIN * rate * (rtt_s + SLACK_S))))
