@@ -137,6 +137,12 @@ class Server:
             entry_port, work_port, self._join_command(entry_port, join_token), join_token, owner_token
         )
 
+    async def broken(self) -> None:
+        """Wait until one of the tasks that must never end has ended; raises what ended it."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
     async def stop(self) -> None:
         """Stop listening and write what is left; within ``stop_within_s``."""
         for outbox in list(self.shell.outboxes.values()):
@@ -334,7 +340,13 @@ async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started]
         loop.add_signal_handler(number, ending.set)
     server = Server(config)
     announce(await server.start())
-    await ending.wait()
+    broke = asyncio.create_task(server.broken())
+    await asyncio.wait({asyncio.create_task(ending.wait()), broke}, return_when=asyncio.FIRST_COMPLETED)
+    failure = broke.exception() if broke.done() else None
+    broke.cancel()
+    if failure is not None:
+        # Better to end and be started again from the journal than to answer and do nothing.
+        log.critical("server.broke", error=repr(failure))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.remove_signal_handler(number)  # a second one ends the process at once
     try:
@@ -342,7 +354,9 @@ async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started]
     except TimeoutError:
         log.warning("server.stop_slow", waited_s=config.stop_within_s)
         # Threads that still plan or hash must not hold the process.
-        os._exit(0)
+        os._exit(0 if failure is None else 1)
+    if failure is not None:
+        raise failure
 
 
 def _log_to_stderr() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from benchmarks.commit import WIDTH, submission, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.calls import told
 from coordinator.config import CoordinatorConfig, Liveness, Probing
-from coordinator.server import Running, serve
+from coordinator.server import Running, Server, serve
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.convert import to_proto
@@ -490,3 +491,20 @@ def test_interrupting_the_command_ends_it_in_order(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(20) == 0
     process.stdout.close()
+
+
+def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(batch: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    async def run() -> None:
+        server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
+        await server.start()
+        monkeypatch.setattr(server.shell, "_handle", broken)
+        with pytest.raises(RuntimeError, match="a mistake of ours"):
+            await asyncio.wait_for(server.broken(), 20)
+        await server.stop()
+
+    asyncio.run(run())
