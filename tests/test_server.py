@@ -496,13 +496,13 @@ def test_interrupting_the_command_ends_it_in_order(tmp_path: Path) -> None:
 def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(batch: object) -> None:
+    def broken(shell: object, batch: object) -> None:
         raise RuntimeError("a mistake of ours")
 
     async def run() -> None:
         server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
         await server.start()
-        monkeypatch.setattr(server.shell, "_handle", broken)
+        monkeypatch.setattr(type(server.shell), "_handle", broken)
         with pytest.raises(RuntimeError, match="a mistake of ours"):
             await asyncio.wait_for(server.broken(), 20)
         await server.stop()
