@@ -168,6 +168,8 @@ def train(job: Job, args: argparse.Namespace, n_micro: int) -> dict[str, Any]:
             module.queue.insert(0, data.get(0, 0))
         dist.barrier()
         begun = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = job.training.learning_rate(step)
         optimizer.zero_grad()
         found: list[torch.Tensor] = []
         dummy = torch.zeros(n_micro)
