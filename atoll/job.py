@@ -13,6 +13,7 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from atoll.compression import Compression
 from atoll.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class TrainingSpec:
     eval_every: int = 0  # steps; 0 = only at the end
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
     checkpoint_every: int = 0  # steps; 0 = only at the end
+    compress: str = "off"  # what links may do to boundary tensors: ``atoll.compression``
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -126,6 +128,12 @@ class TrainingSpec:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        Compression.parse(self.compress)
+
+    @property
+    def compression(self) -> Compression:
+        """``compress``, parsed."""
+        return Compression.parse(self.compress)
 
     def learning_rate(self, step: int) -> float:
         """Base learning rate at ``step``, schedule applied."""

@@ -8,6 +8,7 @@ DAG's. ``validate`` is the shared rule that planner and worker both check.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from atoll.errors import PlanError
 from atoll.microbatch import Action, ScheduleName, gpipe, one_f_one_b
@@ -34,6 +35,14 @@ class StageSpec:
         return self.workers[0]
 
 
+class Mask(StrEnum):
+    """Which elements of a gradient a sparse codec sends back over the link that carried its value."""
+
+    NONE = ""  # the codec is not sparse, or the link carries no gradients
+    SAME = "same"  # the value's positions: no index bytes, the true gradient of the masked net
+    INDEPENDENT = "independent"  # the gradient's own largest
+
+
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
     """What compresses the tensors from one stage to another; fixed within a plan version."""
@@ -41,7 +50,9 @@ class LinkSpec:
     source: int  # stage
     target: int  # stage
     codec: str = "none"
-    ratio: float = 1.0
+    ratio: float = 1.0  # dense bytes / wire bytes aimed at, >= 1; fixed-rate codecs ignore it
+    mask: Mask = Mask.NONE
+    reason: str = field(default="", compare=False)  # why, in words for users
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,25 @@
 """Tensor -> Packet -> tensor: how a link spends its bytes.
 
-A new codec: its file, one line here, one in the docs; the conformance tests find it.
+A new codec: its file, one entry in ``catalogue.py``, one line in docs/compression.md; the
+conformance tests find it. Importing this package alone does not load torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from atoll.errors import UsageError
-from compressors.base import Compressor, Packet
-from compressors.none import Uncompressed
+from compressors.catalogue import CODECS, codec
 
-__all__ = ["COMPRESSORS", "Compressor", "Packet", "make_compressor"]
+if TYPE_CHECKING:
+    from compressors.base import Compressor
 
-COMPRESSORS: dict[str, Callable[[float], Compressor]] = {
-    "none": lambda ratio: Uncompressed(),
-}
-"""Name -> builder from the plan's ratio (1 = nothing saved)."""
+__all__ = ["CODECS", "codec", "make_compressor"]
 
 
 def make_compressor(name: str, ratio: float = 1.0) -> Compressor:
     """The codec a LinkSpec names. Raises UsageError for an unknown one."""
-    builder = COMPRESSORS.get(name)
-    if builder is None:
-        raise UsageError(f"codec {name!r} is not known; there are: {', '.join(sorted(COMPRESSORS))}")
-    return builder(ratio)
+    facts = codec(name)
+    build = getattr(import_module(f"compressors.{facts.module}"), facts.builder)
+    made: Compressor = build(ratio=ratio) if facts.rated else build()
+    return made

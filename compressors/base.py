@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -117,22 +117,63 @@ def parse_packet(header: Buffer, payload: Buffer) -> Packet:
     return packet
 
 
+State = Any
+"""A codec's own frozen value (a residual, a warm start), or None; in as an argument, out as a result."""
+
+
 class Compressor(Protocol):
-    """One codec with its settings. Pure: the same tensor and seed give the same packet."""
+    """One codec with its settings. Pure: the same tensor, state and seed give the same packet.
+
+    What it is valid for, whether it is exact, linear or unbiased, and how many bytes it is expected
+    to take, stands in ``compressors.catalogue`` under its name.
+    """
 
     name: str
 
-    def compress(self, tensor: torch.Tensor, *, seed: int) -> Packet:
-        """Pack ``tensor`` (any device and layout, floating or integer)."""
+    def init(self, meta: TensorMeta) -> State:
+        """The state before the first tensor of ``meta``; None for a codec without one."""
 
-    def decompress(self, packet: Packet) -> torch.Tensor:
-        """A CPU tensor of ``packet.meta``; may share the payload's memory. Raises BadFrame."""
+    def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
+        """Pack ``tensor`` (any device and layout, floating or integer), and the next state."""
+
+    def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:
+        """A CPU tensor of ``packet.meta``; may share the payload's memory. Raises BadFrame.
+
+        ``state`` only for codecs whose two ends share one (``Codec.shared_state``).
+        """
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         """No payload for ``meta`` is longer; what the receiver allows."""
 
     def payload_bytes(self, meta: TensorMeta) -> float:
         """Expected payload of ``meta``: what the planner counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Which elements of a tensor of ``meta`` a sparse packet holds."""
+
+    meta: TensorMeta
+    positions: torch.Tensor  # int64 [k], ascending, unique, into the contiguous elements
+
+
+class SparseCompressor(Compressor, Protocol):
+    """A codec that keeps some elements, and can send another tensor's values at the same ones."""
+
+    def support(self, packet: Packet) -> Support:
+        """The positions in a packet that this side made or has received. Raises BadFrame."""
+
+    def compress_on(self, tensor: torch.Tensor, support: Support, *, seed: int = 0) -> Packet:
+        """The values of ``tensor`` at ``support``, no indices."""
+
+    def decompress_on(self, packet: Packet, support: Support) -> torch.Tensor:
+        """Those values, zero elsewhere. Raises BadFrame."""
+
+    def max_payload_bytes_on(self, meta: TensorMeta) -> int:
+        """No payload of ``compress_on`` is longer."""
+
+    def payload_bytes_on(self, meta: TensorMeta) -> float:
+        """Expected payload of ``compress_on``."""
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:

@@ -9,7 +9,7 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet, meta_of
+from compressors.base import TORCH_DTYPES, Packet, State, meta_of
 from compressors.layout import Layout, from_wire, to_wire
 
 # Every platform torch runs on; a big-endian one would need a swap here.
@@ -22,20 +22,23 @@ class Uncompressed:
 
     name = "none"
 
-    def compress(self, tensor: torch.Tensor, *, seed: int = 0) -> Packet:
+    def init(self, meta: TensorMeta) -> State:
+        return None
+
+    def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
         """The payload shares a dense CPU tensor's memory: leave it alone until it is sent."""
         meta = meta_of(tensor)
         flat, layout = to_wire(tensor)
         flat = flat.cpu()
         if not flat.numel():
-            return Packet(self.name, meta)
+            return Packet(self.name, meta), None
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         payload = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         usual = layout == Layout.contiguous(meta.shape)
-        return Packet(self.name, meta, payload, b"" if usual else layout.to_bytes())
+        return Packet(self.name, meta, payload, b"" if usual else layout.to_bytes()), None
 
-    def decompress(self, packet: Packet) -> torch.Tensor:
+    def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:
         """Raises BadFrame when the payload is not exactly the tensor, or its layout none that
         ``compress`` makes."""
         meta, payload = packet.meta, memoryview(packet.payload)

@@ -272,6 +272,31 @@ class Address(_message.Message):
 Global___Address: _TypeAlias = Address  # noqa: Y015
 
 @_typing.final
+class CodecSpeed(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODEC_FIELD_NUMBER: _builtins.int
+    ENCODE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    DECODE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    codec: _builtins.str
+    encode_bytes_per_s: _builtins.float
+    decode_bytes_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        codec: _builtins.str = ...,
+        encode_bytes_per_s: _builtins.float = ...,
+        decode_bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "decode_bytes_per_s", b"decode_bytes_per_s", "encode_bytes_per_s", b"encode_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CodecSpeed: _TypeAlias = CodecSpeed  # noqa: Y015
+
+@_typing.final
 class Introduction(_message.Message):
     """first message of a session"""
 
@@ -284,6 +309,7 @@ class Introduction(_message.Message):
     SITE_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     site: _builtins.str
@@ -298,6 +324,10 @@ class Introduction(_message.Message):
 
     @_builtins.property
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def codec_speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___CodecSpeed]:
+        """measured on this machine, one thread"""
+
     def __init__(
         self,
         *,
@@ -308,10 +338,11 @@ class Introduction(_message.Message):
         site: _builtins.str = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
         incarnation: _builtins.int = ...,
+        codec_speeds: _abc.Iterable[Global___CodecSpeed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "device", b"device", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "device", b"device", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -496,16 +527,24 @@ Global___StageFailed: _TypeAlias = StageFailed  # noqa: Y015
 
 @_typing.final
 class LinkGoodput(_message.Message):
+    """dense_bytes: what the boundary tensors among ``bytes`` would have taken uncompressed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PEER_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     RTT_S_FIELD_NUMBER: _builtins.int
+    DENSE_BYTES_FIELD_NUMBER: _builtins.int
+    ENCODE_S_FIELD_NUMBER: _builtins.int
+    DECODE_S_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     bytes: _builtins.int
     busy_s: _builtins.float
     rtt_s: _builtins.float
+    dense_bytes: _builtins.int
+    encode_s: _builtins.float
+    decode_s: _builtins.float
     def __init__(
         self,
         *,
@@ -513,10 +552,13 @@ class LinkGoodput(_message.Message):
         bytes: _builtins.int = ...,
         busy_s: _builtins.float = ...,
         rtt_s: _builtins.float = ...,
+        dense_bytes: _builtins.int = ...,
+        encode_s: _builtins.float = ...,
+        decode_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "peer", b"peer", "rtt_s", b"rtt_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "decode_s", b"decode_s", "dense_bytes", b"dense_bytes", "encode_s", b"encode_s", "peer", b"peer", "rtt_s", b"rtt_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -585,16 +627,20 @@ Global___StepReady: _TypeAlias = StepReady  # noqa: Y015
 
 @_typing.final
 class EvalReady(_message.Message):
+    """coded_loss: the same batches with the boundary tensors through the links' codecs."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    CODED_LOSS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
     loss: _builtins.float
+    coded_loss: _builtins.float
     def __init__(
         self,
         *,
@@ -602,13 +648,19 @@ class EvalReady(_message.Message):
         plan_version: _builtins.int = ...,
         step: _builtins.int = ...,
         loss: _builtins.float | None = ...,
+        coded_loss: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_coded_loss", b"_coded_loss", "_loss", b"_loss", "coded_loss", b"coded_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "job", b"job", "loss", b"loss", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coded_loss", b"_coded_loss", "_loss", b"_loss", "coded_loss", b"coded_loss", "job", b"job", "loss", b"loss", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__coded_loss: _TypeAlias = _typing.Literal["coded_loss"]  # noqa: Y015
+    _WhichOneofArgType__coded_loss: _TypeAlias = _typing.Literal["_coded_loss", b"_coded_loss"]  # noqa: Y015
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coded_loss) -> _WhichOneofReturnType__coded_loss | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
 
 Global___EvalReady: _TypeAlias = EvalReady  # noqa: Y015
@@ -1126,6 +1178,8 @@ class StepCommit(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     EVALUATE_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    RELINK_FIELD_NUMBER: _builtins.int
+    EVALUATE_CODED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -1137,6 +1191,12 @@ class StepCommit(_message.Message):
     """evaluate after applying, answer EvalReady"""
     last: _builtins.bool
     """do not begin another step"""
+    evaluate_coded: _builtins.bool
+    """with evaluate: once more through the codecs"""
+    @_builtins.property
+    def relink(self) -> Global___Relink:
+        """unset: the links stay as they are"""
+
     def __init__(
         self,
         *,
@@ -1147,14 +1207,47 @@ class StepCommit(_message.Message):
         store: _builtins.bool = ...,
         evaluate: _builtins.bool = ...,
         last: _builtins.bool = ...,
+        relink: Global___Relink | None = ...,
+        evaluate_coded: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relink", b"relink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "gradient_scale", b"gradient_scale", "job", b"job", "last", b"last", "plan_version", b"plan_version", "step", b"step", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "last", b"last", "plan_version", b"plan_version", "relink", b"relink", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepCommit: _TypeAlias = StepCommit  # noqa: Y015
+
+@_typing.final
+class Relink(_message.Message):
+    """From step first_step on, the same stages exchange under plan_version with these codecs. Said
+    with the commit of step first_step - 2, so every stage knows it before any neighbour can send
+    a message of that step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    plan_version: _builtins.int
+    first_step: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_job_pb2.LinkSpec]: ...
+    def __init__(
+        self,
+        *,
+        plan_version: _builtins.int = ...,
+        first_step: _builtins.int = ...,
+        links: _abc.Iterable[_atoll_job_pb2.LinkSpec] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "links", b"links", "plan_version", b"plan_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Relink: _TypeAlias = Relink  # noqa: Y015
 
 @_typing.final
 class StepDiscard(_message.Message):
@@ -1602,11 +1695,19 @@ class LinkRate(_message.Message):
     BPS_FIELD_NUMBER: _builtins.int
     BYTES_PER_STEP_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DENSE_BYTES_PER_STEP_FIELD_NUMBER: _builtins.int
+    MEASURED_BPS_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     target: _builtins.str
     bps: _builtins.float
     bytes_per_step: _builtins.int
     codec: _builtins.str
+    ratio: _builtins.float
+    reason: _builtins.str
+    dense_bytes_per_step: _builtins.int
+    measured_bps: _builtins.float
     def __init__(
         self,
         *,
@@ -1615,10 +1716,14 @@ class LinkRate(_message.Message):
         bps: _builtins.float = ...,
         bytes_per_step: _builtins.int = ...,
         codec: _builtins.str = ...,
+        ratio: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        dense_bytes_per_step: _builtins.int = ...,
+        measured_bps: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bps", b"bps", "bytes_per_step", b"bytes_per_step", "codec", b"codec", "source", b"source", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bps", b"bps", "bytes_per_step", b"bytes_per_step", "codec", b"codec", "dense_bytes_per_step", b"dense_bytes_per_step", "measured_bps", b"measured_bps", "ratio", b"ratio", "reason", b"reason", "source", b"source", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -517,6 +517,7 @@ class TrainingSpec(_message.Message):
     EVAL_EVERY_FIELD_NUMBER: _builtins.int
     EVAL_BATCHES_FIELD_NUMBER: _builtins.int
     CHECKPOINT_EVERY_FIELD_NUMBER: _builtins.int
+    COMPRESS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
     seed: _builtins.int
@@ -525,6 +526,8 @@ class TrainingSpec(_message.Message):
     eval_every: _builtins.int
     eval_batches: _builtins.int
     checkpoint_every: _builtins.int
+    compress: _builtins.str
+    """off | lossless | auto[:RATIO] | adatopk[:RATIO] | CODEC[:RATIO]"""
     @_builtins.property
     def optimizer(self) -> Global___Optimizer: ...
     @_builtins.property
@@ -542,10 +545,11 @@ class TrainingSpec(_message.Message):
         eval_every: _builtins.int = ...,
         eval_batches: _builtins.int = ...,
         checkpoint_every: _builtins.int = ...,
+        compress: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_every", b"checkpoint_every", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "schedule", b"schedule", "seed", b"seed", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "schedule", b"schedule", "seed", b"seed", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,10 +741,16 @@ class LinkSpec(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
     RATIO_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     source: _builtins.int
     target: _builtins.int
     codec: _builtins.str
     ratio: _builtins.float
+    mask: _builtins.str
+    """"" | same | independent: how a sparse codec treats gradients"""
+    reason: _builtins.str
+    """why this codec and ratio, shown to users"""
     def __init__(
         self,
         *,
@@ -748,10 +758,12 @@ class LinkSpec(_message.Message):
         target: _builtins.int = ...,
         codec: _builtins.str = ...,
         ratio: _builtins.float = ...,
+        mask: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "ratio", b"ratio", "source", b"source", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "mask", b"mask", "ratio", b"ratio", "reason", b"reason", "source", b"source", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

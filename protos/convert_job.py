@@ -99,6 +99,7 @@ def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
         eval_every=training.eval_every,
         eval_batches=training.eval_batches,
         checkpoint_every=training.checkpoint_every,
+        compress=training.compress,
     )
 
 
@@ -119,6 +120,7 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
         eval_every=message.eval_every,
         eval_batches=message.eval_batches,
         checkpoint_every=message.checkpoint_every,
+        compress=message.compress or "off",
     )
 
 

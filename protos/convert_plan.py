@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpNode, Source, leaf_refs, op_refs
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import LinkPrediction, LinkSpec, Mask, Plan, Prediction, StagePrediction, StageSpec
 from atoll.program import Produced, Received, StageProgram, TiedParameter
 from protos import atoll_job_pb2 as pb
 from protos import bounds
@@ -103,10 +104,7 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
             )
             for s in plan.stages
         ],
-        links=[
-            pb.LinkSpec(source=link.source, target=link.target, codec=link.codec, ratio=link.ratio)
-            for link in plan.links
-        ],
+        links=[link_to_proto(link) for link in plan.links],
         left_out=[pb.LeftOut(worker=worker, why=why) for worker, why in plan.left_out],
     )
     if plan.prediction is not None:
@@ -128,15 +126,7 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
         schedule=bounds.one_of("schedule", message.schedule, ScheduleName),
         n_micro=bounds.within("n_micro", message.n_micro, 1, 4096),
         stages=tuple(_stage_from_proto(stage, limits) for stage in stages),
-        links=tuple(
-            LinkSpec(
-                source=bounds.within("source stage of a link", link.source, 0, n_stages - 1),
-                target=bounds.within("target stage of a link", link.target, 0, n_stages - 1),
-                codec=bounds.name("codec", link.codec, limits),
-                ratio=bounds.number("compression ratio", link.ratio),
-            )
-            for link in links
-        ),
+        links=tuple(link_from_proto(link, n_stages, limits) for link in links),
         left_out=tuple(
             (bounds.name("worker", o.worker, limits), bounds.text("why", o.why, limits.text_chars))
             for o in bounds.count("workers left out", message.left_out, limits.items)
@@ -144,6 +134,30 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
         prediction=(
             prediction_from_proto(message.prediction, limits) if message.HasField("prediction") else None
         ),
+    )
+
+
+def link_to_proto(link: LinkSpec) -> pb.LinkSpec:
+    """What compresses the tensors from one stage to another."""
+    return pb.LinkSpec(
+        source=link.source,
+        target=link.target,
+        codec=link.codec,
+        ratio=link.ratio,
+        mask=link.mask,
+        reason=link.reason,
+    )
+
+
+def link_from_proto(message: pb.LinkSpec, n_stages: int, limits: Limits) -> LinkSpec:
+    """UsageError for a stage that the plan does not have, or a ratio below 1 or not finite."""
+    return LinkSpec(
+        source=bounds.within("source stage of a link", message.source, 0, n_stages - 1),
+        target=bounds.within("target stage of a link", message.target, 0, n_stages - 1),
+        codec=bounds.name("codec", message.codec, limits),
+        ratio=bounds.number("compression ratio", message.ratio, low=1.0, high=MAX_RATIO),
+        mask=bounds.one_of("mask", message.mask, Mask),
+        reason=bounds.text("reason", message.reason, limits.text_chars),
     )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMismatch
-from compressors import COMPRESSORS
+from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from worker import messages, session
@@ -255,7 +255,7 @@ class Daemon:
                 device=facts,
                 peer_addresses=[pb.Address(host=h, port=p) for h, p in addresses],
                 site=config.site,
-                codecs=sorted(COMPRESSORS),
+                codecs=sorted(CODECS),
                 incarnation=self._incarnation,
             )
         )

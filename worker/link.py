@@ -21,8 +21,8 @@ from torch import Tensor
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors import Compressor, make_compressor
-from compressors.base import Packet, check_packet, parse_packet, zero_packet
+from compressors import make_compressor
+from compressors.base import Compressor, Packet, check_packet, parse_packet, zero_packet
 from worker.frames import Direction, MessageKey
 from worker.peer import PeerLost, Receiver
 
@@ -141,7 +141,7 @@ class Links:
         if tensor is None:
             packet = zero_packet(codec.name, _NOTHING)
         else:
-            packet = codec.compress(tensor, seed=self._packet_seed(key))
+            packet, _ = codec.compress(tensor, seed=self._packet_seed(key))
         with self._lock:
             self._kept.setdefault(peer, {})[key] = packet
         self._transmit(peer, key, packet)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
 from atoll.rehearse import rehearse
-from compressors import Compressor, make_compressor
+from compressors import make_compressor
+from compressors.base import Compressor
 from worker import checkpoint, feed
 from worker.assignment import Assignment, check
 from worker.cancel import Cancel

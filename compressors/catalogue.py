@@ -1,0 +1,101 @@
+"""Every codec by name: what it is, what it is valid for, and how many bytes it takes.
+
+No torch here: the coordinator plans with these facts, and its process never loads torch. A codec's
+class is found by ``module`` and ``builder`` only where tensors are at hand. The conformance suite
+holds each fact against the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from atoll.errors import UsageError
+from atoll.opdag import TensorMeta
+
+MIN_BYTES = 4096
+"""Tensors below this cross a link as they are: latency, not rate, is what they cost."""
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
+"""What lossy codecs take; anything else travels as it is."""
+
+
+class Use(StrEnum):
+    """What a tensor is to training, which decides what may be lost of it."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    DELTA = "delta"  # a change of a model since an agreed version
+    MODEL = "model"
+
+
+EVERYTHING = frozenset(Use)
+
+Size = Callable[[TensorMeta, float], float]
+"""(meta, ratio) -> expected payload bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Facts of one codec. ``ratio`` in the sizes: dense bytes / wire bytes aimed at, >= 1."""
+
+    name: str
+    summary: str  # one line for users
+    module: str  # below ``compressors``
+    builder: str  # class in it; called with ``ratio=`` when ``rated``, else with nothing
+    source: str  # paper and section, or where the idea is described
+    size: Size
+    size_on: Size | None = None  # of a gradient at the value's positions; None: not sparse
+    rated: bool = False  # whether ``ratio`` changes what is sent
+    valid_for: frozenset[Use] = EVERYTHING
+    exact: bool = False  # bit for bit
+    linear: bool = False  # decoding a sum of packets gives the sum: secure aggregation may take it
+    unbiased: bool = False  # E[decode(encode(x))] = x over seeds
+    stateful: bool = False  # ``compress`` carries a state from tensor to tensor
+    shared_state: bool = False  # decoding needs that state too
+
+    def payload_bytes(self, meta: TensorMeta, ratio: float) -> float:
+        """Expected payload of ``meta``; dense where this codec would not take or not shrink it."""
+        if not takes(self, meta):
+            return float(meta.nbytes)
+        return min(float(meta.nbytes), self.size(meta, ratio))
+
+
+def _dense(meta: TensorMeta, ratio: float) -> float:
+    return float(meta.nbytes)
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec(
+            name="none",
+            summary="the tensor's own bytes",
+            module="none",
+            builder="Uncompressed",
+            source="-",
+            size=_dense,
+            exact=True,
+            linear=True,
+            unbiased=True,
+        ),
+    )
+}
+"""Name -> facts. A new codec: its file, its entry here, a line in docs/compression.md."""
+
+
+def codec(name: str) -> Codec:
+    """The codec of that name. Raises UsageError with the known ones."""
+    if name not in CODECS:
+        raise UsageError(f"codec {name!r} is not known; there are: {', '.join(sorted(CODECS))}")
+    return CODECS[name]
+
+
+def takes(codec: Codec, meta: TensorMeta) -> bool:
+    """Whether a link with this codec compresses a tensor of ``meta``, or sends it as it is.
+
+    Both ends ask this, so a packet's codec needs no negotiation.
+    """
+    if codec.name == "none" or meta.nbytes < MIN_BYTES:
+        return False
+    return codec.exact or meta.dtype in FLOATS
