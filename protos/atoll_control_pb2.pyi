@@ -1222,7 +1222,11 @@ Global___StepCommit: _TypeAlias = StepCommit  # noqa: Y015
 class Relink(_message.Message):
     """From step first_step on, the same stages exchange under plan_version with these codecs. Said
     with the commit of step first_step - 2, so every stage knows it before any neighbour can send
-    a message of that step.
+    a message of that step. Whatever names a step (Ready, EvalReady, StateStored, StageFailed,
+    Commit, Discard, and all that workers send each other) names the version of that step: the
+    evaluation and the snapshot after step first_step - 1 are still of the old one. Loaded and
+    Spans name the version assigned. A worker takes a Release that names the assigned version or
+    a later one, and an Assign with a version above that of its current step.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
