@@ -15,6 +15,7 @@ from typing import Protocol
 from atoll.errors import ConnectionFailed
 from worker.frames import Ack, Data, MessageKey, confirmations
 from worker.inbox import Expect, Inbox
+from worker.linetime import LineTime
 from worker.outbox import Chunk, Outbox
 from worker.window import Window
 
@@ -108,8 +109,7 @@ class Peer:
         self._in_flight = 0
         self._settled = 0  # bytes that are no longer under way, on all connections
         self._window = Window()  # of all connections together
-        self._busy_since_s = 0.0
-        self._busy_s = 0.0
+        self._line = LineTime()
         self._reported_bytes = 0
 
     # -- sending
@@ -163,9 +163,8 @@ class Peer:
         )
 
     def sent(self, now_s: float, nbytes: int) -> None:
-        if not self._in_flight:
-            self._busy_since_s = now_s
         self._in_flight += nbytes
+        self._line.sent(now_s, nbytes)
         self._window.sent(now_s, nbytes, last=not self.outbox.waiting)
         self.progress += 1
 
@@ -173,6 +172,7 @@ class Peer:
         """``nbytes`` are no longer under way: acknowledged, or their connection broke."""
         self._in_flight -= nbytes
         self._settled += nbytes
+        self._line.settled(now_s, nbytes, rtt_s)
         self._window.acked(now_s, self._settled)
         if len(self.lanes) > 1 and self.outbox.waiting:
             self.nudge()  # there is room again, for whichever connection is free
@@ -180,9 +180,6 @@ class Peer:
             self.acked_bytes += nbytes
             self.progress += 1
         if not self._in_flight:
-            # The last acknowledgement's way back is no transfer time.
-            spell_s = now_s - self._busy_since_s
-            self._busy_s += max(spell_s - rtt_s, spell_s / 10)
             self.room.notify_all()
 
     def confirmed(self, numbers: tuple[int, ...]) -> None:
@@ -207,14 +204,11 @@ class Peer:
     def probe_done(self) -> bool:
         return self.probe_bytes <= 0 and not self._in_flight
 
-    def goodput(self, now_s: float) -> tuple[int, float]:
-        """Bytes acknowledged and seconds busy since the last call."""
-        if self._in_flight:
-            self._busy_s += max(0.0, now_s - self._busy_since_s)
-            self._busy_since_s = now_s
-        nbytes, busy_s = self.acked_bytes - self._reported_bytes, self._busy_s
-        self._reported_bytes, self._busy_s = self.acked_bytes, 0.0
-        return nbytes, busy_s
+    def goodput(self) -> tuple[int, float]:
+        """Bytes acknowledged since the last call, and seconds in which the line carried them."""
+        nbytes = self.acked_bytes - self._reported_bytes
+        self._reported_bytes = self.acked_bytes
+        return nbytes, self._line.take()
 
     @property
     def rtt_s(self) -> float | None:

@@ -294,11 +294,11 @@ class PeerNetwork:
 
     def goodput(self) -> list[Goodput]:
         """What was acknowledged since the last call, for every peer."""
-        now_s, found = time.monotonic(), []
+        found = []
         for peer in self._all_peers():
             with peer.lock:
                 rtt_s = peer.rtt_s or 0.0
-                nbytes, busy_s = peer.goodput(now_s)
+                nbytes, busy_s = peer.goodput()
             if nbytes:
                 found.append(Goodput(peer.name, nbytes, busy_s, rtt_s))
         return found

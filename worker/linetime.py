@@ -1,0 +1,50 @@
+"""How long the line to a peer was at work: what turns acknowledged bytes into the line's own rate.
+
+A chunk sent at s on an idle line is acknowledged at s + size/rate + rtt; one sent while another is
+still being carried waits for it. So the line was at work for a chunk from max(the acknowledgement
+before it, s + rtt) to its own acknowledgement. Pauses of the sender, even those shorter than a
+round trip, are no work of the line: bytes over these seconds is the line's rate whether it was
+kept full or not. Times come in as arguments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+LEAST_SHARE = 0.05
+"""Of the time from sending to acknowledgement: a round trip estimated too long must not leave
+nothing. It also bounds what a message far shorter than the round trip can show."""
+
+
+class LineTime:
+    """Seconds at work since the last ``take``. Not thread-safe; the peer's lock guards it."""
+
+    def __init__(self) -> None:
+        self._sent: deque[tuple[int, float]] = deque()  # (sent up to and with it, when)
+        self._sent_bytes = 0
+        self._settled_bytes = 0
+        self._settled_at_s = float("-inf")
+        self._busy_s = 0.0
+
+    def sent(self, now_s: float, nbytes: int) -> None:
+        """A chunk leaves."""
+        self._sent_bytes += nbytes
+        self._sent.append((self._sent_bytes, now_s))
+
+    def settled(self, now_s: float, nbytes: int, rtt_s: float) -> None:
+        """The oldest ``nbytes`` are no longer under way; ``rtt_s``: of the line without a load."""
+        if not self._sent:
+            return
+        first_s = self._sent[0][1]
+        self._settled_bytes += nbytes
+        while self._sent and self._sent[0][0] <= self._settled_bytes:
+            self._sent.popleft()
+        begun_s = max(self._settled_at_s, first_s + rtt_s)
+        least_s = LEAST_SHARE * max(0.0, now_s - max(first_s, self._settled_at_s))
+        self._busy_s += max(now_s - begun_s, least_s)
+        self._settled_at_s = now_s
+
+    def take(self) -> float:
+        """Seconds at work since the last call."""
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
