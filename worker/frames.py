@@ -65,6 +65,7 @@ class Direction(IntEnum):
     TIED_TOTAL = 2
     FORWARD = 3
     EVALUATION = 4
+    EVALUATION_CODED = 5  # the same batches, through the links' codecs
 
 
 class Flag(IntEnum):

@@ -1,7 +1,8 @@
 """All stages of a plan in one process, exchanging tensors in memory.
 
 The reference of the oracle: the same Stage, programs and action lists as over real workers; a
-tensor passes from stage to stage in the form in which it would cross a link.
+tensor passes from stage to stage in the form in which it would cross a link, through the link's
+codec where the plan names one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
+from compressors.base import meta_of, parse_packet
 from compressors.layout import from_wire, to_wire
+from worker.codec import CodecUse, StageCodecs, lossy
+from worker.frames import Direction, MessageKey
 from worker.stage import Stage, StageReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from atoll.job import TrainingSpec
-    from atoll.opdag import StateMeta
+    from atoll.opdag import StateMeta, TensorMeta
+    from atoll.plan import LinkSpec
     from atoll.program import StageProgram
 
     Inputs = Mapping[str, Tensor]
@@ -50,7 +56,9 @@ class LocalPipeline:
         schedule: ScheduleName = ScheduleName.ONE_F_ONE_B,
         warmups: Sequence[int] | None = None,
         states: Mapping[str, StateMeta] | None = None,
+        links: Sequence[LinkSpec] = (),
     ) -> None:
+        """``links``: the plan's codecs; a pair of stages without one exchanges exact tensors."""
         self.training = training
         self.programs = tuple(programs)
         self.eval_programs = tuple(eval_programs)
@@ -72,6 +80,43 @@ class LocalPipeline:
             )
             for at, program in enumerate(programs)
         ]
+        self._step = 0
+        self.relink(links)
+
+    def relink(self, links: Sequence[LinkSpec]) -> None:
+        """From the next step on the stages exchange with these codecs."""
+        names = [str(stage) for stage in range(len(self.programs))]
+        evaluations = self.eval_programs or (None,) * len(self.programs)
+        self.lossy = lossy(links)
+        self._codecs = [
+            StageCodecs(program, evaluation, links, names, self.training.seed)
+            for program, evaluation in zip(self.programs, evaluations, strict=True)
+        ]
+
+    def codec_use(self) -> dict[tuple[int, int], CodecUse]:
+        """What the codecs did since the last ``relink``, by pair of stages: bytes and ``encode_s``
+        from the first to the second, and ``decode_s`` at the first of what the second sent."""
+        return {
+            (stage, int(peer)): use
+            for stage, codecs in enumerate(self._codecs)
+            for peer, use in codecs.use.items()
+        }
+
+    def carry(
+        self, key: MessageKey, source: int, target: int, value: Tensor | None, meta: TensorMeta
+    ) -> Tensor | None:
+        """``value`` as ``target`` gets it from ``source``; None is the zero-gradient mark."""
+        sender, receiver = self._codecs[source], self._codecs[target]
+        coding = receiver.coding(str(source), key, sending=False)
+        if coding.exact:
+            return None if value is None else _carried(value)
+        packet = sender.encode(str(target), key, value)
+        payload = torch.empty(len(packet.payload), dtype=torch.uint8)  # aligned as at a real receiver
+        arrived = memoryview(payload.numpy())  # type: ignore[arg-type]
+        arrived[:] = memoryview(packet.payload).cast("B")
+        packet = parse_packet(packet.header, arrived)
+        coding.check(packet, meta)
+        return receiver.decode(str(source), key, packet)
 
     def step(self, step: int, batches: Sequence[Inputs]) -> StepResult:
         """Compute, commit (whatever the loss) and report ``step`` on n_micro micro-batches."""
@@ -87,8 +132,11 @@ class LocalPipeline:
         """All forwards and backwards of ``step``, up to the point of commit or ``discard``."""
         for stage in self.stages:
             stage.begin_step(step)
-        _Walk(self, batches).run()
+        self._step = step
+        _Walk(self, step, batches).run()
         self._fold_tied()
+        for codecs in self._codecs:
+            codecs.step_done(step)
         return [stage.finish_step() for stage in self.stages]
 
     def discard(self) -> None:
@@ -96,17 +144,30 @@ class LocalPipeline:
         for stage in self.stages:
             stage.discard()
 
-    def evaluate(self, batches: Sequence[Inputs]) -> float:
-        """Mean held-out loss over micro-batches."""
+    def evaluate(self, batches: Sequence[Inputs], *, coded: bool = False) -> float:
+        """Mean held-out loss over micro-batches; ``coded``: with the values that cross a cut
+        through the links' codecs, as they do in training."""
         for micro, batch in enumerate(batches):
-            values: dict[int, Tensor] = {}
-            for stage, program in zip(self.stages, self.eval_programs, strict=True):
+            values: dict[tuple[int, int], Tensor] = {}  # (target stage, op)
+            for stage, program in enumerate(self.eval_programs):
                 inputs = {name: batch[name] for name in program.inputs}
-                received = {r.op: values[r.op] for r in program.received}
-                produced = stage.evaluate_micro(micro, inputs, received)
-                values.update({op: _carried(value) for op, value in produced.items()})
+                received = {r.op: values.pop((stage, r.op)) for r in program.received}
+                produced = self.stages[stage].evaluate_micro(micro, inputs, received)
+                for p in program.produced:
+                    for target in p.targets:
+                        values[target, p.op] = self._evaluated(micro, stage, target, p.op, produced, coded)
         losses = [stage.evaluation_loss() for stage in self.stages]
         return next(loss for loss in losses if loss is not None)
+
+    def _evaluated(
+        self, micro: int, source: int, target: int, op: int, produced: Mapping[int, Tensor], coded: bool
+    ) -> Tensor:
+        if not coded:
+            return _carried(produced[op])
+        key = _key(self._step, micro, op, Direction.EVALUATION_CODED)
+        value = self.carry(key, source, target, produced[op], meta_of(produced[op]))
+        assert value is not None  # noqa: S101 - only a gradient travels as a mark
+        return value
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """Every stage's parameters, optimizer state and buffers."""
@@ -129,8 +190,8 @@ class LocalPipeline:
 class _Walk:
     """One step's walk through every stage's actions, each as soon as what it waits for is here."""
 
-    def __init__(self, pipeline: LocalPipeline, batches: Sequence[Inputs]) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: LocalPipeline, step: int, batches: Sequence[Inputs]) -> None:
+        self.pipeline, self.step = pipeline, step
         self.batches = batches
         self.values: dict[tuple[int, int, int], Tensor] = {}  # (target stage, micro, op)
         self.grads: dict[tuple[int, int, int], Tensor | None] = {}
@@ -166,7 +227,10 @@ class _Walk:
         produced = self.pipeline.stages[stage].forward(micro, inputs, received)
         for p in program.produced:
             for target in p.targets:
-                self.values[target, micro, p.op] = _carried(produced[p.op])
+                key = _key(self.step, micro, p.op, Direction.FORWARD)
+                value = self.pipeline.carry(key, stage, target, produced[p.op], meta_of(produced[p.op]))
+                assert value is not None  # noqa: S101 - only a gradient travels as a mark
+                self.values[target, micro, p.op] = value
 
     def backward(self, stage: int, micro: int) -> None:
         program = self.pipeline.programs[stage]
@@ -174,8 +238,13 @@ class _Walk:
         answers = self.pipeline.stages[stage].backward(micro, grads)
         for r in program.received:
             if r.requires_grad:
-                answer = answers[r.op]
-                self.grads[r.grad_to, micro, r.op] = None if answer is None else _carried(answer)
+                key = _key(self.step, micro, r.op, Direction.BACKWARD)
+                answer = self.pipeline.carry(key, stage, r.grad_to, answers[r.op], r.meta)
+                self.grads[r.grad_to, micro, r.op] = answer
+
+
+def _key(step: int, micro: int, op: int, direction: Direction) -> MessageKey:
+    return MessageKey("", 0, step, micro, op, direction)
 
 
 def _gradients_awaited(program: StageProgram) -> tuple[int, ...]:
