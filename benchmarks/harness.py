@@ -55,6 +55,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+JOIN_CPU_S = 12.0  # of a worker: interpreter, libraries, its own measurements; times its CPU share
+BUILT = b"built"  # what a rank of the rival says before its first step
+PROBE_S = 4.0  # one pair, both directions
+
+
 class CommandFailed(RuntimeError):
     """A command of the product ended with an error."""
 
@@ -137,13 +142,18 @@ class LabFleet:
         if not self.scenario.host(host).inbound:
             command += ["--no-inbound"]
         self._spawn(host, host, command)
-        self._wait(lambda: host in {w["name"] for w in self.status()["workers"]}, 60, f"{host} to join", host)
+        self._wait(
+            lambda: host in {w["name"] for w in self.status()["workers"]},
+            60 + JOIN_CPU_S / (self.scenario.host(host).cpu or 1.0),
+            f"{host} to join",
+            host,
+        )
 
     def _wait_for_pool(self) -> None:
         count = len(self.scenario.join_order)
         self._wait(
             lambda: sum(w["state"] == "pool" for w in self.status()["workers"]) == count,
-            60,
+            60 + PROBE_S * count * (count - 1) / 2,
             "the pool",
             "coordinator",
         )
@@ -201,10 +211,17 @@ class LabFleet:
         return {"workers": [], "jobs": []}
 
     def train(
-        self, job: str, partitioner: str, settings: Sequence[str], timeout: float = 600
+        self,
+        job: str,
+        partitioner: str,
+        settings: Sequence[str],
+        timeout: float = 600,
+        compress: str = "off",
     ) -> dict[str, Any]:
-        """Submit a job, wait for its end, return its plan, losses and seconds of every step."""
+        """Submit a job, wait for its end, return its plan, losses, seconds of every step, and what
+        each link carried in one of them."""
         options = [part for setting in settings for part in ("--set", setting)]
+        options += ["--compress", compress] if compress != "off" else []
         submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
         name = submitted["job"]
         updates = self._lines("watch", name, "--json", timeout=timeout)
@@ -214,7 +231,8 @@ class LabFleet:
                 f"{name} ended {last['state']}: {last.get('reason')} {self.log('coordinator')}"
             )
         plan = next(u["plan"] for u in reversed(updates) if u.get("plan"))
-        return {"job": name, "plan": plan, **self._metrics(name)}
+        links: list[dict[str, Any]] = next((u["links"] for u in reversed(updates) if u.get("links")), [])
+        return {"job": name, "plan": plan, "links": links, **self._metrics(name)}
 
     def _metrics(self, job: str) -> dict[str, Any]:
         with (self.folder / "coordinator" / "runs" / job / "metrics.csv").open() as file:
@@ -227,11 +245,15 @@ class LabFleet:
     def rival(
         self, job: str, hosts: Sequence[str], schedule: str, steps: int, settings: Sequence[str]
     ) -> dict[str, Any]:
-        """torch.distributed.pipelining, one rank on each host in the given order."""
+        """torch.distributed.pipelining, one rank on each host in the given order.
+
+        Importing, tracing and splitting are not timed, so quotas hold only from then on.
+        """
         port = 29500 + int(time.monotonic() * 10) % 1000
         master = f"{self.lab.address(hosts[0])}:{port}"
         options = [part for setting in settings for part in ("--set", setting)]
         ranks = []
+        self._quotas(hosts, False)
         for rank, host in enumerate(hosts):
             command = [
                 self.python,
@@ -254,6 +276,7 @@ class LabFleet:
                     cwd=ROOT,
                 )
             )
+        self._when_built(hosts, ranks)
         results = [p.communicate(timeout=900) for p in ranks]
         if any(p.returncode for p in ranks):
             raise CommandFailed(
@@ -261,6 +284,22 @@ class LabFleet:
             )
         last = json.loads(results[-1][0].decode().strip().splitlines()[-1])
         return {"step_s": last["seconds"], "loss": last["losses"]}
+
+    def _when_built(self, hosts: Sequence[str], ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Wait until every rank has its stage (or ended), then slow the hosts down again."""
+        try:
+            for process in ranks:
+                assert process.stdout is not None
+                while process.stdout.readline().strip() not in (BUILT, b""):
+                    pass
+        finally:
+            self._quotas(hosts, True)
+
+    def _quotas(self, hosts: Sequence[str], held: bool) -> None:
+        for host in hosts:
+            share = self.scenario.host(host).cpu
+            if share is not None:
+                self.lab.set_cpu(host, share if held else None)
 
 
 def steady(seconds: Sequence[float], skip: int = 2) -> float:

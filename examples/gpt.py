@@ -110,7 +110,7 @@ def _initialise(module: nn.Module) -> None:
 def model() -> GPT:
     """The model with its seeded initial weights."""
     torch.manual_seed(SEED)
-    return GPT()
+    return GPT(WIDTH, LAYERS, HEADS, LENGTH)  # here, not as defaults: --set LAYERS=8 turns the constant
 
 
 def data() -> ByteText:

@@ -208,6 +208,7 @@ def _show(world: Scenario) -> None:
     for group in world.groups:
         console.print(
             f"group {group.name}: shared uplink {group.uplink.up_mbit} up, {group.uplink.down_mbit} down"
+            + ("" if group.uplink.both_mbit is None else f", {group.uplink.both_mbit:g} both together")
         )
     links = Table("from \\ to", *world.host_names, title="Mbit/s of one flow · ms one way")
     for source in world.host_names:

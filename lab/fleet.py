@@ -58,5 +58,8 @@ def _device(scenario: Scenario, name: str, core_gflops: float) -> list[str]:
 
 
 def _uplink(uplink: Uplink) -> list[str]:
+    # A fleet file has no half-duplex lines: each direction gets the whole rate.
     rates = {"up_mbit": uplink.up_mbit, "down_mbit": uplink.down_mbit}
+    if uplink.both_mbit is not None:
+        rates = {key: min(rate or uplink.both_mbit, uplink.both_mbit) for key, rate in rates.items()}
     return [f"{key} = {rate:g}" for key, rate in rates.items() if rate is not None]

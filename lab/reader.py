@@ -142,6 +142,7 @@ def _uplink(table: _Table) -> Uplink:
     return Uplink(
         up_mbit=table.optional("up_mbit", *_MBIT),
         down_mbit=table.optional("down_mbit", *_MBIT),
+        both_mbit=table.optional("both_mbit", *_MBIT),
         buffer_ms=table.number("uplink_buffer_ms", 200.0, 1.0, _MS[1]),
     )
 

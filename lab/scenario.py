@@ -3,8 +3,8 @@
 A link's figures are one direction's: ``mbit`` (10^6 bits of IP packets per second), ``ms``
 (one-way delay), ``loss`` (share of packets, each on its own) and ``buffer_ms`` (the longest a
 packet may wait for the link before it is dropped). A host or a group may have an *uplink*: a
-rate up and a rate down that all its flows share. A group's uplink is crossed only by traffic
-that leaves or enters the group. The path of a packet is
+rate up and a rate down that all its flows share, or one rate that both directions share. A
+group's uplink is crossed only by traffic that leaves or enters the group. The path of a packet is
 
     sender's up -> sender's group up -> the pair's own rate -> delay
     -> receiver's group down -> receiver's down
@@ -33,11 +33,26 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Uplink:
-    """A rate shared by all flows of a host or a group; None is not limited."""
+    """Rates shared by all flows of a host or a group; None is not limited."""
 
     up_mbit: float | None = None
     down_mbit: float | None = None
+    both_mbit: float | None = None  # up and down together: a half-duplex line
     buffer_ms: float = 200.0
+
+    def up(self, owner: str) -> list[tuple[str, float | None, float]]:
+        """The limits on the way out, each (server name, mbit, buffer_ms)."""
+        return [
+            (f"{owner}:up", self.up_mbit, self.buffer_ms),
+            (f"{owner}:both", self.both_mbit, self.buffer_ms),
+        ]
+
+    def down(self, owner: str) -> list[tuple[str, float | None, float]]:
+        """The limits on the way in."""
+        return [
+            (f"{owner}:both", self.both_mbit, self.buffer_ms),
+            (f"{owner}:down", self.down_mbit, self.buffer_ms),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +124,13 @@ class Scenario:
         out_group, in_group = self.group(source), self.group(target)
         crosses = sender.group != receiver.group or sender.group is None
         pair = self.link(source, target)
-        limits: list[tuple[str, float | None, float]] = [
-            (f"host:{source}:up", sender.uplink.up_mbit, sender.uplink.buffer_ms)
-        ]
+        limits = sender.uplink.up(f"host:{source}")
         if crosses and out_group is not None:
-            limits.append(
-                (f"group:{out_group.name}:up", out_group.uplink.up_mbit, out_group.uplink.buffer_ms)
-            )
+            limits += out_group.uplink.up(f"group:{out_group.name}")
         limits.append((f"pair:{source}>{target}", pair.mbit, pair.buffer_ms))
         if crosses and in_group is not None:
-            limits.append(
-                (f"group:{in_group.name}:down", in_group.uplink.down_mbit, in_group.uplink.buffer_ms)
-            )
-        limits.append((f"host:{target}:down", receiver.uplink.down_mbit, receiver.uplink.buffer_ms))
+            limits += in_group.uplink.down(f"group:{in_group.name}")
+        limits += receiver.uplink.down(f"host:{target}")
         return tuple((name, mbit, buffer_ms) for name, mbit, buffer_ms in limits if mbit is not None)
 
     def bottleneck_mbit(self, source: str, target: str) -> float:

@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.errors import UsageError
+from atoll.errors import NotEnoughMemory, UsageError
+from benchmarks.adaptive_compression import CASES
 from coordinator.fleet_file import parse_fleet
 from coordinator.jobfile import load_job
 from coordinator.partition import make_plan
@@ -97,7 +98,7 @@ def test_later_links_override_earlier_ones_and_keep_what_they_do_not_name() -> N
     ("document", "words"),
     [
         ({"hosts": {}}, "0 hosts"),
-        ({"hosts": {"a": {"cpus": 1}}}, "unknown key 'cpus'; known: cpu,"),
+        ({"hosts": {"a": {"cpus": 1}}}, "unknown key 'cpus'; known: both_mbit, cpu,"),
         ({"hosts": {"a": {"cpu": -1}}}, "hosts: a: cpu = -1; wanted a number from 0.01"),
         ({"hosts": {"a": {"cpu": True}}}, "cpu = True"),
         ({"hosts": {"a": {"group": "g"}}}, "a table in"),
@@ -157,6 +158,42 @@ def test_two_islands_force_the_demo_model_over_both_islands(sequences: int) -> N
     used = {world.host(worker).group for stage in plan.stages for worker in stage.workers}
     assert len(plan.stages) >= 3
     assert used == {"fast", "slow"}
+
+
+def test_eight_hosts_join_alternately_and_cross_one_gateway_each() -> None:
+    world = read_scenario("eight_hosts")
+    assert [world.host(name).group for name in world.join_order] == ["a", "b"] * 4
+    assert world.bottleneck_mbit("a1", "a2") == 200
+    assert world.bottleneck_mbit("a1", "b1") == 8
+    assert world.round_trip_ms("a1", "b1") == 80
+    crossing = [{name for name, _, _ in world.path(f"a{n}", f"b{n}")} for n in (1, 2, 3, 4)]
+    assert set.intersection(*crossing) == {"group:a:up", "group:b:down"}
+
+
+@pytest.mark.parametrize("scenario", sorted(CASES))
+def test_the_memory_of_a_benchmarks_scenario_forces_its_model_over_every_side(scenario: str) -> None:
+    job = load_job(ROOT / "examples" / "gpt.py", CASES[scenario])
+    dag = capture_graphs(job).dag
+    world = read_scenario(scenario)
+    fleet = parse_fleet(tomllib.loads(fleet_of(world)))
+    groups = {world.host(name).group for name in world.join_order}
+    for group in groups:
+        side = fleet.subset([name for name in world.join_order if world.host(name).group == group])
+        with pytest.raises(NotEnoughMemory):
+            make_plan("one side", 1, dag, None, job.training, side, "op_fence")
+    plan = make_plan("both sides", 1, dag, None, job.training, fleet, "op_fence")
+    assert {world.host(stage.worker).group for stage in plan.stages} == groups
+
+
+def test_a_half_duplex_line_is_one_limit_for_both_directions() -> None:
+    world = read_scenario("home_pair")
+    there, back = (
+        {name for name, _, _ in world.path(*ends)} for ends in (("left", "right"), ("right", "left"))
+    )
+    assert there & back == {"group:right_side:both"}
+    assert world.bottleneck_mbit("right", "left") == 20
+    described = parse_fleet(tomllib.loads(fleet_of(world)))
+    assert [(line.up_bps, line.down_bps) for line in described.uplinks] == [(20e6, 20e6)]
 
 
 def test_a_home_shares_its_own_line_on_loopback_too() -> None:
@@ -393,6 +430,17 @@ class TestNamespaces:
             stats = lab.stats()
             carried = sum(stats.flow(f"fast{n}", f"slow{n}").bytes for n in (1, 2))
             assert stats.servers["group:fast:up"][0] >= carried
+
+    def test_both_directions_of_a_half_duplex_line_share_its_rate(self) -> None:
+        with Lab("home_pair") as lab:
+            serve_meters(lab, "left", "right")
+            options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+            running = [
+                lab.python(a, "-m", "lab.meter", "rate", lab.address(b), str(PORT), "3", "2", **options)
+                for a, b in (("left", "right"), ("right", "left"))
+            ]
+            rates = [json.loads(process.communicate()[0])["mbit"] for process in running]
+            assert 20 * 0.85 < sum(rates) <= 20 * 1.02
 
     def test_loss_slows_reno_down_and_is_gone_when_it_is_taken_back(self) -> None:
         document = {"default": {"mbit": 100, "ms": 10}, "hosts": {"a": {}, "b": {}}, "congestion": "reno"}

@@ -160,6 +160,8 @@ def train(job: Job, args: argparse.Namespace, n_micro: int) -> dict[str, Any]:
     else:
         optimizer = torch.optim.SGD(parameters, lr=declared.lr)
     data = MicroBatches(job, n_micro)
+    dist.barrier()
+    print("built", flush=True)
     seconds, losses = [], []
     for step in range(args.steps):
         module.queue = [data.get(step, micro) for micro in range(n_micro)]
