@@ -3,7 +3,8 @@
     off | lossless | auto[:RATIO] | adatopk[:RATIO] | CODEC[:RATIO]
 
 RATIO is how many times fewer bytes than dense the slowest link shall carry (``auto``, ``adatopk``)
-or every link (a codec by name). Which codecs there are, this package does not know.
+or every link (a codec by name). ``:independent`` after any lossy form lets a sparse codec choose a
+gradient's own elements instead of its value's. Which codecs there are, this package does not know.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ OFF, LOSSLESS, AUTO, ADATOPK = "off", "lossless", "auto", "adatopk"
 EXACT = frozenset({OFF, LOSSLESS})
 """Modes that change no bit of what is trained."""
 MAX_RATIO = 10_000.0
-_FORM = re.compile(r"([a-z][a-z0-9_]{0,31})(?::([0-9]{1,6}(?:\.[0-9]{1,6})?))?")
+INDEPENDENT = "independent"
+_FORM = re.compile(rf"([a-z][a-z0-9_]{{0,31}})(?::([0-9]{{1,6}}(?:\.[0-9]{{1,6}})?))?(?::({INDEPENDENT}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +29,15 @@ class Compression:
 
     mode: str  # one of the four words, or a codec's name
     ratio: float | None = None
+    independent: bool = False  # gradients choose their own elements
 
     @property
     def exact(self) -> bool:
         return self.mode in EXACT
 
     def __str__(self) -> str:
-        return self.mode if self.ratio is None else f"{self.mode}:{self.ratio:g}"
+        ratio = "" if self.ratio is None else f":{self.ratio:g}"
+        return f"{self.mode}{ratio}{':' + INDEPENDENT if self.independent else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Compression:
@@ -49,4 +53,6 @@ class Compression:
             raise UsageError(f"compression ratio {ratio:g}; give a number from 1 to {MAX_RATIO:g}")
         if ratio is not None and mode in EXACT:
             raise UsageError(f"{mode} takes no ratio; write --compress {mode}")
-        return cls(mode, ratio)
+        if found.group(3) and mode in EXACT:
+            raise UsageError(f"{mode} loses nothing to choose; write --compress {mode}")
+        return cls(mode, ratio, found.group(3) is not None)

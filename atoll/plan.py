@@ -61,6 +61,7 @@ class LinkPrediction:
     target: str
     bytes_per_step: int
     busy_s: float
+    dense_bytes_per_step: int = 0  # of the same tensors uncompressed
 
 
 @dataclass(frozen=True, slots=True)

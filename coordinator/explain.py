@@ -143,7 +143,7 @@ def timeline_of(
     devices = tuple(fleet.index[stage.worker] for stage in plan.stages)
     candidate = Candidate(devices, tuple(stage.start for stage in plan.stages))
     warmups = tuple(stage.warmup for stage in plan.stages)
-    return problem.timeline(Scored(candidate, plan.schedule, warmups, 0.0))[1]
+    return problem.timeline(Scored(candidate, plan.schedule, warmups, 0.0, plan.links))[1]
 
 
 def plot(plan: Plan, timeline: Timeline, path: str | Path) -> None:

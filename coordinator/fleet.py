@@ -47,6 +47,8 @@ class Device:
     timings: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scale: float = 1.0
     coordinator: LinkEstimate = UNKNOWN
+    # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.
+    codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

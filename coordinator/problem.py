@@ -1,8 +1,9 @@
 """One planning problem: a DAG, how it is trained, a fleet; and what any candidate would cost.
 
 A Candidate is an order of devices with the position where each begins. ``Problem`` turns one
-into a Workload, chooses how many micro-batches each stage may have in flight, and asks the
-timeline. Results are kept, since searches come back to the same candidate.
+into a Workload, compressed as the training asks, chooses how many micro-batches each stage may
+have in flight, and asks the timeline. Results are kept, since searches come back to the same
+candidate.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.compression import AUTO, OFF, Compression
 from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
 from coordinator.bound import lower_bound
 from coordinator.chain import Chain
+from coordinator.coding import coded
 from coordinator.estimate import OpTable, apply_seconds
 from coordinator.memory import MemoryModel, prefix
+from coordinator.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 from coordinator.timeline import Timeline, simulate, step_seconds
 from coordinator.traffic import Traffic
 from coordinator.workload import StageLoad, Wire, Workload, routes_of
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from atoll.job import TrainingSpec
     from atoll.microbatch import Action
     from atoll.opdag import OpDag
+    from atoll.plan import LinkSpec
     from coordinator.chain import Bools
     from coordinator.fleet import Fleet
 
@@ -57,6 +62,7 @@ class Scored:
     schedule: ScheduleName
     warmups: tuple[int, ...]
     step_s: float
+    specs: tuple[LinkSpec, ...] = ()  # of the pairs that send anything; empty: all dense
 
 
 class Infeasible(Exception):
@@ -65,14 +71,19 @@ class Infeasible(Exception):
 
 @dataclass
 class Problem:
-    """Costs of ``dag`` on every device of ``fleet``; ``schedule`` None lets the timeline choose."""
+    """Costs of ``dag`` on every device of ``fleet``; ``schedule`` None lets the timeline choose.
+
+    ``compression``: what links do to the bytes of every candidate judged here.
+    """
 
     dag: OpDag
     training: TrainingSpec
     fleet: Fleet
     schedule: ScheduleName | None = None
     wire: Wire = field(default_factory=Wire)
+    compression: Compression = field(default_factory=lambda: Compression(OFF))
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
+    _specs: dict[Candidate, tuple[LinkSpec, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.n_ops = len(self.dag.ops)
@@ -120,9 +131,14 @@ class Problem:
         return Chain(self.compute[order][:, positions], link, toll, fits or [None] * len(order))
 
     def links(self, order: Sequence[int], positions: Positions) -> tuple[Floats, Floats]:
-        """(occupation, toll) [devices, positions] of the link into each device."""
-        ahead = self.traffic.live_bytes[positions] * 8.0
-        back = self.traffic.live_grad_bytes[positions] * 8.0
+        """(occupation, toll) [devices, positions] of the link into each device.
+
+        Compressed links are taken as if all shrank as much as the slowest one will: only the
+        slowest decides here, and the timeline judges what comes of it.
+        """
+        bits = 8.0 / assumed_ratio(self.compression)
+        ahead = self.traffic.live_bytes[positions] * bits
+        back = self.traffic.live_grad_bytes[positions] * bits
         link, toll = np.zeros((len(order), len(positions))), np.zeros((len(order), len(positions)))
         rate, latency = self.fleet.effective_bps, self.fleet.latency_s
         for j in range(1, len(order)):
@@ -138,8 +154,10 @@ class Problem:
         mask: Bools = bytes_held <= self.limits[device]
         return None if mask[np.triu_indices(len(positions), 1)].all() else mask
 
-    def workload(self, candidate: Candidate, warmups: Sequence[int]) -> Workload:
-        """The candidate's step for the timeline."""
+    def workload(
+        self, candidate: Candidate, warmups: Sequence[int], specs: Sequence[LinkSpec] = ()
+    ) -> Workload:
+        """The candidate's step for the timeline, its links as in ``specs``."""
         cut = self.traffic.cut(candidate.starts)
         stages = []
         for (a, b), d, warmup in zip(candidate.bounds(self.n_ops), candidate.devices, warmups, strict=True):
@@ -155,7 +173,44 @@ class Problem:
                 )
             )
         routes = routes_of(self.fleet, candidate.devices, cut)
-        return Workload(tuple(stages), self.n_micro, cut.forward, cut.backward, cut.tied, routes, self.wire)
+        work = Workload(tuple(stages), self.n_micro, cut.forward, cut.backward, cut.tied, routes, self.wire)
+        if not specs:
+            return work
+        devices = [self.fleet.devices[d] for d in candidate.devices]
+        return coded(work, self.traffic.loads(candidate.starts), specs, devices)
+
+    def links_between(self, candidate: Candidate) -> tuple[Link, ...]:
+        """The candidate's links, dense, as ``coordinator.ratios`` sees them."""
+        work = self.workload(candidate, [1] * len(candidate.devices))
+        devices = [self.fleet.devices[d] for d in candidate.devices]
+        return links_of(work, self.traffic.loads(candidate.starts), devices)
+
+    def pace_s(self, candidate: Candidate) -> float:
+        """Seconds a micro-batch that the slowest stage computes: no link need be faster."""
+        bounds = candidate.bounds(self.n_ops)
+        return max(
+            float(self.compute[d, b] - self.compute[d, a])
+            for (a, b), d in zip(bounds, candidate.devices, strict=True)
+        )
+
+    def specs(self, candidate: Candidate) -> tuple[LinkSpec, ...]:
+        """What the compression makes of the candidate's links; empty when that is nothing.
+
+        For ``auto`` a first guess without the timeline (``coordinator.chooser`` has the rest):
+        every link as fast as the slowest stage, or as the limit allows.
+        """
+        if self.compression.mode == OFF:
+            return ()
+        if candidate not in self._specs:
+            links = self.links_between(candidate)
+            if self.compression.mode == AUTO:
+                limit = asked_ratio(self.compression)
+                slowest = max((link.dense_s for link in links), default=0.0)
+                tau = max(slowest / limit, self.pace_s(candidate))
+                self._specs[candidate] = within(links, tau, limit, mask_of(self.compression))
+            else:
+                self._specs[candidate] = choose(links, self.compression)
+        return self._specs[candidate]
 
     def caps(self, candidate: Candidate) -> list[int]:
         """Most micro-batches in flight by stage; raises Infeasible when a stage cannot hold one."""
@@ -209,7 +264,8 @@ class Problem:
             caps = self.caps(candidate)
         except Infeasible:
             return float("inf")
-        work = self.workload(candidate, [self.n_micro] * len(candidate.devices))
+        depths = [self.n_micro] * len(candidate.devices)
+        work = self.workload(candidate, depths, self.specs(candidate))
         away = max(s.commit_latency_s for s in work.stages)
         in_flight = list(accumulate(caps, min))
         return lower_bound(work, in_flight=in_flight).step_s + 2 * away + max(s.apply_s for s in work.stages)
@@ -217,7 +273,7 @@ class Problem:
     def score(self, candidate: Candidate) -> Scored | None:
         """The candidate's step under its best allowed schedule; None when it does not fit."""
         if candidate not in self._scores:
-            self._scores[candidate] = self._score(candidate)
+            self._scores[candidate] = self.scheduled(candidate, self.specs(candidate))
         return self._scores[candidate]
 
     @property
@@ -225,22 +281,23 @@ class Problem:
         """How many candidates the timeline has judged."""
         return len(self._scores)
 
-    def _score(self, candidate: Candidate) -> Scored | None:
+    def scheduled(self, candidate: Candidate, specs: tuple[LinkSpec, ...]) -> Scored | None:
+        """The candidate under these specs with the schedule that suits it; None if it does not fit."""
         try:
             caps = self.caps(candidate)
         except Infeasible:
             return None
         n = self.n_micro
         options: list[Scored] = []
-        work = self.workload(candidate, [n] * len(caps))
+        work = self.workload(candidate, [n] * len(caps), specs)
         if self.schedule is not ScheduleName.GPIPE:
             for warmups in self.warmups(work, caps):
                 ordered = work.with_actions([_actions(n, w) for w in warmups])
                 step = step_seconds(ordered)
-                options.append(Scored(candidate, ScheduleName.ONE_F_ONE_B, warmups, step))
+                options.append(Scored(candidate, ScheduleName.ONE_F_ONE_B, warmups, step, specs))
         if self.schedule is not ScheduleName.ONE_F_ONE_B and min(caps) >= n:
             step = step_seconds(work.with_actions([_actions(n, n)] * len(caps)))
-            options.append(Scored(candidate, ScheduleName.GPIPE, (n,) * len(caps), step))
+            options.append(Scored(candidate, ScheduleName.GPIPE, (n,) * len(caps), step, specs))
         # 1F1B holds fewer micro-batches: GPipe must be clearly faster to be worth its memory.
         return min(
             options,
@@ -250,7 +307,7 @@ class Problem:
 
     def timeline(self, scored: Scored, keep_spans: bool = True) -> tuple[Workload, Timeline]:
         """The full timeline of a scored candidate."""
-        work = self.workload(scored.candidate, scored.warmups)
+        work = self.workload(scored.candidate, scored.warmups, scored.specs)
         return work, simulate(work, keep_spans)
 
 

@@ -8,14 +8,14 @@ gradient folds down the chain of those stages, latest first, to the producer. Th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.opdag import OpDag, Source, leaf_refs, op_refs
+from atoll.opdag import OpDag, Source, TensorMeta, leaf_refs, op_refs
 from coordinator.memory import is_trained
 
 if TYPE_CHECKING:
@@ -34,6 +34,32 @@ class Hop:
     target: int
     n_bytes: int
     messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One tensor of a hop: a value, or the gradient of one."""
+
+    meta: TensorMeta
+    direct: bool  # exactly one stage reads the value, so its gradient goes back the way it came
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """The tensors that one stage sends another for one micro-batch: values to a later stage,
+    gradients to an earlier one."""
+
+    source: int  # stage
+    target: int
+    tensors: tuple[Crossing, ...]
+
+    @property
+    def backward(self) -> bool:
+        return self.source > self.target
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.meta.nbytes for t in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +100,7 @@ class Traffic:
         self._users = [users[p] for p in self._producers]
         self._last = np.array([u[-1] for u in self._users], dtype=np.int64)
         self._bytes = [sum(m.nbytes for m in dag.ops[p].outputs) for p in self._producers]
+        self._metas = [dag.ops[p].outputs[0] for p in self._producers]
         self._grad = [dag.ops[p].requires_grad for p in self._producers]
         self._shared = [
             (name, ops, dag.parameters[name].meta.nbytes)
@@ -96,10 +123,7 @@ class Traffic:
         """What crosses when the stages begin at ``starts`` (ascending, first 0)."""
         forward: dict[tuple[int, int], list[int]] = {}
         backward: dict[tuple[int, int], list[int]] = {}
-        crossing = dict.fromkeys(v for p in starts[1:] for v in self._live_at(p))
-        for v in crossing:
-            owner = bisect_right(starts, self._producers[v]) - 1
-            stages = sorted({bisect_right(starts, u) - 1 for u in self._users[v]} - {owner})
+        for v, owner, stages in self._crossing(starts):
             for i, stage in enumerate(stages):
                 _add(forward, (owner, stage), self._bytes[v])
                 if self._grad[v]:
@@ -110,6 +134,23 @@ class Traffic:
             if len(holders) > 1:
                 tied.append(TiedExchange(name, holders, n_bytes))
         return Cut(_hops(forward), _hops(backward), tuple(tied))
+
+    def loads(self, starts: Sequence[int]) -> tuple[LinkLoad, ...]:
+        """The same crossings tensor by tensor, tied parameters aside: what codecs work on."""
+        found: dict[tuple[int, int], list[Crossing]] = {}
+        for v, owner, stages in self._crossing(starts):
+            tensor = Crossing(self._metas[v], len(stages) == 1)
+            for i, stage in enumerate(stages):
+                found.setdefault((owner, stage), []).append(tensor)
+                if self._grad[v]:
+                    found.setdefault((stage, stages[i - 1] if i else owner), []).append(tensor)
+        return tuple(LinkLoad(s, t, tuple(tensors)) for (s, t), tensors in sorted(found.items()))
+
+    def _crossing(self, starts: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+        """(value, stage that computes it, later stages that read it, ascending)."""
+        for v in dict.fromkeys(v for p in starts[1:] for v in self._live_at(p)):
+            owner = bisect_right(starts, self._producers[v]) - 1
+            yield v, owner, sorted({bisect_right(starts, u) - 1 for u in self._users[v]} - {owner})
 
     def _live_at(self, position: int) -> tuple[int, ...]:
         if position not in self._live:

@@ -41,6 +41,7 @@ class StageLoad:
     apply_s: float  # optimizer step
     commit_latency_s: float  # one way to the coordinator
     actions: tuple[Action, ...]
+    codec_s: float = 0.0  # of forward_s + backward_s: encoding and decoding
 
 
 @dataclass(frozen=True, slots=True)

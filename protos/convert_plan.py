@@ -39,6 +39,7 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
                 target=link.target,
                 bytes_per_step=link.bytes_per_step,
                 busy_s=link.busy_s,
+                dense_bytes_per_step=link.dense_bytes_per_step,
             )
             for link in prediction.links
         ],
@@ -73,7 +74,13 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
             for s in bounds.count("predicted stages", message.stages, limits.stages)
         ),
         links=tuple(
-            LinkPrediction(words("worker", p.source), words("worker", p.target), p.bytes_per_step, p.busy_s)
+            LinkPrediction(
+                words("worker", p.source),
+                words("worker", p.target),
+                p.bytes_per_step,
+                p.busy_s,
+                p.dense_bytes_per_step,
+            )
             for p in bounds.count("predicted links", message.links, limits.items)
         ),
         commit_s=message.commit_s,

@@ -1,0 +1,70 @@
+"""New codecs and ratios for the links of a plan that runs on: same stages, newer estimates.
+
+Pure, and light enough to be called wherever plans are made: the costs of the DAG, a few
+simulations for ``auto``, none for the other forms.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from atoll.plan import LinkSpec
+from coordinator.chooser import specs_for
+from coordinator.problem import Candidate, Problem
+from coordinator.ratios import check_compression
+from coordinator.timeline import step_seconds
+from coordinator.workload import Wire
+
+if TYPE_CHECKING:
+    from atoll.compression import Compression
+    from atoll.job import TrainingSpec
+    from atoll.opdag import OpDag
+    from atoll.plan import Plan
+    from coordinator.fleet import Fleet
+
+
+def respec(
+    plan: Plan,
+    dag: OpDag,
+    training: TrainingSpec,
+    fleet: Fleet,
+    *,
+    compression: Compression | None = None,
+    wire: Wire | None = None,
+) -> tuple[LinkSpec, ...]:
+    """A LinkSpec for every link of ``plan``, in its order, from the estimates in ``fleet``.
+
+    ``fleet`` holds every worker of the plan (others are ignored); ``compression``, when given,
+    stands in for ``training.compression``, as when a guard asks for a lower ratio. UsageError when
+    links cannot do what it says; KeyError when a worker of the plan is not in ``fleet``.
+    """
+    wanted = compression or training.compression
+    check_compression(wanted)
+    problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
+    candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
+    warmups = tuple(stage.warmup for stage in plan.stages)
+
+    def judge(specs: tuple[LinkSpec, ...]) -> float:
+        return step_seconds(problem.workload(candidate, warmups, specs))
+
+    links = problem.links_between(candidate)
+    found = specs_for(links, wanted, problem.pace_s(candidate), judge)
+    by_pair = {(spec.source, spec.target): spec for spec in found}
+    # Pairs that only evaluate have no load here: what they send stays exact.
+    return tuple(
+        by_pair.get((link.source, link.target), LinkSpec(link.source, link.target)) for link in plan.links
+    )
+
+
+def step_with(
+    plan: Plan,
+    dag: OpDag,
+    training: TrainingSpec,
+    fleet: Fleet,
+    specs: tuple[LinkSpec, ...],
+    wire: Wire | None = None,
+) -> float:
+    """Predicted step seconds of ``plan`` on ``fleet`` with its links as in ``specs``."""
+    problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
+    candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
+    return step_seconds(problem.workload(candidate, [s.warmup for s in plan.stages], specs))
