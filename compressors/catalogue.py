@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
+from compressors import sparse_sizes
 
 MIN_BYTES = 4096
 """Tensors below this cross a link as they are: latency, not rate, is what they cost."""
@@ -96,6 +97,17 @@ CODECS: dict[str, Codec] = {
             size=_lossless,
             exact=True,
             unbiased=True,
+        ),
+        Codec(
+            name="topk",
+            summary="the largest elements of each row, 16-bit values, positions coded by density",
+            module="topk",
+            builder="TopK",
+            source="AdaTopK (decentralized.md 1.7); arXiv 1911.08772; compression.md 1.3, 3",
+            size=sparse_sizes.topk_size,
+            size_on=sparse_sizes.topk_size_on,
+            rated=True,
+            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
         ),
     )
 }

@@ -20,6 +20,7 @@ from compressors.base import (
     parse_packet,
     zero_packet,
 )
+from compressors.catalogue import FLOATS
 
 SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 4), (2, 3, 4, 5)]
 
@@ -40,6 +41,8 @@ def test_shape_and_dtype_survive_the_wire_within_the_stated_bound(
 ) -> None:
     codec = make_compressor(name)
     meta = TensorMeta(shape, dtype)
+    if not CODECS[name].exact and dtype not in FLOATS:
+        pytest.skip("lossy codecs take floats")
     packet, _ = codec.compress(sample(meta), seed=1)
     received = parse_packet(packet.header, bytes(packet.payload))
     check_packet(received, name, meta, codec.max_payload_bytes(meta))

@@ -1,0 +1,95 @@
+"""Bit streams in numpy: fixed-width numbers and unary runs, packed without gaps.
+
+Little-endian throughout: bit 0 of byte 0 comes first. A stream of ``count`` numbers has exactly one
+length in bytes, so a stream of any other length is refused before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from atoll.errors import BadFrame
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+Buffer = bytes | bytearray | memoryview
+
+
+def as_bytes(data: Buffer) -> Bytes:
+    """The buffer as an array, sharing its memory."""
+    return np.frombuffer(data, np.uint8)
+
+
+def packed_bytes(count: int, width: int) -> int:
+    """Bytes of ``count`` numbers of ``width`` bits."""
+    return count * (width // 8) + -(-count * (width % 8) // 8)
+
+
+def pack(numbers: npt.NDArray[Any], width: int) -> Bytes:
+    """``numbers`` (each 0 <= n < 2**width, width <= 62) in ``packed_bytes(len, width)`` bytes.
+
+    Eight bits at a time as planes of whole bytes, lowest first; the remaining 1 to 7 bits eight
+    numbers to a word of 64 bits. No step handles single bits: 1 to 2 ns a number.
+    """
+    planes = [(numbers >> (8 * plane)).astype(np.uint8) for plane in range(width // 8)]
+    rest = width % 8
+    if rest:
+        top = (numbers >> (width - rest)).astype(np.uint64)
+        words = np.zeros(-(-len(top) // 8), "<u8")
+        for lane in range(8):
+            part = top[lane::8]
+            words[: len(part)] |= part << np.uint64(rest * lane)
+        packed = words.view(np.uint8).reshape(-1, 8)[:, :rest].reshape(-1)
+        planes.append(packed[: packed_bytes(len(top), rest)])
+    return np.concatenate(planes) if planes else np.empty(0, np.uint8)
+
+
+def unpack(data: Bytes, count: int, width: int) -> Ints:
+    """What ``pack`` packed. Raises BadFrame when ``data`` has another length or a set bit behind the end."""
+    if len(data) != packed_bytes(count, width):
+        raise BadFrame(f"{len(data)} bytes for {count} numbers of {width} bits")
+    numbers = np.zeros(count, np.int64)
+    for plane in range(width // 8):
+        numbers |= data[plane * count : (plane + 1) * count].astype(np.int64) << (8 * plane)
+    rest = width % 8
+    if rest:
+        numbers |= _unpack_rest(data[(width // 8) * count :], count, rest) << (width - rest)
+    return numbers
+
+
+def _unpack_rest(data: Bytes, count: int, rest: int) -> Ints:
+    if count * rest % 8 and data[-1] >> (count * rest % 8):
+        raise BadFrame("bits set behind the end of packed numbers")
+    groups = -(-count // 8)
+    padded = np.zeros(groups * rest, np.uint8)
+    padded[: len(data)] = data
+    words = np.zeros((groups, 8), np.uint8)
+    words[:, :rest] = padded.reshape(groups, rest)
+    whole = words.view("<i8").reshape(-1)
+    numbers = np.empty((groups, 8), np.int64)
+    for lane in range(8):
+        numbers[:, lane] = (whole >> (rest * lane)) & ((1 << rest) - 1)
+    return numbers.reshape(-1)[:count]
+
+
+def pack_ones(places: Ints) -> Bytes:
+    """A stream with ones at ``places`` (ascending, unique) that ends with the last one's byte."""
+    if not len(places):
+        return np.empty(0, np.uint8)
+    bits = np.zeros(int(places[-1]) + 1, np.bool_)
+    bits[places] = True
+    return np.packbits(bits, bitorder="little")
+
+
+def unpack_ones(data: Bytes, count: int) -> Ints:
+    """The places of exactly ``count`` ones, ascending, the last in the last byte; else BadFrame.
+
+    Counted before anything is unpacked, so memory is at most 8 bytes a bit of ``data``.
+    """
+    ones = int(np.bitwise_count(data).sum(dtype=np.int64))
+    if ones != count or (len(data) and data[-1] == 0):
+        raise BadFrame(f"bit stream of {len(data)} bytes with {ones} ones, expected {count} to its end")
+    return np.flatnonzero(np.unpackbits(data, bitorder="little").view(np.bool_))

@@ -1,0 +1,87 @@
+"""How many elements sparse codecs keep, and the bytes they take: formulas without torch.
+
+A selection group is a row of the last dimension when that has at least 64 elements (one token's
+features), else the whole tensor. Every group keeps the same number of elements, the largest whose
+expected packet is no longer than dense bytes / ratio, at least one. Rows rather than the whole
+tensor for activations, so that tokens stay comparable (papers/decentralized.md 1.7).
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from functools import lru_cache
+
+from atoll.opdag import TensorMeta
+from compressors.bits import packed_bytes
+from compressors.indices import expected_bytes, max_bytes
+
+MIN_ROW = 64
+"""Elements of the last dimension from which each row selects for itself."""
+VALUE_CODECS = ("fp32", "fp16", "2bit", "1bit")
+"""The place is the wire's code: append, never reorder."""
+BITS = {"fp32": 32, "fp16": 16, "2bit": 2, "1bit": 1}
+EXPONENT = struct.Struct("<h")  # fp16: values are scaled by 2 to this
+LEVELS = struct.Struct("<f2e")  # 2bit: largest scale; |v|/scale below and above the mean
+TOP = struct.Struct("<f")  # 1bit: largest scale
+
+
+def rows_of(meta: TensorMeta) -> tuple[int, int]:
+    """(groups, elements of each). One group of no elements for an empty tensor."""
+    width = meta.shape[-1] if meta.shape else 1
+    if width < MIN_ROW or not meta.elements:
+        return 1, meta.elements
+    return meta.elements // width, width
+
+
+def value_bytes(count: int, groups: int, kind: str) -> int:
+    """Bytes of ``count`` values in ``groups`` equal groups: exact."""
+    if not count:
+        return 0
+    if kind == "fp32":
+        return 4 * count
+    if kind == "fp16":
+        return EXPONENT.size + 2 * count
+    head = LEVELS.size if kind == "2bit" else TOP.size
+    return head + groups + packed_bytes(count, BITS[kind])
+
+
+def sparse_bytes(kept: int, total: int, groups: int, kind: str) -> float:
+    """Expected payload of ``kept`` of ``total`` elements with their positions."""
+    return value_bytes(kept, groups, kind) + expected_bytes(kept, total)
+
+
+def max_sparse_bytes(kept: int, total: int, groups: int, kind: str) -> int:
+    """No such payload is longer."""
+    return value_bytes(kept, groups, kind) + max_bytes(kept, total)
+
+
+@lru_cache(maxsize=4096)
+def kept_of_row(rows: int, width: int, budget_bytes: float, kind: str) -> int:
+    """The k above: 1 <= k <= width, 0 for an empty tensor."""
+    if not width:
+        return 0
+    return max(
+        1,
+        bisect_right(
+            range(1, width + 1),
+            budget_bytes,
+            key=lambda kept: sparse_bytes(kept * rows, rows * width, rows, kind),
+        ),
+    )
+
+
+def topk_kept(meta: TensorMeta, ratio: float) -> int:
+    """Elements that ``topk`` keeps of a tensor of ``meta``, over all its rows."""
+    rows, width = rows_of(meta)
+    return rows * kept_of_row(rows, width, meta.nbytes / ratio, "fp16")
+
+
+def topk_size(meta: TensorMeta, ratio: float) -> float:
+    """Values in 16 bits and positions as ``indices.expected_bytes`` says."""
+    return sparse_bytes(topk_kept(meta, ratio), meta.elements, rows_of(meta)[0], "fp16")
+
+
+def topk_size_on(meta: TensorMeta, ratio: float) -> float:
+    """The values alone: exact."""
+    return float(value_bytes(topk_kept(meta, ratio), rows_of(meta)[0], "fp16"))
