@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atoll.job import JobSpec
-from atoll.plan import Plan
+from atoll.plan import LinkSpec, Plan
 
 # ---------------------------------------------------------------- from a worker
 
@@ -29,6 +29,7 @@ class Introduction:
     addresses: tuple[tuple[str, int], ...] = ()  # empty: outbound only
     site: str = ""
     codecs: tuple[str, ...] = ()
+    codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # encode, decode bytes/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,9 @@ class Goodput:
     n_bytes: int
     busy_s: float
     rtt_s: float
+    dense_bytes: int = 0  # what the boundary tensors among them would have taken uncompressed
+    encode_s: float = 0.0
+    decode_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class EvalReady:
     version: int
     step: int
     loss: float | None
+    coded_loss: float | None = None  # the same batches through the links' codecs
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +217,20 @@ class PlanFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class LinksChosen:
+    job: str
+    attempt: int
+    links: tuple[LinkSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinksFailed:
+    job: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PlanAsked:
     """What would happen with this job now? Answered by MakePlan under ``inquiry``, nothing starts."""
 
@@ -253,6 +272,8 @@ Event = (
     | JobUnreadable
     | PlanMade
     | PlanFailed
+    | LinksChosen
+    | LinksFailed
     | CancelAsked
     | KickAsked
     | StorageFailed

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from atoll.errors import StorageError
 from atoll.job import JobSpec
-from atoll.plan import Plan
+from atoll.plan import LinkSpec, Mask, Plan
 from coordinator.journal import Record
 from protos.convert import decode, encode
 
@@ -43,6 +43,17 @@ class JobSubmitted:
 class PlanAdopted:
     job: str
     plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class LinksChanged:
+    """From ``first_step`` on, the stages of the adopted plan exchange under ``version``."""
+
+    job: str
+    version: int
+    first_step: int
+    links: tuple[LinkSpec, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +88,13 @@ class JobEnded:
     reason: str
 
 
-Fact = JobSubmitted | PlanAdopted | StepCommitted | Evaluated | CheckpointStored | JobEnded
+Fact = JobSubmitted | PlanAdopted | LinksChanged | StepCommitted | Evaluated | CheckpointStored | JobEnded
 _KINDS: dict[str, type[Fact]] = {
     kind.__name__: kind
     for kind in (
         JobSubmitted,
         PlanAdopted,
+        LinksChanged,
         StepCommitted,
         Evaluated,
         CheckpointStored,
@@ -98,6 +110,8 @@ def to_record(fact: Fact, at_s: float) -> Record:
         value = getattr(fact, f.name)
         if isinstance(value, JobSpec | Plan):
             payload[f.name] = base64.b64encode(encode(value)).decode()
+        elif f.name == "links":
+            payload[f.name] = [dataclasses.asdict(link) for link in value]
         else:
             payload[f.name] = dict(value) if isinstance(value, Mapping) else value
     return Record(type(fact).__name__, at_s, payload)
@@ -117,11 +131,20 @@ def from_record(record: Record) -> Fact | None:
         hint = hints.get(name)
         if hint is JobSpec or hint is Plan:
             value = decode(hint, base64.b64decode(value))
+        elif name == "links":
+            value = _links(value)
         values[name] = value
     try:
         return kind(**values)
     except TypeError as error:
         raise StorageError(f"the journal holds a damaged {record.kind} event: {error}") from error
+
+
+def _links(value: Any) -> tuple[LinkSpec, ...]:
+    try:
+        return tuple(LinkSpec(**{**link, "mask": Mask(link["mask"])}) for link in value)
+    except (TypeError, KeyError, ValueError) as error:
+        raise StorageError(f"the journal holds damaged links: {error}") from error
 
 
 @dataclass(slots=True)
@@ -177,6 +200,10 @@ class Ledger:
             case PlanAdopted(_, plan):
                 job.plan, job.version = plan, plan.version
                 job.steps = job.last_checkpoint.step
+            case LinksChanged():
+                job.version = fact.version
+                if job.plan is not None:
+                    job.plan = dataclasses.replace(job.plan, version=fact.version, links=fact.links)
             case StepCommitted():
                 job.steps, job.loss = fact.step + 1, fact.loss
             case Evaluated():

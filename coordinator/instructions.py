@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from atoll.job import JobSpec
-from atoll.plan import Plan
+from atoll.job import JobSpec, TrainingSpec
+from atoll.plan import LinkSpec, Plan
 from coordinator.facts import Fact
 from coordinator.fleet import Fleet
 
@@ -72,6 +72,15 @@ class StartStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Relink:
+    """From ``first_step`` on the same stages exchange under ``version`` with these codecs."""
+
+    version: int
+    first_step: int
+    links: tuple[LinkSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CommitStep:
     job: str
     version: int
@@ -80,6 +89,8 @@ class CommitStep:
     store: bool
     evaluate: bool
     last: bool
+    relink: Relink | None = None
+    evaluate_coded: bool = False  # with evaluate: once more through the links' codecs
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,18 @@ class MakePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ChooseLinks:
+    """Choose the codecs of a running plan anew, its stages as they are; answers LinksChosen or
+    LinksFailed with the same attempt. ``training``: its ``compress`` may be capped."""
+
+    job: str
+    attempt: int
+    plan: Plan
+    training: TrainingSpec
+    fleet: Fleet
+
+
+@dataclass(frozen=True, slots=True)
 class CloseSession:
     worker: str
     session: int
@@ -192,4 +215,6 @@ class Log:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Instruction = SendTo | Journal | ReadJob | MakePlan | CloseSession | Measured | Notify | SweepBlobs | Log
+Instruction = (
+    SendTo | Journal | ReadJob | MakePlan | ChooseLinks | CloseSession | Measured | Notify | SweepBlobs | Log
+)

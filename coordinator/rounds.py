@@ -10,207 +10,83 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
-from atoll.job import JobSpec
-from atoll.plan import Plan
+from coordinator import relink
 from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.facts import (
     Checkpoint,
     CheckpointStored,
     Evaluated,
-    Fact,
     JobEnded,
+    LinksChanged,
     PlanAdopted,
     StepCommitted,
 )
-from coordinator.instructions import CommitStep, DiscardStep, StartStep
+from coordinator.instructions import CommitStep, DiscardStep, Relink, StartStep
+from coordinator.job_state import (
+    ENDED,
+    PREPARING,
+    RUNNING,
+    STEPPING,
+    WAITING,
+    AssignAll,
+    Broken,
+    Cancelled,
+    Dropped,
+    Event,
+    FromStage,
+    JobState,
+    LinksDue,
+    Phase,
+    Picked,
+    Planned,
+    Point,
+    Profiled,
+    Record,
+    ReleaseAll,
+    Relinked,
+    StageLost,
+    StepPhase,
+    Todo,
+    ToStages,
+    Waits,
+)
+
+__all__ = [
+    "ENDED",
+    "PREPARING",
+    "RUNNING",
+    "STEPPING",
+    "WAITING",
+    "AssignAll",
+    "Broken",
+    "Cancelled",
+    "Dropped",
+    "Event",
+    "FromStage",
+    "JobState",
+    "LinksDue",
+    "Phase",
+    "Picked",
+    "Planned",
+    "Point",
+    "Profiled",
+    "Record",
+    "ReleaseAll",
+    "Relinked",
+    "StageLost",
+    "StepPhase",
+    "ToStages",
+    "Todo",
+    "Waits",
+    "clip_scale",
+    "step",
+]
 
 RECENT = 21  # step times kept for medians
 MAX_FAILURES = 3  # of stages, without a committed step in between
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
-
-
-class Phase(StrEnum):
-    """Where a job stands; the words that users see."""
-
-    QUEUED = "queued"
-    PROFILING = "profiling"
-    PLANNING = "planning"
-    LOADING = "loading"
-    TRAINING = "training"
-    EVALUATING = "evaluating"
-    STORING = "storing"
-    PAUSED = "paused"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-WAITING = frozenset({Phase.QUEUED, Phase.PAUSED})
-PREPARING = frozenset({Phase.PROFILING, Phase.PLANNING})
-RUNNING = frozenset({Phase.LOADING, Phase.TRAINING, Phase.EVALUATING, Phase.STORING})
-STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
-ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
-
-
-class StepPhase(StrEnum):
-    """Where the step in flight stands."""
-
-    COMPUTING = "computing"
-    COMMITTING = "committing"  # some stages are ready
-
-
-# ---------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Picked:
-    """The scheduler begins to prepare this job."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """The job cannot go on yet, and why; a changed reason is news."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Profiled:
-    """The fleet's figures are there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class FromStage:
-    """A message of the worker that holds ``stage`` under the current plan."""
-
-    stage: int
-    message: Loaded | StepReady | EvalReady | StateStored | StageFailed
-
-
-@dataclass(frozen=True, slots=True)
-class StageLost:
-    """The worker of a stage is gone; or the whole run must stop where it is."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The job itself cannot be run (its DAG is unreadable, its plan impossible)."""
-
-    reason: str
-
-
-Event = Picked | Waits | Profiled | Planned | FromStage | StageLost | Cancelled | Broken
-
-# ---------------------------------------------------------------- what is to be done
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Make a fact durable before what follows."""
-
-    fact: Fact
-
-
-@dataclass(frozen=True, slots=True)
-class ToStages:
-    """One message to every stage, or to ``stage`` alone."""
-
-    message: StartStep | CommitStep | DiscardStep
-    stage: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AssignAll:
-    """Give every stage of the plan to its worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseAll:
-    """The workers hold no stage of this job any more."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A metric's value after ``step`` committed steps."""
-
-    step: int
-    name: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A message that came late, twice or for another plan."""
-
-    why: str
-
-
-Todo = Record | ToStages | AssignAll | ReleaseAll | Point | Dropped
-
-
-@dataclass(frozen=True, slots=True)
-class JobState:
-    """One job; ``step`` is the step in flight, so ``step`` steps are committed."""
-
-    job: str
-    spec: JobSpec
-    checkpoint: Checkpoint
-    created_s: float
-    phase: Phase = Phase.QUEUED
-    reason: str = "just submitted"
-    version: int = 0
-    step: int = 0
-    plan: Plan | None = None
-    loaded: frozenset[int] = frozenset()
-    ready: Mapping[int, StepReady] = field(default_factory=dict)
-    last_commit: CommitStep | None = None
-    awaiting_eval: int | None = None  # step whose evaluation is running
-    stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(
-        default_factory=dict
-    )  # step -> stage -> ...
-    loss: float | None = None
-    eval_loss: float | None = None
-    failures: int = 0  # since the last committed step
-    begun_s: float | None = None  # when the step in flight began
-    step_times_s: tuple[float, ...] = ()
-    reports: Mapping[int, StepReady] = field(default_factory=dict)  # of the last committed step
-
-    @property
-    def n_stages(self) -> int:
-        return len(self.plan.stages) if self.plan else 0
-
-    @property
-    def steps(self) -> int:
-        return self.spec.training.steps
-
-    @property
-    def step_phase(self) -> StepPhase:
-        return StepPhase.COMMITTING if self.ready else StepPhase.COMPUTING
-
-    @property
-    def median_step_s(self) -> float | None:
-        """Median of the last steps' times, None before the second commit."""
-        return sorted(self.step_times_s)[len(self.step_times_s) // 2] if self.step_times_s else None
-
 
 Outcome = tuple[JobState, list[Todo]]
 
@@ -250,11 +126,19 @@ def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
 
 def _stale(state: JobState, event: FromStage) -> str | None:
     message = event.message
-    if message.version != state.version:
-        return f"{type(message).__name__} of plan {message.version}, now {state.version}"
+    assigned = state.lineage[0][0] if state.lineage else state.version
+    version = assigned if isinstance(message, Loaded) else _version_at(state, message.step)
+    if message.version != version:
+        return f"{type(message).__name__} of plan {message.version}, now {version}"
     if not 0 <= event.stage < state.n_stages:
         return f"{type(message).__name__} of stage {event.stage} of {state.n_stages}"
     return None
+
+
+def _version_at(state: JobState, step: int) -> int:
+    # A given-up plan's late words are of no version that counts.
+    alive = state.phase in RUNNING
+    return relink.version_at(state.lineage, step, state.version) if alive else state.version
 
 
 # ---------------------------------------------------------------- preparing
@@ -301,6 +185,9 @@ def _adopt(state: JobState, event: Event, now_s: float) -> Outcome:
         begun_s=None,
         step_times_s=(),
         reports={},
+        wanted=None,
+        relink=None,
+        lineage=((plan.version, first),),
     )
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
 
@@ -360,7 +247,11 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     norms = [square for report in reports for square in report.square_norms]
     scale = clip_scale(norms, training.optimizer.clip_norm)
     loss = next((r.loss for r in reports if r.loss is not None), math.nan)
-    commit = CommitStep(state.job, state.version, state.step, scale, store, evaluate, last)
+    change = relink.due(state)
+    coded = evaluate and relink.lossy(state.plan)
+    commit = CommitStep(
+        state.job, state.version, state.step, scale, store, evaluate, last, change, evaluate_coded=coded
+    )
     took_s = now_s - state.begun_s if state.begun_s is not None else None
     committed = replace(
         state,
@@ -374,9 +265,13 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         awaiting_eval=done if evaluate else state.awaiting_eval,
         stores={**state.stores, done: {}} if store else state.stores,
         step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
+        wanted=state.wanted if change is None else None,
+        relink=state.relink or change,
     )
+    committed = relink.begun(committed)
     todo: list[Todo] = [
         Record(StepCommitted(state.job, state.version, state.step, loss, now_s)),
+        *_change_links(state, change),
         ToStages(commit),
         Point(done, "loss", loss),
         Point(done, "learning_rate", training.learning_rate(state.step)),
@@ -387,6 +282,19 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
     settled, more = _settle(committed)
     return settled, todo + more
+
+
+def _change_links(state: JobState, change: Relink | None) -> list[Todo]:
+    if change is None or state.wanted is None or state.plan is None:
+        return []
+    reason = state.wanted.reason
+    fact = LinksChanged(state.job, change.version, change.first_step, change.links, reason)
+    return [Record(fact), LinksDue(state.plan.links, change, reason)]
+
+
+def _relink(state: JobState, event: Event, now_s: float) -> Outcome:
+    assert isinstance(event, Relinked)  # noqa: S101 - the table says so
+    return relink.want(state, event), []
 
 
 def _can_evaluate(state: JobState) -> bool:
@@ -417,13 +325,12 @@ def _evaluated(state: JobState, event: Event, now_s: float) -> Outcome:
         return state, []
     if done != state.awaiting_eval:
         return state, [Dropped(f"evaluation of step {done}, awaited is {state.awaiting_eval}")]
-    heard = replace(state, awaiting_eval=None, eval_loss=report.loss)
+    heard = replace(state, awaiting_eval=None, eval_loss=report.loss, coded_loss=report.coded_loss)
     settled, todo = _settle(heard)
-    return settled, [
-        Record(Evaluated(state.job, done, report.loss)),
-        Point(done, "eval_loss", report.loss),
-        *todo,
-    ]
+    points: list[Todo] = [Point(done, "eval_loss", report.loss)]
+    if report.coded_loss is not None:
+        points.append(Point(done, "eval_loss_coded", report.coded_loss))
+    return settled, [Record(Evaluated(state.job, done, report.loss)), *points, *todo]
 
 
 def _stored(state: JobState, event: Event, now_s: float) -> Outcome:
@@ -496,11 +403,14 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
         awaiting_eval=None,
         begun_s=None,
     )
+    paused = relink.dropped(paused)
     return paused, [ReleaseAll(reason)] if state.phase in RUNNING else []
 
 
 def _end(state: JobState, phase: Phase, reason: str) -> Outcome:
-    ended = replace(state, phase=phase, reason=reason, ready={}, stores={}, awaiting_eval=None)
+    ended = relink.dropped(
+        replace(state, phase=phase, reason=reason, ready={}, stores={}, awaiting_eval=None)
+    )
     return ended, [Record(JobEnded(state.job, phase.value, reason)), ReleaseAll(reason)]
 
 
@@ -527,6 +437,7 @@ TRANSITIONS: dict[tuple[Phase, type], Transition] = {
     (Phase.PLANNING, Planned): _adopt,
     (Phase.LOADING, Loaded): _load,
     **{(phase, StepReady): _ready for phase in STEPPING},
+    **{(phase, Relinked): _relink for phase in STEPPING},
     (Phase.EVALUATING, EvalReady): _evaluated,
     **{(phase, StateStored): _stored for phase in (*STEPPING, Phase.STORING)},
     **{(phase, StageFailed): _fail_stage for phase in RUNNING},

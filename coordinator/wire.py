@@ -17,9 +17,11 @@ from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.bounds import DEFAULT_LIMITS as LIMITS
 from protos.convert import metas_to_proto, state_to_proto, to_proto
+from protos.convert_plan import link_to_proto
 
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096
+MAX_CODECS = 100
 _PRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]")
 
 # ---------------------------------------------------------------- from a worker
@@ -45,7 +47,11 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
             for a in bounds.count("peer addresses", m.peer_addresses, MAX_ADDRESSES)
         ),
         site=clean(m.site, 100),
-        codecs=tuple(clean(c, 60) for c in bounds.count("codecs", m.codecs, 100)),
+        codecs=tuple(clean(c, 60) for c in bounds.count("codecs", m.codecs, MAX_CODECS)),
+        codec_speeds={
+            clean(bounds.name("codec", s.codec, LIMITS), 60): (s.encode_bytes_per_s, s.decode_bytes_per_s)
+            for s in bounds.count("codec speeds", m.codec_speeds, MAX_CODECS)
+        },
     )
 
 
@@ -108,14 +114,16 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         waited_s=m.waited_s,
         optimizer_s=m.optimizer_s,
         links=tuple(
-            ev.Goodput(g.peer, g.bytes, g.busy_s, g.rtt_s)
+            ev.Goodput(g.peer, g.bytes, g.busy_s, g.rtt_s, g.dense_bytes, g.encode_s, g.decode_s)
             for g in bounds.count("link figures", m.links, LIMITS.stages)
         ),
     )
 
 
 def _eval_ready(m: pb.EvalReady) -> ev.EvalReady:
-    return ev.EvalReady(m.job, m.plan_version, m.step, m.loss if m.HasField("loss") else None)
+    loss = m.loss if m.HasField("loss") else None
+    coded = m.coded_loss if m.HasField("coded_loss") else None
+    return ev.EvalReady(m.job, m.plan_version, m.step, loss, coded)
 
 
 def _stored(m: pb.StateStored) -> ev.StateStored:
@@ -198,7 +206,7 @@ def _probe(probe: Probe) -> pb.ProbeOp:
 
 
 def _commit(message: do.CommitStep) -> pb.StepCommit:
-    return pb.StepCommit(
+    commit = pb.StepCommit(
         job=message.job,
         plan_version=message.version,
         step=message.step,
@@ -206,7 +214,17 @@ def _commit(message: do.CommitStep) -> pb.StepCommit:
         store=message.store,
         evaluate=message.evaluate,
         last=message.last,
+        evaluate_coded=message.evaluate_coded,
     )
+    if message.relink is not None:
+        commit.relink.CopyFrom(
+            pb.Relink(
+                plan_version=message.relink.version,
+                first_step=message.relink.first_step,
+                links=[link_to_proto(link) for link in message.relink.links],
+            )
+        )
+    return commit
 
 
 def _assign(message: do.AssignStage, graphs: GraphStore) -> pb.Assign:

@@ -1,0 +1,214 @@
+"""What a job's machine knows, hears and wants: states, events and instructions of ``rounds``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from atoll.job import JobSpec
+from atoll.plan import LinkSpec, Plan
+from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from coordinator.facts import Checkpoint, Fact
+from coordinator.instructions import CommitStep, DiscardStep, Relink, StartStep
+
+
+class Phase(StrEnum):
+    """Where a job stands; the words that users see."""
+
+    QUEUED = "queued"
+    PROFILING = "profiling"
+    PLANNING = "planning"
+    LOADING = "loading"
+    TRAINING = "training"
+    EVALUATING = "evaluating"
+    STORING = "storing"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+WAITING = frozenset({Phase.QUEUED, Phase.PAUSED})
+PREPARING = frozenset({Phase.PROFILING, Phase.PLANNING})
+RUNNING = frozenset({Phase.LOADING, Phase.TRAINING, Phase.EVALUATING, Phase.STORING})
+STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
+ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
+
+
+class StepPhase(StrEnum):
+    """Where the step in flight stands."""
+
+    COMPUTING = "computing"
+    COMMITTING = "committing"  # some stages are ready
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The scheduler begins to prepare this job."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """The job cannot go on yet, and why; a changed reason is news."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """The fleet's figures are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class FromStage:
+    """A message of the worker that holds ``stage`` under the current plan."""
+
+    stage: int
+    message: Loaded | StepReady | EvalReady | StateStored | StageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class StageLost:
+    """The worker of a stage is gone; or the whole run must stop where it is."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The job itself cannot be run (its DAG is unreadable, its plan impossible)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Relinked:
+    """The links between the same stages shall use these codecs, as soon as a commit can say so."""
+
+    links: tuple[LinkSpec, ...]
+    reason: str
+
+
+Event = Picked | Waits | Profiled | Planned | FromStage | StageLost | Cancelled | Broken | Relinked
+
+# ---------------------------------------------------------------- what is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Make a fact durable before what follows."""
+
+    fact: Fact
+
+
+@dataclass(frozen=True, slots=True)
+class ToStages:
+    """One message to every stage, or to ``stage`` alone."""
+
+    message: StartStep | CommitStep | DiscardStep
+    stage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AssignAll:
+    """Give every stage of the plan to its worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAll:
+    """The workers hold no stage of this job any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A metric's value after ``step`` committed steps."""
+
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A message that came late, twice or for another plan."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinksDue:
+    """From ``relink.first_step`` on the links change, and why; ``before`` is what they use until then."""
+
+    before: tuple[LinkSpec, ...]
+    relink: Relink
+    reason: str
+
+
+Todo = Record | ToStages | AssignAll | ReleaseAll | Point | Dropped | LinksDue
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """One job; ``step`` is the step in flight, so ``step`` steps are committed."""
+
+    job: str
+    spec: JobSpec
+    checkpoint: Checkpoint
+    created_s: float
+    phase: Phase = Phase.QUEUED
+    reason: str = "just submitted"
+    version: int = 0
+    step: int = 0
+    plan: Plan | None = None
+    loaded: frozenset[int] = frozenset()
+    ready: Mapping[int, StepReady] = field(default_factory=dict)
+    last_commit: CommitStep | None = None
+    awaiting_eval: int | None = None  # step whose evaluation is running
+    stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(
+        default_factory=dict
+    )  # step -> stage -> ...
+    loss: float | None = None
+    eval_loss: float | None = None
+    coded_loss: float | None = None  # the same, through the links' codecs
+    failures: int = 0  # since the last committed step
+    begun_s: float | None = None  # when the step in flight began
+    step_times_s: tuple[float, ...] = ()
+    reports: Mapping[int, StepReady] = field(default_factory=dict)  # of the last committed step
+    wanted: Relinked | None = None  # waits for a commit that can carry it
+    relink: Relink | None = None  # said with a commit, not begun
+    lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.plan.stages) if self.plan else 0
+
+    @property
+    def steps(self) -> int:
+        return self.spec.training.steps
+
+    @property
+    def step_phase(self) -> StepPhase:
+        return StepPhase.COMMITTING if self.ready else StepPhase.COMPUTING
+
+    @property
+    def median_step_s(self) -> float | None:
+        """Median of the last steps' times, None before the second commit."""
+        return sorted(self.step_times_s)[len(self.step_times_s) // 2] if self.step_times_s else None

@@ -1,0 +1,128 @@
+"""Other codecs between the same stages, under a new plan version at a step border. Pure.
+
+What is wanted waits for a commit that can carry it; the commit of step s says it for step s + 2,
+since a stage may begin s + 1 before a neighbour has heard of s. At most one is under way. Until it
+begins every message carries the old version; whatever names a step names the version of that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from atoll.compression import ADATOPK, AUTO, LOSSLESS
+from atoll.job import TrainingSpec
+from atoll.plan import LinkSpec, Plan
+from compressors.catalogue import CODECS
+from coordinator.instructions import Relink
+from coordinator.job_state import JobState, Relinked
+
+AHEAD = 2  # steps from the commit that says it to the first step under it
+MATERIAL = 0.1  # of a ratio: less is not worth a new version
+ADAPTIVE = frozenset({AUTO, ADATOPK, LOSSLESS})
+"""Modes whose codecs depend on the links; a codec by name is what the owner said, off is off."""
+LINEAGE = 64  # versions remembered, for reports that come late
+
+Stages = tuple[int, int]
+
+
+def adapts(training: TrainingSpec) -> bool:
+    """Whether this job's links may change while it runs."""
+    return training.compression.mode in ADAPTIVE
+
+
+def lossy(plan: Plan | None) -> bool:
+    """Whether some link of the plan changes values."""
+    return plan is not None and any(_loses(link) for link in plan.links)
+
+
+def largest_ratio(plan: Plan | None) -> float:
+    """Of the lossy links; 1 where there is none."""
+    links = plan.links if plan is not None else ()
+    return max((link.ratio for link in links if _loses(link)), default=1.0)
+
+
+def _loses(link: LinkSpec) -> bool:
+    known = CODECS.get(link.codec)
+    return known is None or not known.exact
+
+
+def changes(before: Iterable[LinkSpec], after: Iterable[LinkSpec]) -> dict[Stages, tuple[LinkSpec, LinkSpec]]:
+    """(old, new) of every link whose codec or mask is another, or whose ratio changes by 10 %."""
+    old = _by_pair(before)
+    found = {}
+    for pair, new in _by_pair(after).items():
+        was = old.pop(pair, LinkSpec(*pair))
+        if _material(was, new):
+            found[pair] = (was, new)
+    for pair, was in old.items():
+        if _material(was, LinkSpec(*pair)):
+            found[pair] = (was, LinkSpec(*pair))
+    return found
+
+
+def _material(was: LinkSpec, new: LinkSpec) -> bool:
+    if (was.codec, was.mask) != (new.codec, new.mask):
+        return True
+    return max(was.ratio, new.ratio) > (1.0 + MATERIAL) * min(was.ratio, new.ratio)
+
+
+def _by_pair(links: Iterable[LinkSpec]) -> dict[Stages, LinkSpec]:
+    return {(link.source, link.target): link for link in links}
+
+
+def explained(
+    links: Iterable[LinkSpec], changed: Mapping[Stages, object], why: Mapping[Stages, str], summary: str
+) -> tuple[LinkSpec, ...]:
+    """The links, those that change with what was measured in front of the planner's reason."""
+    return tuple(
+        replace(link, reason="; ".join(filter(None, (why.get(pair, summary), link.reason))))
+        if (pair := (link.source, link.target)) in changed
+        else link
+        for link in links
+    )
+
+
+# ---------------------------------------------------------------- in a job's machine
+
+
+def want(state: JobState, event: Relinked) -> JobState:
+    """The newest wish counts; it waits while another change is under way."""
+    return replace(state, wanted=event)
+
+
+def due(state: JobState) -> Relink | None:
+    """What the commit of the step in flight shall say of the links."""
+    first_step = state.step + AHEAD
+    if state.wanted is None or state.relink is not None or first_step >= state.steps:
+        return None
+    return Relink(state.version + 1, first_step, state.wanted.links)
+
+
+def begun(state: JobState) -> JobState:
+    """``state.step`` is a new one: switch where the links change with it."""
+    relink, plan = state.relink, state.plan
+    if relink is None or plan is None or state.step < relink.first_step:
+        return state
+    return replace(
+        state,
+        relink=None,
+        version=relink.version,
+        plan=replace(plan, version=relink.version, links=relink.links),
+        lineage=(*state.lineage, (relink.version, relink.first_step))[-LINEAGE:],
+        reason=f"training with plan {relink.version}",
+    )
+
+
+def dropped(state: JobState) -> JobState:
+    """The stages are given up. A version that was said is used up: the next plan's is above it."""
+    version = state.version if state.relink is None else state.relink.version
+    return replace(state, wanted=None, relink=None, version=version)
+
+
+def version_at(lineage: Sequence[Stages], step: int, version: int) -> int:
+    """The version that messages of ``step`` carry; ``version`` where nothing is known."""
+    for known, first_step in reversed(lineage):
+        if first_step <= step:
+            return known
+    return lineage[0][0] if lineage else version
