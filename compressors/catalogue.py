@@ -13,7 +13,8 @@ from enum import StrEnum
 
 from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
-from compressors import sparse_sizes
+from compressors import rates, sparse_sizes
+from compressors.ranks import acp_bytes, cut_bytes, powersgd_bytes
 
 MIN_BYTES = 4096
 """Tensors below this cross a link as they are: latency, not rate, is what they cost."""
@@ -31,6 +32,7 @@ class Use(StrEnum):
 
 
 EVERYTHING = frozenset(Use)
+CHANGES = frozenset({Use.GRADIENT, Use.DELTA})
 
 Size = Callable[[TensorMeta, float], float]
 """(meta, ratio) -> expected payload bytes."""
@@ -97,6 +99,112 @@ CODECS: dict[str, Codec] = {
             size=_lossless,
             exact=True,
             unbiased=True,
+        ),
+        Codec(
+            name="fp16",
+            summary="half precision, scaled by a power of two for each 65,536 elements",
+            module="fp16",
+            builder="HalfPrecision",
+            source="compression.md 4 (fp16); mixed precision's loss scale, here a chunk's own",
+            size=rates.size_of(rates.fp16_bytes),
+        ),
+        Codec(
+            name="bf16",
+            summary="the upper half of a float32: its range, 8 bits of precision",
+            module="bf16",
+            builder="BrainFloat",
+            source="compression.md 1.1 and 4 (bf16)",
+            size=rates.size_of(rates.bf16_bytes),
+        ),
+        Codec(
+            name="int8_block",
+            summary="8 bits a value, linear within blocks of 256",
+            module="int8_block",
+            builder="Int8Block",
+            source="compression.md 1.1 and 4 (int8 blockwise linear)",
+            size=rates.size_of(rates.int8_bytes),
+        ),
+        Codec(
+            name="int4_block",
+            summary="4 bits a value, linear within blocks of 64",
+            module="int4_block",
+            builder="Int4Block",
+            source="compression.md 4 (int8 blockwise linear), at 4 bits",
+            size=rates.size_of(rates.int4_bytes),
+            valid_for=EVERYTHING - {Use.MODEL},
+        ),
+        Codec(
+            name="sign",
+            summary="1 bit a value and the mean magnitude; behind an error feedback",
+            module="sign",
+            builder="Sign",
+            source="EF-SignSGD; compression.md 4",
+            size=rates.size_of(rates.sign_bytes),
+            valid_for=CHANGES,
+        ),
+        Codec(
+            name="qsgd",
+            summary="8 bits a value (4 above ratio 4), rounded at random so that the mean stays",
+            module="qsgd",
+            builder="Qsgd",
+            source="QSGD; compression.md 4 (buckets of 512, max norm)",
+            size=rates.qsgd_size,
+            rated=True,
+            valid_for=EVERYTHING - {Use.MODEL},
+            unbiased=True,
+        ),
+        Codec(
+            name="terngrad",
+            summary="-s, 0 or s at random, five values a byte; s clipped at 2.5 sigma",
+            module="terngrad",
+            builder="TernGrad",
+            source="TernGrad; compression.md 4",
+            size=rates.size_of(rates.terngrad_bytes),
+            valid_for=CHANGES,
+        ),
+        Codec(
+            name="natural",
+            summary="sign and power of two in 8 bits, rounded at random so that the mean stays",
+            module="natural",
+            builder="Natural",
+            source="natural compression; compression.md 4 (7-bit exponent)",
+            size=rates.size_of(rates.natural_bytes),
+            valid_for=CHANGES,
+            unbiased=True,
+        ),
+        Codec(
+            name="powersgd",
+            summary="two thin factors of a gradient's matrix, one power iteration a step",
+            module="powersgd",
+            builder="PowerSGD",
+            source="PowerSGD, arXiv 1905.13727; compression.md 4",
+            size=powersgd_bytes,
+            rated=True,
+            valid_for=CHANGES,
+            stateful=True,
+        ),
+        Codec(
+            name="acp_sgd",
+            summary="PowerSGD with one factor a step, the sides alternating",
+            module="acp_sgd",
+            builder="AcpSGD",
+            source="ACP-SGD, arXiv 2306.08881; compression.md 4",
+            size=acp_bytes,
+            rated=True,
+            valid_for=CHANGES,
+            linear=True,
+            stateful=True,
+            shared_state=True,
+        ),
+        Codec(
+            name="low_rank",
+            summary="two thin factors of each tensor by itself, in fp16",
+            module="low_rank",
+            builder="LowRank",
+            source="SFT, arXiv 2211.16703; decentralized.md 5",
+            size=cut_bytes,
+            rated=True,
+            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
         ),
         Codec(
             name="topk",
