@@ -45,6 +45,14 @@ Sets = Annotated[
     ),
 ]
 Steps = Annotated[int | None, typer.Option(min=1, help="Train so many steps; same as --set steps=N.")]
+Compress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        help="What links do to their tensors: off, lossless, auto[:RATIO], adatopk[:RATIO] or "
+        "CODEC[:RATIO]; same as --set compress=HOW.",
+    ),
+]
 Trace = Annotated[bool, typer.Option("--trace", help="Show the whole traceback when the job file raises.")]
 
 out = Console(highlight=False)
@@ -95,9 +103,11 @@ def telling(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda what: err.print(what, soft_wrap=True)
 
 
-def overrides(sets: list[str] | None, steps: int | None) -> list[str]:
-    """The ``--set`` items with ``--steps`` last."""
-    return [*(sets or []), *([f"steps={steps}"] if steps is not None else [])]
+def overrides(sets: list[str] | None, steps: int | None, compress: str | None = None) -> list[str]:
+    """The ``--set`` items with ``--steps`` and ``--compress`` last."""
+    found = list(sets or [])
+    found += [f"steps={steps}"] if steps is not None else []
+    return found + ([f"compress={compress}"] if compress is not None else [])
 
 
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:

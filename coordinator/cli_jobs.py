@@ -15,6 +15,7 @@ from rich.live import Live
 from atoll.errors import StorageError, UsageError
 from coordinator.cli_base import (
     AsJson,
+    Compress,
     Coordinator,
     Insecure,
     Sets,
@@ -51,7 +52,9 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: atoll submit examples/gpt.py --steps 500 --set optimizer.lr=3e-4 --watch")(
         submit
     )
-    app.command(epilog="Example: atoll plan examples/gpt.py --fleet fleet.toml --plot plan.png")(plan)
+    app.command(
+        epilog="Example: atoll plan examples/gpt.py --fleet fleet.toml --compress auto --plot plan.png"
+    )(plan)
     app.command(epilog="Example: atoll watch j-1")(watch)
     app.command(epilog="Example: atoll logs j-1 --follow")(logs)
     app.command(epilog="Example: atoll cancel j-1")(cancel)
@@ -66,6 +69,7 @@ def submit(
     name: Annotated[str | None, typer.Option(help="Name of the job; default: the job file's own.")] = None,
     partitioner: Partitioner = "op_fence",
     schedule: Schedule = "auto",
+    compress: Compress = None,
     resume: Annotated[
         str, typer.Option(metavar="JOB", help="Continue from the last checkpoint of this job.")
     ] = "",
@@ -81,7 +85,8 @@ def submit(
 ) -> None:
     """Capture the job file's model here, prove the capture, upload it and train it on the fleet."""
     with client_of(coordinator, token, state_dir, insecure) as client:
-        job = _load(jobfile, overrides(sets, steps) + ([f"name={name}"] if name else []), trace)
+        named = [f"name={name}"] if name else []
+        job = _load(jobfile, overrides(sets, steps, compress) + named, trace)
         from coordinator.prepare import prepare
 
         with telling(json) as tell:
@@ -117,6 +122,7 @@ def plan(
     ] = None,
     partitioner: Partitioner = "op_fence",
     schedule: Schedule = "auto",
+    compress: Compress = None,
     steps: Steps = None,
     sets: Sets = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the plan too.")] = None,
@@ -127,8 +133,8 @@ def plan(
     json: AsJson = False,
     trace: Trace = False,
 ) -> None:
-    """Show what would happen: stages, devices, predicted step time, bottleneck, bytes and memory."""
-    job_overrides = overrides(sets, steps)
+    """Show what would happen: stages, devices, predicted step time, bottleneck, bytes, codecs, memory."""
+    job_overrides = overrides(sets, steps, compress)
     if fleet is not None:
         job = _load(jobfile, job_overrides, trace)
         found, names = _local_plan(job, fleet, partitioner, schedule, json)
@@ -340,5 +346,8 @@ def trace(
 
 def _load(path: Path, sets: list[str], full_trace: bool) -> Job:
     from coordinator.jobfile import load_job
+    from coordinator.ratios import check_compression
 
-    return load_job(path, sets, full_trace=full_trace)
+    job = load_job(path, sets, full_trace=full_trace)
+    check_compression(job.training.compression)  # before the capture, which takes its time
+    return job

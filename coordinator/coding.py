@@ -8,7 +8,7 @@ compute thread of their stage, so they count as its work.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -48,23 +48,14 @@ CALL_S = 1e-4  # one encode or decode of a tensor, whatever its size: dispatch, 
 SPEED_RANGE = (1e5, 1e13)  # bytes a second: outside, a report cannot be true
 
 
-@dataclass(frozen=True, slots=True)
-class CodecSeconds:
-    """What codecs add to one micro-batch on one stage."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-
-
-def judge_speeds(worker: str, speeds: Mapping[str, Speed]) -> str | None:
+def judge_speeds(speeds: Mapping[str, Speed]) -> str | None:
     """Why these codec speeds cannot be true, None when they can."""
     low, high = SPEED_RANGE
     for name, speed in speeds.items():
         for what, value in zip(("encodes", "decodes"), speed, strict=True):
             if not isfinite(value) or not low <= value <= high:
                 return (
-                    f"{worker} reports that its {name} {what} {value:.3g} bytes/s; possible are {low:.0e} "
-                    f"to {high:.0e}"
+                    f"codec {name[:60]} that {what} {value:.3g} bytes/s; possible are {low:.0e} to {high:.0e}"
                 )
     return None
 

@@ -36,6 +36,7 @@ def explain(plan: Plan, dag: OpDag, fleet: Fleet | None = None) -> str:
         *_table(_stage_rows(plan, dag, prediction, names)),
         "",
         *_link_lines(prediction, names),
+        *_codec_lines(plan, names),
         *_step_lines(prediction),
         *(f"left out      {names.get(w, w)}: {why}" for w, why in plan.left_out),
         *(f"note          {note}" for note in prediction.notes),
@@ -80,6 +81,13 @@ def _link_lines(prediction: Prediction, names: Mapping[str, str]) -> list[str]:
             ]
         )
     return [*_table(rows), ""]
+
+
+def _codec_lines(plan: Plan, names: Mapping[str, str]) -> list[str]:
+    """A line a link that has a reason: what it compresses with, and why."""
+    labels = [names.get(stage.worker, stage.worker) for stage in plan.stages]
+    lines = [f"{labels[s.source]} > {labels[s.target]}: {s.reason}" for s in plan.links if s.reason]
+    return [*lines, ""] if lines else []
 
 
 def _step_lines(prediction: Prediction) -> list[str]:

@@ -10,11 +10,12 @@
     coordinator_ms = 10        # one way, each device to the coordinator
     coordinator_mbit = 100
     payload_share = 0.95       # of every rate: what TCP and TLS leave
+    codec_gbps = { topk = [0.4, 9] }  # GB/s of dense tensor: encode, decode; defaults where not given
 
     [[device]]                 # in join order
     name = "lab1"
     group = "lab"
-    memory_mib = 4096          # and gflops, memory_gbps, op_overhead_us, coordinator_ms, ...
+    memory_mib = 4096          # and gflops, memory_gbps, op_overhead_us, codec_gbps, ...
     up_mbit = 50               # its own line, shared by all its flows; down_mbit too
 
     [[group]]                  # machines behind one line
@@ -44,6 +45,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import UsageError
+from compressors.catalogue import CODECS
+from coordinator.coding import SPEED_RANGE
 from coordinator.fleet import TCP_SHARE, Device, Fleet
 from coordinator.links import LinkEstimate, Uplink
 
@@ -62,8 +65,8 @@ _RATES = {
     "coordinator_ms": (10.0, *MS),
     "coordinator_mbit": (100.0, *MBIT),
 }
-_DEFAULT_KEYS = {"mbit", "ms", "gflops", "payload_share", *_RATES}
-_DEVICE_KEYS = {"name", "group", "gflops", "up_mbit", "down_mbit", *_RATES}
+_DEFAULT_KEYS = {"mbit", "ms", "gflops", "codec_gbps", "payload_share", *_RATES}
+_DEVICE_KEYS = {"name", "group", "gflops", "codec_gbps", "up_mbit", "down_mbit", *_RATES}
 _GROUP_KEYS = {"name", "mbit", "ms", "up_mbit", "down_mbit"}
 _LINK_KEYS = {"from", "to", "mbit", "ms", "one_way"}
 
@@ -122,6 +125,10 @@ def _device(name: str, table: Table, default: Table, groups: Mapping[str, Table]
         memory_gbps=value["memory_gbps"],
         op_overhead_s=value["op_overhead_us"] * 1e-6,
         coordinator=LinkEstimate(value["coordinator_mbit"] * 1e6, value["coordinator_ms"] * 1e-3),
+        codec_speeds={
+            **_codec_speeds(default.get("codec_gbps", {}), f"{where}: default"),
+            **_codec_speeds(table.get("codec_gbps", {}), here),
+        },
     )
 
 
@@ -132,6 +139,26 @@ def _gflops(value: object, here: str) -> dict[str, float]:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 1e-3 <= rate <= 1e7:
             raise UsageError(f"{here}: gflops {name} = {rate!r}; give a number from 0.001 to 1e7")
         found[str(name)] = float(rate)
+    return found
+
+
+def _codec_speeds(value: object, here: str) -> dict[str, tuple[float, float]]:
+    """Codec -> bytes/s of (encoding, decoding)."""
+    low, high = (bound / 1e9 for bound in SPEED_RANGE)
+    found: dict[str, tuple[float, float]] = {}
+    for name, pair in _table(value, f"{here}: codec_gbps").items():
+        if name not in CODECS:
+            raise UsageError(f"{here}: codec_gbps names {name!r}; codecs are {', '.join(sorted(CODECS))}")
+        rates = pair if isinstance(pair, Sequence) and len(pair) == 2 else ()
+        good = [
+            r for r in rates if isinstance(r, int | float) and not isinstance(r, bool) and low <= r <= high
+        ]
+        if len(good) != 2:
+            raise UsageError(
+                f"{here}: codec_gbps {name} = {pair!r}; give [encode, decode] in GB/s, each from {low:g} "
+                f"to {high:g}"
+            )
+        found[name] = (good[0] * 1e9, good[1] * 1e9)
     return found
 
 

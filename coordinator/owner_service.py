@@ -17,6 +17,7 @@ from coordinator import rounds
 from coordinator.entry_service import Doorkeeping
 from coordinator.journal import Record
 from coordinator.partition import known_partitioner
+from coordinator.ratios import check_compression
 from coordinator.refusing import refuse
 from coordinator.shell import Shell
 from coordinator.views import job_update, link_statuses, worker_status
@@ -80,6 +81,7 @@ class OwnerService(rpc.OwnerServicer):
         if submission in ledger.submissions:
             return ledger.submissions[submission]
         known_partitioner(spec.partitioner)
+        check_compression(spec.training.compression)
         wrong = self._shell.scheduler.refusal(spec)
         if wrong is not None:
             raise UsageError(wrong)
@@ -301,6 +303,7 @@ def _job_name(name: str, taken: set[str]) -> str:
 def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
     partitioner = request.partitioner or "op_fence"
     known_partitioner(partitioner)
+    check_compression(training.compression)
     nothing = DataSpec((), 1, 1)
     return JobSpec(
         "plan",

@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from atoll.errors import PlanError, StorageError
-from atoll.plan import Plan, Prediction
+from atoll.plan import LinkPrediction, Plan, Prediction
 
 INK, BUSY, LINK, MEMORY, LIMIT = "#22313f", "#2a9d8f", "#e9a03b", "#577590", "#d9e2ec"
 
@@ -54,12 +54,19 @@ def _draw_busy(axes: object, labels: list[str], names: Mapping[str, str], predic
         list(rows), [*shares, *carried], color=[BUSY] * len(labels) + [LINK] * len(links), height=0.7
     )
     texts = [f"{stage.compute_s:.2f} s" for stage in prediction.stages]
-    texts += [f"{link.bytes_per_step / 1e6:.2f} MB" for link in prediction.links]
+    texts += [f"{link.bytes_per_step / 1e6:.2f} MB{_shrunk(link)}" for link in prediction.links]
     axes.bar_label(bars, texts, padding=4, color=INK)
     axes.set_yticks(list(rows), [*labels, *links])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15)
     axes.set_xlabel("share of the step that a stage computes, a link carries")
+
+
+def _shrunk(link: LinkPrediction) -> str:
+    """How far compression has shrunk what a link carries, "" where it has not."""
+    if link.bytes_per_step >= link.dense_bytes_per_step:
+        return ""
+    return f", 1/{link.dense_bytes_per_step / max(link.bytes_per_step, 1):.3g} of dense"
 
 
 def _draw_memory(axes: object, labels: list[str], prediction: Prediction) -> None:

@@ -20,6 +20,7 @@ from atoll.errors import UsageError
 from atoll.job import DataSpec, Job, JobSpec, TrainingSpec
 from atoll.opdag import OpDag, TensorMeta
 from coordinator.capture import Captured, capture
+from coordinator.ratios import check_compression
 from coordinator.selfcheck import self_check
 from coordinator.transfer import LocalBlob
 from protos.convert import dag_bytes
@@ -74,8 +75,9 @@ def prepare(
     """Capture ``job``, check the capture against the module, and collect its blobs.
 
     Raises CaptureError and SelfCheckError naming what differs, UsageError for data that does
-    not fit the model's inputs.
+    not fit the model's inputs or for a compression that links cannot do.
     """
+    check_compression(job.training.compression)
     tell("capturing the model as an op-DAG")
     captured = capture(job.module, job.example_inputs, job.training)
     tell("materialising the data")

@@ -270,20 +270,22 @@ def _sparse(
         return all(link.coded_s(specs[link.pair]) <= tau * (1 + TOLERANCE) for link in pair)
 
     limit = min(limit, MAX_RATIO)
-    low = 1.0
-    high = min(limit, max(1.0, *(link.dense_s / tau for link in pair))) if tau > 0 else limit
+    low, high = 1.0, min(limit, max(1.0, *(link.dense_s / max(tau, 1e-12) for link in pair)))
     # The ratio is what a codec aims at; k a row is whole, and headers and small tensors do not
-    # shrink, so the bytes are asked and the ratio bisected.
+    # shrink, so it is the bytes that are asked.
     while not suffices(high):
         if high >= limit:
             return specs_at(limit)
         low, high = high, min(limit, 1.25 * high)
-    for _ in range(24):
-        if high - low <= TOLERANCE * high:
-            break
+    plain = high
+    while high - low > TOLERANCE * high:
         middle = 0.5 * (low + high)
         low, high = (low, middle) if suffices(middle) else (middle, high)
-    return specs_at(min(limit, _rounded_up(high)))
+    least = specs_at(min(limit, _rounded_up(high)))
+    # Many ratios keep the same k: of those the one that follows from the times reads best.
+    as_told = specs_at(min(limit, _rounded_up(plain)))
+    same = all(load_bytes(x.load, least[x.pair]) == load_bytes(x.load, as_told[x.pair]) for x in pair)
+    return as_told if same else least
 
 
 def _both(pair: Sequence[Link], name: str, ratio: float, mask: Mask) -> dict[tuple[int, int], LinkSpec]:

@@ -11,7 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from atoll.plan import Plan, Prediction
+from atoll.plan import LinkSpec, Plan, Prediction
+from coordinator.ratios import label
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people
@@ -93,7 +94,7 @@ def plan_view(plan: Plan, names: Names) -> RenderableType:
     prediction = plan.prediction
     parts.append(_stages_table(plan, prediction, names))
     if prediction is not None:
-        parts += [_links_table(prediction, names), _verdict(prediction, names)]
+        parts += [_links_table(plan, prediction, names), _verdict(prediction, names)]
     for worker, why in plan.left_out:
         parts.append(Text(f"left out: {_name(names, worker)}: {why}", style=DIM))
     return Group(*parts)
@@ -112,12 +113,22 @@ def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Ta
     return table
 
 
-def _links_table(prediction: Prediction, names: Names) -> Table:
-    table = _table("link", "bytes a step", "busy a step", "busy")
+def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
+    """Links with what they carry; with codec, ratio and reason where compression was asked for."""
+    workers = [stage.worker for stage in plan.stages]
+    specs = {(workers[spec.source], workers[spec.target]): spec for spec in plan.links}
+    chosen = any(spec.reason for spec in plan.links)
+    more = ("codec", "mask", "of dense", "why") if chosen else ()
+    table = _table("link", "bytes a step", "busy a step", "busy", *more)
     for link in prediction.links:
         share = link.busy_s / prediction.step_s if prediction.step_s > 0 else 0.0
         pair = escape(f"{_name(names, link.source)} > {_name(names, link.target)}")
-        table.add_row(pair, in_bytes(link.bytes_per_step), in_seconds(link.busy_s), share_bar(share))
+        row = [pair, in_bytes(link.bytes_per_step), in_seconds(link.busy_s), share_bar(share)]
+        if chosen:
+            spec = specs.get((link.source, link.target), LinkSpec(0, 0))
+            kept = link.bytes_per_step / link.dense_bytes_per_step if link.dense_bytes_per_step else 1.0
+            row += [label(spec), spec.mask.value, f"{kept:.1%}", escape(spec.reason)]
+        table.add_row(*row)
     return table
 
 
