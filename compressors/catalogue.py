@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
-from compressors import sparse_sizes
+from compressors import rates, sparse_sizes
 from compressors.ranks import acp_bytes, cut_bytes, powersgd_bytes
 
 MIN_BYTES = 4096
@@ -98,6 +98,78 @@ CODECS: dict[str, Codec] = {
             source="ZipCCL, arXiv 2604.27844; ZipNN; compression.md 5",
             size=_lossless,
             exact=True,
+            unbiased=True,
+        ),
+        Codec(
+            name="fp16",
+            summary="half precision, scaled by a power of two for each 65,536 elements",
+            module="fp16",
+            builder="HalfPrecision",
+            source="compression.md 4 (fp16); mixed precision's loss scale, here a chunk's own",
+            size=rates.size_of(rates.fp16_bytes),
+        ),
+        Codec(
+            name="bf16",
+            summary="the upper half of a float32: its range, 8 bits of precision",
+            module="bf16",
+            builder="BrainFloat",
+            source="compression.md 1.1 and 4 (bf16)",
+            size=rates.size_of(rates.bf16_bytes),
+        ),
+        Codec(
+            name="int8_block",
+            summary="8 bits a value, linear within blocks of 256",
+            module="int8_block",
+            builder="Int8Block",
+            source="compression.md 1.1 and 4 (int8 blockwise linear)",
+            size=rates.size_of(rates.int8_bytes),
+        ),
+        Codec(
+            name="int4_block",
+            summary="4 bits a value, linear within blocks of 64",
+            module="int4_block",
+            builder="Int4Block",
+            source="compression.md 4 (int8 blockwise linear), at 4 bits",
+            size=rates.size_of(rates.int4_bytes),
+            valid_for=EVERYTHING - {Use.MODEL},
+        ),
+        Codec(
+            name="sign",
+            summary="1 bit a value and the mean magnitude; behind an error feedback",
+            module="sign",
+            builder="Sign",
+            source="EF-SignSGD; compression.md 4",
+            size=rates.size_of(rates.sign_bytes),
+            valid_for=CHANGES,
+        ),
+        Codec(
+            name="qsgd",
+            summary="8 bits a value (4 above ratio 4), rounded at random so that the mean stays",
+            module="qsgd",
+            builder="Qsgd",
+            source="QSGD; compression.md 4 (buckets of 512, max norm)",
+            size=rates.qsgd_size,
+            rated=True,
+            valid_for=EVERYTHING - {Use.MODEL},
+            unbiased=True,
+        ),
+        Codec(
+            name="terngrad",
+            summary="-s, 0 or s at random, five values a byte; s clipped at 2.5 sigma",
+            module="terngrad",
+            builder="TernGrad",
+            source="TernGrad; compression.md 4",
+            size=rates.size_of(rates.terngrad_bytes),
+            valid_for=CHANGES,
+        ),
+        Codec(
+            name="natural",
+            summary="sign and power of two in 8 bits, rounded at random so that the mean stays",
+            module="natural",
+            builder="Natural",
+            source="natural compression; compression.md 4 (7-bit exponent)",
+            size=rates.size_of(rates.natural_bytes),
+            valid_for=CHANGES,
             unbiased=True,
         ),
         Codec(
