@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from coordinator import members
+from coordinator.coding import judge_speeds
 from coordinator.config import Liveness, Probing
 from coordinator.estimate import refresh_scale
 from coordinator.events import Introduction, StepReady
@@ -113,6 +114,7 @@ class Roster:
             timings=dict(self.ops.timings.get((worker, precision), {})),
             scale=known.scale,
             coordinator=self.ops.round_trip(worker),
+            codec_speeds=dict(known.introduction.codec_speeds),
         )
 
     def computed(self, worker: str, predicted_s: float, measured_s: float) -> None:
@@ -159,7 +161,7 @@ def refusal(introduction: Introduction) -> str | None:
         )
     if not 1 <= introduction.threads <= 65536:
         return f"{introduction.threads} threads; possible are 1 to 65536"
-    return None
+    return judge_speeds(introduction.codec_speeds)
 
 
 def flops_of(timings: Mapping[str, tuple[float, float]], ops: Mapping[str, int]) -> float:
