@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.errors import UsageError
+from coordinator.adapt import Settings as Adaptation
 
 GIB = 2**30
 MIB = 2**20
@@ -46,10 +47,13 @@ class Probing:
     ops_answer_within_s: float = 300.0
     stale_after_s: float = 600.0  # older link figures are measured again before planning
     max_peers: int = 16  # a worker is probed against at most so many others
+    probes_at_once: int = 32  # link probes of one fleet
     ops_per_request: int = 4096
     attempts: int = 2
 
     def __post_init__(self) -> None:
+        if self.probes_at_once < 2:
+            raise UsageError(f"probes_at_once = {self.probes_at_once}; give at least 2")
         if not 0.05 <= self.seconds <= 60 or self.max_bytes < 65536 or self.max_peers < 1:
             raise UsageError(
                 f"probe of {self.seconds} s, {self.max_bytes} bytes, {self.max_peers} peers; "
@@ -71,6 +75,7 @@ class CoordinatorConfig:
     metrics_port: int | None = None
     liveness: Liveness = field(default_factory=Liveness)
     probing: Probing = field(default_factory=Probing)
+    adaptation: Adaptation = field(default_factory=Adaptation)
     concurrent_jobs: int = 1  # further jobs wait in the queue
     keep_checkpoints: int = 2
     max_message_bytes: int = 64 * MIB

@@ -135,6 +135,7 @@ def judge_step(worker: str, busy_s: float, elapsed_s: float) -> str | None:
 
 # Sharing shows when flows that each reach the rate alone reach it together only in sum.
 SHARED_BELOW = 0.75  # of the sum of the solo rates
+CONTRADICTED_ABOVE = 1.25  # of a line's rate: a single flow out of it shows that it is none
 
 
 def infer_shared(
@@ -145,7 +146,8 @@ def infer_shared(
     ``solo``: bit/s of each pair probed alone; ``together``: bit/s of pairs probed at once;
     ``sites``: worker -> site, "" for none. A concurrent probe whose sum stays below 75 % of the
     solo sum shows that its sources (or, when those differ in nothing, its targets) share a
-    rate: the sum. Members of a site that no concurrent probe covers share the best rate that any
+    rate: the sum. A flow alone that was faster than that shows that the line is another's.
+    Members of a site that no concurrent probe covers share the best rate that any
     of them reached alone, towards and from outside.
     """
     rates: dict[frozenset[str], list[float]] = {}
@@ -155,12 +157,14 @@ def infer_shared(
         if len(probe) < 2 or total >= SHARED_BELOW * alone:
             continue
         members, direction = _sharing(list(probe), sites)
-        rates.setdefault(members, [0.0, 0.0])[direction] = total
+        crossing = (bps for pair, bps in solo.items() if _crosses(pair, members, direction))
+        if max(crossing, default=0.0) <= CONTRADICTED_ABOVE * total:
+            rates.setdefault(members, [0.0, 0.0])[direction] = total
     for name in sorted(set(sites.values()) - {""}):
         members = frozenset(w for w, site in sites.items() if site == name)
         known = rates.setdefault(members, [0.0, 0.0])
-        up = [bps for (a, b), bps in solo.items() if a in members and b not in members]
-        down = [bps for (a, b), bps in solo.items() if a not in members and b in members]
+        up = [bps for pair, bps in solo.items() if _crosses(pair, members, 0)]
+        down = [bps for pair, bps in solo.items() if _crosses(pair, members, 1)]
         known[0] = known[0] or max(up, default=0.0)
         known[1] = known[1] or max(down, default=0.0)
     return tuple(
@@ -168,6 +172,12 @@ def infer_shared(
         for members, (up, down) in sorted(rates.items(), key=lambda item: sorted(item[0]))
         if up or down
     )
+
+
+def _crosses(pair: Pair, members: frozenset[str], direction: int) -> bool:
+    """Whether a flow passes the members' line upwards (0) or downwards (1)."""
+    inside, outside = (pair[0], pair[1]) if direction == 0 else (pair[1], pair[0])
+    return inside in members and outside not in members
 
 
 def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset[str], int]:

@@ -11,7 +11,8 @@ from atoll.job import JobSpec
 from coordinator import instructions as do
 from coordinator.config import Probing
 from coordinator.events import OpsProbed
-from coordinator.probing import RTT_SAMPLES, LinkRequest, OpsRequest
+from coordinator.opprobing import RTT_SAMPLES, OpsRequest
+from coordinator.probing import LinkRequest
 from coordinator.roster import Roster
 
 
@@ -98,19 +99,16 @@ class Preparer:
         return bool(late_links or late_ops)
 
     def measure_links(self, *, fresh: bool, now_s: float) -> bool:
-        """Start the next measurement that the idle fleet needs; True when none is needed."""
+        """Start the measurements that the idle fleet needs next; True when none is needed."""
         links = self.roster.links
-        if links.busy:
-            return False
         idle = [w for w in self.roster.idle() if not self.roster.ops.asked(w)]
-        due = links.due(idle, self.roster.reachable(idle), now_s, fresh)
-        if not due:
-            return True
-        self._requests += len(due[0])
-        first = self._requests - len(due[0]) + 1
-        for request in links.begin(due[0], first, now_s):
-            self._ask_link(request)
-        return False
+        sites = {worker: self.roster.workers[worker].introduction.site for worker in idle}
+        for measurement in links.due(idle, self.roster.reachable(idle), now_s, fresh, sites):
+            first = self._requests + 1
+            self._requests += len(measurement.pairs)
+            for request in links.begin(measurement, first, now_s):
+                self._ask_link(request)
+        return not links.busy
 
     def _ask_link(self, request: LinkRequest) -> None:
         """Workers refuse strangers, so the other end is told first; who can be reached is dialled."""
@@ -118,9 +116,8 @@ class Preparer:
         theirs = self.roster.workers[target].introduction.addresses
         ours = self.roster.workers[source].introduction.addresses
         expect = do.ExpectPeer(source, ours, dial=not theirs)
-        probe = do.ProbeLinkTo(
-            request.request, target, theirs, bool(theirs), self.config.seconds, self.config.max_bytes
-        )
+        most = self.config.max_bytes if request.rate else 0
+        probe = do.ProbeLinkTo(request.request, target, theirs, bool(theirs), self.config.seconds, most)
         self.emit(do.SendTo(target, expect))
         self.emit(do.SendTo(source, probe))
 

@@ -1,15 +1,25 @@
-"""When to measure which link and which ops: pure policy, answers with requests.
+"""When to measure which link: pure policy, answers with requests.
 
-Links are measured only between workers without work and only while no job runs, one pair at a
-time and each direction on its own, so that probing disturbs neither training nor itself. When
-the pairs are known, one concurrent probe between every two groups shows whether their flows
-share an uplink. A pair that cannot be measured counts as 1 kbit/s: plans avoid it.
+Links are measured only between workers without work and only while no job runs, each direction
+on its own, so that probing disturbs neither training nor itself:
+
+1. a look: the round trip of every pair, a few small echoes that disturb nobody;
+2. the rate of every pair. Two rates are measured at once only when no line can be common to both:
+   they share no worker, and no worker of one is *near* one of the other. Machines behind one
+   line are near each other: the same declared site, an uplink that was found shared, or a round
+   trip below ``NEAR_RTT_S``;
+3. when the pairs are known, deliberately concurrent probes show what is shared: one between every
+   two groups for the line that joins them, and two a worker, out of it and into it, for its own.
+
+A pair that cannot be measured counts as 1 kbit/s: plans avoid it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from math import isfinite
 
 import numpy as np
@@ -26,11 +36,31 @@ from coordinator.links import (
     Pair,
     Uplink,
     infer_shared,
+    judge_link,
 )
 
 MAX_TOGETHER = 12  # concurrent probes of one fleet
-RTT_SAMPLES = 3
-NOMINAL = LinkEstimate(20e6, 0.03)
+NEAR_RTT_S = 0.02  # a home's, a campus's or a cluster's own network is quicker
+LOOKS_EACH = 3  # of one worker at once: the echoes are small, but the machine may be slow
+ABOUT = 0.75  # of the fastest flow's rate: about as fast
+WORTH_SHARING = 0.35  # of the best flow: a smaller one beside it shows no sharing (SHARED_BELOW)
+NOMINAL_BPS = 20e6
+
+
+class Kind(Enum):
+    """What a probe is for."""
+
+    LOOK = "look"  # the round trip
+    ALONE = "alone"  # the rate, on lines that nobody else uses meanwhile
+    TOGETHER = "together"  # several rates at once, to see what they share
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Pairs to be measured at once; more than one only where that is the purpose."""
+
+    kind: Kind
+    pairs: tuple[Pair, ...]
 
 
 @dataclass(slots=True)
@@ -39,16 +69,21 @@ class _Flow:
 
     pair: Pair
     deadline_s: float
-    together: int | None  # which concurrent probe it belongs to
+    of: Measurement
+
+    @property
+    def kind(self) -> Kind:
+        return self.of.kind
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRequest:
-    """Ask ``source`` to measure its link to ``target``."""
+    """Ask ``source`` to measure its link to ``target``; ``rate`` False: only the round trip."""
 
     request: int
     source: str
     target: str
+    rate: bool
 
 
 @dataclass(slots=True)
@@ -62,41 +97,58 @@ class LinkProbing:
     attempts: dict[Pair, int] = field(default_factory=dict)  # failed ones
     failed_s: dict[Pair, float] = field(default_factory=dict)
     together: dict[frozenset[Pair], dict[Pair, float]] = field(default_factory=dict)
+    looked_s: dict[frozenset[str], float] = field(default_factory=dict)  # round trips
     flows: dict[int, _Flow] = field(default_factory=dict)
-    _round: int = 0
-    _round_rates: dict[Pair, float] = field(default_factory=dict)
-    _round_pairs: frozenset[Pair] = frozenset()
+    _rates: dict[Measurement, dict[Pair, float]] = field(default_factory=dict)  # of concurrent ones
 
     @property
     def busy(self) -> bool:
         return bool(self.flows)
 
     def due(
-        self, workers: list[str], reachable: Mapping[str, bool], now_s: float, fresh: bool
-    ) -> list[list[Pair]]:
-        """Measurements that this fleet still needs, each a list of pairs to be run at once.
+        self,
+        workers: list[str],
+        reachable: Mapping[str, bool],
+        now_s: float,
+        fresh: bool,
+        sites: Mapping[str, str] | None = None,
+    ) -> list[Measurement]:
+        """Measurements to begin now, beside those under way; none while the next must wait for them.
 
         ``workers`` in join order; ``reachable``: accepts connections; ``fresh``: figures older
-        than ``stale_after_s`` count as missing.
+        than ``stale_after_s`` count as missing; ``sites``: declared ones. Nothing under way and
+        nothing due: all is known.
         """
-        solo = [
-            [pair]
+        wanted = [
+            pair
             for pair in self._pairs(workers)
             if (reachable.get(pair[0]) or reachable.get(pair[1])) and self._missing(pair, now_s, fresh)
         ]
-        return solo or [list(probe) for probe in self._concurrent(workers) if probe not in self.together]
+        under_way = {flow.kind for flow in self.flows.values()}
+        looks = [pair for pair in wanted if self._unseen(pair)]
+        if Kind.LOOK in under_way or looks:
+            # Echoes beside a flood would make neighbours seem far apart.
+            return list(self._looks(looks)) if under_way <= {Kind.LOOK} else []
+        near = self._nearness(workers, sites or {})
+        if wanted:
+            # In the order of a tournament's rounds everybody has a partner nearly all the time.
+            wanted.sort(key=_tournament(workers))
+            return list(self._apart((Measurement(Kind.ALONE, (pair,)) for pair in wanted), near))
+        if Kind.ALONE in under_way:
+            return []
+        probes = [*self._between_groups(workers), *self._own_lines(workers)]
+        rest = [p for p in probes if frozenset(p.pairs) not in self.together and p not in self._rates]
+        return list(self._apart(rest, near))
 
-    def begin(self, pairs: list[Pair], first_request: int, now_s: float) -> list[LinkRequest]:
-        """Start measuring ``pairs`` at once; the answers come back under the request numbers."""
-        self._round += 1
-        self._round_rates = {}
-        self._round_pairs = frozenset(pairs)
+    def begin(self, measurement: Measurement, first_request: int, now_s: float) -> list[LinkRequest]:
+        """Start a measurement; the answers come back under the request numbers."""
+        if measurement.kind is Kind.TOGETHER:
+            self._rates[measurement] = {}
         deadline_s = now_s + self.config.seconds + self.config.answer_within_s
-        together = self._round if len(pairs) > 1 else None
         requests = []
-        for at, pair in enumerate(pairs):
-            self.flows[first_request + at] = _Flow(pair, deadline_s, together)
-            requests.append(LinkRequest(first_request + at, *pair))
+        for at, pair in enumerate(measurement.pairs):
+            self.flows[first_request + at] = _Flow(pair, deadline_s, measurement)
+            requests.append(LinkRequest(first_request + at, *pair, rate=measurement.kind is not Kind.LOOK))
         return requests
 
     def answered(self, worker: str, message: LinkProbed, now_s: float) -> str | None:
@@ -107,6 +159,7 @@ class LinkProbing:
         del self.flows[message.request]
         if message.error:
             self._failed(flow, now_s)
+            self._close_round()
             return None
         wrong = self._take(flow, message, now_s)
         if wrong is not None:
@@ -132,15 +185,20 @@ class LinkProbing:
                 del known[pair]
         for probe in [p for p in self.together if any(worker in pair for pair in p)]:
             del self.together[probe]
+        for ends in [ends for ends in self.looked_s if worker in ends]:
+            del self.looked_s[ends]
+        for measurement in [m for m in self._rates if any(worker in pair for pair in m.pairs)]:
+            del self._rates[measurement]
         for request in [r for r, flow in self.flows.items() if worker in flow.pair]:
             del self.flows[request]
-        self._close_round()
 
     def uplinks(self, sites: Mapping[str, str]) -> tuple[Uplink, ...]:
         """Shared uplinks from declared sites and from what concurrent probes showed."""
         workers = list(sites)
         named = dict(sites)
         for pairs, rates in self.together.items():
+            if len({source for source, _ in pairs}) < 2 or len({target for _, target in pairs}) < 2:
+                continue  # one worker's own line
             if not self._shared(rates):
                 continue
             for at, group in enumerate(self._groups(workers)):
@@ -169,9 +227,55 @@ class LinkProbing:
         at_s = self.failed_s.get(pair, now_s) if at_s is None else at_s
         return fresh and now_s - at_s > self.config.stale_after_s
 
+    def _unseen(self, pair: Pair) -> bool:
+        """Nobody knows yet whether the two are neighbours; a pair that failed is not looked at again."""
+        return frozenset(pair) not in self.looked_s and not self.attempts.get(pair)
+
+    def _looks(self, pairs: list[Pair]) -> Iterator[Measurement]:
+        """Round trips, each pair one way, every worker in few at once."""
+        held = [worker for flow in self.flows.values() for worker in flow.pair]
+        asked = {frozenset(flow.pair) for flow in self.flows.values()}
+        room = self.config.probes_at_once - len(self.flows)
+        for pair in pairs:
+            if room <= 0:
+                return
+            if frozenset(pair) not in asked and all(held.count(w) < LOOKS_EACH for w in pair):
+                held += pair
+                asked.add(frozenset(pair))
+                room -= 1
+                yield Measurement(Kind.LOOK, (pair,))
+
+    def _apart(
+        self, wanted: Iterable[Measurement], near: Callable[[str, str], bool]
+    ) -> Iterator[Measurement]:
+        """Those that can have no line in common with each other and with what is under way."""
+        held = {worker for flow in self.flows.values() for worker in flow.pair}
+        room = self.config.probes_at_once - len(self.flows)
+        for measurement in wanted:
+            if room < len(measurement.pairs):
+                return
+            ends = {worker for pair in measurement.pairs for worker in pair}
+            if ends.isdisjoint(held) and not any(near(a, b) for a in ends for b in held):
+                held |= ends
+                room -= len(measurement.pairs)
+                yield measurement
+
+    def _nearness(self, workers: list[str], sites: Mapping[str, str]) -> Callable[[str, str], bool]:
+        """Whether two workers may use one line to the outside. Unknown counts as near."""
+        shared = [set(u.members) for u in self.uplinks({w: sites.get(w, "") for w in workers})]
+
+        def near(a: str, b: str) -> bool:
+            if sites.get(a) and sites.get(a) == sites.get(b):
+                return True
+            if any(a in members and b in members for members in shared):
+                return True
+            return self.looked_s.get(frozenset((a, b)), 0.0) < NEAR_RTT_S
+
+        return near
+
     def _groups(self, workers: list[str]) -> list[list[str]]:
         n = len(workers)
-        rate = np.full((n, n), NOMINAL.bandwidth_bps)
+        rate = np.full((n, n), NOMINAL_BPS)
         for i, a in enumerate(workers):
             for j, b in enumerate(workers):
                 link = self.table.get(a, b)
@@ -180,7 +284,7 @@ class LinkProbing:
         np.fill_diagonal(rate, rate.max(initial=1.0))
         return [[workers[i] for i in group] for group in groups(rate)]
 
-    def _concurrent(self, workers: list[str]) -> list[frozenset[Pair]]:
+    def _between_groups(self, workers: list[str]) -> list[Measurement]:
         """For every two groups of at least two: two flows at once, between different pairs."""
         if len(workers) < 4:
             return []
@@ -189,17 +293,44 @@ class LinkProbing:
         for source in large:
             for target in large:
                 if source is not target:
-                    pairs = list(zip(source[:2], target[:2], strict=True))
+                    pairs = tuple(zip(source[:2], target[:2], strict=True))
                     if all(pair in self.solo_bps for pair in pairs):
-                        found.append(frozenset(pairs))
+                        found.append(Measurement(Kind.TOGETHER, pairs))
         return found[:MAX_TOGETHER]
+
+    def _own_lines(self, workers: list[str]) -> Iterator[Measurement]:
+        """For every worker two of its fastest flows out at once, and two of its fastest flows in.
+
+        Among flows about as fast, those of workers not yet used: then more fit side by side.
+        """
+        used: Counter[str] = Counter()
+        for worker in workers:
+            out = [(worker, w) for w in workers if (worker, w) in self.solo_bps]
+            into = [(w, worker) for w in workers if (w, worker) in self.solo_bps]
+            for flows in (out, into):
+                fastest = max((self.solo_bps[pair] for pair in flows), default=0.0)
+                best = [pair for pair in flows if self.solo_bps[pair] >= WORTH_SHARING * fastest]
+                best.sort(
+                    key=lambda pair: (
+                        self.solo_bps[pair] < ABOUT * fastest,
+                        sum(used[w] for w in pair if w != worker),
+                    )
+                )
+                if len(best) > 1:
+                    used.update(w for pair in best[:2] for w in pair if w != worker)
+                    yield Measurement(Kind.TOGETHER, tuple(sorted(best[:2])))
 
     def _take(self, flow: _Flow, message: LinkProbed, now_s: float) -> str | None:
         a, b = flow.pair
-        if flow.together is not None:
+        if flow.kind is Kind.LOOK:
+            wrong = judge_link(a, b, NOMINAL_BPS, message.rtt_s)
+            if wrong is None:
+                self.looked_s[frozenset(flow.pair)] = message.rtt_s
+            return wrong
+        if flow.kind is Kind.TOGETHER:
             if not isfinite(message.bandwidth_bps) or message.bandwidth_bps <= 0:
                 return f"{a} reports {message.bandwidth_bps:.3g} bit/s to {b}"
-            self._round_rates[flow.pair] = message.bandwidth_bps
+            self._rates.get(flow.of, {})[flow.pair] = message.bandwidth_bps
             return None
         wrong = self.table.probed(a, b, message.bandwidth_bps, message.rtt_s)
         if wrong is None:
@@ -208,70 +339,32 @@ class LinkProbing:
         return wrong
 
     def _failed(self, flow: _Flow, now_s: float) -> None:
-        if flow.together is not None:
+        if flow.kind is Kind.TOGETHER:
             return
-        tries = self.attempts.get(flow.pair, 0) + 1
-        self.attempts[flow.pair] = tries
-        self.failed_s[flow.pair] = now_s
-        if tries >= self.config.attempts and flow.pair not in self.table.estimates:
-            self.table.estimates[flow.pair] = LinkEstimate(MIN_BANDWIDTH_BPS, MAX_RTT_S / 2)
+        # Who does not answer echoes in one direction will not in the other.
+        pairs = (flow.pair, flow.pair[::-1]) if flow.kind is Kind.LOOK else (flow.pair,)
+        for pair in pairs:
+            tries = self.attempts.get(pair, 0) + 1
+            self.attempts[pair] = tries
+            self.failed_s[pair] = now_s
+            if tries >= self.config.attempts and pair not in self.table.estimates:
+                self.table.estimates[pair] = LinkEstimate(MIN_BANDWIDTH_BPS, MAX_RTT_S / 2)
 
     def _close_round(self) -> None:
-        if not self.flows and len(self._round_pairs) > 1:
-            self.together[self._round_pairs] = dict(self._round_rates)
-            self._round_pairs = frozenset()
+        """Keep what concurrent probes found once the last of their flows is over."""
+        running = {flow.of for flow in self.flows.values()}
+        for measurement in [m for m in self._rates if m not in running]:
+            self.together[frozenset(measurement.pairs)] = self._rates.pop(measurement)
 
 
-@dataclass(slots=True)
-class OpsRequest:
-    """Ops that a worker is timing now."""
+def _tournament(workers: list[str]) -> Callable[[Pair], int]:
+    """The circle method: a pair's round among rounds in which every worker has one partner."""
+    place = {worker: at for at, worker in enumerate(workers)}
+    last = len(workers) + len(workers) % 2 - 1
 
-    worker: str
-    job: str
-    precision: str
-    signatures: tuple[str, ...]
-    sent_s: float
-    deadline_s: float
+    def round_of(pair: Pair) -> int:
+        i, j = sorted((place[pair[0]], place[pair[1]]))
+        both_ways = 2 * ((2 * i if j == last else i + j) % last)
+        return both_ways + (place[pair[0]] > place[pair[1]])
 
-
-@dataclass(slots=True)
-class OpProbing:
-    """Op timings by worker and precision, and the round trip to the coordinator."""
-
-    config: Probing
-    timings: dict[tuple[str, str], dict[str, tuple[float, float]]] = field(default_factory=dict)
-    failed: dict[tuple[str, str], set[str]] = field(default_factory=dict)
-    requests: dict[int, OpsRequest] = field(default_factory=dict)
-    rtt_s: dict[str, list[float]] = field(default_factory=dict)
-
-    def missing(self, worker: str, precision: str, signatures: Iterable[str]) -> tuple[str, ...]:
-        """Signatures that this worker has neither timed nor failed to time."""
-        known = self.timings.get((worker, precision), {})
-        failed = self.failed.get((worker, precision), set())
-        return tuple(s for s in signatures if s not in known and s not in failed)
-
-    def asked(self, worker: str) -> bool:
-        """Whether an answer of this worker is awaited."""
-        return any(request.worker == worker for request in self.requests.values())
-
-    def give_up(self, request: OpsRequest) -> None:
-        """Those ops are estimated from FLOPs and bytes instead."""
-        self.failed.setdefault((request.worker, request.precision), set()).update(request.signatures)
-
-    def expire(self, now_s: float) -> list[OpsRequest]:
-        """Requests whose deadline passed."""
-        late = [number for number, request in self.requests.items() if now_s > request.deadline_s]
-        found = [self.requests.pop(number) for number in late]
-        for request in found:
-            self.give_up(request)
-        return found
-
-    def round_trip(self, worker: str) -> LinkEstimate:
-        """The coordinator as a link: the shortest round trip measured."""
-        samples = self.rtt_s.get(worker)
-        return LinkEstimate(NOMINAL.bandwidth_bps, min(samples) / 2 if samples else NOMINAL.latency_s)
-
-    def forget(self, worker: str) -> None:
-        """Drop requests of a worker that left; its timings stay, the device is the same."""
-        for number in [n for n, request in self.requests.items() if request.worker == worker]:
-            del self.requests[number]
+    return round_of

@@ -15,7 +15,8 @@ from coordinator.events import Introduction, StepReady
 from coordinator.fleet import Device, Fleet
 from coordinator.links import judge_step
 from coordinator.members import Member, Phase
-from coordinator.probing import LinkProbing, OpProbing
+from coordinator.opprobing import OpProbing
+from coordinator.probing import LinkProbing
 
 MIN_MEMORY_BYTES = 2**20
 MAX_MEMORY_BYTES = 2**50

@@ -428,8 +428,9 @@ def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
         replies: list[ev.Event] = []
         across = [f for f in open_flows if f[0][0] != f[1].peer[0]]
         for worker, probe in open_flows:
-            rate = 8e6 / len(across) if (worker, probe) in across else 200e6
-            replies += world.arrives(worker, ev.LinkProbed(probe.request, probe.peer, 0.08, rate))
+            far = (worker, probe) in across
+            rate, rtt_s = (8e6 / len(across), 0.08) if far else (200e6, 0.01)
+            replies += world.arrives(worker, ev.LinkProbed(probe.request, probe.peer, rtt_s, rate))
         return replies
 
     world.carry_out = carry_out  # type: ignore[method-assign]

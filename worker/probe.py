@@ -115,9 +115,12 @@ def device_rates(
 def measure_link(network: PeerNetwork, peer: str, seconds: float, max_bytes: int) -> tuple[float, float]:
     """(round trip in seconds, payload bits per second from here to ``peer``).
 
-    Raises ConnectionFailed or PeerLost.
+    ``max_bytes`` 0 asks for the round trip alone; the rate is then 0. Raises ConnectionFailed or
+    PeerLost.
     """
     rtt_s = network.rtt(peer)
+    if not max_bytes:
+        return rtt_s, 0.0
     rate_bps = network.bandwidth(peer, seconds, max(max_bytes, MIN_PROBE_BYTES))
     return rtt_s, rate_bps
 
