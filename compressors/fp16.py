@@ -42,7 +42,7 @@ class HalfPrecision(FixedRate):
         buffer = np.empty(min(CHUNK, elements), np.float32)
         for index, (part, chunk) in enumerate(read_floats(tensor)):
             scaled = buffer[: chunk.size]
-            shifts[index] = shift = 0 if exact else _shift(chunk, scaled)
+            shifts[index] = shift = 0 if exact else _shift(chunk)
             if exact:
                 scaled = chunk
             elif shift:
@@ -68,9 +68,9 @@ class HalfPrecision(FixedRate):
                 np.multiply(values, np.float32(2.0**-shift), out=values)
 
 
-def _shift(chunk: Floats, scratch: Floats) -> int:
+def _shift(chunk: Floats) -> int:
     """The power of two that brings the largest magnitude to [2**14, 2**15); 0 where there is none."""
-    largest = float(np.abs(chunk, out=scratch).max())
+    largest = max(float(chunk.max()), -float(chunk.min()))  # NaN comes through both
     if not isfinite(largest) or largest == 0.0:
         return 0
     return min(TOP - frexp(largest)[1], MAX_SHIFT)

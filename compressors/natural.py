@@ -46,7 +46,8 @@ class Natural(FixedRate):
             largest = int(bits.max())
             limit = min((largest >> _MANTISSA_BITS) + 1, top)
             firsts[index] = first = max(limit - (_CODES - 1), 0)
-            np.left_shift(dice.roll(chunk.size), np.uint32(7), out=noise, dtype=np.uint32)
+            np.copyto(noise, dice.roll(chunk.size))
+            np.left_shift(noise, np.uint32(7), out=noise)
             np.add(bits, noise, out=bits)
             np.right_shift(bits, np.uint32(_MANTISSA_BITS), out=bits)
             np.copyto(some, bits, casting="unsafe")
@@ -68,6 +69,7 @@ class Natural(FixedRate):
                 np.multiply(exponents + first, exponents != 0, out=exponents)
             signs = (codes[part] & np.uint8(_SIGN)).astype(np.uint16) << np.uint16(1)
             bits = values.view(np.uint32)
-            np.left_shift(signs | exponents, np.uint32(_MANTISSA_BITS), out=bits, dtype=np.uint32)
+            np.copyto(bits, signs | exponents)
+            np.left_shift(bits, np.uint32(_MANTISSA_BITS), out=bits)
             if unknown.any():
                 values[unknown] = np.nan

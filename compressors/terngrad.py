@@ -67,7 +67,8 @@ class TernGrad(FixedRate):
             digits = trits[: values.size]
             _TRITS.unpack(packed[_TRITS.part(part)], digits)
             np.subtract(digits, np.uint8(1), out=digits)
-            np.multiply(digits.view(np.int8), scale, out=values)
+            np.copyto(values, digits.view(np.int8))
+            np.multiply(values, scale, out=values)
 
 
 def _scale(tensor: torch.Tensor) -> float:
