@@ -182,15 +182,16 @@ class OpTable:
         return Costs(forward * device.scale, backward * device.scale, share)
 
 
-def refresh_scale(scale: float, predicted_s: float, measured_s: float) -> float:
-    """EMA of measured over predicted: ``predicted_s`` was computed with ``scale``.
+def refresh_scale(scale: float, unit_s: float, measured_s: float, samples: int = 0) -> float:
+    """The mean of the first measured_s / unit_s, then their moving average.
 
-    Impossible figures leave the scale as it is; the result stays in SCALE_RANGE.
+    ``unit_s`` is what was predicted at scale 1, ``samples`` how many measurements ``scale`` already
+    holds. Impossible figures leave it as it is; the result stays in SCALE_RANGE.
     """
-    if not (isfinite(measured_s) and measured_s > 0.0 and predicted_s > 0.0):
+    if not (isfinite(measured_s) and measured_s > 0.0 and isfinite(unit_s) and unit_s > 0.0):
         return scale
-    target = scale * measured_s / predicted_s
-    blended = scale + SCALE_WEIGHT * (target - scale)
+    weight = max(SCALE_WEIGHT, 1.0 / (samples + 1))
+    blended = scale + weight * (measured_s / unit_s - scale)
     return min(max(blended, SCALE_RANGE[0]), SCALE_RANGE[1])
 
 

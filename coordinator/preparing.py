@@ -163,7 +163,8 @@ class Preparer:
         """Ask the shell for a plan on the idle fleet."""
         attempt = self._attempts.get(job, 0) + 1
         self._attempts[job] = attempt
-        fleet = self.roster.fleet(self.roster.idle(), spec.training.precision.value)
+        precision = spec.training.precision.value
+        fleet = self.roster.fleet_for(job, self.roster.idle(), precision, self.flops)
         self.emit(do.MakePlan(job, attempt, version, spec, fleet))
 
     def awaited(self, job: str, attempt: int) -> bool:
@@ -183,5 +184,5 @@ class Preparer:
             del self._inquiries[name]
             self.ops_of.pop(name, None)
             workers = [w for w, x in self.roster.workers.items() if not x.member.gone and not x.aside]
-            fleet = self.roster.fleet(workers, inquiry.spec.training.precision.value)
+            fleet = self.roster.fleet(workers, inquiry.spec.training.precision.value, self.flops)
             self.emit(do.MakePlan(name, 0, 0, inquiry.spec, fleet))

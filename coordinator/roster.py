@@ -31,6 +31,7 @@ class Worker:
     session: int | None
     aside: str = ""  # why no plan uses it; a new process starts clean
     scale: float = 1.0  # measured over predicted compute time
+    measured_steps: int = 0  # behind the scale
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
@@ -51,6 +52,7 @@ class Roster:
     liveness: Liveness
     probing: Probing
     workers: dict[str, Worker] = field(default_factory=dict)
+    planned: dict[str, dict[str, float]] = field(default_factory=dict)  # job -> scales in its plan
     links: LinkProbing = field(init=False)
     ops: OpProbing = field(init=False)
 
@@ -99,29 +101,48 @@ class Roster:
         """Changes whenever the set of usable workers does."""
         return frozenset((w, x.member.incarnation, x.idle) for w, x in self.workers.items() if x.idle)
 
-    def fleet(self, workers: list[str], precision: str) -> Fleet:
-        """The planner's view of ``workers`` with the newest figures."""
-        devices = [self._device(worker, precision) for worker in workers]
+    def fleet(self, workers: list[str], precision: str, flops: Mapping[str, int] | None = None) -> Fleet:
+        """The planner's view of ``workers`` with the newest figures.
+
+        ``flops`` of known ops turn what was timed into a rate for those that could not be.
+        """
+        devices = [self._device(worker, precision, flops or {}) for worker in workers]
         sites = {worker: self.workers[worker].introduction.site for worker in workers}
         return Fleet.measured(devices, self.links.table, self.links.uplinks(sites))
 
-    def _device(self, worker: str, precision: str) -> Device:
+    def fleet_for(self, job: str, workers: list[str], precision: str, flops: Mapping[str, int]) -> Fleet:
+        """The same for a plan that will run; what it takes is compared with these figures."""
+        self.planned[job] = {worker: self.workers[worker].scale for worker in workers}
+        return self.fleet(workers, precision, flops)
+
+    def _device(self, worker: str, precision: str, flops: Mapping[str, int]) -> Device:
         known = self.workers[worker]
+        timings = self.ops.timings.get((worker, precision), {})
+        rate = flops_of(timings, flops)
         return Device(
             worker=worker,
             memory_limit_bytes=known.introduction.memory_limit_bytes,
             name=known.introduction.name,
             site=known.introduction.site,
-            timings=dict(self.ops.timings.get((worker, precision), {})),
+            gflops={"": rate} if rate > 0 else {},
+            timings=dict(timings),
             scale=known.scale,
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
         )
 
-    def computed(self, worker: str, predicted_s: float, measured_s: float) -> None:
-        """A committed step's compute time refines the worker's scale."""
+    def computed(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
+        """A committed step's compute time refines the worker's scale.
+
+        ``predicted_s`` holds the scale that the job's plan was made with: learning from it while
+        the scale moves would never settle.
+        """
         known = self.workers[worker]
-        known.scale = refresh_scale(known.scale, predicted_s, measured_s)
+        planned = self.planned.get(job, {}).get(worker)
+        if planned is None:  # a plan of an earlier life of the coordinator
+            return
+        known.scale = refresh_scale(known.scale, predicted_s / planned, measured_s, known.measured_steps)
+        known.measured_steps += 1
 
     def judge(self, worker: str, report: StepReady, elapsed_s: float | None) -> str | None:
         """Take in what a stage says of its step; returns why its figures cannot be true."""
@@ -166,7 +187,7 @@ def refusal(introduction: Introduction) -> str | None:
 
 
 def flops_of(timings: Mapping[str, tuple[float, float]], ops: Mapping[str, int]) -> float:
-    """GFLOP/s of the timed ops together, for people; 0 when nothing was timed."""
-    seconds = sum(timings[s][0] for s in ops if s in timings)
-    flops = sum(ops[s] for s in ops if s in timings)
+    """GFLOP/s of the timed ops together; 0 when nothing was timed."""
+    known = [s for s in timings if s in ops]
+    seconds, flops = sum(timings[s][0] for s in known), sum(ops[s] for s in known)
     return flops / seconds / 1e9 if seconds > 0 else 0.0

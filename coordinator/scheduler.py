@@ -244,14 +244,17 @@ class Scheduler:
             self._learn(state)
 
     def _learn(self, state: JobState) -> None:
-        """What the committed step took refines every device's scale."""
+        """What the committed step took refines every device's scale, and what its links carried
+        may ask for other codecs."""
+        self.adapting.committed(state)
         prediction = state.plan.prediction if state.plan is not None else None
-        if prediction is None or len(prediction.stages) != state.n_stages:
-            return
+        if prediction is None or len(prediction.stages) != state.n_stages or len(state.step_times_s) < 2:
+            return  # the first step of a plan loads caches, and knows no optimizer step before it
         for stage, report in state.reports.items():
             told = prediction.stages[stage]
             if told.worker in self.roster.workers:
-                self.roster.computed(told.worker, told.compute_s, report.forward_s + report.backward_s)
+                measured_s = report.forward_s + report.backward_s + report.optimizer_s
+                self.roster.computed(state.job, told.worker, told.compute_s, measured_s)
 
     # ------------------------------------------------------------ jobs
 

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import Plan, StageSpec
+from atoll.plan import Plan, Prediction, StagePrediction, StageSpec
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import members, rounds
@@ -439,3 +439,30 @@ def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
     uplinks = roster.links.uplinks(dict.fromkeys(roster.workers, ""))
     assert sorted(u.members for u in uplinks) == [("x1", "x2"), ("y1", "y2")]
     assert all(u.up_bps == pytest.approx(8e6) for u in uplinks)
+
+
+def test_what_steps_take_refines_a_worker_s_scale_and_settles() -> None:
+    """Every step takes twice what the plan said: the scale becomes 2 and stays there."""
+    world = World()
+    plain = world.plan
+
+    def plan(request: do.MakePlan) -> ev.Event:
+        made = plain(request)
+        assert isinstance(made, ev.PlanMade)
+        stages = tuple(
+            StagePrediction(device.worker, 1.0 * device.scale, 0.5, 1, 2) for device in request.fleet.devices
+        )
+        prediction = Prediction(2.0, 1.0, "stage 0", "it computes", stages)
+        return replace(made, plan=replace(made.plan, prediction=prediction))
+
+    world.plan = plan  # type: ignore[method-assign]
+    world.join("a", "b")
+    world.submit(what=spec(steps=40))
+    world.load()
+    for _ in range(30):
+        world.now_s += 3.0
+        for worker in world.holders():
+            world.ready(worker, forward_s=0.6, backward_s=1.3, optimizer_s=0.1)
+    roster = world.scheduler.roster
+    assert roster.workers["a"].scale == pytest.approx(2.0)
+    assert roster.fleet(["a"], "fp32").devices[0].scale == pytest.approx(2.0)
