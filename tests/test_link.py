@@ -12,6 +12,7 @@ import torch
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet
+from worker.codec import StageCodecs
 from worker.frames import Direction, MessageKey
 from worker.link import Links, LinksAborted
 from worker.peer import PeerLost, Receiver
@@ -282,3 +283,47 @@ def test_expecting_another_plans_message_is_our_own_mistake() -> None:
     _, _, _, receiver = pair()
     with pytest.raises(ValueError, match="version 3"):
         receiver.expect([Coming(key(version=4))])
+
+
+def test_from_its_step_on_a_new_version_is_taken_and_the_old_one_is_stale() -> None:
+    _, sender, _, receiver = pair()
+    old, new = key(1), key(2, version=4)
+    for links in (sender, receiver):
+        links.relink(4, 2, StageCodecs())
+    receiver.expect([Coming(old), Coming(new)])
+    sender.send("w-b", old, TENSOR)
+    sender.send("w-b", new, TENSOR + 1)
+    assert receiver.receive(old, 1) is not None
+    receiver.step_done(0)
+    assert receiver.expect_buffer("w-a", key(1), 24) is not None
+    receiver.step_done(1)
+    assert receiver.expect_buffer("w-a", key(1), 24) is None
+    assert receiver.refused == {"stale_plan": 1}
+    got = receiver.receive(new, 1)
+    assert got is not None
+    assert torch.equal(got, TENSOR + 1)
+
+
+def test_the_old_versions_messages_are_sent_again_while_their_step_lasts() -> None:
+    wire, sender, _, _ = pair()
+    sender.relink(4, 2, StageCodecs())
+    sender.send("w-b", key(1), TENSOR)
+    sender.lost("w-b", "killed")
+    wire.sent.clear()
+    assert sender.resend("w-b") == 1
+    assert wire.sent == [key(1)]
+    sender.step_done(1)
+    assert sender.resend("w-b") == 0
+
+
+def test_versions_only_rise() -> None:
+    _, _, _, receiver = pair()
+    with pytest.raises(ValueError, match="version 3 after 3"):
+        receiver.relink(3, 2, StageCodecs())
+
+
+def test_closing_forgets_every_version_that_was_taken() -> None:
+    _, _, wire, links = pair()
+    links.relink(5, 2, StageCodecs())
+    links.close()
+    assert wire.forgotten == [("job", 5)]

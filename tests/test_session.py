@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,20 @@ def told(state: Session, *events: s.Event) -> tuple[Session, list[s.Instruction]
 def commit(step: int, **flags: Any) -> s.Committed:
     chosen = {"store": False, "evaluate": False, "last": False, **flags}
     return s.Committed("j", 1, step, 1.0, **chosen)
+
+
+def relinked(step: int, version: int = 2, first_step: int = 6) -> s.Committed:
+    """A commit that announces new links."""
+    return commit(step, relink=s.Relink(version, first_step, "links"))
+
+
+def through(state: Session, *steps: int) -> Session:
+    """Each of the steps computed, committed and applied, under the version it runs under."""
+    for step in steps:
+        version = state.version_at(step)
+        done, applied = s.StepDone("j", version, step, "ready"), s.StepApplied("j", version, step)
+        state, _ = told(state, done, replace(commit(step), version=version), applied)
+    return state
 
 
 def assigned(version: int = 1, job: str = "j") -> s.Assigned:
@@ -230,6 +245,128 @@ def test_a_dismissed_worker_leaves_without_a_word():
     assert state.phase is Phase.DRAINING
 
 
+# ---------------------------------------------------------------- new links at a step border
+
+
+def test_new_links_are_made_before_the_step_in_front_of_theirs_and_take_over_at_it():
+    state, todo = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
+    assert todo[-3:] == [
+        s.ChangeLinks("j", 1, 4, s.Relink(2, 6, "links")),
+        s.ApplyStep("j", 1, 4, 1.0, False),
+        s.RunStep("j", 1, 5),
+    ]
+    state, todo = told(state, s.StepDone("j", 1, 5, "ready 5"), commit(5), s.StepApplied("j", 1, 5))
+    assert todo[-2:] == [s.ApplyStep("j", 1, 5, 1.0, False), s.RunStep("j", 2, 6)]
+    assert (state.version, state.phase) == (2, Phase.TRAINING)
+    state, todo = told(state, s.StepDone("j", 2, 6, "ready 6"))
+    assert todo == [s.Say("ready 6")]
+
+
+def test_before_the_step_the_new_version_is_strange_and_after_it_the_old_one():
+    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4), s.StepDone("j", 1, 5, "r"))
+    after, _ = handle(state, s.Committed("j", 2, 5, 1.0, False, False, False))
+    assert after.ignored == state.ignored + 1
+    state, _ = told(state, commit(5), s.StepApplied("j", 1, 5), s.StepDone("j", 2, 6, "r"))
+    after, _ = handle(state, commit(6))
+    assert after.ignored == state.ignored + 1
+    after, todo = handle(state, s.Committed("j", 2, 6, 1.0, False, False, False))
+    assert todo == (s.ApplyStep("j", 2, 6, 1.0, False),)
+
+
+def test_the_evaluation_and_the_snapshot_of_the_last_old_step_are_still_of_the_old_version():
+    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4), s.StepDone("j", 1, 5, "r"))
+    state, todo = told(state, commit(5, evaluate=True, store=True), s.StepApplied("j", 1, 5))
+    assert todo[-1] == s.Evaluate("j", 1, 5, False)
+    state, todo = told(state, s.EvalDone("j", 1, 5, "eval 5"))
+    assert todo == [s.Say("eval 5"), s.RunStep("j", 2, 6)]
+    state = through(state, 6, 7)
+    _, todo = told(state, s.Stored("j", 1, 5, "stored 5"))
+    assert todo == [s.Say("stored 5")]
+
+
+def test_new_links_outlive_the_discard_of_the_step_between():
+    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
+    state, todo = told(state, s.Discarded("j", 1, 5, "again"), s.Started("j", 1, 5))
+    assert todo == [s.DiscardStep("j", 1, 5, "again"), s.RunStep("j", 1, 5)]
+    state = through(state, 5)
+    assert (state.version, state.step) == (2, 6)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_discard_and_a_release_may_name_either_version(version: int):
+    for steps in ((), (5,)):  # the new links wait, or have just begun
+        state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
+        state = through(state, *steps)
+        discarded, todo = told(state, s.Discarded("j", version, state.step, "stage 1 failed"))
+        assert todo == [s.DiscardStep("j", state.version, state.step, "stage 1 failed")]
+        assert discarded.phase is Phase.READY
+        _, todo = told(state, s.Released("j", version, "done"))
+        assert isinstance(todo[-1], s.DropStage)
+
+
+def test_a_new_plan_replaces_links_that_have_not_begun_even_under_their_number():
+    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
+    state, todo = told(state, assigned(2))
+    assert todo[-1] == s.LoadStage("j", 2, "work")
+    assert state.eras == ((0, 2),)
+
+
+def test_a_plan_and_a_release_from_before_the_assignment_stay_ignored_after_new_links():
+    state, _ = told(Session(), *JOINED, assigned(3), s.StageLoaded("j", 3, "loaded"), s.Started("j", 3, 0))
+    relink = s.Relink(4, 2)
+    for step, carried in ((0, relink), (1, None)):
+        told_commit = s.Committed("j", 3, step, 1.0, False, False, False, False, carried)
+        state, _ = told(state, s.StepDone("j", 3, step, "r"), told_commit, s.StepApplied("j", 3, step))
+    assert state.version == 4
+    for late in (assigned(3), assigned(4), s.Released("j", 2, "late")):
+        after, todo = handle(state, late)
+        assert todo == ()
+        assert after.ignored == state.ignored + 1
+
+
+def test_a_commit_repeated_after_a_lost_connection_brings_the_new_links_once():
+    state, _ = told(Session(), *WAITING, s.Disconnected("reset", 0.0), s.Welcomed("w-a", 0.5))
+    state, todo = told(state, relinked(4), relinked(4), s.StepApplied("j", 1, 4), relinked(4))
+    assert [type(i) for i in todo] == [s.ChangeLinks, s.ApplyStep, s.RunStep]
+    assert state.eras == ((0, 1), (6, 2))
+
+
+@pytest.mark.parametrize("wrong", [s.Relink(1, 6), s.Relink(2, 5), s.Relink(0, 9)])
+def test_new_links_that_cannot_be_are_a_failure_that_only_a_new_plan_heals(wrong: s.Relink):
+    state, todo = told(Session(), *WAITING, commit(4, relink=wrong))
+    (failed,) = [i.message for i in todo if isinstance(i, s.Say) and isinstance(i.message, s.Failed)]
+    assert "too late" in failed.reason
+    assert not any(isinstance(i, s.ApplyStep) for i in todo)
+    assert (state.phase, state.spoiled) == (Phase.FAILED, True)
+
+
+def test_later_words_about_links_that_have_not_begun_replace_the_earlier():
+    state, _ = told(Session(), *WAITING, relinked(4, 2, 9), s.StepApplied("j", 1, 4))
+    state, _ = told(state, s.StepDone("j", 1, 5, "r"), relinked(5, 3, 7), s.StepApplied("j", 1, 5))
+    assert state.eras == ((0, 1), (7, 3))
+    assert [through(state, 6).version, through(state, 6, 7, 8).version] == [3, 3]
+
+
+def test_what_is_remembered_of_many_new_links_is_bounded():
+    state, _ = told(Session(), *TRAINING)
+    for step in range(4, 4 + 3 * s.MAX_ERAS):
+        version = state.version_at(step)
+        relink = s.Relink(state.versions[-1] + 1, step + 2)
+        said = replace(commit(step, relink=relink), version=version)
+        done, applied = s.StepDone("j", version, step, "r"), s.StepApplied("j", version, step)
+        state, _ = told(state, done, said, applied)
+    assert state.step == 4 + 3 * s.MAX_ERAS
+    assert len(state.eras) <= s.MAX_ERAS + 2
+    assert state.versions[0] == 1
+
+
+def test_a_coded_evaluation_is_asked_for_by_the_commit():
+    asked = commit(4, evaluate=True, evaluate_coded=True)
+    _, todo = told(Session(), *WAITING, asked, s.StepApplied("j", 1, 4))
+    assert todo[-1] == s.Evaluate("j", 1, 4, coded=True)
+
+
+RELINKS = st.none() | st.builds(s.Relink, st.integers(1, 3), st.integers(0, 5))
 EVENTS = st.one_of(
     st.sampled_from([*JOINED, assigned(), assigned(2), assigned(1, "k"), s.Drained()]),
     st.builds(s.Started, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
@@ -239,7 +376,7 @@ EVENTS = st.one_of(
     st.builds(s.EvalDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("eval")),
     st.builds(
         s.Committed, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just(1.0), st.booleans(),
-        st.booleans(), st.booleans(),
+        st.booleans(), st.booleans(), st.booleans(), RELINKS,
     ),
     st.builds(s.Discarded, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
     st.builds(s.Released, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
@@ -262,6 +399,8 @@ def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[s
         state, todo = handle(state, event)
         assert len(state.kept) <= 5
         assert len(state.recent) <= s.RECENT
+        assert list(state.eras) == sorted(set(state.eras))
+        assert list(state.versions) == sorted(set(state.versions))
         for instruction in todo:
             if isinstance(instruction, s.RunStep):
                 computed = {(instruction.job, instruction.version, instruction.step)}

@@ -55,7 +55,9 @@ def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
             yield Arrival(key(Direction.TIED_TOTAL, 0, tied.index), peer, meta)
 
 
-def evaluation_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
+def evaluation_arrivals(
+    assignment: Assignment, step: int, direction: Direction = Direction.EVALUATION
+) -> Iterator[Arrival]:
     """Messages of the evaluation after ``step``: forward values, and their acknowledgements,
     which keep a fast stage from running ahead of a slow one."""
     program = assignment.eval_program
@@ -63,7 +65,7 @@ def evaluation_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
         return
 
     def key(micro: int, op: int) -> MessageKey:
-        return MessageKey(assignment.job, assignment.version, step, micro, op, Direction.EVALUATION)
+        return MessageKey(assignment.job, assignment.version, step, micro, op, direction)
 
     for micro in range(assignment.training.eval_batches):
         for r in program.received:

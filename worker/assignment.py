@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from atoll.errors import BadFrame, PlanError
 from atoll.job import TrainingSpec
 from atoll.opdag import StateMeta, TensorMeta
-from atoll.plan import Plan
+from atoll.plan import LinkSpec, Plan
 from atoll.program import StageProgram
 
 
@@ -47,6 +47,17 @@ class Assignment:
 
     def worker_of(self, stage: int) -> str:
         return self.plan.stages[stage].worker
+
+    def relinked(self, version: int, links: Sequence[LinkSpec]) -> Assignment:
+        """The same stage under a later plan version that differs in its codecs alone.
+
+        BadFrame for a link of a stage that the plan does not have.
+        """
+        worst = max((max(link.source, link.target) for link in links), default=0)
+        if worst >= len(self.plan.stages):
+            raise BadFrame(f"a link names stage {worst} of {len(self.plan.stages)}")
+        plan = replace(self.plan, version=version, links=tuple(links))
+        return replace(self, version=version, plan=plan)
 
     def inputs(self, program: StageProgram) -> dict[str, TensorMeta]:
         return {name: self.states[name].meta for name in program.inputs}

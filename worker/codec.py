@@ -16,7 +16,7 @@ and masks per link); same positions both ways: papers on sparse activations in p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -95,14 +95,17 @@ class StageCodecs:
 
     def __init__(
         self,
-        program: StageProgram,
-        eval_program: StageProgram | None,
-        links: Iterable[LinkSpec],
-        workers: Sequence[str],
+        program: StageProgram | None = None,
+        eval_program: StageProgram | None = None,
+        links: Iterable[LinkSpec] = (),
+        workers: Sequence[str] = (),
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``workers[stage]`` names the peer. UsageError for a codec that no link can carry."""
+        """``workers[stage]`` names the peer; without a program everything travels exactly.
+
+        UsageError for a codec that is unknown or that no link can carry.
+        """
         self.use: dict[str, CodecUse] = {}
         self._seed, self._clock, self._workers = seed, clock, workers
         self._pairs = _Pairs(links)
@@ -111,10 +114,10 @@ class StageCodecs:
         self._supports: dict[tuple[int, int, int], Support] = {}  # (step, micro, op)
         self._states: dict[tuple[Direction, int, Coding], tuple[int, int, State]] = {}
         self._last: tuple[MessageKey, Coding, Tensor, Packet] | None = None
-        if self._pairs:
+        if self._pairs and program is not None:
             self._learn(program)
-            if eval_program is not None:
-                self._learn_evaluation(eval_program)
+        if self._pairs and eval_program is not None:
+            self._learn_evaluation(eval_program)
 
     def coding(self, peer: str, key: MessageKey, *, sending: bool) -> Coding:
         """How the message travels to (``sending``) or from ``peer``."""
@@ -146,6 +149,12 @@ class StageCodecs:
         if key.direction in CODED:
             self.use.setdefault(peer, CodecUse()).decode_s += self._clock() - started_s
         return tensor
+
+    def take_use(self) -> dict[str, CodecUse]:
+        """``use`` since the last call."""
+        taken = dict(self.use)
+        self.use.clear()
+        return taken
 
     def step_done(self, step: int) -> None:
         """Supports of ``step`` and before are not wanted any more."""
@@ -239,7 +248,7 @@ class _Pairs:
         for spec in self._specs.values():
             _check_use(spec)
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # whether any pair compresses
         return bool(self._specs)
 
     def value(self, source: int, target: int, meta: TensorMeta, alone: bool) -> Coding:
@@ -293,17 +302,3 @@ def _check_use(spec: LinkSpec) -> None:
             f"codec {spec.codec} needs a state that both ends share, which a link does not keep; "
             "choose another with --compress"
         )
-
-
-def uses(codecs: Iterable[StageCodecs]) -> Mapping[str, CodecUse]:
-    """What several versions' codecs did, peer by peer, and forget it."""
-    total: dict[str, CodecUse] = {}
-    for each in codecs:
-        for peer, use in each.use.items():
-            sum_ = total.setdefault(peer, CodecUse())
-            sum_.dense_bytes += use.dense_bytes
-            sum_.wire_bytes += use.wire_bytes
-            sum_.encode_s += use.encode_s
-            sum_.decode_s += use.decode_s
-        each.use = {}
-    return total

@@ -18,10 +18,14 @@ from torch import Tensor
 from atoll.microbatch import Work
 from worker.arrivals import Arrival, evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
+from worker.codec import StageCodecs, lossy
 from worker.frames import Direction, MessageKey
 from worker.spans import Span, Spans
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from atoll.plan import LinkSpec
     from atoll.program import StageProgram
     from worker.assignment import Assignment
     from worker.stage import Stage, StageReport
@@ -32,10 +36,14 @@ MIN_WAIT_SPAN_S = 0.0005
 
 
 class TensorLinks(Protocol):
-    """What the computation needs of the links of one plan version."""
+    """What the computation needs of the links of one plan."""
 
     def expect(self, arrivals: Iterable[Arrival]) -> None:
         """Take these messages from now on."""
+        ...
+
+    def relink(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
+        """From ``first_step`` on messages are of this version and go through these codecs."""
         ...
 
     def send(self, peer: str, key: MessageKey, tensor: Tensor | None) -> None:
@@ -91,7 +99,7 @@ class Progress:
 
 
 class StageRun:
-    """One stage of one plan version, from its first step to its release; not thread-safe."""
+    """One stage of one plan, from its first step to its release; not thread-safe."""
 
     def __init__(
         self,
@@ -108,6 +116,7 @@ class StageRun:
         self.spans = spans
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
         self._progress, self._clock = progress, clock
+        self._eras = [(0, assignment)]  # first step -> the plan version from there on, ascending
         self._actions = assignment.plan.actions(assignment.stage)
         self._expected: int | None = None  # last step whose messages are taken
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
@@ -120,6 +129,22 @@ class StageRun:
         self._expect_up_to(first_step)
         self._feed.start(first_step)
 
+    def at(self, step: int) -> Assignment:
+        """The assignment under the plan version of ``step``."""
+        return next(assignment for first, assignment in reversed(self._eras) if first <= step)
+
+    def relink(self, version: int, first_step: int, links: Sequence[LinkSpec]) -> None:
+        """From ``first_step`` on exchange under ``version`` with these codecs.
+
+        ValueError when messages of that step are awaited already; UsageError or BadFrame for links
+        that cannot be.
+        """
+        if self._expected is not None and first_step <= self._expected:
+            raise ValueError(f"new links from step {first_step}, but step {self._expected} has begun to come")
+        later = self.assignment.relinked(version, links)
+        self._links.relink(version, first_step, codecs_of(later))
+        self._eras = [*(era for era in self._eras if era[0] < first_step), (first_step, later)]
+
     def run_step(self, step: int, cancel: Cancel) -> StepReport:
         """Forwards, backwards, tied parameters; ends where the commit decides.
 
@@ -128,6 +153,8 @@ class StageRun:
         # A neighbour may begin the next step before this stage hears of the commit.
         self._expect_up_to(step + 1)
         self._links.step_done(step - 1)
+        over = [first for first, _ in self._eras if first <= step][:-1]
+        self._eras = [era for era in self._eras if era[0] not in over]
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
         self._stage.begin_step(step)
@@ -166,15 +193,19 @@ class StageRun:
         """Leave no trace of the step under way."""
         self._stage.discard()
 
-    def evaluate(self, step: int, cancel: Cancel) -> float | None:
-        """Mean held-out loss where this stage computes it; the other stages return None."""
+    def evaluate(self, step: int, cancel: Cancel, *, coded: bool = False) -> float | None:
+        """Mean held-out loss where this stage computes it; the other stages return None.
+
+        ``coded``: through the links' codecs; None everywhere when none of them loses anything.
+        """
         program = self.assignment.eval_program
-        if program is None:
+        if program is None or (coded and not lossy(self.at(step).plan.links)):
             return None
+        direction = Direction.EVALUATION_CODED if coded else Direction.EVALUATION
         for micro, inputs in enumerate(self._held_out(cancel)):
             cancel.check()
             with self.spans.timed("eval", step, micro):
-                self._evaluate_micro(program, step, micro, inputs, cancel)
+                self._evaluate_micro(program, direction, step, micro, inputs, cancel)
             self._progress.tick()
         return self._stage.evaluation_loss()
 
@@ -217,11 +248,17 @@ class StageRun:
                 self._send(r.grad_to, self._key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
 
     def _evaluate_micro(
-        self, program: StageProgram, step: int, micro: int, inputs: Mapping[str, Tensor], cancel: Cancel
+        self,
+        program: StageProgram,
+        direction: Direction,
+        step: int,
+        micro: int,
+        inputs: Mapping[str, Tensor],
+        cancel: Cancel,
     ) -> None:
         received: dict[int, Tensor] = {}
         for r in program.received:
-            key = self._key(Direction.EVALUATION, step, micro, r.op)
+            key = self._key(direction, step, micro, r.op)
             value = self._receive(key, self.assignment.worker_of(r.source), cancel)
             if value is None:
                 raise ValueError(f"op {r.op} arrived as a zero-gradient mark in the evaluation")
@@ -229,15 +266,15 @@ class StageRun:
         produced = self._stage.evaluate_micro(micro, inputs, received)
         for r in program.received:
             if r.grad_from is None:  # the last to receive it acknowledges
-                self._send(r.source, self._key(Direction.EVALUATION, step, micro, r.op), None)
+                self._send(r.source, self._key(direction, step, micro, r.op), None)
         # A fast stage may be at most a step's micro-batches ahead of the slowest.
         behind = micro - self.assignment.training.n_micro
         for p in program.produced:
             if behind >= 0:
-                key = self._key(Direction.EVALUATION, step, behind, p.op)
+                key = self._key(direction, step, behind, p.op)
                 self._receive(key, self.assignment.worker_of(p.targets[-1]), cancel)
             for target in p.targets:
-                self._send(target, self._key(Direction.EVALUATION, step, micro, p.op), produced[p.op])
+                self._send(target, self._key(direction, step, micro, p.op), produced[p.op])
 
     # ---------------------------------------------------------------- tied parameters
 
@@ -270,12 +307,15 @@ class StageRun:
     def _expect_up_to(self, step: int) -> None:
         first = step if self._expected is None else self._expected + 1
         for number in range(first, step + 1):
-            self._links.expect(step_arrivals(self.assignment, number))
-            self._links.expect(evaluation_arrivals(self.assignment, number))
+            assignment = self.at(number)
+            self._links.expect(step_arrivals(assignment, number))
+            self._links.expect(evaluation_arrivals(assignment, number))
+            if lossy(assignment.plan.links):
+                self._links.expect(evaluation_arrivals(assignment, number, Direction.EVALUATION_CODED))
         self._expected = max(step, self._expected or 0)
 
     def _key(self, direction: Direction, step: int, micro: int, edge: int) -> MessageKey:
-        return MessageKey(self.assignment.job, self.assignment.version, step, micro, edge, direction)
+        return MessageKey(self.assignment.job, self.at(step).version, step, micro, edge, direction)
 
     def _take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]:
         begun_s, started_s = self.spans.now_s(), self._clock()
@@ -316,6 +356,17 @@ class StageRun:
         """A GPU's work is measured where it ends, not where it was queued."""
         if self._stage.device.type == "cuda":
             torch.cuda.synchronize(self._stage.device)
+
+
+def codecs_of(assignment: Assignment) -> StageCodecs:
+    """The codecs of a stage's links under one plan version."""
+    return StageCodecs(
+        assignment.program,
+        assignment.eval_program,
+        assignment.plan.links,
+        [stage.worker for stage in assignment.plan.stages],
+        assignment.training.seed,
+    )
 
 
 def _gradient_sources(program: StageProgram) -> list[tuple[int, int]]:

@@ -203,11 +203,10 @@ class Daemon:
         try:
             self._events.put(messages.event_from(message))
         except AtollError as error:
-            # A faulty assignment must be answered, or the job waits for ever.
+            # A faulty assignment or commit must be answered, or the job waits for ever.
             log.error("message.refused", reason=str(error))
-            if message.WhichOneof("body") == "assign":
-                failed = session.Failed(message.assign.job, message.assign.plan_version, 0, str(error))
-                self._say(messages.said(failed))
+            if message.WhichOneof("body") in ("assign", "commit"):
+                self._say(messages.said(messages.refusal(message, str(error))))
 
     def _stream_ended(self, error: AtollError | None) -> None:
         if self._stopping.is_set():

@@ -1,4 +1,7 @@
-"""Tensors between the stages of one plan version: compress, frame, send, and back.
+"""Tensors between the stages of one plan: compress, frame, send, and back.
+
+Which codec a message takes, ``worker.codec`` says for each plan version. From a step on that the
+coordinator names, the same stages may exchange under a new version with other codecs.
 
 Only declared messages are taken: key, sender, shape and dtype are known before a step begins.
 Everything else (late, duplicate, of another plan version, of another size) is dropped and counted,
@@ -12,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,17 +24,14 @@ from torch import Tensor
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors import make_compressor
-from compressors.base import Compressor, Packet, check_packet, parse_packet, zero_packet
-from worker.frames import Direction, MessageKey
+from compressors.base import Packet, parse_packet
+from worker.codec import CodecUse, Coding, StageCodecs
+from worker.frames import MessageKey
 from worker.peer import PeerLost, Receiver
 
-COMPRESSED = frozenset({Direction.FORWARD, Direction.BACKWARD})
-"""Boundary tensors take the link's codec; tied parameters and evaluation stay exact."""
 FILLING_AT_ONCE = 2
 """Buffers a key may have at a time: one that a lost connection left, one for its repetition."""
 SEND_POLL_S = 0.25
-_NOTHING = TensorMeta((0,), "uint8")  # a zero mark's shape is the declared one: it need not travel
 
 
 class LinksAborted(Exception):  # not an AtollError: nobody sees it
@@ -97,20 +97,18 @@ class Links:
         network: Network,
         job: str,
         plan_version: int,
+        codecs: StageCodecs | None = None,
         *,
-        outgoing: Mapping[str, Compressor] | None = None,
-        incoming: Mapping[str, Compressor] | None = None,
         device: torch.device | str = "cpu",
-        seed: int = 0,
     ) -> None:
-        """``outgoing`` and ``incoming``: the plan's codec per peer, 'none' where not named."""
-        self.job, self.plan_version = job, plan_version
+        """``codecs`` None: everything travels exactly."""
+        self.job = job
         self.refused: Counter[str] = Counter()
-        self._network, self._device, self._seed = network, device, seed
-        self._outgoing, self._incoming = outgoing or {}, incoming or {}
-        self._exact = make_compressor("none")
+        self._network, self._device = network, device
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
+        # Version -> its first step and codecs; the newest last.
+        self._eras: dict[int, tuple[int, StageCodecs]] = {plan_version: (0, codecs or StageCodecs())}
         self._expected: dict[MessageKey, _Expected] = {}
         self._kept: dict[str, dict[MessageKey, Packet]] = {}
         self._lost: dict[str, str] = {}
@@ -119,6 +117,11 @@ class Links:
         self._door = _Door(self)
         network.register(job, self._door)
 
+    @property
+    def plan_version(self) -> int:
+        """The newest that messages are taken of."""
+        return next(reversed(self._eras))
+
     # ---------------------------------------------------------------- the compute thread's side
 
     def expect(self, arrivals: Iterable[Arrival]) -> None:
@@ -126,10 +129,22 @@ class Links:
         with self._lock:
             for arrival in arrivals:
                 key = arrival.key
-                if (key.job, key.plan_version) != (self.job, self.plan_version):
+                if key.job != self.job or key.plan_version not in self._eras:
                     raise ValueError(f"{key} is not of {self.job} version {self.plan_version}")
                 if key not in self._expected and key.step > self._done_step:
                     self._expected[key] = _Expected(arrival.peer, arrival.meta)
+
+    def relink(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
+        """Take messages of this version, too: of ``first_step`` and later ones."""
+        with self._lock:
+            if plan_version <= self.plan_version:
+                raise ValueError(f"version {plan_version} after {self.plan_version}")
+            codecs.use = self._codecs(self.plan_version).use
+            self._eras[plan_version] = (first_step, codecs)
+
+    def codec_use(self) -> dict[str, CodecUse]:
+        """What the codecs did on the way to and from each peer since the last call."""
+        return self._codecs(self.plan_version).take_use()
 
     def send(self, peer: str, key: MessageKey, tensor: Tensor | None) -> None:
         """Queue a tensor, None as the zero-gradient mark; waits while the peer's queue is full.
@@ -137,11 +152,7 @@ class Links:
         A contiguous CPU tensor is not copied: it must not change before ``step_done``.
         Raises PeerLost, LinksAborted.
         """
-        codec = self._codec(self._outgoing, peer, key)
-        if tensor is None:
-            packet = zero_packet(codec.name, _NOTHING)
-        else:
-            packet, _ = codec.compress(tensor, seed=self._packet_seed(key))
+        packet = self._codecs(key.plan_version).encode(peer, key, tensor)
         with self._lock:
             self._kept.setdefault(peer, {})[key] = packet
         self._transmit(peer, key, packet)
@@ -162,9 +173,8 @@ class Links:
                     raise TimeoutError(f"no {key.direction.name.lower()} of {key} in {timeout_s:g} s")
                 self._arrived.wait(left_s)
             packet, expected.packet, expected.read = expected.packet, None, True
-        if packet.zero:
-            return None
-        return self._codec(self._incoming, expected.peer, key).decompress(packet).to(self._device)
+        tensor = self._codecs(key.plan_version).decode(expected.peer, key, packet)
+        return None if tensor is None else tensor.to(self._device)
 
     def resend(self, peer: str) -> int:
         """``peer`` is back: queue everything of the current step again; returns how many messages."""
@@ -182,6 +192,12 @@ class Links:
             self._expected = {key: e for key, e in self._expected.items() if key.step > step}
             for peer, kept in self._kept.items():
                 self._kept[peer] = {key: packet for key, packet in kept.items() if key.step > step}
+            ends = [first for first, _ in self._eras.values()][1:]  # each where the next begins
+            over = [version for version, end in zip(self._eras, ends, strict=False) if end <= step + 1]
+            for version in over:
+                del self._eras[version]
+            for _, codecs in self._eras.values():
+                codecs.step_done(step)
 
     def abort(self, reason: str) -> None:
         """End every wait, now and later, with LinksAborted."""
@@ -248,27 +264,26 @@ class Links:
 
     def _unwanted(self, peer: str, key: MessageKey, total: int) -> str:
         """Why a message is not taken; empty when it is."""
-        if key.plan_version != self.plan_version:
+        if key.plan_version not in self._eras:
             return "stale_plan"
         expected = self._expected.get(key)
         if expected is None:
             return "late" if key.step <= self._done_step else "unknown_key"
         if expected.peer != peer:
             return "wrong_sender"
-        if total > self._codec(self._incoming, peer, key).max_payload_bytes(expected.meta):
+        if total > self._coding(peer, key).max_payload_bytes(expected.meta):
             return "oversized"
         if expected.packet is not None or expected.filling >= FILLING_AT_ONCE:
             return "duplicate"
         return ""
 
     def _check(self, peer: str, key: MessageKey, packet: Packet) -> None:
-        codec = self._codec(self._incoming, peer, key)
         with self._lock:
             expected = self._expected.get(key)
-        if expected is None:
-            return
-        meta = _NOTHING if packet.zero else expected.meta
-        check_packet(packet, codec.name, meta, codec.max_payload_bytes(expected.meta))
+            if expected is None:
+                return
+            coding = self._coding(peer, key)
+        coding.check(packet, expected.meta)
 
     # ---------------------------------------------------------------- inside
 
@@ -294,13 +309,9 @@ class Links:
                 continue  # full: look whether anybody still wants it
             return
 
-    def _codec(self, codecs: Mapping[str, Compressor], peer: str, key: MessageKey) -> Compressor:
-        return codecs.get(peer, self._exact) if key.direction in COMPRESSED else self._exact
+    def _codecs(self, version: int) -> StageCodecs:
+        return self._eras[version][1]
 
-    def _packet_seed(self, key: MessageKey) -> int:
-        """The same message always gets the same seed, on a second run too."""
-        parts = (key.step, key.micro, key.edge, int(key.direction))
-        seed = self._seed
-        for part in parts:
-            seed = (seed * 1_000_003 + part + 1) % (1 << 63)
-        return seed
+    def _coding(self, peer: str, key: MessageKey) -> Coding:
+        """How a message that is wanted arrives; the lock is held."""
+        return self._codecs(key.plan_version).coding(peer, key, sending=False)

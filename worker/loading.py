@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
 from atoll.rehearse import rehearse
-from compressors import make_compressor
-from compressors.base import Compressor
 from worker import checkpoint, feed
 from worker.assignment import Assignment, check
 from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
-from worker.compute import Progress, StageRun
+from worker.compute import Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
 from worker.link import Links
 from worker.spans import Spans
@@ -67,10 +65,8 @@ def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[
         TimedNetwork(around.network, around.spans),
         assignment.job,
         assignment.version,
-        outgoing=_codecs(assignment, sending=True),
-        incoming=_codecs(assignment, sending=False),
+        codecs_of(assignment),
         device=around.device.torch_device,
-        seed=assignment.training.seed,
     )
     run = StageRun(
         assignment,
@@ -160,17 +156,6 @@ def _tensors(assignment: Assignment, around: Surroundings, cancel: Cancel) -> di
         name: checkpoint.load(around.cache, name, assignment.tensors[name], assignment.states[name])
         for name in names
     }
-
-
-def _codecs(assignment: Assignment, *, sending: bool) -> dict[str, Compressor]:
-    """The plan's codec per neighbour, in one direction."""
-    me = assignment.stage
-    found = {}
-    for spec in assignment.plan.links:
-        mine, other = (spec.source, spec.target) if sending else (spec.target, spec.source)
-        if mine == me:
-            found[assignment.worker_of(other)] = make_compressor(spec.codec, spec.ratio)
-    return found
 
 
 def _feed(assignment: Assignment, around: Surroundings) -> feed.Feed:

@@ -14,10 +14,11 @@ from atoll.job import Precision
 from atoll.opdag import leaf_refs
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos import bounds, convert
+from protos import bounds, convert, convert_plan
 from protos.bounds import DEFAULT_LIMITS
 from worker import session
 from worker.assignment import Assignment, PeerLink
+from worker.codec import CodecUse
 from worker.optimings import OpProbe, OpTiming
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ MAX_PROBE_S = 60.0
 MAX_PROBE_BYTES = 1 << 30
 MAX_SPANS_A_MESSAGE = 2000
 MAX_REASON_CHARS = 2000
+MAX_VERSION = (1 << 32) - 1
+MAX_STEP = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,13 @@ def event_from(message: pb.ToWorker) -> session.Event | PeerExpected:
     return event
 
 
+def refusal(message: pb.ToWorker, reason: str) -> session.Failed:
+    """The answer to an assignment or a commit that breaks a bound."""
+    if message.WhichOneof("body") == "commit":
+        return session.Failed(message.commit.job, message.commit.plan_version, message.commit.step, reason)
+    return session.Failed(message.assign.job, message.assign.plan_version, 0, reason)
+
+
 def _welcome(m: pb.Welcome) -> session.Welcomed:
     return session.Welcomed(
         bounds.name("worker", m.worker, DEFAULT_LIMITS),
@@ -106,7 +116,20 @@ def _assign(m: pb.Assign) -> session.Assigned:
 
 def _commit(m: pb.StepCommit) -> session.Committed:
     scale = bounds.number("gradient scale", m.gradient_scale)
-    return session.Committed(m.job, m.plan_version, m.step, scale, m.store, m.evaluate, m.last)
+    relink = _relink(m) if m.HasField("relink") else None
+    return session.Committed(
+        m.job, m.plan_version, m.step, scale, m.store, m.evaluate, m.last, m.evaluate_coded, relink
+    )
+
+
+def _relink(m: pb.StepCommit) -> session.Relink:
+    limits = DEFAULT_LIMITS
+    links = bounds.count("links", list(m.relink.links), limits.items)
+    return session.Relink(
+        bounds.within("plan version", m.relink.plan_version, m.plan_version + 1, MAX_VERSION),
+        bounds.within("first step of new links", m.relink.first_step, m.step + 2, MAX_STEP),
+        tuple(convert_plan.link_from_proto(link, limits.stages, limits) for link in links),
+    )
 
 
 def _ops(m: pb.ProbeOps) -> session.OpsAsked:
@@ -191,9 +214,14 @@ def said(message: object) -> pb.FromWorker:
 
 
 def step_ready(
-    job: str, version: int, report: StepReport, norms_wanted: bool, links: Iterable[Goodput]
+    job: str,
+    version: int,
+    report: StepReport,
+    norms_wanted: bool,
+    links: Iterable[Goodput],
+    codecs: Mapping[str, CodecUse],
 ) -> pb.FromWorker:
-    """A step's result. Norms travel only where the gradient is clipped."""
+    """A step's result; ``codecs`` by peer. Norms travel only where the gradient is clipped."""
     return pb.FromWorker(
         ready=pb.StepReady(
             job=job,
@@ -204,16 +232,32 @@ def step_ready(
             forward_s=report.forward_s,
             backward_s=report.backward_s,
             waited_s=report.waited_s,
-            links=[pb.LinkGoodput(peer=g.peer, bytes=g.bytes, busy_s=g.busy_s, rtt_s=g.rtt_s) for g in links],
+            links=[_goodput(g, codecs.get(g.peer)) for g in links],
             finite=report.stage.finite,
             optimizer_s=report.optimizer_s,
         )
     )
 
 
-def eval_ready(job: str, version: int, step: int, loss: float | None) -> pb.FromWorker:
+def _goodput(link: Goodput, codecs: CodecUse | None) -> pb.LinkGoodput:
+    used = codecs or CodecUse()
+    return pb.LinkGoodput(
+        peer=link.peer,
+        bytes=link.bytes,
+        busy_s=link.busy_s,
+        rtt_s=link.rtt_s,
+        dense_bytes=used.dense_bytes,
+        encode_s=used.encode_s,
+        decode_s=used.decode_s,
+    )
+
+
+def eval_ready(
+    job: str, version: int, step: int, loss: float | None, coded_loss: float | None = None
+) -> pb.FromWorker:
     """The evaluation after ``step`` is done; only the stage with the loss knows it."""
-    return pb.FromWorker(eval_ready=pb.EvalReady(job=job, plan_version=version, step=step, loss=loss))
+    ready = pb.EvalReady(job=job, plan_version=version, step=step, loss=loss, coded_loss=coded_loss)
+    return pb.FromWorker(eval_ready=ready)
 
 
 def loaded(job: str, version: int, took_s: float) -> pb.FromWorker:

@@ -3,7 +3,8 @@
 Connection and work are separate: losing the coordinator changes nothing in what is computed;
 what was said and may have been lost is kept and said again after the next welcome. Every event
 of a job carries (job, version, step); what does not match the state is late or duplicate, which
-is normal on the internet: it is ignored and counted.
+is normal on the internet: it is ignored and counted. A commit may announce that the stages change
+their links two steps on: from that step everything carries the new version, before it the old.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 4.0
 RECENT = 12  # events remembered for error messages
+MAX_ERAS = 32  # versions remembered of one assignment: a snapshot may be stored long after its step
 
 
 class Phase(StrEnum):
@@ -57,6 +59,15 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Relink:
+    """From ``first_step`` on the same stages exchange under ``version`` with other codecs."""
+
+    version: int
+    first_step: int
+    links: Any = field(default=(), repr=False, compare=False)  # opaque here: what ChangeLinks is given
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     job: str
     version: int
@@ -65,6 +76,8 @@ class Committed:
     store: bool
     evaluate: bool
     last: bool
+    evaluate_coded: bool = False
+    relink: Relink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +243,17 @@ class Evaluate:
     job: str
     version: int
     step: int
+    coded: bool = False  # once more through the links' codecs
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLinks:
+    """Be ready for the messages of ``relink.first_step`` before the step in front of it begins."""
+
+    job: str
+    version: int
+    step: int  # whose commit said so
+    relink: Relink
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +329,8 @@ class Quit:
 
 
 Instruction = (
-    LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | Interrupt | DropStage | TimeOps | TimeLink
-    | Say | Reconnect | Quit
+    LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
+    | TimeOps | TimeLink | Say | Reconnect | Quit
 )  # fmt: skip
 
 
@@ -323,7 +347,7 @@ class Session:
     connected: bool = False
     attempts: int = 0  # failed connections in a row
     job: str = ""
-    version: int = 0
+    eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending; the first was assigned
     peers: frozenset[str] = frozenset()
     step: int = 0
     commit: Committed | None = None  # being carried out
@@ -331,6 +355,20 @@ class Session:
     kept: tuple[tuple[str, Any], ...] = ()
     ignored: int = 0
     recent: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """Of the current step; 0 without a job."""
+        return self.version_at(self.step)
+
+    def version_at(self, step: int) -> int:
+        """The plan version that ``step`` runs under, as far as it was said."""
+        return next((version for first, version in reversed(self.eras) if first <= step), 0)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """All versions of this assignment."""
+        return tuple(version for _, version in self.eras)
 
 
 Step = tuple[Session, tuple[Instruction, ...]]
@@ -351,11 +389,16 @@ def handle(state: Session, event: Event) -> Step:
 
 
 def _current(state: Session, event: Event) -> bool:
-    """Whether an event that names a plan names ours; Assigned and probes are judged by their rule."""
+    """Whether an event that names a plan names ours, and a step the version it runs under;
+    Assigned and probes are judged by their rule."""
     if isinstance(event, Assigned | Released):
         return True
-    job = getattr(event, "job", None)
-    return job is None or (job == state.job and getattr(event, "version", None) == state.version)
+    job, version = getattr(event, "job", None), getattr(event, "version", None)
+    if job is None:
+        return True
+    if isinstance(event, Discarded):
+        return job == state.job and version in state.versions
+    return job == state.job and version == state.version_at(getattr(event, "step", 0))
 
 
 def _ignore(state: Session) -> Step:
@@ -423,7 +466,7 @@ def _assigned(state: Session, event: Assigned) -> Step:
         state,
         phase=Phase.LOADING,
         job=event.job,
-        version=event.version,
+        eras=((0, event.version),),
         peers=event.peers,
         step=0,
         commit=None,
@@ -435,10 +478,10 @@ def _assigned(state: Session, event: Assigned) -> Step:
 
 def _released(state: Session, event: Released) -> Step:
     # A release of a version that we never heard of (its Assign was lost) still ends the older one.
-    if event.job != state.job or event.version < state.version:
+    if event.job != state.job or event.version < state.versions[0]:
         return _ignore(state)
     dropped = _drop(state, event.reason)
-    cleared = replace(state, phase=Phase.IDLE, job="", version=0, peers=frozenset(), commit=None, kept=())
+    cleared = replace(state, phase=Phase.IDLE, job="", eras=(), peers=frozenset(), commit=None, kept=())
     return cleared, dropped
 
 
@@ -464,14 +507,28 @@ def _committed(state: Session, event: Committed) -> Step:
         return _ignore(state)
     state = _heard(replace(state, phase=Phase.APPLYING, commit=event), "ready")
     apply = ApplyStep(state.job, state.version, event.step, event.gradient_scale, event.store)
-    return state, (apply,)
+    relink = event.relink
+    if relink is None:
+        return state, (apply,)
+    if relink.version <= state.versions[-1] or relink.first_step < event.step + 2:
+        reason = f"links of version {relink.version} from step {relink.first_step} with commit {event.step}"
+        return _broke(state, StageBroke(state.job, state.version, event.step, f"{reason} come too late"))
+    change = ChangeLinks(state.job, state.version, event.step, relink)
+    return _with_era(state, relink), (change, apply)
+
+
+def _with_era(state: Session, relink: Relink) -> Session:
+    """What was announced for that step or later before, and has not begun, no longer holds."""
+    first, *later = (era for era in state.eras if era[0] < relink.first_step)
+    kept = later[-MAX_ERAS:]
+    return replace(state, eras=(first, *kept, (relink.first_step, relink.version)))
 
 
 def _applied(state: Session, event: StepApplied) -> Step:
     if event.step != state.step or state.commit is None:
         return _ignore(state)
     if state.commit.evaluate:
-        evaluate = Evaluate(state.job, state.version, event.step)
+        evaluate = Evaluate(state.job, state.version, event.step, state.commit.evaluate_coded)
         return replace(state, phase=Phase.EVALUATING), (evaluate,)
     return _next(state)
 

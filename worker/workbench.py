@@ -94,8 +94,10 @@ class Workbench:
                 self._submit(self._guarded(job, version, step, lambda c: self._step(step, c)))
             case session.ApplyStep(job, version, step, scale, store):
                 self._submit(self._guarded(job, version, step, lambda c: self._apply(step, scale, store)))
-            case session.Evaluate(job, version, step):
-                self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, c)))
+            case session.Evaluate(job, version, step, coded):
+                self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, coded, c)))
+            case session.ChangeLinks(job, version, step, relink):
+                self._submit(self._guarded(job, version, step, lambda c: self._relink(relink)))
             case session.DiscardStep():
                 self._cancel(instruction.reason)
                 self._submit(lambda c: self._discard())
@@ -187,31 +189,39 @@ class Workbench:
 
     def _step(self, step: int, cancel: Cancel) -> None:
         run = self._loaded
-        assignment = run.assignment
         report = run.run_step(step, cancel)
+        assignment = run.at(step)
+        job, version = assignment.job, assignment.version
         norms = assignment.training.optimizer.clip_norm is not None
-        message = messages.step_ready(
-            assignment.job, assignment.version, report, norms, self._around.network.goodput()
-        )
-        self._post(session.StepDone(assignment.job, assignment.version, step, message))
+        used = {} if self._links is None else self._links.codec_use()
+        message = messages.step_ready(job, version, report, norms, self._around.network.goodput(), used)
+        self._post(session.StepDone(job, version, step, message))
 
     def _apply(self, step: int, gradient_scale: float, store: bool) -> None:
         run = self._loaded
-        assignment = run.assignment
+        assignment = run.at(step)
         run.apply(step, gradient_scale)
         if store:
             with run.spans.timed("save", step):
                 snapshot = run.snapshot()
             self._submit(lambda c: self._store(assignment, step, snapshot, c), store=True)
         self._post(session.StepApplied(assignment.job, assignment.version, step))
-        for message in messages.spans(assignment.job, assignment.version, assignment.stage, run.spans.take()):
+        spans = run.spans.take()
+        for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
             self._say(message)
 
-    def _evaluate(self, step: int, cancel: Cancel) -> None:
+    def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
         run = self._loaded
         loss = run.evaluate(step, cancel)
-        job, version = run.assignment.job, run.assignment.version
-        self._post(session.EvalDone(job, version, step, messages.eval_ready(job, version, step, loss)))
+        coded_loss = run.evaluate(step, cancel, coded=True) if coded else None
+        job, version = run.assignment.job, run.at(step).version
+        message = messages.eval_ready(job, version, step, loss, coded_loss)
+        self._post(session.EvalDone(job, version, step, message))
+
+    def _relink(self, relink: session.Relink) -> None:
+        run = self._loaded
+        run.relink(relink.version, relink.first_step, relink.links)
+        log.info("links.changed", job=run.assignment.job, version=relink.version, step=relink.first_step)
 
     def _discard(self) -> None:
         if self._run is not None:

@@ -1,0 +1,224 @@
+"""Several stages in threads of one process, over real Links and no network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from atoll.job import Optimizer, TrainingSpec
+from atoll.opdag import OpDag, StateMeta
+from atoll.plan import LinkSpec, Plan, StageSpec
+from atoll.program import StageProgram, stage_programs
+from coordinator.capture import capture
+from coordinator.evaluation_cut import evaluation_intervals
+from coordinator.traffic import Traffic
+from tests.models import MODELS
+from worker.assignment import Assignment, PeerLink
+from worker.compute import Progress, StageRun, codecs_of
+from worker.link import Links
+from worker.spans import Spans
+from worker.stage import Stage
+from worker.timed import TimedNetwork
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.microbatch import ScheduleName
+    from worker.cancel import Cancel
+    from worker.frames import MessageKey
+    from worker.peer import Receiver
+
+TRAINING = TrainingSpec(
+    steps=3, n_micro=4, seed=5, optimizer=Optimizer(lr=3e-3, weight_decay=0.01), eval_batches=6
+)
+JOIN_S = 60.0
+
+
+class Hub:
+    """All workers' networks in one process: a message is delivered at once, on a copy."""
+
+    def __init__(self) -> None:
+        self.receivers: dict[str, Receiver] = {}
+        self.sent: list[tuple[str, str, MessageKey]] = []
+        self.packets: dict[MessageKey, list[bytes]] = {}
+
+    def port(self, name: str) -> Port:
+        return Port(self, name)
+
+
+@dataclass
+class Port:
+    hub: Hub
+    name: str
+
+    def register(self, job: str, receiver: Receiver) -> None:
+        self.hub.receivers[self.name] = receiver
+
+    def unregister(self, job: str, receiver: Receiver) -> None:
+        self.hub.receivers.pop(self.name, None)
+
+    def forget(self, job: str, plan_version: int | None = None) -> None:
+        pass
+
+    def send(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.hub.sent.append((self.name, peer, key))
+        self.hub.packets.setdefault(key, []).append(header + bytes(payload))
+        receiver = self.hub.receivers[peer]
+        buffer = receiver.expect(self.name, key, len(payload))
+        if buffer is not None:
+            buffer[:] = payload
+            receiver.deliver(self.name, key, header, buffer)
+
+
+class Batches:
+    """Seeded micro-batches without a coordinator."""
+
+    def __init__(self, name: str) -> None:
+        self.example = MODELS[name](dropout=0.1)
+
+    def of(self, step: int, micro: int) -> dict[str, Tensor]:
+        return self.example.make_batch(1000 * step + micro)
+
+    def held_out(self) -> list[dict[str, Tensor]]:
+        return [self.example.make_batch(10**6 + micro) for micro in range(TRAINING.eval_batches)]
+
+
+@dataclass
+class Given:
+    """A feed that has everything already."""
+
+    batches: Batches
+    inputs: Sequence[str]
+    done: list[int] = field(default_factory=list)
+
+    def start(self, first_step: int) -> None:
+        pass
+
+    def take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]:
+        return {name: value for name, value in self.batches.of(step, micro).items() if name in self.inputs}
+
+    def step_done(self, step: int) -> None:
+        self.done.append(step)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Case:
+    """A captured model, its batches, and what a plan needs."""
+
+    name: str
+    dag: OpDag
+    evaluation: OpDag
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    states: Mapping[str, StateMeta]
+    batches: Batches
+
+    def programs(self, starts: Sequence[int]) -> tuple[tuple[StageProgram, ...], tuple[StageProgram, ...]]:
+        live = Traffic(self.evaluation, TRAINING.optimizer).live_bytes
+        intervals = evaluation_intervals(self.dag, starts, self.evaluation, live)
+        assert intervals is not None
+        evaluations = stage_programs(self.evaluation, [begin for begin, _ in intervals])
+        return stage_programs(self.dag, starts), evaluations
+
+
+def case(name: str) -> Case:
+    batches = Batches(name)
+    example = batches.example
+    captured = capture(example.module, example.example_inputs, TRAINING)
+    assert captured.evaluation is not None
+    dag = captured.train
+    inputs = {n: StateMeta(meta) for n, meta in dag.inputs.items()}
+    constants = {n: StateMeta(meta) for n, meta in {**dag.constants, **captured.evaluation.constants}.items()}
+    states = {**dag.parameters, **captured.evaluation.buffers, **dag.buffers, **constants, **inputs}
+    tensors = {n: {"value": t} for n, t in captured.state.items()}
+    return Case(name, dag, captured.evaluation, tensors, states, batches)
+
+
+def cut_evenly(dag: OpDag, stages: int) -> tuple[int, ...]:
+    positions = dag.cuttable()
+    return (0, *(positions[len(positions) * at // stages] for at in range(1, stages)))
+
+
+def assign(
+    made: Case,
+    starts: Sequence[int],
+    training: TrainingSpec,
+    schedule: ScheduleName,
+    links: Sequence[LinkSpec] = (),
+) -> list[Assignment]:
+    programs, evaluations = made.programs(starts)
+    names = [f"w-{at}" for at in range(len(starts))]
+    stages = tuple(
+        StageSpec(start, start + 1, 0, 1, (names[at],), len(starts) - at - 1)
+        for at, start in enumerate(starts)
+    )
+    plan = Plan("job", 1, "", "", "test", schedule, training.n_micro, stages, tuple(links))
+    peers = tuple(PeerLink(name, (), False) for name in names)
+    return [
+        Assignment("job", 1, training, p, evaluations[at], plan, peers, {}, made.states, 0)
+        for at, p in enumerate(programs)
+    ]
+
+
+class Crew:
+    """One StageRun a stage, each step in threads of their own."""
+
+    def __init__(self, made: Case, assignments: Sequence[Assignment]) -> None:
+        self.made, self.hub = made, Hub()
+        self.links: list[Links] = []
+        self.runs = [self.run_of(a) for a in assignments]
+        for run in self.runs:
+            run.open(0)
+
+    def run_of(self, assignment: Assignment) -> StageRun:
+        me = assignment.worker_of(assignment.stage)
+        stage = Stage(
+            assignment.program,
+            assignment.eval_program,
+            assignment.training,
+            self.made.tensors,
+            states=self.made.states,
+        )
+        program = assignment.eval_program
+        assert program is not None
+
+        def held_out(cancel: Cancel) -> Iterator[Mapping[str, Tensor]]:
+            for batch in self.made.batches.held_out():
+                yield {name: batch[name] for name in program.inputs}
+
+        feed = Given(self.made.batches, assignment.program.inputs)
+        spans = Spans()
+        links = Links(TimedNetwork(self.hub.port(me), spans), "job", 1, codecs_of(assignment))
+        self.links.append(links)
+        return StageRun(assignment, stage, links, feed, held_out, spans, Progress())
+
+    def all(self, work: str, *arguments: object, **named: object) -> list[object]:
+        results: list[object] = [None] * len(self.runs)
+
+        def one(at: int) -> None:
+            results[at] = getattr(self.runs[at], work)(*arguments, **named)
+
+        threads = [threading.Thread(target=one, args=(at,)) for at in range(len(self.runs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(JOIN_S)
+        assert not any(thread.is_alive() for thread in threads)
+        return results
+
+    def snapshot(self) -> dict[str, dict[str, Tensor]]:
+        merged: dict[str, dict[str, Tensor]] = {}
+        for run in reversed(self.runs):
+            merged.update(run.snapshot())
+        return merged

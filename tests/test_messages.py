@@ -1,0 +1,76 @@
+"""What the coordinator says is bounded before it is believed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from atoll.errors import BadFrame
+from atoll.plan import LinkSpec, Mask
+from protos import atoll_control_pb2 as pb
+from protos.convert_plan import link_to_proto
+from worker import messages, session
+from worker.codec import CodecUse
+from worker.compute import StepReport
+from worker.stage import StageReport
+
+LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
+
+
+def commit(version: int = 2, first_step: int = 7, link: LinkSpec = LINK, **changes: object) -> pb.ToWorker:
+    relink = pb.Relink(plan_version=version, first_step=first_step, links=[link_to_proto(link)])
+    fields: dict[str, object] = {"job": "j", "plan_version": 1, "step": 5, "gradient_scale": 1.0, **changes}
+    return pb.ToWorker(commit=pb.StepCommit(relink=relink, **fields))  # type: ignore[arg-type]
+
+
+def test_a_commit_carries_new_links_and_the_wish_for_a_coded_evaluation() -> None:
+    event = messages.event_from(commit(evaluate=True, evaluate_coded=True))
+    assert isinstance(event, session.Committed)
+    assert event.relink is not None
+    assert (event.relink.version, event.relink.first_step, event.relink.links) == (2, 7, (LINK,))
+    assert event.evaluate_coded
+
+
+def test_a_commit_without_new_links_leaves_them_as_they_are() -> None:
+    plain = pb.ToWorker(commit=pb.StepCommit(job="j", plan_version=1, step=5, gradient_scale=1.0))
+    event = messages.event_from(plain)
+    assert isinstance(event, session.Committed)
+    assert event.relink is None
+    assert not event.evaluate_coded
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        commit(version=1),
+        commit(first_step=6),
+        commit(first_step=0),
+        commit(first_step=1 << 63),
+        commit(link=LinkSpec(0, 1, "topk", 0.5)),
+        commit(link=LinkSpec(0, 1, "topk", float("nan"))),
+        commit(link=LinkSpec(0, 1, "", 2.0)),
+        commit(link=LinkSpec(0, 1, "x" * 5000, 2.0)),
+        commit(link=LinkSpec(0, 9999, "topk", 2.0)),
+        commit(link=LinkSpec(0, 1, "topk", 2.0, reason="y" * 20_000)),
+    ],
+)
+def test_new_links_beyond_a_bound_are_refused_and_the_job_hears_why(wrong: pb.ToWorker) -> None:
+    with pytest.raises(BadFrame) as refused:
+        messages.event_from(wrong)
+    answer = messages.refusal(wrong, str(refused.value))
+    assert (answer.job, answer.version, answer.step) == ("j", 1, 5)
+
+
+def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
+    report = StepReport(4, StageReport(1.5, (), True), 0.1, 0.2, 0.0, 0.0)
+    goodputs = [SimpleNamespace(peer=peer, bytes=10, busy_s=0.5, rtt_s=0.01) for peer in ("w-a", "w-b")]
+    use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
+    ready = messages.step_ready("j", 1, report, False, goodputs, use).ready  # type: ignore[arg-type]
+    told = {link.peer: (link.bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
+    assert told == {"w-a": (10, 80, 0.25, 0.125), "w-b": (10, 0, 0.0, 0.0)}
+
+
+def test_an_evaluation_without_a_coded_loss_says_none() -> None:
+    assert not messages.eval_ready("j", 1, 3, 2.0).eval_ready.HasField("coded_loss")
+    assert messages.eval_ready("j", 1, 3, 2.0, 2.5).eval_ready.coded_loss == 2.5
