@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from statistics import median
 
-from coordinator.links import Pair
+from coordinator.links import MAX_BANDWIDTH_BPS, MIN_BANDWIDTH_BPS, Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Settings:
     probe_after_steps: int = 6
     probe_growth: tuple[float, ...] = (1.15, 1.25, 1.5, 2.0)
     probe_wait_most_steps: int = 256
+    fruitless_most: int = 5  # probes in a row that changed no codec: nothing can be spent
     suffers: float = 0.1  # of the step time
     gap: float = 0.02  # loss without codecs over loss through them, less one
     gap_cap: float = 0.7  # of the largest ratio in use
@@ -90,6 +91,7 @@ class Link:
     messages: int = 0
     proven_bps: float = 0.0  # the rate before probing began
     probes: int = 0  # in a row
+    fruitless: int = 0  # probes for which the planner found no other codec
     wait_steps: int = 0  # before the next probe, longer after each one that hurt
     since_step: int = 0  # of the last move
 
@@ -131,7 +133,8 @@ def measure(link: Link, sample: Sample, settings: Settings) -> tuple[Link, bool]
     messages = link.messages + max(1, sample.messages)
     if n_bytes < settings.sample_bytes or busy_s <= 0.0:
         return replace(link, n_bytes=n_bytes, busy_s=busy_s, messages=messages, telling=False), False
-    rate, odd = _smoothed(link, n_bytes * 8.0 / busy_s, settings)
+    measured = min(MAX_BANDWIDTH_BPS, max(MIN_BANDWIDTH_BPS, n_bytes * 8.0 / busy_s))
+    rate, odd = _smoothed(link, measured, settings)
     telling = busy_s / messages >= max(settings.telling_s, sample.rtt_s / 2)
     return replace(link, rate_bps=rate, odd=odd, telling=telling, n_bytes=0, busy_s=0.0, messages=0), True
 
@@ -308,6 +311,14 @@ def _believed(link: Link) -> float:
     return link.rate_bps if known and link.rate_bps else link.assumed_bps
 
 
+def proven(state: State) -> dict[Pair, float]:
+    """What every link is known to carry: without what a probe only hopes for."""
+    return {
+        pair: link.proven_bps if link.phase is Phase.PROBING else _believed(link)
+        for pair, link in state.links.items()
+    }
+
+
 def _suffers(state: State, settings: Settings) -> str:
     """Why steps take longer than usual, "" where they do not or it cannot be said yet."""
     if state.usual_s is None or len(state.recent_s) < settings.jump_samples:
@@ -328,6 +339,31 @@ def _learnt(state: State, settings: Settings) -> State:
         # A device may have become slower for good: no link is to blame for ever.
         now_s = state.usual_s + (now_s - state.usual_s) / 10
     return replace(state, usual_s=now_s)
+
+
+def answered(state: State, step: int, changed: bool, settings: Settings) -> State:
+    """The planner has chosen for a Decision: whether anything that matters is another now.
+
+    Where nothing is, the next decision need not wait; and a link on which more was to be spent
+    several times to no effect is left alone for long.
+    """
+    links = {}
+    for pair, link in state.links.items():
+        fruitless = link.fruitless + 1 if link.phase is Phase.PROBING and not changed else 0
+        if fruitless < settings.fruitless_most:
+            links[pair] = replace(link, fruitless=fruitless)
+            continue
+        links[pair] = replace(
+            link,
+            phase=Phase.FOLLOWING,
+            assumed_bps=link.proven_bps,
+            probes=0,
+            fruitless=0,
+            wait_steps=settings.probe_wait_most_steps,
+            since_step=step,
+        )
+    changed_step = state.changed_step if changed else state.changed_step - settings.effect_steps
+    return replace(state, links=links, changed_step=changed_step)
 
 
 def evaluated(

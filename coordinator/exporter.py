@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from atoll.errors import UsageError
+from coordinator.rounds import RUNNING
+from coordinator.views import carried
 from protos import telemetry
 
 if TYPE_CHECKING:
@@ -53,10 +55,24 @@ class Exporter:
         for (source, target), link in list(scheduler.roster.links.table.estimates.items()):
             rates.add_metric([source, target], link.bandwidth_bps)
         yield rates
+        yield self._ratios()
         dropped = CounterMetricFamily(telemetry.DROPPED.name, telemetry.DROPPED.help, labels=["kind"])
         for kind, number in list(scheduler.dropped.items()):
             dropped.add_metric([kind], number)
         yield dropped
+
+    def _ratios(self) -> Metric:
+        found = GaugeMetricFamily(
+            telemetry.LINK_RATIO.name, telemetry.LINK_RATIO.help, labels=list(telemetry.LINK_RATIO.labels)
+        )
+        scheduler = self._shell.scheduler
+        for job in list(scheduler.jobs.values()):
+            if job.phase in RUNNING:
+                for link in carried(scheduler, job):
+                    if link.dense_bytes_per_step:
+                        ratio = link.dense_bytes_per_step / link.bytes_per_step
+                        found.add_metric([link.source, link.target, link.codec], ratio)
+        return found
 
     def close(self) -> None:
         """Stop serving."""

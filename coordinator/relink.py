@@ -21,6 +21,7 @@ AHEAD = 2  # steps from the commit that says it to the first step under it
 MATERIAL = 0.1  # of a ratio: less is not worth a new version
 ADAPTIVE = frozenset({AUTO, ADATOPK, LOSSLESS})
 """Modes whose codecs depend on the links; a codec by name is what the owner said, off is off."""
+MAX_REASON_CHARS = 1000
 LINEAGE = 64  # versions remembered, for reports that come late
 
 Stages = tuple[int, int]
@@ -72,15 +73,20 @@ def _by_pair(links: Iterable[LinkSpec]) -> dict[Stages, LinkSpec]:
 
 
 def explained(
-    links: Iterable[LinkSpec], changed: Mapping[Stages, object], why: Mapping[Stages, str], summary: str
+    before: Iterable[LinkSpec], after: Iterable[LinkSpec], why: Mapping[Stages, str]
 ) -> tuple[LinkSpec, ...]:
-    """The links, those that change with what was measured in front of the planner's reason."""
-    return tuple(
-        replace(link, reason="; ".join(filter(None, (why.get(pair, summary), link.reason))))
-        if (pair := (link.source, link.target)) in changed
-        else link
-        for link in links
-    )
+    """The new links: those in ``why`` change for that, then for the planner's reason; the others
+    keep their codec, ratio and reason to the letter."""
+    old = _by_pair(before)
+    found = []
+    for link in after:
+        pair = (link.source, link.target)
+        if pair in why:
+            reason = "; ".join(part for part in (why[pair], link.reason) if part)
+            found.append(replace(link, reason=reason[:MAX_REASON_CHARS]))
+        else:
+            found.append(old.get(pair, link))
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- in a job's machine
@@ -118,6 +124,11 @@ def dropped(state: JobState) -> JobState:
     """The stages are given up. A version that was said is used up: the next plan's is above it."""
     version = state.version if state.relink is None else state.relink.version
     return replace(state, wanted=None, relink=None, version=version)
+
+
+def current(state: JobState, version: int) -> bool:
+    """Whether ``version`` is one of those that the adopted plan has had."""
+    return version == state.version or any(version == known for known, _ in state.lineage)
 
 
 def version_at(lineage: Sequence[Stages], step: int, version: int) -> int:

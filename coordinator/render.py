@@ -95,6 +95,15 @@ def plan_view(plan: Plan, names: Names) -> RenderableType:
     parts.append(_stages_table(plan, prediction, names))
     if prediction is not None:
         parts += [_links_table(plan, prediction, names), _verdict(prediction, names)]
+    parts += [
+        Text(
+            f"{_name(names, plan.stages[s.source].worker)} > {_name(names, plan.stages[s.target].worker)}: "
+            f"{s.reason}",
+            style=DIM,
+        )
+        for s in plan.links
+        if s.reason
+    ]
     for worker, why in plan.left_out:
         parts.append(Text(f"left out: {_name(names, worker)}: {why}", style=DIM))
     return Group(*parts)
@@ -114,11 +123,11 @@ def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Ta
 
 
 def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
-    """Links with what they carry; with codec, ratio and reason where compression was asked for."""
+    """Links with what they carry; with codec and ratio where compression was asked for."""
     workers = [stage.worker for stage in plan.stages]
     specs = {(workers[spec.source], workers[spec.target]): spec for spec in plan.links}
     chosen = any(spec.reason for spec in plan.links)
-    more = ("codec", "mask", "of dense", "why") if chosen else ()
+    more = ("codec", "gradients", "of dense") if chosen else ()
     table = _table("link", "bytes a step", "busy a step", "busy", *more)
     for link in prediction.links:
         share = link.busy_s / prediction.step_s if prediction.step_s > 0 else 0.0
@@ -127,7 +136,7 @@ def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
         if chosen:
             spec = specs.get((link.source, link.target), LinkSpec(0, 0))
             kept = link.bytes_per_step / link.dense_bytes_per_step if link.dense_bytes_per_step else 1.0
-            row += [label(spec), spec.mask.value, f"{kept:.1%}", escape(spec.reason)]
+            row += [label(spec), spec.mask.value, f"{kept:.1%}"]
         table.add_row(*row)
     return table
 
@@ -238,11 +247,7 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     if update.stages:
         parts.append(_busy_table(update.stages, names))
     if update.links:
-        table = _table("link", "rate", "a step", "codec")
-        for link in update.links:
-            pair = escape(f"{_name(names, link.source)} > {_name(names, link.target)}")
-            table.add_row(pair, in_bits(link.bps), in_bytes(link.bytes_per_step), link.codec)
-        parts.append(table)
+        parts += [_carried_table(update.links, names), *_reasons(update.links, names)]
     return Group(*parts)
 
 
@@ -256,9 +261,40 @@ def watch_line(update: pb.JobUpdate, told: str = "") -> str:
         words.append(f"busy {shares}")
     if update.links:
         words.append("links " + " ".join(f"{link.bps / 1e6:.1f}" for link in update.links) + " Mbit/s")
+        coded = [codec_label(link) for link in update.links]
+        if any(label != "none" for label in coded):
+            words.append("codecs " + " ".join(coded))
     if update.reason != told:
         words.append(update.reason)
     return ", ".join(word for word in words if word)
+
+
+def codec_label(link: pb.LinkRate) -> str:
+    """What the link's tensors go through: topk:31.2, bf16, none."""
+    return f"{link.codec}:{link.ratio:.3g}" if link.ratio > 1.0 else link.codec
+
+
+def _carried_table(links: Sequence[pb.LinkRate], names: Names) -> Table:
+    table = _table("link", "used", "can carry", "a step", "of dense", "codec")
+    for link in links:
+        dense = link.dense_bytes_per_step
+        table.add_row(
+            escape(f"{_name(names, link.source)} > {_name(names, link.target)}"),
+            in_bits(link.bps),
+            in_bits(link.measured_bps) if link.measured_bps else "?",
+            in_bytes(link.bytes_per_step),
+            f"{link.bytes_per_step / dense:.1%} of {in_bytes(dense)}" if dense else "",
+            codec_label(link),
+        )
+    return table
+
+
+def _reasons(links: Sequence[pb.LinkRate], names: Names) -> list[Text]:
+    return [
+        Text(f"{_name(names, link.source)} > {_name(names, link.target)}: {link.reason}", style=DIM)
+        for link in links
+        if link.reason
+    ]
 
 
 def _pace(update: pb.JobUpdate) -> str:

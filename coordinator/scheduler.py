@@ -16,26 +16,22 @@ from atoll.job import JobSpec
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import members, rounds
+from coordinator.adapting import Adapting
+from coordinator.assigning import assignment, stage_of
 from coordinator.config import CoordinatorConfig
 from coordinator.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger
+from coordinator.holds import Hold, Holds
 from coordinator.links import judge_timing
 from coordinator.members import Member
 from coordinator.preparing import Preparer
+from coordinator.ratios import label
+from coordinator.relink import changes, current
 from coordinator.roster import Roster, refusal
 from coordinator.rounds import JobState
 from protos.telemetry import Event as Name
 
 RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
 STALL_S = 0.25  # a tick later than this is our own stall
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """A job that waits for a moment before it is planned anew."""
-
-    until_s: float
-    for_workers: frozenset[str]  # all back in the pool: no need to wait longer
-    unless_gone: str = ""  # its death settles what we wait for
 
 
 @dataclass(slots=True)
@@ -48,7 +44,8 @@ class Scheduler:
     roster: Roster = field(init=False)
     preparer: Preparer = field(init=False)
     jobs: dict[str, JobState] = field(default_factory=dict)
-    holds: dict[str, Hold] = field(default_factory=dict)
+    adapting: Adapting = field(init=False)
+    holds: Holds = field(default_factory=Holds)
     dropped: dict[str, int] = field(default_factory=dict)
     storage: str = ""  # why nothing can be stored now
     _out: list[do.Instruction] = field(default_factory=list)
@@ -58,6 +55,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self.roster = Roster(self.config.liveness, self.config.probing)
         self.preparer = Preparer(self.roster, self.config.probing, self._emit)
+        self.adapting = Adapting(self.roster, self.config.adaptation, self._emit)
         for record in self.ledger.jobs.values():
             self._restore(record.submitted.job)
 
@@ -76,7 +74,7 @@ class Scheduler:
     def spec_of(self, job: str, worker: str | None = None) -> JobSpec | None:
         """The spec of a job; with ``worker``, only where it holds a stage of it."""
         state = self.jobs.get(job)
-        if state is None or (worker is not None and self._stage_of(state, worker) is None):
+        if state is None or (worker is not None and stage_of(state, worker) is None):
             return None
         return state.spec
 
@@ -123,7 +121,7 @@ class Scheduler:
     def _take_back(self, worker: str) -> None:
         """A worker that was away may still hold a stage, and would refuse to be measured."""
         for state in self.jobs.values():
-            if state.phase not in rounds.ENDED and self._stage_of(state, worker) is not None:
+            if state.phase not in rounds.ENDED and stage_of(state, worker) is not None:
                 reason = "the stage was taken back while you were away"
                 self._send(worker, do.ReleaseStage(state.job, state.version, reason))
 
@@ -132,11 +130,11 @@ class Scheduler:
         words it repeats itself."""
         member = self.roster.workers[worker].member
         state = self.jobs.get(member.job)
-        stage = self._stage_of(state, worker) if state is not None else None
+        stage = stage_of(state, worker) if state is not None else None
         if state is None or stage is None:
             return
         if state.phase is rounds.Phase.LOADING and stage not in state.loaded:
-            self._send(worker, self._assignment(state, stage))
+            self._send(worker, assignment(state, stage, self.roster))
         elif state.phase in rounds.STEPPING and state.last_commit is None:
             self._send(worker, do.StartStep(state.job, state.version, state.step))
         elif state.last_commit is not None:
@@ -159,7 +157,7 @@ class Scheduler:
         for name, worker in list(self.roster.workers.items()):
             if not worker.member.gone:
                 self._move(name, members.Tick())
-        if self.preparer.expire(self.now_s) or self._holds_end():
+        if self.preparer.expire(self.now_s) or self.holds.end(self.roster, self.now_s):
             self._dirty = True
 
     def _arrived(self, event: ev.Arrived) -> None:
@@ -293,7 +291,7 @@ class Scheduler:
             reason = f"the coordinator was restarted; goes on from step {checkpoint.step}"
             state = replace(state, phase=rounds.Phase.PAUSED, reason=reason)
             workers = frozenset(s.worker for s in record.plan.stages) if record.plan else frozenset()
-            self.holds[job] = Hold(self.now_s + RESTART_GRACE_S, workers)
+            self.holds.put(job, Hold(self.now_s + RESTART_GRACE_S, workers))
         self.jobs[job] = state
 
     def _read(self, event: ev.JobRead) -> None:
@@ -333,6 +331,30 @@ class Scheduler:
         self.preparer.wait_for_change(event.job)
         self._job(event.job, rounds.Waits(f"waits for a fleet that suffices: {event.reason}"))
 
+    def _links_chosen(self, event: ev.LinksChosen) -> None:
+        state = self.jobs.get(event.job)
+        if state is None or state.phase not in rounds.STEPPING:
+            return
+        wish = self.adapting.chosen(state, event)
+        if wish is not None:
+            self._job(event.job, wish)
+
+    def _links_due(self, state: JobState, due: rounds.LinksDue) -> None:
+        """Say once for each link that changes: from what, to what, from which step on, and why."""
+        stages = state.plan.stages if state.plan else ()
+        for (source, target), (was, new) in changes(due.before, due.relink.links).items():
+            self._log(
+                Name.LINK_CHANGED,
+                job=state.job,
+                source=stages[source].worker,
+                target=stages[target].worker,
+                before=label(was),
+                after=label(new),
+                first_step=due.relink.first_step,
+                version=due.relink.version,
+                reason=new.reason,
+            )
+
     def _plan_asked(self, event: ev.PlanAsked) -> None:
         self.preparer.inquire(event.inquiry, event.spec, event.ops)
         self._dirty = True
@@ -343,14 +365,14 @@ class Scheduler:
 
     def _from_stage(self, worker: str, message: ev.JobMessage) -> None:
         state = self.jobs.get(message.job)
-        stage = self._stage_of(state, worker) if state is not None else None
+        stage = stage_of(state, worker) if state is not None else None
         if state is None or stage is None:
             self._drop(type(message).__name__, f"of {worker}, which holds no stage of {message.job}")
             return
-        if isinstance(message, ev.StageFailed) and message.version == state.version and message.lost_peer:
+        if isinstance(message, ev.StageFailed) and message.lost_peer and current(state, message.version):
             # Who is to blame shows within the time in which the dead are noticed.
             until_s = self.now_s + self.config.liveness.dead_after_s
-            self.holds[state.job] = Hold(until_s, frozenset(), message.lost_peer)
+            self.holds.put(state.job, Hold(until_s, unless_gone=message.lost_peer))
         if isinstance(message, ev.StateStored) and not message.tensors.keys() <= state.spec.tensors.keys():
             odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
             self._set_aside(worker, f"{worker} stored {odd!r}, which {state.job} does not have")
@@ -377,6 +399,14 @@ class Scheduler:
             self._dirty = True
         if changed or before.step != state.step or before.eval_loss != state.eval_loss:
             self._emit(do.Notify(job))
+        if state.phase in rounds.ENDED:
+            self.adapting.over(job)
+        elif (
+            before.awaiting_eval is not None
+            and state.awaiting_eval is None
+            and state.phase in rounds.STEPPING
+        ):
+            self.adapting.evaluated(state)
 
     def _obey(self, state: JobState, todo: rounds.Todo) -> None:
         match todo:
@@ -388,7 +418,10 @@ class Scheduler:
                 for at, spec in enumerate(state.plan.stages if state.plan else ()):
                     if stage is None or stage == at:
                         self._send(spec.worker, message)
+            case rounds.LinksDue():
+                self._links_due(state, todo)
             case rounds.AssignAll():
+                self.adapting.adopted(state)
                 for at in range(state.n_stages):
                     self._assign(state, at)
             case rounds.ReleaseAll(reason):
@@ -402,25 +435,7 @@ class Scheduler:
         assert state.plan is not None  # noqa: S101 - a plan was just adopted
         worker = state.plan.stages[stage].worker
         self._move(worker, members.AssignedTo(state.job, stage))
-        self._send(worker, self._assignment(state, stage))
-
-    def _assignment(self, state: JobState, stage: int) -> do.AssignStage:
-        assert state.plan is not None  # noqa: S101 - a plan was adopted
-        peers = tuple(
-            self._peer(state.plan.stages[stage].worker, at, spec.worker, stage)
-            for at, spec in enumerate(state.plan.stages)
-            if at != stage
-        )
-        return do.AssignStage(
-            state.job, state.spec, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers
-        )
-
-    def _peer(self, me: str, at: int, peer: str, stage: int) -> do.StagePeer:
-        """The lower stage dials where both can be reached, else whoever can reach the other."""
-        mine = self.roster.workers[me].introduction.addresses
-        theirs = self.roster.workers[peer].introduction.addresses
-        dial = bool(theirs) and (stage < at or not mine)
-        return do.StagePeer(at, peer, theirs, dial)
+        self._send(worker, assignment(state, stage, self.roster))
 
     def _release(self, state: JobState, reason: str) -> None:
         for spec in state.plan.stages if state.plan else ():
@@ -428,12 +443,6 @@ class Scheduler:
             if worker is not None and worker.member.job == state.job:
                 self._send(spec.worker, do.ReleaseStage(state.job, state.version, reason))
                 self._move(spec.worker, members.Released(f"released by {state.job}"))
-
-    def _stage_of(self, state: JobState, worker: str) -> int | None:
-        for at, spec in enumerate(state.plan.stages if state.plan else ()):
-            if spec.worker == worker:
-                return at
-        return None
 
     # ------------------------------------------------------------ members
 
@@ -466,7 +475,7 @@ class Scheduler:
 
     def _lose_job(self, job: str, worker: str, reason: str) -> None:
         state = self.jobs.get(job)
-        if state is not None and state.phase in rounds.RUNNING and self._stage_of(state, worker) is not None:
+        if state is not None and state.phase in rounds.RUNNING and stage_of(state, worker) is not None:
             self._job(job, rounds.StageLost(reason))
 
     def _set_aside(self, worker: str, reason: str) -> None:
@@ -543,20 +552,6 @@ class Scheduler:
         if not training:
             self.preparer.measure_links(fresh=False, now_s=self.now_s)
 
-    def _holds_end(self) -> bool:
-        """Drop holds whose time or cause is over; whether there was one."""
-        idle = set(self.roster.idle())
-        over = []
-        for job, hold in self.holds.items():
-            blamed = self.roster.workers.get(hold.unless_gone)
-            back = bool(hold.for_workers) and hold.for_workers <= idle
-            gone = bool(hold.unless_gone) and (blamed is None or blamed.member.gone)
-            if self.now_s >= hold.until_s or back or gone:
-                over.append(job)
-        for job in over:
-            del self.holds[job]
-        return bool(over)
-
     # ------------------------------------------------------------ output
 
     def _emit(self, instruction: do.Instruction) -> None:
@@ -595,6 +590,8 @@ _HANDLERS: Mapping[type, Callable[[Scheduler, Any], None]] = {
     ev.PlanMade: Scheduler._plan_made,
     ev.PlanFailed: Scheduler._plan_failed,
     ev.PlanAsked: Scheduler._plan_asked,
+    ev.LinksChosen: Scheduler._links_chosen,
+    ev.LinksFailed: lambda self, event: self.adapting.failed(event),
     ev.CancelAsked: Scheduler._cancel,
     ev.KickAsked: Scheduler._kick,
     ev.StorageFailed: Scheduler._storage_failed,

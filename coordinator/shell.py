@@ -19,7 +19,7 @@ import structlog
 
 from atoll.errors import AtollError, PlanError, StorageError
 from atoll.job import JobSpec
-from atoll.plan import Plan
+from atoll.plan import LinkSpec, Plan
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import rounds
@@ -29,6 +29,7 @@ from coordinator.facts import Fact, to_record
 from coordinator.graphs import GraphStore
 from coordinator.journal import Journal
 from coordinator.partition import make_plan
+from coordinator.respec import respec
 from coordinator.runlog import Logs, Point, RunLogs
 from coordinator.scheduler import Scheduler
 from protos import telemetry
@@ -224,6 +225,8 @@ class Shell:
                     outbox.close(reason)
             case do.MakePlan():
                 self._spawn(self._make_plan(instruction))
+            case do.ChooseLinks():
+                self._spawn(self._choose_links(instruction))
             case do.ReadJob(job, spec):
                 self._spawn(self._read_job(job, spec))
             case do.SweepBlobs():
@@ -317,6 +320,22 @@ class Shell:
             asked[1].set_result(plan)
         else:
             self.post(ev.PlanMade(request.job, request.attempt, plan))
+
+    async def _choose_links(self, request: do.ChooseLinks) -> None:
+        plan = request.plan
+
+        def work() -> tuple[LinkSpec, ...]:
+            graphs = self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
+            return respec(plan, graphs.train, request.training, request.fleet)
+
+        try:
+            links = await self._in_pool(work)
+        except Exception as error:
+            if not isinstance(error, AtollError):
+                log.exception("planner.crashed", job=request.job)
+            self.post(ev.LinksFailed(request.job, request.attempt, str(error)))
+        else:
+            self.post(ev.LinksChosen(request.job, request.attempt, links))
 
     async def _read_job(self, job: str, spec: JobSpec) -> None:
         try:

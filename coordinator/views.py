@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atoll.plan import LinkSpec
 from coordinator.roster import Worker, flops_of
 from coordinator.rounds import ENDED, JobState
 from protos import atoll_control_pb2 as pb
@@ -52,7 +53,7 @@ def job_update(
         if with_plan:
             update.plan.CopyFrom(to_proto(state.plan))
         update.stages.extend(_stages(state, step_s))
-        update.links.extend(_links(scheduler, state))
+        update.links.extend(carried(scheduler, state))
     return update
 
 
@@ -69,21 +70,30 @@ def _stages(state: JobState, step_s: float | None) -> Iterable[pb.StageStatus]:
         )
 
 
-def _links(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
-    """What each link carried in the last committed step."""
+def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
+    """What each link carried in the last committed step, and under which codec and why."""
     if state.plan is None:
         return
     step_s = state.step_times_s[-1] if state.step_times_s else 0.0
+    stage_of = {stage.worker: at for at, stage in enumerate(state.plan.stages)}
+    specs = {(link.source, link.target): link for link in state.plan.links}
     for at, report in sorted(state.reports.items()):
+        source = state.plan.stages[at].worker
         for link in report.links:
-            if link.n_bytes:
-                yield pb.LinkRate(
-                    source=state.plan.stages[at].worker,
-                    target=link.peer,
-                    bps=link.n_bytes * 8 / step_s if step_s > 0 else 0.0,
-                    bytes_per_step=link.n_bytes,
-                    codec="none",
-                )
+            if not link.n_bytes:
+                continue
+            spec = specs.get((at, stage_of.get(link.peer, at)), LinkSpec(at, at))
+            yield pb.LinkRate(
+                source=source,
+                target=link.peer,
+                bps=link.n_bytes * 8 / step_s if step_s > 0 else 0.0,
+                bytes_per_step=link.n_bytes,
+                codec=spec.codec,
+                ratio=spec.ratio,
+                reason=spec.reason,
+                dense_bytes_per_step=link.dense_bytes,
+                measured_bps=scheduler.adapting.measured_bps(state.job, (source, link.peer)),
+            )
 
 
 def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerStatus:

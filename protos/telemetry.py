@@ -31,6 +31,8 @@ class Event(StrEnum):
     SESSION_CLOSED = "session.closed"
     SESSION_REFUSED = "session.refused"
     LINK_PROBED = "link.probed"
+    LINK_CHANGED = "link.changed"
+    LINKS_JUDGED = "links.judged"
     OPS_PROBED = "ops.probed"
     JOB_SUBMITTED = "job.submitted"
     JOB_STATE = "job.state"
@@ -60,6 +62,11 @@ STEP_SECONDS = Metric("atoll_step_seconds", "Time from one commit to the next", 
 COMMIT_SECONDS = Metric("atoll_commit_seconds", "Coordinator's share of a step", ("job",))
 LOSS = Metric("atoll_loss_nats", "Training loss of the last committed step", ("job",))
 LINK_RATE = Metric("atoll_link_rate_bps", "Smoothed payload rate between workers", ("source", "target"))
+LINK_RATIO = Metric(
+    "atoll_link_compression_ratio",
+    "Dense bytes over bytes sent in the last step",
+    ("source", "target", "codec"),
+)
 DROPPED = Metric("atoll_messages_dropped_total", "Late, duplicate or stale messages", ("kind",))
 
 METRICS = (
@@ -70,5 +77,6 @@ METRICS = (
     COMMIT_SECONDS,
     LOSS,
     LINK_RATE,
+    LINK_RATIO,
     DROPPED,
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
-LEAST_SHARE = 0.05
+LEAST_SHARE = 0.1
 """Of the time from sending to acknowledgement: a round trip estimated too long must not leave
 nothing. It also bounds what a message far shorter than the round trip can show."""
 

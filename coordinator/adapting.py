@@ -1,0 +1,206 @@
+"""Running jobs whose links follow what training measures: from reports to a wish for other codecs.
+
+``adapt`` decides, the planner chooses (``ChooseLinks``, in a thread), ``rounds`` carries it out;
+this keeps one state a job between them. Pure; its requests go out through ``emit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from atoll.compression import Compression
+from coordinator import adapt, relink
+from coordinator import instructions as do
+from coordinator.events import LinksChosen, LinksFailed
+from coordinator.fleet import Fleet
+from coordinator.job_state import JobState, Relinked
+from coordinator.links import LinkEstimate, Pair
+from coordinator.roster import Roster
+from protos.telemetry import Event as Name
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A choice under way."""
+
+    attempt: int
+    decision: adapt.Decision
+    stages: tuple[str, ...]  # workers, so that another plan's answer is recognised
+
+
+@dataclass(slots=True)
+class Adapting:
+    """``of``: the state of every job that adapts."""
+
+    roster: Roster
+    settings: adapt.Settings
+    emit: Callable[[do.Instruction], None]
+    of: dict[str, adapt.State] = field(default_factory=dict)
+    _asked: dict[str, _Asked] = field(default_factory=dict)
+    _attempts: int = 0
+
+    def adopted(self, state: JobState) -> None:
+        """A plan begins. A cap that the guard has set stays: the model is the same."""
+        before = self.of.pop(state.job, None)
+        self._asked.pop(state.job, None)
+        if state.plan is None or not relink.adapts(state.spec.training) or len(state.plan.stages) < 2:
+            return
+        rates = {pair: self._known_bps(pair) for pair in _pairs(state)}
+        self.of[state.job] = adapt.begin(rates, state.step, before.cap if before is not None else None)
+
+    def over(self, job: str) -> None:
+        """The job has ended."""
+        self.of.pop(job, None)
+        self._asked.pop(job, None)
+
+    def committed(self, state: JobState) -> None:
+        """A step is committed: its reports may change what the links should do."""
+        known = self.of.get(state.job)
+        if known is None or state.plan is None or not state.step_times_s:
+            return
+        after, decision = adapt.observe(
+            known, state.step, state.step_times_s[-1], _samples(state), self.settings
+        )
+        self.of[state.job] = after
+        self._remember(after)
+        self._decided(state, decision)
+
+    def _remember(self, state: adapt.State) -> None:
+        """Plans to come, of this job or another, start from what training shows."""
+        table = self.roster.links.table
+        for pair, bps in adapt.proven(state).items():
+            if pair in table.estimates:
+                table.estimates[pair] = LinkEstimate(bps, table.estimates[pair].latency_s)
+
+    def evaluated(self, state: JobState) -> None:
+        """Both held-out losses are there: the guard looks at what lies between them."""
+        known = self.of.get(state.job)
+        if known is None or state.eval_loss is None or state.coded_loss is None:
+            return
+        after, decision = adapt.evaluated(
+            known,
+            state.step,
+            state.eval_loss,
+            state.coded_loss,
+            relink.largest_ratio(state.plan),
+            self.settings,
+        )
+        self.of[state.job] = after
+        self._decided(state, decision)
+
+    def _decided(self, state: JobState, decision: adapt.Decision | None) -> None:
+        if decision is None or state.plan is None:
+            return
+        self.emit(
+            do.Log(
+                Name.LINKS_JUDGED.value, "info", state.job, {"step": state.step, "reason": decision.reason}
+            )
+        )
+        workers = tuple(stage.worker for stage in state.plan.stages)
+        if any(worker not in self.roster.workers for worker in workers):
+            return  # it is being lost; the next plan is made with the newest figures anyway
+        self._attempts += 1
+        self._asked[state.job] = _Asked(self._attempts, decision, workers)
+        training = state.spec.training
+        if decision.cap is not None:
+            capped = _capped(training.compression, decision.cap)
+            training = replace(training, compress=str(capped))
+        fleet = self.roster.fleet(list(workers), training.precision.value)
+        fleet = believing(fleet, decision.rates_bps)
+        self.emit(do.ChooseLinks(state.job, self._attempts, state.plan, training, fleet))
+
+    def chosen(self, state: JobState, event: LinksChosen) -> Relinked | None:
+        """What the job's machine shall be told; None when nothing that matters is another."""
+        asked = self._asked.get(state.job)
+        if asked is None or asked.attempt != event.attempt or state.plan is None:
+            return None
+        del self._asked[state.job]
+        if asked.stages != tuple(stage.worker for stage in state.plan.stages):
+            return None
+        changed = relink.changes(state.plan.links, event.links)
+        if state.job in self.of:
+            self.of[state.job] = adapt.answered(self.of[state.job], state.step, bool(changed), self.settings)
+        if not changed:
+            return None
+        why = {}
+        for source, target in changed:
+            pair = (asked.stages[source], asked.stages[target])
+            why[source, target] = asked.decision.reasons.get(pair, asked.decision.reason)
+        links = relink.explained(state.plan.links, event.links, why)
+        return Relinked(links, asked.decision.reason)
+
+    def failed(self, event: LinksFailed) -> None:
+        """The links stay as they are."""
+        asked = self._asked.get(event.job)
+        if asked is not None and asked.attempt == event.attempt:
+            del self._asked[event.job]
+            self.emit(do.Log(Name.PLAN_FAILED.value, "warning", event.job, {"reason": event.reason}))
+
+    def measured_bps(self, job: str, pair: Pair) -> float:
+        """What training shows of a link, else what was probed; 0 where nothing is known."""
+        known = self.of.get(job)
+        link = known.links.get(pair) if known is not None else None
+        if link is not None and link.rate_bps is not None:
+            return link.rate_bps
+        estimate = self.roster.links.table.get(*pair)
+        return estimate.bandwidth_bps if estimate is not None else 0.0
+
+    def _known_bps(self, pair: Pair) -> float:
+        """What a plan was made with: the pair's own rate or a shared uplink's, whichever is less."""
+        fleet = self.roster.fleet(list(pair), "fp32")
+        return float(fleet.effective_bps[0, 1])
+
+
+def believing(fleet: Fleet, rates_bps: Mapping[Pair, float]) -> Fleet:
+    """The fleet with these pair rates. An uplink through which one pair gets more than it was
+    thought to carry carries at least that."""
+    bandwidth = fleet.bandwidth_bps.copy()
+    for (source, target), bps in rates_bps.items():
+        if source in fleet.index and target in fleet.index:
+            bandwidth[fleet.index[source], fleet.index[target]] = bps / fleet.payload_share
+    uplinks = []
+    for uplink in fleet.uplinks:
+        inside = set(uplink.members)
+        up = [bps for (a, b), bps in rates_bps.items() if a in inside and b not in inside]
+        down = [bps for (a, b), bps in rates_bps.items() if a not in inside and b in inside]
+        up_bps = max([uplink.up_bps, *(bps / fleet.payload_share for bps in up)])
+        down_bps = max([uplink.down_bps, *(bps / fleet.payload_share for bps in down)])
+        uplinks.append(replace(uplink, up_bps=up_bps, down_bps=down_bps))
+    assert np.all(bandwidth > 0)  # noqa: S101 - rates are judged before they are believed
+    return replace(fleet, bandwidth_bps=bandwidth, uplinks=tuple(uplinks))
+
+
+def _capped(wanted: Compression, cap: float) -> Compression:
+    """The same compression with no ratio above ``cap``."""
+    if wanted.exact:
+        return wanted
+    ratio = cap if wanted.ratio is None else min(cap, wanted.ratio)
+    return replace(wanted, ratio=max(1.0, round(ratio, 4)))
+
+
+def _pairs(state: JobState) -> list[Pair]:
+    stages = state.plan.stages if state.plan is not None else ()
+    links = state.plan.links if state.plan is not None else ()
+    return [(stages[link.source].worker, stages[link.target].worker) for link in links]
+
+
+def _samples(state: JobState) -> dict[Pair, adapt.Sample]:
+    """What the committed step's reports say of the plan's links."""
+    assert state.plan is not None  # noqa: S101 - the caller has looked
+    stages = state.plan.stages
+    coded = {
+        (stages[link.source].worker, stages[link.target].worker)
+        for link in state.plan.links
+        if link.codec != "none"
+    }
+    found = {}
+    for at, report in state.reports.items():
+        for link in report.links:
+            pair = (stages[at].worker, link.peer)
+            if link.n_bytes > 0:
+                messages = state.spec.training.n_micro
+                found[pair] = adapt.Sample(link.n_bytes, link.busy_s, link.rtt_s, messages, pair in coded)
+    return found

@@ -1,0 +1,36 @@
+"""What a worker is told when it is given a stage. Pure."""
+
+from __future__ import annotations
+
+from coordinator import instructions as do
+from coordinator.job_state import JobState
+from coordinator.roster import Roster
+
+
+def stage_of(state: JobState, worker: str) -> int | None:
+    """The stage that ``worker`` holds, None when it holds none."""
+    for at, spec in enumerate(state.plan.stages if state.plan else ()):
+        if spec.worker == worker:
+            return at
+    return None
+
+
+def assignment(state: JobState, stage: int, roster: Roster) -> do.AssignStage:
+    """A stage of the adopted plan, with where its tensors are and whom it talks to."""
+    assert state.plan is not None  # noqa: S101 - a plan was adopted
+    peers = tuple(
+        _peer(roster, state.plan.stages[stage].worker, at, spec.worker, stage)
+        for at, spec in enumerate(state.plan.stages)
+        if at != stage
+    )
+    return do.AssignStage(
+        state.job, state.spec, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers
+    )
+
+
+def _peer(roster: Roster, me: str, at: int, peer: str, stage: int) -> do.StagePeer:
+    """The lower stage dials where both can be reached, else whoever can reach the other."""
+    mine = roster.workers[me].introduction.addresses
+    theirs = roster.workers[peer].introduction.addresses
+    dial = bool(theirs) and (stage < at or not mine)
+    return do.StagePeer(at, peer, theirs, dial)
