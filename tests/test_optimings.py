@@ -86,6 +86,24 @@ def test_seconds_are_the_clock_s_mean_over_the_window():
     assert found["aten.tanh.default"] == OpTiming(1.0 / 8, 0.0)
 
 
+def test_other_work_on_the_machine_while_one_round_runs_does_not_show():
+    reads = itertools.count()
+    now_s = 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 10.0 if next(reads) < 8 else 1.0  # the first round's window is among the first 8
+        return now_s
+
+    found = time_ops(
+        [probe("aten.tanh.default", (OpRef(0),), (ROWS,), grad=False)],
+        sustained_s=0.5,
+        clock=clock,
+        budget_s=1e9,
+    )
+    assert found["aten.tanh.default"] == OpTiming(1.0 / 8, 0.0)
+
+
 @pytest.mark.parametrize("name", list(OptimizerName))
 def test_the_optimizer_is_timed_by_element(name: OptimizerName):
     assert 0.0 < time_optimizer(name, elements=1 << 10, sustained_s=1e-4) < 1.0

@@ -6,6 +6,8 @@ stage's ops are meant to add up to the stage, so
 
 - each op is timed over a sustained window after a warm-up, by the mean: a CPU quota slows what
   lasts and spares what is short, and a median would not see it;
+- all ops are timed in rounds, each in another order, until the two fastest rounds agree: other
+  work on the machine only ever slows, and it comes and goes;
 - inputs are taken in turn from several sets, so that weights come from memory as they do when
   a whole stage runs between two uses, where a single set would stay in the nearest cache;
 - the cost of entering the autograd engine, paid once a micro-batch and not once an op, is
@@ -14,8 +16,9 @@ stage's ops are meant to add up to the stage, so
 
 from __future__ import annotations
 
+import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,9 +32,11 @@ from atoll.ops import check_node
 from atoll.program import Received, StageProgram
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 SUSTAINED_S = 0.025  # of one op's timed window, after its warm-up
+MAX_ROUNDS = 5
+AGREE_WITHIN = 0.05  # of the sums of the two fastest rounds
 MIN_REPETITIONS = 3
 MAX_REPETITIONS = 2000
 SETS_BYTES = 32 << 20  # what the input sets of one op should exceed together
@@ -69,26 +74,52 @@ def time_ops(
     """Time each op; those that fail, exceed ``max_bytes`` or come after ``budget_s`` are left out.
 
     An op's window is at least ``sustained_s`` and MIN_REPETITIONS runs of forward and backward,
-    so the budget may be exceeded by one op.
+    so the budget may be exceeded by one op. Figures are means of an op's two fastest windows.
     """
     place = torch.device(device)
     started = clock()
     overhead = _engine_overhead(place, clock)
-    timings: dict[str, OpTiming] = {}
-    for probe in probes:
-        if clock() - started > budget_s:
-            break
-        if 3 * _probe_bytes(probe) > max_bytes or not _known_dtypes(probe):
-            continue
-        try:
-            check_node(probe.node, max_bytes)
-            bench = _Bench(_functional(probe), place, precision, max_bytes)
-            timings[probe.signature] = bench.time(sustained_s, overhead, clock)
-        except (RuntimeError, IndexError, TypeError, ValueError, AtollError):
-            # Random values need not be valid arguments of every op; the planner falls back on
-            # its analytic figure for what is missing here.
-            continue
-    return timings
+    left = [p for p in probes if 3 * _probe_bytes(p) <= max_bytes and _known_dtypes(p)]
+    rounds: list[dict[str, OpTiming]] = []
+    while len(rounds) < MAX_ROUNDS and not _agree(rounds):
+        random.Random(len(rounds)).shuffle(left)
+        timings: dict[str, OpTiming] = {}
+        for probe in left:
+            if clock() - started > budget_s:
+                # A round that was cut short says nothing of the ops it did not reach.
+                return _merged([*rounds, timings]) if rounds else timings
+            try:
+                check_node(probe.node, max_bytes)
+                bench = _Bench(_functional(probe), place, precision, max_bytes)
+                timings[probe.signature] = bench.time(sustained_s, overhead, clock)
+            except (RuntimeError, IndexError, TypeError, ValueError, AtollError):
+                # Random values need not be valid arguments of every op; the planner falls back on
+                # its analytic figure for what is missing here.
+                continue
+        left = [probe for probe in left if probe.signature in timings]
+        rounds.append(timings)
+    return _merged(rounds)
+
+
+def _total(timings: Mapping[str, OpTiming]) -> float:
+    return sum(t.forward_s + t.backward_s for t in timings.values())
+
+
+def _agree(rounds: Sequence[Mapping[str, OpTiming]]) -> bool:
+    fastest = sorted(map(_total, rounds))[:2]
+    return len(fastest) == 2 and fastest[1] <= (1.0 + AGREE_WITHIN) * fastest[0]
+
+
+def _merged(rounds: Sequence[Mapping[str, OpTiming]]) -> dict[str, OpTiming]:
+    """Every op's mean over the two fastest of its windows."""
+    found = {}
+    for signature in rounds[0]:
+        seen = sorted(
+            (r[signature] for r in rounds if signature in r), key=lambda t: t.forward_s + t.backward_s
+        )[:2]
+        forward_s, backward_s = (sum(times) / len(seen) for times in zip(*map(astuple, seen), strict=True))
+        found[signature] = OpTiming(forward_s, backward_s)
+    return found
 
 
 def time_optimizer(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 OPS_BUDGET_S = 60.0
-OPS_BYTES_SHARE = 0.25  # of the memory budget, for one op's inputs
+OPS_BYTES_SHARE = 0.75  # of the memory budget, for one op: an idle worker holds nothing else
 PROBE_CONNECT_S = 10.0
 Task = Callable[[Cancel], None]
 
