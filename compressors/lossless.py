@@ -1,11 +1,10 @@
 """Byte planes and entropy coding: fewer bytes, the same bits.
 
 A float's sign and mantissa are noise, but its exponent takes few values: 2.55 bits of entropy for a
-Gaussian, so at best 0.830 of fp32 and 0.659 of bf16. Each element is rotated left by one bit, which
-leaves the exponent alone in the top byte (with three mantissa bits in fp16) and the sign last; the
-bytes are then split into planes, and a plane is entropy coded where a sample says that this saves
-something. So zeros, which fill mantissas too, cost nothing either. Integers are one plane.
-The memory layout travels as in ``none.py``: the oracle holds over this codec.
+Gaussian, so at best 0.830 of fp32 and 0.659 of bf16. Elements are split into byte planes
+(``byte_planes.py``), and a plane is entropy coded where a sample says that this saves something; so
+zeros, which fill mantissas too, cost next to nothing. A tensor that would save less than MIN_GAIN
+travels raw. The memory layout travels as in ``none.py``: the oracle holds over this codec.
 
 Source: ZipCCL (arXiv 2604.27844) and ZipNN split like this; papers/compression.md section 5.
 """
@@ -13,7 +12,7 @@ Source: ZipCCL (arXiv 2604.27844) and ZipNN split like this; papers/compression.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,28 +21,17 @@ import zstandard
 from atoll.errors import BadFrame
 from atoll.opdag import DTYPE_BYTES, TensorMeta
 from compressors.base import TORCH_DTYPES, Packet, State, meta_of
+from compressors.byte_planes import KINDS, Plane, kinds, merge, plane_bytes, split
 from compressors.catalogue import codec
-from compressors.layout import Layout, from_wire, to_wire
+from compressors.layout import ALIGNMENT, Layout, from_wire, to_wire
+from compressors.packing import Bytes
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Bytes = NDArray[np.uint8]
-
-MIN_GAIN = 0.05  # what saves less travels raw: ZipNN's threshold
-BLOCK = 1 << 16  # elements split at a time, so that temporaries stay in the cache
-SAMPLE_PIECES, SAMPLE_PIECE = 8, 2048  # elements looked at before a plane is coded
-MAX_WINDOW_BYTES = 1 << 19
+MIN_GAIN = 0.05  # ZipNN's threshold
+SAMPLE_PIECES, SAMPLE_PIECE = 8, 512  # elements looked at before a plane is coded
+WINDOW_LOG = 17
+MAX_WINDOW_BYTES = 1 << 20  # of level 1, which integers take, too
 _SIZE = struct.Struct("!Q")
 _RAW, _PLANES = 0, 1  # first byte of the parameters
-
-# What a plane holds, highest byte first; the dtype of each is its share of an element.
-_ROTATED: dict[str, tuple[type[np.unsignedinteger], tuple[type[np.unsignedinteger], ...]]] = {
-    "float32": (np.uint32, (np.uint8, np.uint8, np.uint16)),
-    "complex64": (np.uint32, (np.uint8, np.uint8, np.uint16)),
-    "bfloat16": (np.uint16, (np.uint8, np.uint8)),
-    "float16": (np.uint16, (np.uint8, np.uint8)),
-}
 
 
 class Lossless:
@@ -55,7 +43,7 @@ class Lossless:
         return None
 
     def compress(self, tensor: torch.Tensor, state: State = None, *, seed: int = 0) -> tuple[Packet, State]:
-        """Stored raw, sharing a dense CPU tensor's memory, where less than MIN_GAIN is saved."""
+        """Raw, sharing a dense CPU tensor's memory, where less than MIN_GAIN is saved."""
         meta = meta_of(tensor)
         flat, layout = to_wire(tensor)
         flat = flat.cpu()
@@ -65,16 +53,16 @@ class Lossless:
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         data: Bytes = flat.view(torch.uint8).numpy()
         kept = b"" if layout == Layout.contiguous(meta.shape) else layout.to_bytes()
-        planes = _encoded(data, meta.dtype)
-        if planes is None:
+        coded = _encoded(data, meta.dtype)
+        if coded is None:
             return Packet(self.name, meta, _view(data), bytes([_RAW]) + kept), None
-        sizes = b"".join(_SIZE.pack(len(plane)) for plane in planes)
-        params = bytes([_PLANES]) + sizes + kept
-        return Packet(self.name, meta, b"".join(planes), params), None
+        payload, sizes = coded
+        params = bytes([_PLANES]) + b"".join(map(_SIZE.pack, sizes)) + kept
+        return Packet(self.name, meta, _view(payload), params), None
 
     def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:
-        """Raises BadFrame for planes that are not exactly the tensor's. Allocates the tensor, its
-        planes, and nothing that the payload asks for."""
+        """Raises BadFrame for planes that are not exactly the tensor's. Allocates the tensor and
+        blocks, never what the payload asks for."""
         meta, payload = packet.meta, memoryview(packet.payload)
         dtype = TORCH_DTYPES[meta.dtype]
         if packet.zero:
@@ -83,17 +71,14 @@ class Lossless:
             if payload:
                 raise BadFrame(f"payload of {len(payload)} bytes for {meta}, which is empty")
             return torch.empty(meta.shape, dtype=dtype)
-        form, sizes, layout = _parsed(packet)
-        lead = layout.lead
-        # The first element where the layout wants it, so that no second copy is made.
-        memory = torch.empty(lead + meta.elements, dtype=dtype)[lead:]
-        real = torch.view_as_real(memory).reshape(-1) if memory.is_complex() else memory
-        target: Bytes = real.view(torch.uint8).numpy()
-        if form == _RAW:
-            target[:] = np.frombuffer(payload, np.uint8)
+        sizes, layout = _parsed(packet)
+        # The first element where the layout wants it, so that from_wire makes no second copy.
+        memory = _aligned(meta.nbytes, layout.lead * DTYPE_BYTES[meta.dtype])
+        if sizes is None:
+            memory[:] = np.frombuffer(payload, np.uint8)
         else:
-            _decode(payload, sizes, meta.dtype, target)
-        return from_wire(memory, meta.shape, layout)
+            merge(memory, meta.dtype, _sources(payload, sizes, meta))
+        return from_wire(torch.from_numpy(memory).view(dtype), meta.shape, layout)
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         return meta.nbytes
@@ -102,60 +87,39 @@ class Lossless:
         return codec(self.name).size(meta, 1.0)
 
 
-def _parsed(packet: Packet) -> tuple[int, list[int], Layout]:
-    """Form, plane sizes and layout out of the parameters. BadFrame when they contradict the payload."""
-    meta, params, length = packet.meta, packet.params, len(packet.payload)
-    if not params or params[0] not in (_RAW, _PLANES):
-        raise BadFrame(f"lossless packet with {len(params)} bytes of parameters of no known form")
-    form, at, sizes = params[0], 1, [meta.nbytes]
-    if form == _PLANES:
-        full = _plane_bytes(meta)
-        at += _SIZE.size * len(full)
-        if len(params) < at:
-            raise BadFrame(f"lossless packet names {len(params)} bytes of parameters, {len(full)} planes")
-        sizes = [size for (size,) in _SIZE.iter_unpack(params[1:at])]
-        if any(size > most for size, most in zip(sizes, full, strict=True)):
-            raise BadFrame(f"planes of {sizes} bytes; at most {full}")
-    if length != sum(sizes):
-        raise BadFrame(f"payload of {length} bytes for {meta}; its header says {sum(sizes)}")
-    layout = Layout.contiguous(meta.shape)
-    if len(params) > at:
-        layout = Layout.from_bytes(params[at:], len(meta.shape))
-    if not 0 <= layout.lead * DTYPE_BYTES[meta.dtype] < 64:
-        raise BadFrame(f"layout leads by {layout.lead} elements")
-    return form, sizes, layout
-
-
-def _plane_bytes(meta: TensorMeta) -> list[int]:
-    """Bytes of each plane before coding."""
-    if meta.dtype not in _ROTATED:
-        return [meta.nbytes]
-    word, planes = _ROTATED[meta.dtype]
-    elements = meta.nbytes // np.dtype(word).itemsize
-    return [elements * np.dtype(plane).itemsize for plane in planes]
-
-
-def _view(array: Bytes) -> memoryview:
-    """The array's bytes; numpy's stubs do not say that it is a buffer."""
-    return memoryview(array)  # type: ignore[arg-type]
-
-
-def _encoded(data: Bytes, dtype: str) -> list[bytes | memoryview] | None:
-    """The planes as they travel, or None when all of them together save less than MIN_GAIN."""
+def _encoded(data: Bytes, dtype: str) -> tuple[Bytes, list[int]] | None:
+    """The planes that travel raw, then the coded ones, and the size of each; None when all of them
+    together save less than MIN_GAIN."""
+    sample = _sample(data, dtype)
     coder = _coder(dtype)
-    sampled = _split(_sample(data, dtype), dtype)
-    gains = [_saves(coder.compress(plane), plane) for plane in sampled]
+    gains = [
+        len(coder.compress(_view(plane))) < (1 - MIN_GAIN) * plane.nbytes
+        for plane in next(split(sample, dtype, [None] * len(kinds(dtype))))
+    ]
     if not any(gains):
         return None
-    sent: list[bytes | memoryview] = []
-    for plane, gain in zip(_split(data, dtype), gains, strict=True):
-        packed = coder.compress(plane) if gain else b""
-        sent.append(packed if gain and _saves(packed, plane) else plane)
-    return sent if sum(map(len, sent)) <= (1 - MIN_GAIN) * len(data) else None
-
-
-def _saves(packed: bytes, plane: memoryview) -> bool:
-    return len(packed) < (1 - MIN_GAIN) * len(plane)
+    full, payload, at = plane_bytes(dtype, len(data)), np.empty(len(data), np.uint8), 0
+    targets: list[Plane | None] = [None] * len(full)
+    streams = {}
+    for i, (kind, gain) in enumerate(zip(kinds(dtype), gains, strict=True)):
+        if gain:
+            streams[i] = _coder(dtype).compressobj(size=full[i])
+        else:
+            targets[i] = payload[at : at + full[i]].view(kind)
+            at += full[i]
+    parts: dict[int, list[bytes]] = {i: [] for i in streams}
+    for planes in split(data, dtype, targets):
+        for i, stream in streams.items():
+            parts[i].append(stream.compress(_view(planes[i])))
+    packed = {i: b"".join([*parts[i], stream.flush()]) for i, stream in streams.items()}
+    sizes = [len(packed[i]) if i in packed else size for i, size in enumerate(full)]
+    # A plane as long as it is uncoded counts as raw; a sample may mislead that far.
+    if any(len(packed[i]) >= full[i] for i in packed) or sum(sizes) > (1 - MIN_GAIN) * len(data):
+        return None
+    for coded in packed.values():
+        payload[at : at + len(coded)] = np.frombuffer(coded, np.uint8)
+        at += len(coded)
+    return payload[:at], sizes
 
 
 def _sample(data: Bytes, dtype: str) -> Bytes:
@@ -173,7 +137,7 @@ def _coder(dtype: str) -> zstandard.ZstdCompressor:
     """Huffman for float planes: a match finder with next to no table, which gives up at once where
     there is no run. Level 1 searches for matches in noise: measured on the exponents of a Gaussian,
     0.29 GB/s of plane and 0.361 of its bytes against 0.82 GB/s and 0.325."""
-    if dtype not in _ROTATED:
+    if dtype not in KINDS:
         return zstandard.ZstdCompressor(level=1)
     return zstandard.ZstdCompressor(
         compression_params=zstandard.ZstdCompressionParameters(
@@ -182,72 +146,88 @@ def _coder(dtype: str) -> zstandard.ZstdCompressor:
             hash_log=6,
             chain_log=6,
             search_log=1,
-            window_log=19,
+            window_log=WINDOW_LOG,
         )
     )
 
 
-def _split(data: Bytes, dtype: str) -> list[memoryview]:
-    """Planes of the rotated elements, highest byte first."""
-    if dtype not in _ROTATED:
-        return [_view(data)]
-    word, kinds = _ROTATED[dtype]
-    elements = data.view(word)
-    bits = elements.itemsize * 8
-    planes = [np.empty(len(elements), kind) for kind in kinds]
-    one, two = np.empty(BLOCK, word), np.empty(BLOCK, word)
-    for start in range(0, len(elements), BLOCK):
-        block = elements[start : start + BLOCK]
-        rotated, shifted = one[: len(block)], two[: len(block)]
-        np.left_shift(block, 1, out=rotated)
-        np.right_shift(block, bits - 1, out=shifted)
-        np.bitwise_or(rotated, shifted, out=rotated)
-        left = bits
-        for plane in planes:
-            left -= plane.itemsize * 8
-            source = rotated if left == 0 else np.right_shift(rotated, left, out=shifted)
-            np.copyto(plane[start : start + BLOCK], source, casting="unsafe")
-    return [_view(plane.view(np.uint8)) for plane in planes]
+def _view(array: Plane) -> memoryview:
+    """The array's bytes; numpy's stubs do not say that it is a buffer."""
+    return memoryview(array.view(np.uint8))  # type: ignore[arg-type]
 
 
-def _decode(payload: memoryview, sizes: list[int], dtype: str, target: Bytes) -> None:
-    """Planes back into elements, in ``target``. BadFrame for a damaged plane."""
-    word, kinds = _ROTATED.get(dtype, (np.uint8, (np.uint8,)))
-    elements = target.view(word)
-    planes, at = [], 0
-    for size, kind in zip(sizes, kinds, strict=True):
-        full = len(elements) * np.dtype(kind).itemsize
-        planes.append(_plane(payload[at : at + size], full).view(kind))
-        at += size
-    if dtype not in _ROTATED:
-        target[:] = planes[0]
-        return
-    bits = elements.itemsize * 8
-    one, two = np.empty(BLOCK, word), np.empty(BLOCK, word)
-    for start in range(0, len(elements), BLOCK):
-        block = elements[start : start + BLOCK]
-        rotated, shifted = one[: len(block)], two[: len(block)]
-        np.copyto(rotated, planes[0][start : start + BLOCK])
-        for plane in planes[1:]:
-            np.left_shift(rotated, plane.itemsize * 8, out=rotated)
-            np.bitwise_or(rotated, plane[start : start + BLOCK], out=rotated)
-        np.right_shift(rotated, 1, out=block)
-        np.left_shift(rotated, bits - 1, out=shifted)
-        np.bitwise_or(block, shifted, out=block)
+def _aligned(size: int, lead: int) -> Bytes:
+    """New memory that begins ``lead`` bytes after a boundary of ALIGNMENT. numpy asks the system for
+    huge pages and torch does not: filling fresh memory takes a quarter of the time."""
+    memory = np.empty(size + 2 * ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT + lead
+    return memory[start : start + size]
 
 
-def _plane(data: memoryview, full: int) -> Bytes:
-    """``full`` bytes of a plane that travelled raw (as long as it is) or coded."""
-    if len(data) == full:
-        return np.frombuffer(data, np.uint8)
+def _parsed(packet: Packet) -> tuple[list[int] | None, Layout]:
+    """Plane sizes (None: stored raw) and layout. BadFrame when they contradict the payload."""
+    meta, params, length = packet.meta, packet.params, len(packet.payload)
+    if not params or params[0] not in (_RAW, _PLANES):
+        raise BadFrame(f"lossless packet with {len(params)} bytes of parameters of no known form")
+    at, sizes, total = 1, None, meta.nbytes
+    if params[0] == _PLANES:
+        full = plane_bytes(meta.dtype, meta.nbytes)
+        at += _SIZE.size * len(full)
+        if len(params) < at:
+            raise BadFrame(f"lossless packet names {len(params)} bytes of parameters, {len(full)} planes")
+        sizes = [size for (size,) in _SIZE.iter_unpack(params[1:at])]
+        if any(size > most for size, most in zip(sizes, full, strict=True)):
+            raise BadFrame(f"planes of {sizes} bytes; at most {full}")
+        total = sum(sizes)
+    if length != total:
+        raise BadFrame(f"payload of {length} bytes for {meta}; its header says {total}")
+    layout = Layout.contiguous(meta.shape)
+    if len(params) > at:
+        layout = Layout.from_bytes(params[at:], len(meta.shape))
+    if layout.lead * DTYPE_BYTES[meta.dtype] >= ALIGNMENT:
+        raise BadFrame(f"layout leads by {layout.lead} elements, more than {ALIGNMENT} bytes")
+    return sizes, layout
+
+
+def _sources(payload: memoryview, sizes: list[int], meta: TensorMeta) -> list[Callable[[slice], Plane]]:
+    """For each plane what gives its elements block by block. BadFrame for a damaged one."""
+    full = plane_bytes(meta.dtype, meta.nbytes)
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i] < full[i])  # stable: raw ones first
+    sources: dict[int, Callable[[slice], Plane]] = {}
+    at = 0
+    for i in order:
+        kind, data = kinds(meta.dtype)[i], payload[at : at + sizes[i]]
+        at += sizes[i]
+        if sizes[i] == full[i]:
+            sources[i] = np.frombuffer(data, kind).__getitem__
+        else:
+            sources[i] = _decoder(data, kind, full[i])
+    return [sources[i] for i in range(len(sizes))]
+
+
+def _decoder(data: memoryview, kind: type[np.unsignedinteger], full: int) -> Callable[[slice], Plane]:
+    """A coded plane of ``full`` bytes, decoded as its blocks are asked for."""
     try:
-        # Without this check the coder would allocate whatever size a hostile frame names.
         if zstandard.frame_content_size(data) != full:
             raise BadFrame(f"a coded plane does not hold {full} bytes")
-        reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        plane = reader.decompress(data, max_output_size=full)
     except zstandard.ZstdError as error:
         raise BadFrame(f"a coded plane of {len(data)} bytes is damaged: {error}") from None
-    if len(plane) != full:
-        raise BadFrame(f"a coded plane holds {len(plane)} bytes; expected {full}")
-    return np.frombuffer(plane, np.uint8)
+    # The window is what the coder would allocate for a hostile frame.
+    reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(data)
+    buffer = np.empty(0, kind)
+
+    def block(part: slice) -> Plane:
+        nonlocal buffer
+        count = part.stop - part.start
+        if len(buffer) < count:
+            buffer = np.empty(count, kind)
+        into = buffer[:count]
+        try:
+            got = reader.readinto(_view(into))
+        except zstandard.ZstdError as error:
+            raise BadFrame(f"a coded plane of {len(data)} bytes is damaged: {error}") from None
+        if got != into.nbytes:
+            raise BadFrame(f"a coded plane of {len(data)} bytes ends early")
+        return into
+
+    return block

@@ -11,7 +11,8 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors import CODECS, make_compressor
 from compressors.base import DTYPES, TORCH_DTYPES, Packet, meta_of, parse_packet
-from compressors.lossless import BLOCK, MIN_GAIN
+from compressors.byte_planes import BLOCK
+from compressors.lossless import MIN_GAIN
 
 CODEC = make_compressor("lossless")
 SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 4), (64, 130), (3, BLOCK // 2 + 1)]
@@ -136,10 +137,10 @@ def test_a_frame_that_claims_a_larger_plane_is_refused_before_anything_is_alloca
     packet, _ = CODEC.compress(gaussian((4096,), torch.float32))
     bomb = zstandard.compress(bytes(1 << 24))
     sizes = struct.unpack_from("!3Q", packet.params, 1)
-    forged = struct.pack("!B3Q", 1, len(bomb), *sizes[1:])
-    payload = bomb + bytes(packet.payload)[sizes[0] :]
+    forged = struct.pack("!B3Q", 1, *sizes[:2], len(bomb))  # raw planes go first, the exponent last
+    payload = bytes(packet.payload)[: -sizes[2]] + bomb
     with pytest.raises(BadFrame, match="does not hold 4096 bytes"):
         CODEC.decompress(Packet("lossless", meta, payload, forged))
-    huge = struct.pack("!B3Q", 1, 1 << 60, *sizes[1:])
+    huge = struct.pack("!B3Q", 1, *sizes[:2], 1 << 60)
     with pytest.raises(BadFrame, match="at most"):
         CODEC.decompress(Packet("lossless", meta, payload, huge))
