@@ -16,13 +16,16 @@ class BlockScaler:
     """Divides chunks of a tensor by their blocks' scales; one an encoding, it keeps its buffers.
 
     scale = m / steps, m the block's largest magnitude, so a value over its scale is in
-    [-steps, steps] (``margin`` lifts the scale by a hair for those who may not exceed that).
+    [-steps, steps] up to rounding (``margin`` lifts the scale by a hair for those who may not
+    exceed that). No scale is so large that ``steps`` of it would be infinite.
     A block with an infinity or NaN gets the scale NaN, and decodes as NaN throughout.
     """
 
     def __init__(self, block: int, steps: int, *, margin: float = 0.0) -> None:
         self.block = block
         self._steps = np.float32(steps / (1.0 + margin))
+        self._whole = steps
+        self._most = np.nextafter(np.finfo(np.float32).max / np.float32(steps), np.float32(0.0))
         self._scaled = np.empty(CHUNK, np.float32)
         self._work = torch.empty(CHUNK, dtype=torch.float32)
 
@@ -39,7 +42,7 @@ class BlockScaler:
             largest[full] = work[full * self.block :].max()
         largest[largest < LEAST] = 0.0
         largest[~np.isfinite(largest)] = np.nan
-        return largest / self._steps
+        return np.minimum(largest / self._steps, self._most)
 
     def scaled(self, chunk: Floats, scales: Floats, by: float = 1.0) -> Floats:
         """``chunk * by / scale`` in a buffer that the next call overwrites; 0 in blocks whose scale
@@ -49,8 +52,11 @@ class BlockScaler:
         inverse = np.zeros_like(scales)
         np.divide(np.float32(by), scales, out=inverse, where=usable)
         multiply(chunk, inverse, self.block, out)
-        if np.isnan(scales).any():
+        top = scales.max()
+        if np.isnan(top):
             np.nan_to_num(out, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        if not top < self._most:
+            np.clip(out, -by * self._whole, by * self._whole, out=out)
         return out
 
 

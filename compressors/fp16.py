@@ -14,6 +14,7 @@ from compressors.rates import CHUNK, fp16_bytes
 
 MAX = np.float32(65504.0)  # largest finite float16
 TOP = 15  # a chunk is scaled into (-2**15, 2**15), which rounds to no infinity
+BELOW_TOP = np.float32(2.0**15 - 2.0**4)  # the half before 2**15
 MIN_SHIFT, MAX_SHIFT = TOP - 128, 126  # both ways a normal float32
 
 
@@ -47,6 +48,8 @@ class HalfPrecision(FixedRate):
                 scaled = chunk
             elif shift:
                 np.multiply(chunk, np.float32(2.0**shift), out=scaled)
+                if shift == MIN_SHIFT:  # rounded to 2**15, a value would come back as 2**128
+                    np.clip(scaled, -BELOW_TOP, BELOW_TOP, out=scaled)
             else:
                 np.clip(chunk, -MAX, MAX, out=scaled)
                 np.copyto(scaled, chunk, where=np.isinf(chunk))

@@ -22,10 +22,10 @@ _MIDDLE = 8  # the code of 0
 
 
 class Int4Block(FixedRate):
-    """``q = round(x / s)``, ``s = m / 7`` up to the next bfloat16, m the largest magnitude of 64
+    """``q = round(x / s)``, ``s = m / 7`` cut to a bfloat16, m the largest magnitude of 64
     row-major neighbours; two q a byte (``planes.py``).
 
-    Error of an element: at most ``m / 14 * (1 + 2**-7)``; blocks with m below 2**-120 decode as
+    Error of an element: at most ``m / 14``; blocks with m below 2**-120 decode as
     zeros. A block with an infinity or NaN decodes as NaN. Bytes: 1/2 an element, 2 a block.
     Source: papers/compression.md section 4, int8 blockwise linear, at 4 bits.
     """
@@ -64,10 +64,9 @@ class Int4Block(FixedRate):
 
 
 def _upper_half(scales: Floats) -> np.ndarray:
-    """Bits of the least bfloat16 not below each scale (>= 0 or NaN): a q above 7 would not fit."""
-    bits = scales.view(np.uint32)
-    up = (bits + np.uint32(0xFFFF)) >> np.uint32(16)
-    upper: np.ndarray = np.where(np.isnan(scales), np.uint32(0x7FC0), up).astype(np.uint16)
+    """Bits of the next bfloat16 towards 0. A value over its scale then reaches 7.06, which still
+    rounds to 7, and no decoded value exceeds the block's largest. NaN stays NaN."""
+    upper: np.ndarray = (scales.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return upper
 
 
