@@ -2,14 +2,14 @@
 
 One figure ranks what may be done to all links: tau, the seconds a micro-batch that any of them
 may take. For each tau every link gets the mildest codec that meets it and pays there
-(``ratios.within``); the timeline judges a row of them from no compression to the limit, the
-mildest within 2 % of the fastest is kept, and then each pair of stages is eased as far as the
-step allows. Less than 1 % faster than dense is not worth a changed number: then it stays off.
+(``ratios.within``); the timeline judges a row of them from mild to the limit, the mildest within
+2 % of the fastest is kept, and then each pair of stages is eased as far as the step allows. Less
+than 1 % faster than dense is not worth a changed number: then it stays off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,40 +26,41 @@ Judge = Callable[[tuple[LinkSpec, ...]], float]
 
 WORTH = 0.99  # of the dense step: at least this much faster, or nothing is compressed
 NEAR = 1.02  # of the fastest found: a milder choice within this is preferred
-EASED = 1.003  # of the step before a pair is eased
+EASED = 1.003  # of the step before any pair is eased
 TAUS = 8  # between the slowest link's dense time and the limit
-EASINGS = (8.0, 3.0, 1.5)  # times tau, for one pair
+EASINGS = (float("inf"), 8.0, 3.0, 1.5)  # times tau, for one pair; inf: dense
 
 
 def auto(
-    links: Sequence[Link], wanted: Compression, pace_s: float, judge: Judge, judgements: int = 60
+    links: Sequence[Link], wanted: Compression, unnoticed_s: float, judge: Judge, judgements: int = 60
 ) -> tuple[LinkSpec, ...]:
     """A spec for every link, with its reason; all dense when compressing gains less than 1 %.
 
-    ``pace_s``: seconds a micro-batch of the slowest stage. Calls ``judge`` at most about
-    ``judgements`` times.
+    ``unnoticed_s``: seconds a micro-batch within which a link holds nothing up. Calls ``judge``
+    at most about ``judgements`` times.
     """
     limit, mask = asked_ratio(wanted), mask_of(wanted)
-    dense = tuple(LinkSpec(*link.pair) for link in links)
     off_s = judge(())
-    steps = {dense: off_s}
-    found = [(dense, float("inf"))]  # with the tau of each, mildest first
-    for tau in _taus(links, limit, pace_s, max(2, min(TAUS, judgements - 2))):
+    steps: dict[tuple[LinkSpec, ...], float] = {}
+    found = []  # with the tau of each, mildest first
+    for tau in _taus(links, limit, unnoticed_s, max(1, min(TAUS, judgements - 2))):
         specs = within(links, tau, limit, mask)
-        if specs not in steps:
+        if specs not in steps and not without_codecs(specs):
             steps[specs] = judge(specs)
             found.append((specs, tau))
-    fastest = min(steps.values())
-    specs, tau = next((s, t) for s, t in found if steps[s] <= fastest * NEAR)
-    if steps[specs] <= WORTH * off_s:
-        left = judgements - len(steps)
-        specs = _eased(links, specs, tau, limit, wanted, judge, steps[specs], left)
-        step = judge(specs)
-        if step <= WORTH * off_s:
-            why = f"the step {off_s:.3g} -> {step:.3g} s"
-            return tuple(reasoned(link, spec, why) for link, spec in _matched(links, specs))
-    gain = f"compressing gains {max(0.0, 1 - fastest / off_s):.1%} of a step of {off_s:.3g} s, 1 % is asked"
-    return tuple(reasoned(link, spec, gain) for link, spec in _matched(links, dense))
+    fastest = min(steps.values(), default=off_s)
+    if fastest > WORTH * off_s:
+        why = (
+            f"compressing gains {max(0.0, 1 - fastest / off_s):.1%} of a step of {off_s:.3g} s, 1 % is asked"
+        )
+        return tuple(reasoned(link, LinkSpec(*link.pair), why) for link in links)
+    enough = max(fastest, min(fastest * NEAR, WORTH * off_s))
+    specs, tau = next((s, t) for s, t in found if steps[s] <= enough)
+    bar = max(steps[specs], min(steps[specs] * EASED, WORTH * off_s))
+    milder = ([within(pair, tau * times, limit, mask) for times in EASINGS] for pair in _by_pair(links))
+    specs, step_s = _eased(specs, steps[specs], bar, judge, judgements - len(steps), milder)
+    why = f"the step {off_s:.3g} -> {step_s:.3g} s"
+    return tuple(reasoned(link, spec, why) for link, spec in _matched(links, specs))
 
 
 def settled(problem: Problem, scored: Scored, judgements: int = 60) -> Scored:
@@ -71,57 +72,60 @@ def settled(problem: Problem, scored: Scored, judgements: int = 60) -> Scored:
         judged = problem.scheduled(candidate, specs)
         return judged.step_s if judged is not None else float("inf")
 
-    specs = auto(links, problem.compression, problem.pace_s(candidate), judge, judgements)
+    specs = auto(links, problem.compression, problem.unnoticed_s(candidate), judge, judgements)
     return problem.scheduled(candidate, specs) or scored
 
 
 def specs_for(
-    links: Sequence[Link], wanted: Compression, pace_s: float, judge: Judge
+    links: Sequence[Link], wanted: Compression, unnoticed_s: float, judge: Judge
 ) -> tuple[LinkSpec, ...]:
     """Specs of any compression for a given cut; ``off`` gives dense ones."""
     if wanted.mode == AUTO:
-        return auto(links, wanted, pace_s, judge)
+        return auto(links, wanted, unnoticed_s, judge)
     if wanted.mode == OFF:
         return tuple(LinkSpec(*link.pair) for link in links)
     return choose(links, wanted)
 
 
-def _taus(links: Sequence[Link], limit: float, pace_s: float, count: int) -> Iterator[float]:
-    """From the mildest to the harshest: even steps on a logarithmic scale, and the pace."""
+def _taus(links: Sequence[Link], limit: float, unnoticed_s: float, count: int) -> Iterator[float]:
+    """From the mildest to the harshest: even steps on a logarithmic scale, and ``unnoticed_s``."""
     slowest = max((link.dense_s for link in links), default=0.0)
     taus = [slowest / limit ** (i / count) for i in range(1, count + 1)]
-    if slowest / limit < pace_s < slowest:
-        taus.append(pace_s)
+    if slowest / limit < unnoticed_s < slowest:
+        taus.append(unnoticed_s)
     yield from sorted(taus, reverse=True)
 
 
-def _eased(
-    links: Sequence[Link],
-    specs: tuple[LinkSpec, ...],
-    tau: float,
-    limit: float,
-    wanted: Compression,
-    judge: Judge,
-    step_s: float,
-    judgements: int,
-) -> tuple[LinkSpec, ...]:
-    """Each pair, the least loaded first, as mild as keeps the step within EASED of ``step_s``."""
+def _by_pair(links: Sequence[Link]) -> list[list[Link]]:
+    """Both directions of each stage pair together, the least loaded first."""
     pairs: dict[tuple[int, int], list[Link]] = {}
     for link in links:
         pairs.setdefault((min(link.pair), max(link.pair)), []).append(link)
-    bar = step_s * EASED
-    for pair in sorted(pairs.values(), key=lambda pair: max(link.dense_s for link in pair)):
+    return sorted(pairs.values(), key=lambda pair: max(link.dense_s for link in pair))
+
+
+def _eased(
+    specs: tuple[LinkSpec, ...],
+    step_s: float,
+    bar: float,
+    judge: Judge,
+    judgements: int,
+    pairs: Iterable[Sequence[tuple[LinkSpec, ...]]],
+) -> tuple[tuple[LinkSpec, ...], float]:
+    """Each pair in turn as mild, of the choices given for it, as keeps the step within ``bar``."""
+    for choices in pairs:
         tried = {specs}
-        for times in (float("inf"), *EASINGS):
-            milder = _with(specs, within(pair, tau * times, limit, mask_of(wanted)))
+        for choice in choices:
+            milder = _with(specs, choice)
             if milder in tried or judgements <= 0:
                 continue
             tried.add(milder)
             judgements -= 1
-            if judge(milder) <= bar:
-                specs = milder
+            took_s = judge(milder)
+            if took_s <= bar:
+                specs, step_s = milder, took_s
                 break
-    return specs
+    return specs, step_s
 
 
 def _with(specs: tuple[LinkSpec, ...], changed: Sequence[LinkSpec]) -> tuple[LinkSpec, ...]:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     Positions = NDArray[np.intp]
 
 
+FILL_SHARE = 0.05  # of the step that filling and emptying the pipeline's links may add
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Devices (indices in the fleet) in pipeline order, and the op where each begins."""
@@ -185,19 +188,26 @@ class Problem:
         devices = [self.fleet.devices[d] for d in candidate.devices]
         return links_of(work, self.traffic.loads(candidate.starts), devices)
 
-    def pace_s(self, candidate: Candidate) -> float:
-        """Seconds a micro-batch that the slowest stage computes: no link need be faster."""
+    def unnoticed_s(self, candidate: Candidate) -> float:
+        """Seconds a micro-batch within which a link holds nothing up to speak of.
+
+        No link slower than the slowest stage limits the rate of a full pipeline; filling and
+        emptying it passes each of the S - 1 links once each way, which may add FILL_SHARE of the
+        M micro-batches' time.
+        """
         bounds = candidate.bounds(self.n_ops)
-        return max(
+        pace = max(
             float(self.compute[d, b] - self.compute[d, a])
             for (a, b), d in zip(bounds, candidate.devices, strict=True)
         )
+        hops = 2 * max(1, len(bounds) - 1)
+        return pace * min(1.0, FILL_SHARE * self.n_micro / hops)
 
     def specs(self, candidate: Candidate) -> tuple[LinkSpec, ...]:
         """What the compression makes of the candidate's links; empty when that is nothing.
 
         For ``auto`` a first guess without the timeline (``coordinator.chooser`` has the rest):
-        every link as fast as the slowest stage, or as the limit allows.
+        every link fast enough to go unnoticed, or as fast as the limit allows.
         """
         if self.compression.mode == OFF:
             return ()
@@ -206,7 +216,7 @@ class Problem:
             if self.compression.mode == AUTO:
                 limit = asked_ratio(self.compression)
                 slowest = max((link.dense_s for link in links), default=0.0)
-                tau = max(slowest / limit, self.pace_s(candidate))
+                tau = max(slowest / limit, self.unnoticed_s(candidate))
                 self._specs[candidate] = within(links, tau, limit, mask_of(self.compression))
             else:
                 self._specs[candidate] = choose(links, self.compression)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from coordinator.workload import Workload
 
 DEFAULT_RATIO = 32.0
-"""R of ``adatopk`` and ``auto``, and of a codec that takes a ratio, when none is given: between the
-10 that is felt on any slow link and the 100 at which activations begin to cost loss."""
+"""R of ``adatopk`` and ``auto``, and of a codec that takes a ratio, when none is given: between the 10
+by which a slow link is to shrink at least and the 100 of decentralized.md 1.8."""
 SPARSE = "topk"  # what adatopk and the strongest rung of auto select with
 TOLERANCE = 1e-3  # of tau, when a ratio is solved for
 DIGITS = 4  # of a solved ratio: more would only look exact

@@ -48,7 +48,7 @@ def respec(
         return step_seconds(problem.workload(candidate, warmups, specs))
 
     links = problem.links_between(candidate)
-    found = specs_for(links, wanted, problem.pace_s(candidate), judge)
+    found = specs_for(links, wanted, problem.unnoticed_s(candidate), judge)
     by_pair = {(spec.source, spec.target): spec for spec in found}
     # Pairs that only evaluate have no load here: what they send stays exact.
     return tuple(
