@@ -24,6 +24,8 @@ from statistics import median
 
 from coordinator.links import MAX_BANDWIDTH_BPS, MIN_BANDWIDTH_BPS, Pair
 
+USUAL_RISE = 0.02  # of the difference, a step
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -41,7 +43,8 @@ class Settings:
     probe_growth: tuple[float, ...] = (1.15, 1.25, 1.5, 2.0)
     probe_wait_most_steps: int = 256
     fruitless_most: int = 5  # probes in a row that changed no codec: nothing can be spent
-    suffers: float = 0.1  # of the step time
+    suffers: float = 0.1  # of the step time: more than this is too much for a probe
+    free: float = 0.03  # less than this is no price at all
     gap: float = 0.02  # loss without codecs over loss through them, less one
     gap_cap: float = 0.7  # of the largest ratio in use
 
@@ -89,7 +92,7 @@ class Link:
     n_bytes: int = 0  # carried but too little to count yet
     busy_s: float = 0.0
     messages: int = 0
-    proven_bps: float = 0.0  # the rate before probing began
+    proven_bps: float = 0.0  # the last rate before or in a probe at which no step took longer
     probes: int = 0  # in a row
     fruitless: int = 0  # probes for which the planner found no other codec
     wait_steps: int = 0  # before the next probe, longer after each one that hurt
@@ -180,6 +183,7 @@ class Sight:
     sample: Sample
     settings: Settings
     suffers: str  # why the step is said to suffer, "" when it does not
+    free: bool  # the step takes no longer than usual, as far as can be told
 
 
 def _stay(link: Link, sight: Sight) -> tuple[Link, str]:
@@ -242,6 +246,8 @@ def _judge(link: Link, sight: Sight) -> tuple[Link, str]:
         return _settle(link, sight)  # nothing is left to spend
     if sight.step - link.since_step < sight.settings.probe_after_steps:
         return link, ""
+    if sight.free and not link.fruitless:
+        link = replace(link, proven_bps=link.assumed_bps)
     return _grow(link, sight)
 
 
@@ -291,6 +297,7 @@ def _moves(
     state: State, step: int, samples: Mapping[Pair, Sample], counted: set[Pair], settings: Settings
 ) -> tuple[dict[Pair, Link], dict[Pair, str]]:
     suffers, links, reasons = _suffers(state, settings), dict(state.links), {}
+    free = bool(state.recent_s) and not _longer(state, settings.free)
     for pair, sample in samples.items():
         link = links.get(pair)
         if link is None:
@@ -299,7 +306,7 @@ def _moves(
         if link.odd and pair in counted:
             continue
         sign = sign_of(link, sample, settings) if pair in counted else Sign.SILENT
-        links[pair], reason = MOVES[link.phase, sign](link, Sight(step, sample, settings, suffers))
+        links[pair], reason = MOVES[link.phase, sign](link, Sight(step, sample, settings, suffers, free))
         if reason:
             reasons[pair] = reason
     return links, reasons
@@ -321,12 +328,13 @@ def proven(state: State) -> dict[Pair, float]:
 
 def _suffers(state: State, settings: Settings) -> str:
     """Why steps take longer than usual, "" where they do not or it cannot be said yet."""
-    if state.usual_s is None or len(state.recent_s) < settings.jump_samples:
+    if len(state.recent_s) < settings.jump_samples or not _longer(state, settings.suffers):
         return ""
-    now_s = median(state.recent_s)
-    if now_s <= state.usual_s * (1.0 + settings.suffers):
-        return ""
-    return f"steps take {now_s:.3g} s instead of {state.usual_s:.3g} s"
+    return f"steps take {median(state.recent_s):.3g} s instead of {state.usual_s:.3g} s"
+
+
+def _longer(state: State, share: float) -> bool:
+    return state.usual_s is not None and median(state.recent_s) > state.usual_s * (1.0 + share)
 
 
 def _learnt(state: State, settings: Settings) -> State:
@@ -335,9 +343,9 @@ def _learnt(state: State, settings: Settings) -> State:
     if probing or len(state.recent_s) < settings.jump_samples:
         return state
     now_s = median(state.recent_s)
-    if state.usual_s is not None and _suffers(state, settings):
-        # A device may have become slower for good: no link is to blame for ever.
-        now_s = state.usual_s + (now_s - state.usual_s) / 10
+    if state.usual_s is not None and now_s > state.usual_s:
+        # A device may have become slower for good, but what probes cost must not add up unseen.
+        now_s = state.usual_s + (now_s - state.usual_s) * USUAL_RISE
     return replace(state, usual_s=now_s)
 
 

@@ -1,0 +1,269 @@
+"""Links followed from noisy transfers: down in 10 steps, up in 30, never for noise alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator import adapt
+from coordinator.adapt import MOVES, Decision, Link, Phase, Sample, Settings, Sign, State
+
+PAIR = ("a", "b")
+SETTINGS = Settings()
+DENSE_BYTES = 2_000_000  # a step
+COMPUTE_S = 0.4
+MICRO = 4
+
+
+@dataclass
+class Wire:
+    """One link whose codec gives it what the assumed rate carries within the compute time.
+
+    What is decided holds ``effect_steps`` later, as in life.
+    """
+
+    bps: float
+    seed: int = 1
+    noise: float = 0.0
+    overhead_s: float = 0.0  # a message: what small ones are bound by
+    compute_s: float = COMPUTE_S
+    most_ratio: float = 1000.0
+    step: int = 0
+    now: float = 0.0
+    state: State = field(init=False)
+    due: list[tuple[int, float]] = field(default_factory=list)
+    decisions: list[tuple[int, Decision]] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    steps_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.state = adapt.begin({PAIR: self.bps})
+        self.assumed = self.bps
+
+    def ratio(self) -> float:
+        dense_s = 8 * DENSE_BYTES / self.assumed
+        return min(self.most_ratio, max(1.0, dense_s / self.compute_s))
+
+    def run(self, steps: int) -> Wire:
+        for _ in range(steps):
+            while self.due and self.due[0][0] <= self.step:
+                self.assumed = self.due.pop(0)[1]
+            ratio = self.ratio()
+            n_bytes = int(DENSE_BYTES / ratio)
+            seen = self.bps * (1 + self.random.uniform(-self.noise, self.noise))
+            busy_s = 8 * n_bytes / seen + MICRO * self.overhead_s
+            step_s = max(self.compute_s, busy_s) + 0.02
+            self.step += 1
+            sample = Sample(n_bytes, busy_s, 0.002, MICRO, ratio > 1.0)
+            self.state, decision = adapt.observe(self.state, self.step, step_s, {PAIR: sample}, SETTINGS)
+            if decision is not None:
+                self.decisions.append((self.step, decision))
+                self.due.append((self.step + SETTINGS.effect_steps, decision.rates_bps[PAIR]))
+                self.state = adapt.answered(self.state, self.step, True, SETTINGS)
+            self.ratios.append(ratio)
+            self.steps_s.append(step_s)
+        return self
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_link_that_falls_to_a_tenth_is_followed_within_ten_steps(seed: int) -> None:
+    wire = Wire(50e6, seed, noise=0.15).run(20)
+    wire.bps = 5e6
+    wire.run(10)
+    assert wire.assumed == pytest.approx(5e6, rel=0.2)
+    assert wire.ratios[-1] == pytest.approx(8, rel=0.25)
+    assert "Mbit/s" in wire.decisions[-1][1].reason
+    assert "a > b" in wire.decisions[-1][1].reason
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_link_that_is_fast_again_is_followed_within_thirty_steps(seed: int) -> None:
+    wire = Wire(50e6, seed, noise=0.15).run(20)
+    wire.bps = 5e6
+    wire.run(20)
+    wire.bps = 50e6
+    wire.run(30)
+    assert wire.assumed == pytest.approx(50e6, rel=0.25)
+    assert wire.ratios[-1] == 1.0
+
+
+@pytest.mark.parametrize("overhead_s", [0.003, 0.008])
+def test_messages_slowed_by_latency_still_find_that_the_link_got_faster(overhead_s: float) -> None:
+    wire = Wire(5e6, 3, noise=0.1, overhead_s=overhead_s).run(20)
+    wire.bps = 50e6
+    wire.run(30)
+    assert wire.ratios[-1] < 1.5
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("rate", [2e6, 20e6, 200e6])
+def test_noise_of_fifteen_percent_changes_nothing_in_500_steps(seed: int, rate: float) -> None:
+    wire = Wire(rate, seed, noise=0.15).run(500)
+    assert wire.decisions == []
+
+
+def test_a_link_whose_messages_are_too_small_to_tell_is_asked_by_spending_more() -> None:
+    # 6 KB a message, of which the line's own rate is the smallest part: 3.8 Mbit/s are seen of 50.
+    wire = Wire(5e6, compute_s=0.04, overhead_s=0.012)
+    wire.bps = 50e6
+    before = wire.run(1).ratios[-1]
+    wire.run(60)
+    probes = [d for _, d in wire.decisions if "too short to show" in d.reason]
+    assert probes
+    assert min(wire.ratios) < before / 2
+    assert wire.ratios[-1] < before / 1.3  # what cost nothing stays
+    assert max(wire.steps_s) < 1.3 * min(wire.steps_s)
+    for (first, _), (second, _) in zip(wire.decisions, wire.decisions[1:], strict=False):
+        assert second - first >= SETTINGS.distance_steps
+
+
+def test_a_probe_that_makes_the_step_suffer_is_taken_back_and_waits_longer_each_time() -> None:
+    state = adapt.begin({PAIR: 10e6})
+    backs: list[int] = []
+    for step in range(1, 400):
+        link = state.links[PAIR]
+        more = link.assumed_bps / 10e6
+        sample = Sample(70_000, 0.06, 0.05, MICRO, compressed=True)
+        step_s = 1.0 if more < 1.01 else 1.0 + more - 0.95
+        state, decision = adapt.observe(state, step, step_s, {PAIR: sample}, SETTINGS)
+        if decision is not None:
+            state = adapt.answered(state, step, True, SETTINGS)
+            if "back to" in decision.reason:
+                assert decision.rates_bps[PAIR] == pytest.approx(10e6)
+                assert "steps take" in decision.reason
+                backs.append(step)
+    assert len(backs) >= 3
+    gaps = [b - a for a, b in itertools.pairwise(backs)]
+    assert all(later > earlier for earlier, later in itertools.pairwise(gaps))
+
+
+def test_probes_that_change_no_codec_end_and_leave_the_old_figure() -> None:
+    state = adapt.begin({PAIR: 10e6})
+    asked = 0
+    for step in range(1, 200):
+        sample = Sample(70_000, 0.06, 0.05, MICRO, compressed=True)
+        state, decision = adapt.observe(state, step, 1.0, {PAIR: sample}, SETTINGS)
+        if decision is not None:
+            asked += 1
+            state = adapt.answered(state, step, False, SETTINGS)
+    assert asked == SETTINGS.fruitless_most
+    assert state.links[PAIR].assumed_bps == 10e6
+
+
+def test_a_silent_link_that_becomes_slow_is_noticed_by_the_step_that_suffers() -> None:
+    wire = Wire(50e6, compute_s=0.05, overhead_s=0.0).run(1)
+    wire.state = adapt.begin({PAIR: 50e6})
+    wire.run(12)
+    assert not wire.state.links[PAIR].telling
+    wire.bps = 15e6
+    wire.run(12)
+    assert wire.assumed < 25e6
+
+
+def test_one_outlier_changes_nothing() -> None:
+    wire = Wire(20e6).run(30)
+    wire.bps = 2e6
+    wire.run(1)
+    wire.bps = 20e6
+    wire.run(30)
+    assert wire.decisions == []
+
+
+def test_dense_links_that_get_faster_are_believed_but_never_probed() -> None:
+    wire = Wire(400e6).run(60)
+    assert wire.decisions == []
+    assert wire.ratios[-1] == 1.0
+
+
+def test_steps_that_carry_little_are_taken_together() -> None:
+    link = Link(1e6)
+    for _ in range(6):
+        link, counted = adapt.measure(link, Sample(10_000, 0.1, 0.0), SETTINGS)
+        assert not counted
+    link, counted = adapt.measure(link, Sample(10_000, 0.1, 0.0), SETTINGS)
+    assert counted
+    assert link.rate_bps == pytest.approx(800e3)
+
+
+def test_every_phase_knows_what_to_do_about_every_sign() -> None:
+    assert set(MOVES) == {(phase, sign) for phase in Phase for sign in Sign}
+
+
+def test_the_newest_figure_of_every_link_goes_into_a_decision_about_one() -> None:
+    other = ("b", "a")
+    state = adapt.begin({PAIR: 50e6, other: 50e6})
+    decision = None
+    for step in range(1, 10):
+        slow = Sample(1_000_000, 8 / 5, 0.0, 4, True)
+        steady = Sample(1_000_000, 8 / 45, 0.0, 4, True)
+        state, decision = adapt.observe(state, step, 2.0, {PAIR: slow, other: steady}, SETTINGS)
+        if decision is not None:
+            break
+    assert decision is not None
+    assert decision.rates_bps[PAIR] == pytest.approx(5e6)
+    assert decision.rates_bps[other] == pytest.approx(45e6, rel=0.05)
+    assert set(decision.reasons) == {PAIR}
+
+
+# ---------------------------------------------------------------- the guard
+
+
+def test_the_guard_lowers_the_ratio_when_codecs_hide_a_loss() -> None:
+    state = adapt.begin({PAIR: 5e6})
+    state, decision = adapt.evaluated(state, 10, 4.01, 4.0, 32.0, SETTINGS)
+    assert decision is None
+    state, decision = adapt.evaluated(state, 20, 4.12, 4.0, 32.0, SETTINGS)
+    assert decision is not None
+    assert decision.cap == pytest.approx(32 * 0.7)
+    assert "without codecs 4.12" in decision.reason
+    assert "3.0%" in decision.reason
+    assert state.cap == decision.cap
+
+
+def test_the_guard_acts_on_a_gap_that_keeps_growing_before_it_is_large() -> None:
+    state, decision = adapt.begin({PAIR: 5e6}), None
+    for step, loss in ((10, 4.02), (20, 4.04), (30, 4.06)):
+        assert decision is None
+        state, decision = adapt.evaluated(state, step, loss, 4.0, 10.0, SETTINGS)
+    assert decision is not None
+    assert "and grows" in decision.reason
+
+
+def test_a_cap_reaches_every_later_decision_and_ends_at_one() -> None:
+    state, cap = adapt.begin({PAIR: 50e6}), 32.0
+    for step in range(10, 200, 10):
+        state, decision = adapt.evaluated(state, step, 5.0, 4.0, cap, SETTINGS)
+        if decision is None:
+            break
+        assert decision.cap is not None
+        cap = decision.cap
+    assert cap == 1.0
+    for step in range(300, 330):
+        sample = Sample(1_000_000, 8 / 5, 0.0, 4, True)
+        state, decision = adapt.observe(state, step, 2.0, {PAIR: sample}, SETTINGS)
+        if decision is not None:
+            assert decision.cap == 1.0
+            return
+    pytest.fail("a link at a tenth of its rate was not noticed")
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**9), st.floats(0, 1e3), st.floats(0, 30), st.booleans()), max_size=60
+    )
+)
+def test_whatever_is_reported_rates_stay_positive_and_finite(
+    reports: list[tuple[int, float, float, bool]],
+) -> None:
+    state = adapt.begin({PAIR: 1e6})
+    for step, (n_bytes, busy_s, rtt_s, compressed) in enumerate(reports):
+        sample = Sample(n_bytes, busy_s, rtt_s, 4, compressed)
+        state, decision = adapt.observe(state, step, 0.5, {PAIR: sample}, SETTINGS)
+        if decision is not None:
+            assert all(1e2 < bps < 1e14 for bps in decision.rates_bps.values())
