@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atoll.plan import Plan
 from coordinator import instructions as do
 from coordinator.job_state import JobState
 from coordinator.roster import Roster
@@ -18,14 +19,22 @@ def stage_of(state: JobState, worker: str) -> int | None:
 def assignment(state: JobState, stage: int, roster: Roster) -> do.AssignStage:
     """A stage of the adopted plan, with where its tensors are and whom it talks to."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
+    neighbours = _neighbours(state.plan, stage)
     peers = tuple(
         _peer(roster, state.plan.stages[stage].worker, at, spec.worker, stage)
         for at, spec in enumerate(state.plan.stages)
-        if at != stage
+        if at in neighbours
     )
     return do.AssignStage(
         state.job, state.spec, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers
     )
+
+
+def _neighbours(plan: Plan, stage: int) -> set[int]:
+    """Stages that this one exchanges tensors with; two that accept no connections may be in one
+    plan as long as nothing goes between them. A plan that names no links may use any."""
+    ends = [{link.source, link.target} for link in plan.links] or [set(range(len(plan.stages)))]
+    return set().union(*(pair for pair in ends if stage in pair)) - {stage}
 
 
 def _peer(roster: Roster, me: str, at: int, peer: str, stage: int) -> do.StagePeer:

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import LinkSpec, Plan, Prediction, StagePrediction, StageSpec
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import members, rounds
@@ -466,3 +466,22 @@ def test_what_steps_take_refines_a_worker_s_scale_and_settles() -> None:
     roster = world.scheduler.roster
     assert roster.workers["a"].scale == pytest.approx(2.0)
     assert roster.fleet(["a"], "fp32").devices[0].scale == pytest.approx(2.0)
+
+
+def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None:
+    """Two homes that accept no connections may hold stages of one job that are no neighbours."""
+    world = World()
+    plain = world.plan
+
+    def plan(request: do.MakePlan) -> ev.Event:
+        made = plain(request)
+        assert isinstance(made, ev.PlanMade)
+        stages = tuple(StageSpec(i, i + 1, 0, 0, (d.worker,), 1) for i, d in enumerate(request.fleet.devices))
+        links = tuple(LinkSpec(*pair) for pair in ((0, 1), (1, 0), (1, 2), (2, 1)))
+        return replace(made, plan=replace(made.plan, stages=stages, links=links))
+
+    world.plan = plan  # type: ignore[method-assign]
+    world.join("a", "b", "c")
+    world.submit()
+    told = {w: [peer.worker for peer in m.peers] for w, m in world.messages(do.AssignStage)}
+    assert told == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
