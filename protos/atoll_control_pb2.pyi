@@ -326,7 +326,7 @@ class Introduction(_message.Message):
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def codec_speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___CodecSpeed]:
-        """measured on this machine, one thread"""
+        """measured on this machine with the worker's threads"""
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from worker import messages, session
 from worker.checkpoint import BlobCache
+from worker.codec_speed import codec_speeds
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
 from worker.enroll import find_work_address, join
@@ -256,8 +257,18 @@ class Daemon:
                 site=config.site,
                 codecs=sorted(CODECS),
                 incarnation=self._incarnation,
+                codec_speeds=self._codec_speeds(known),
             )
         )
+
+    def _codec_speeds(self, known: dict[str, str]) -> list[pb.CodecSpeed]:
+        device = self._device
+        circumstances = {**known, "device": device.kind, "model": device.model, "threads": device.threads}
+        rates = codec_speeds(self._config.state_dir, circumstances, device.torch_device)
+        return [
+            pb.CodecSpeed(codec=name, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
+            for name, (encode, decode) in sorted(rates.items())
+        ]
 
     # ---------------------------------------------------------------- threads around the work
 
