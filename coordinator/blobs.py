@@ -179,5 +179,8 @@ class BlobStore:
 def storage_error(error: OSError, where: Path) -> StorageError:
     """What a failed write means for the user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"the disk under {where} is full; free some space, the job goes on by itself")
+        return StorageError(
+            f"the disk under {where} is full; free some space: jobs go on by themselves, a submit is to be "
+            "repeated (what has arrived of it is kept)"
+        )
     return StorageError(f"cannot write under {where}: {error.strerror}")

@@ -5,11 +5,14 @@ Commands that need torch import it themselves, so that `atoll status` starts at 
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+import threading
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -94,9 +97,16 @@ def _installed(name: str) -> str:
         return "not installed"
 
 
-def main() -> None:
-    """Entry point of the `atoll` script."""
-    sys.exit(_checked())
+def main(exit_now: Callable[[int], Any] = os._exit) -> None:
+    """Entry point of the `atoll` script. A thread of gRPC's that lingers must not delay the exit."""
+    # Its own lines about refused handshakes would stand before our errors, which say what to do.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    code = _checked()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(t is not threading.current_thread() for t in threading.enumerate()):
+        exit_now(code)
+    sys.exit(code)
 
 
 def _checked() -> int:

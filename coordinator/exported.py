@@ -7,10 +7,12 @@ the op, the module path and the source line.
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
 import re
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +138,7 @@ def export(
         stack.enter_context(torch.random.fork_rng())
         # What torch warns of here (attributes assigned in forward) the self-check decides.
         stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(_torch_silent())
         if precision is Precision.BF16:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
         try:
@@ -145,6 +148,19 @@ def export(
         except Exception as error:  # torch.export raises whatever the module raised
             raise blame(error, module) from error
     return _Flattener(program, tuple(inputs), device, canonical, constants).flatten()
+
+
+@contextmanager
+def _torch_silent() -> Iterator[None]:
+    """Where export fails, torch prints the half-made graph; our error names the line instead."""
+    log = logging.getLogger("torch.fx.experimental")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def device_of(module: nn.Module, inputs: Mapping[str, Tensor]) -> torch.device:

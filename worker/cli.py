@@ -286,6 +286,8 @@ def run(arguments: list[str] | None = None) -> int:
 
 def main(exit_now: Callable[[int], Any] = os._exit) -> None:
     """Entry of the command. A thread inside a long operation must not delay the exit."""
+    # Its own lines about refused handshakes would stand before our errors, which say what to do.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     code = run()
     sys.stdout.flush()
     sys.stderr.flush()
