@@ -91,7 +91,7 @@ class LinkTable:
 
     def _blend(self, pair: Pair, bandwidth_bps: float, latency_s: float, weight: float) -> None:
         old = self.estimates.get(pair)
-        if old is not None:
+        if old is not None and old.bandwidth_bps > MIN_BANDWIDTH_BPS:  # not given up before
             bandwidth_bps = old.bandwidth_bps + weight * (bandwidth_bps - old.bandwidth_bps)
             latency_s = old.latency_s + weight * (latency_s - old.latency_s)
         self.estimates[pair] = LinkEstimate(bandwidth_bps, latency_s)

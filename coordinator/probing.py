@@ -45,6 +45,7 @@ LOOKS_EACH = 3  # of one worker at once: the echoes are small, but the machine m
 ABOUT = 0.75  # of the fastest flow's rate: about as fast
 WORTH_SHARING = 0.35  # of the best flow: a smaller one beside it shows no sharing (SHARED_BELOW)
 NOMINAL_BPS = 20e6
+HOPELESS = LinkEstimate(MIN_BANDWIDTH_BPS, MAX_RTT_S / 2)  # of a pair that cannot be measured
 
 
 class Kind(Enum):
@@ -119,11 +120,12 @@ class LinkProbing:
         than ``stale_after_s`` count as missing; ``sites``: declared ones. Nothing under way and
         nothing due: all is known.
         """
-        wanted = [
-            pair
-            for pair in self._pairs(workers)
-            if (reachable.get(pair[0]) or reachable.get(pair[1])) and self._missing(pair, now_s, fresh)
-        ]
+        wanted = []
+        for pair in self._pairs(workers):
+            if not (reachable.get(pair[0]) or reachable.get(pair[1])):
+                self.table.estimates.setdefault(pair, HOPELESS)
+            elif self._missing(pair, now_s, fresh):
+                wanted.append(pair)
         under_way = {flow.kind for flow in self.flows.values()}
         looks = [pair for pair in wanted if self._unseen(pair)]
         if Kind.LOOK in under_way or looks:
@@ -348,7 +350,7 @@ class LinkProbing:
             self.attempts[pair] = tries
             self.failed_s[pair] = now_s
             if tries >= self.config.attempts and pair not in self.table.estimates:
-                self.table.estimates[pair] = LinkEstimate(MIN_BANDWIDTH_BPS, MAX_RTT_S / 2)
+                self.table.estimates[pair] = HOPELESS
 
     def _close_round(self) -> None:
         """Keep what concurrent probes found once the last of their flows is over."""

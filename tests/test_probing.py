@@ -158,6 +158,15 @@ def test_a_pair_that_does_not_answer_is_given_up_and_the_others_go_on():
     assert probing.table.estimates["a", "b"].bandwidth_bps == 1e3
 
 
+def test_two_that_accept_no_connections_are_not_measured_and_plans_avoid_them():
+    probing = LinkProbing(Probing())
+    (measurement,) = probing.due(["a", "b", "c"], {"a": False, "b": False, "c": True}, 0.0, False)[:1]
+    assert "c" in measurement.pairs[0]
+    assert probing.table.estimates["a", "b"].bandwidth_bps == 1e3
+    assert probing.table.probed("a", "b", 1e7, 0.05) is None
+    assert probing.table.estimates["a", "b"].bandwidth_bps == 1e7
+
+
 def test_a_worker_that_leaves_in_the_middle_of_a_probe_leaves_nothing_behind():
     net = homes(3)
     net.measure(list(net.line))
