@@ -24,6 +24,8 @@ from compressors.sparse_sizes import BITS, EXPONENT, LEVELS, TOP, value_bytes
 
 _ZERO, _NAN = 255, 254
 _MAX_CODE = 248  # 2**-31 of the top
+_OF_LARGEST = 15 - 128  # the exponent for values from 2**127; rounded up to 2**15 they would be infinite
+_BELOW_TOP = np.float32(2.0**15 - 2.0**4)  # the half before 2**15
 
 
 def encode_values(values: Floats, groups: int, kind: str, *, half: bool = False) -> bytes:
@@ -34,7 +36,10 @@ def encode_values(values: Floats, groups: int, kind: str, *, half: bool = False)
         return values.astype("<f4", copy=False).tobytes()
     if kind == "fp16":
         exponent = 0 if half else _exponent(values)
-        return EXPONENT.pack(exponent) + _scaled(values, exponent).astype("<f2").tobytes()
+        scaled = _scaled(values, exponent)
+        if exponent <= _OF_LARGEST:
+            scaled = np.where(np.isfinite(scaled), np.clip(scaled, -_BELOW_TOP, _BELOW_TOP), scaled)
+        return EXPONENT.pack(exponent) + scaled.astype("<f2").tobytes()
     return _encode_few_bits(values.reshape(groups, -1), kind)
 
 
