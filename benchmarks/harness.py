@@ -219,7 +219,7 @@ class LabFleet:
         compress: str = "off",
     ) -> dict[str, Any]:
         """Submit a job, wait for its end, return its plan, losses, seconds of every step, and what
-        each link carried in one of them."""
+        each stage computed and each link carried in one of them."""
         options = [part for setting in settings for part in ("--set", setting)]
         options += ["--compress", compress] if compress != "off" else []
         submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
@@ -232,7 +232,17 @@ class LabFleet:
             )
         plan = next(u["plan"] for u in reversed(updates) if u.get("plan"))
         links: list[dict[str, Any]] = next((u["links"] for u in reversed(updates) if u.get("links")), [])
-        return {"job": name, "plan": plan, "links": links, **self._metrics(name)}
+        stages: list[dict[str, Any]] = next((u["stages"] for u in reversed(updates) if u.get("stages")), [])
+        return {"job": name, "plan": plan, "links": links, "stages": stages, **self._metrics(name)}
+
+    def plan(
+        self, job: str, partitioner: str, settings: Sequence[str], timeout: float = 600
+    ) -> dict[str, Any]:
+        """What `atoll plan` says of the live fleet, measured first where it was not."""
+        options = [part for setting in settings for part in ("--set", setting)]
+        found = self.atoll("plan", job, "--partitioner", partitioner, *options, "--json", timeout=timeout)
+        plan: dict[str, Any] = found.get("plan", found)
+        return plan
 
     def _metrics(self, job: str) -> dict[str, Any]:
         with (self.folder / "coordinator" / "runs" / job / "metrics.csv").open() as file:
