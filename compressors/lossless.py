@@ -90,35 +90,43 @@ class Lossless:
 def _encoded(data: Bytes, dtype: str) -> tuple[Bytes, list[int]] | None:
     """The planes that travel raw, then the coded ones, and the size of each; None when all of them
     together save less than MIN_GAIN."""
-    sample = _sample(data, dtype)
-    coder = _coder(dtype)
+    sample, coder = _sample(data, dtype), _coder(dtype)
     gains = [
         len(coder.compress(_view(plane))) < (1 - MIN_GAIN) * plane.nbytes
         for plane in next(split(sample, dtype, [None] * len(kinds(dtype))))
     ]
-    if not any(gains):
-        return None
+    while any(gains):
+        payload, sizes = _packed(data, dtype, gains)
+        full = plane_bytes(dtype, len(data))
+        kept = [size < (1 - MIN_GAIN) * most for size, most in zip(sizes, full, strict=True)]
+        if kept == gains:
+            return (payload, sizes) if sum(sizes) <= (1 - MIN_GAIN) * len(data) else None
+        gains = kept  # the sample misled: again, without the planes that did not shrink
+    return None
+
+
+def _packed(data: Bytes, dtype: str, coded: list[bool]) -> tuple[Bytes, list[int]]:
+    """Payload and plane sizes with those planes coded. A payload of planes that grew is cut short:
+    the caller looks at the sizes first."""
     full, payload, at = plane_bytes(dtype, len(data)), np.empty(len(data), np.uint8), 0
     targets: list[Plane | None] = [None] * len(full)
-    streams = {}
-    for i, (kind, gain) in enumerate(zip(kinds(dtype), gains, strict=True)):
-        if gain:
-            streams[i] = _coder(dtype).compressobj(size=full[i])
+    streams, parts = {}, {}
+    for i, (kind, is_coded) in enumerate(zip(kinds(dtype), coded, strict=True)):
+        if is_coded:
+            streams[i], parts[i] = _coder(dtype).compressobj(size=full[i]), list[bytes]()
         else:
             targets[i] = payload[at : at + full[i]].view(kind)
             at += full[i]
-    parts: dict[int, list[bytes]] = {i: [] for i in streams}
     for planes in split(data, dtype, targets):
         for i, stream in streams.items():
             parts[i].append(stream.compress(_view(planes[i])))
-    packed = {i: b"".join([*parts[i], stream.flush()]) for i, stream in streams.items()}
-    sizes = [len(packed[i]) if i in packed else size for i, size in enumerate(full)]
-    # A plane as long as it is uncoded counts as raw; a sample may mislead that far.
-    if any(len(packed[i]) >= full[i] for i in packed) or sum(sizes) > (1 - MIN_GAIN) * len(data):
-        return None
-    for coded in packed.values():
-        payload[at : at + len(coded)] = np.frombuffer(coded, np.uint8)
-        at += len(coded)
+    sizes = list(full)
+    for i, stream in streams.items():
+        plane = b"".join([*parts[i], stream.flush()])
+        sizes[i] = len(plane)
+        room = payload[at : at + len(plane)]
+        room[:] = np.frombuffer(plane, np.uint8)[: len(room)]
+        at += len(room)
     return payload[:at], sizes
 
 
@@ -128,8 +136,9 @@ def _sample(data: Bytes, dtype: str) -> Bytes:
     piece = SAMPLE_PIECE * size
     if len(data) <= SAMPLE_PIECES * piece:
         return data
-    last = (len(data) - piece) // size
-    starts = [last * i // (SAMPLE_PIECES - 1) * size for i in range(SAMPLE_PIECES)]
+    # The middle of each eighth: ends are often special, as the last token's gradient of zeros.
+    share = len(data) // size // SAMPLE_PIECES
+    starts = [(share * i + (share - SAMPLE_PIECE) // 2) * size for i in range(SAMPLE_PIECES)]
     return np.concatenate([data[start : start + piece] for start in starts])
 
 

@@ -87,6 +87,18 @@ def test_what_does_not_shrink_is_stored_raw_and_shares_memory() -> None:
     assert not any(bytes(packet.payload))
 
 
+def test_a_sample_that_misleads_costs_time_but_no_bytes() -> None:
+    """Zeros where the sample looks: the mantissas seem to shrink, then do not."""
+    tensor = gaussian((1 << 17,), torch.float32)
+    eighth = len(tensor) // 8
+    for i in range(8):
+        middle = eighth * i + eighth // 2
+        tensor[middle - 200 : middle + 200] = 0
+    back, packet = there_and_back(tensor)
+    assert torch.equal(back, tensor)
+    assert len(packet.payload) < 0.84 * tensor.nbytes
+
+
 def test_zeros_and_small_integers_shrink_a_lot() -> None:
     half = gaussian((1000, 512), torch.float32)
     half[::2] = 0
