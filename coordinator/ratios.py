@@ -35,6 +35,7 @@ DEFAULT_RATIO = 32.0
 by which a slow link is to shrink at least and the 100 of decentralized.md 1.8."""
 SPARSE = "topk"  # what adatopk and the strongest rung of auto select with
 TOLERANCE = 1e-3  # of tau, when a ratio is solved for
+ENOUGH = 0.95  # of tau: the ratio that follows from the times alone is near enough
 DIGITS = 4  # of a solved ratio: more would only look exact
 
 _TYPICAL = TensorMeta((1024, 256), "float32")  # a boundary of a small model, to size a codec by
@@ -265,25 +266,25 @@ def _sparse(
     def specs_at(ratio: float) -> dict[tuple[int, int], LinkSpec]:
         return _both(pair, name, ratio, mask)
 
-    def suffices(ratio: float) -> bool:
+    def takes_s(ratio: float) -> float:
         specs = specs_at(ratio)
-        return all(link.coded_s(specs[link.pair]) <= tau * (1 + TOLERANCE) for link in pair)
+        return max(link.coded_s(specs[link.pair]) for link in pair)
 
-    limit = min(limit, MAX_RATIO)
-    low, high = 1.0, min(limit, max(1.0, *(link.dense_s / max(tau, 1e-12) for link in pair)))
     # The ratio is what a codec aims at; k a row is whole, and headers and small tensors do not
     # shrink, so it is the bytes that are asked.
-    while not suffices(high):
+    limit, most = min(limit, MAX_RATIO), tau * (1 + TOLERANCE)
+    low, high = 1.0, min(limit, max(1.0, *(link.dense_s / max(tau, 1e-12) for link in pair)))
+    while takes_s(high) > most:
         if high >= limit:
             return specs_at(limit)
         low, high = high, min(limit, 1.25 * high)
-    plain = high
-    while high - low > TOLERANCE * high:
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    least = specs_at(min(limit, _rounded_up(high)))
+    plain = min(limit, _rounded_up(high))
+    if low > 1.0 or takes_s(high) < ENOUGH * tau:
+        while high - low > TOLERANCE * high:
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if takes_s(middle) <= most else (middle, high)
+    least, as_told = specs_at(min(limit, _rounded_up(high))), specs_at(plain)
     # Many ratios keep the same k: of those the one that follows from the times reads best.
-    as_told = specs_at(min(limit, _rounded_up(plain)))
     same = all(load_bytes(x.load, least[x.pair]) == load_bytes(x.load, as_told[x.pair]) for x in pair)
     return as_told if same else least
 

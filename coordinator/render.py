@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.plan import LinkSpec, Plan, Prediction
-from coordinator.ratios import label
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people
@@ -124,6 +123,8 @@ def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Ta
 
 def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
     """Links with what they carry; with codec and ratio where compression was asked for."""
+    from coordinator.ratios import label  # numpy, which most commands do without
+
     workers = [stage.worker for stage in plan.stages]
     specs = {(workers[spec.source], workers[spec.target]): spec for spec in plan.links}
     chosen = any(spec.reason for spec in plan.links)

@@ -141,6 +141,41 @@ def test_a_plan_for_a_fleet_in_a_file_needs_no_coordinator(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plan_shows_the_codec_of_each_link_and_why(
+    job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    wide = JOB.replace("(8, 8)", "(512, 512)").replace("(32, 8,", "(32, 512,").replace("(4, 8)", "(4, 512)")
+    Path(job_file).write_text(wide)
+    command = ["plan", job_file, "--fleet", str(tmp_path / "fleet.toml"), "--partitioner", "even"]
+    assert run(app, [*command, "--compress", "topk:8", "--json"]) == 0
+    links = json.loads(capsys.readouterr().out)["links"]
+    assert {(link["codec"], link["ratio"]) for link in links} == {("topk", 8.0)}
+    assert run(app, [*command, "--set", "compress=fp16", "--compress", "topk:8"]) == 0
+    words = _words(capsys)
+    assert "topk:8 same" in words
+    assert "asked for on every link" in words
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("gzip:3", "codec gzip is not known"),
+        ("powersgd", "not valid for activations"),
+        ("??", "not understood"),
+    ],
+)
+def test_a_compression_that_links_cannot_do_is_refused_with_those_they_can(
+    how: str, words: str, job_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    command = ["plan", job_file, "--fleet", str(tmp_path / "fleet.toml"), "--compress", how]
+    assert run(app, command) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert words in shown
+    assert "give off, lossless, auto" in shown
+
+
 def test_a_live_plan_is_shown_with_the_names_of_its_devices(
     script: Script, server: FakeOwnerServer, job_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ import pytest
 from atoll.job import TrainingSpec
 from coordinator.explain import explain, plot, timeline_of
 from coordinator.partition import make_plan
+from coordinator.plot import plot_plan
 from tests.dags import gpt_like
 from tests.fleets import two_islands
 
@@ -33,6 +34,16 @@ def test_a_plan_explains_its_stages_links_step_bound_and_bottleneck(plan):
     assert "wte" in text
     assert "uplink        fast: 8 Mbit/s up" in text
     assert max(map(len, text.splitlines())) < 260
+
+
+def test_a_compressed_plan_explains_every_link(tmp_path):
+    training = TrainingSpec(10, 8, compress="auto")
+    plan = make_plan("job", 1, DAG, None, training, two_islands())
+    text = explain(plan, DAG, two_islands())
+    assert "topk:" in text
+    assert text.count("a micro-batch at") == sum(bool(link.reason) for link in plan.links) > 0
+    assert timeline_of(plan, DAG, training, two_islands()).step_s == pytest.approx(plan.prediction.step_s)
+    plot_plan(plan, {}, tmp_path / "plan.png")
 
 
 def test_devices_left_out_are_named_with_the_reason():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
+from coordinator.coding import DEFAULT_SPEEDS, speed_of
 from coordinator.fleet import TCP_SHARE, Device, Fleet
 from coordinator.fleet_file import parse_fleet, read_fleet
 from coordinator.links import LinkEstimate, LinkTable
@@ -65,6 +66,17 @@ def test_a_fleet_file_gives_devices_in_join_order_with_their_figures(fleet):
     assert fleet.payload_share == TCP_SHARE
 
 
+def test_codec_speeds_of_a_device_stand_over_the_default_ones(tmp_path):
+    path = tmp_path / "fleet.toml"
+    text = TEXT.replace("gflops = 30", "codec_gbps = { topk = [0.5, 8], fp16 = [4, 3] }")
+    path.write_text(text.replace("memory_mib = 512", "codec_gbps = { topk = [0.1, 2] }"))
+    lab1, home, _ = read_fleet(path).devices
+    assert lab1.codec_speeds == {"topk": (0.1e9, 2e9), "fp16": (4e9, 3e9)}
+    assert home.codec_speeds["topk"] == (0.5e9, 8e9)
+    assert speed_of(home, "topk") == (0.5e9, 8e9)
+    assert speed_of(home, "int8_block") == DEFAULT_SPEEDS["int8_block"]
+
+
 def test_later_links_win_and_one_way_links_leave_the_other_direction(fleet):
     assert fleet.latency_s[0, 1] == fleet.latency_s[1, 2] == 0.035
     assert fleet.latency_s[0, 2] == 0.0005
@@ -99,6 +111,9 @@ def test_the_effective_rate_is_the_slowest_on_the_path():
         (("gflops = 30", 'gflops = "fast"'), "gflops  = 'fast'"),
         (("[default]", "[defaults]"), "unknown key 'defaults'"),
         (("[[link]]", "[link"), "not TOML"),
+        (("gflops = 30", "codec_gbps = { gzip = [1, 1] }"), "codec_gbps names 'gzip'; codecs are .*topk"),
+        (("gflops = 30", "codec_gbps = { topk = 3 }"), r"topk = 3; give \[encode, decode\] in GB/s"),
+        (("gflops = 30", "codec_gbps = { topk = [0, 3] }"), r"topk = \[0, 3\]; give"),
     ],
 )
 def test_a_bad_fleet_file_is_refused_with_the_place(tmp_path, change, message):

@@ -39,6 +39,26 @@ def test_a_cut_sends_what_the_stage_programs_send(seed, stages):
     assert {t.name: t.holders for t in cut.tied} == tied
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), stages=st.integers(2, 6))
+def test_the_loads_of_a_cut_are_its_hops_tensor_by_tensor(seed, stages):
+    dag = chain_dag(seed, 40, skips=0.4)
+    starts = (0, *sorted(random.Random(seed).sample(range(1, 40), stages - 1)))
+    traffic = Traffic(dag, Optimizer())
+    cut = traffic.cut(starts)
+    hops = {(h.source, h.target): (h.n_bytes, h.messages) for h in (*cut.forward, *cut.backward)}
+    loads = traffic.loads(starts)
+    assert {(x.source, x.target): (x.n_bytes, len(x.tensors)) for x in loads} == hops
+    direct = {(x.source, x.target): sum(t.direct for t in x.tensors) for x in loads}
+    once = {}
+    for program in stage_programs(dag, starts):
+        for value in program.produced:
+            if len(value.targets) == 1:
+                for pair in ((program.stage, value.targets[0]), (value.targets[0], program.stage)):
+                    once[pair] = once.get(pair, 0) + 1
+    assert {pair: n for pair, n in direct.items() if n} == once
+
+
 def test_live_bytes_count_every_skip_over_a_position():
     dag = chain_dag(5, 30, skips=0.5)
     traffic = Traffic(dag, Optimizer())

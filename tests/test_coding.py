@@ -1,0 +1,77 @@
+import pytest
+
+from atoll.errors import BadFrame
+from atoll.opdag import TensorMeta
+from atoll.plan import LinkSpec, Mask
+from compressors.catalogue import CODECS
+from coordinator.coding import CALL_S, DEFAULT_SPEEDS, UNKNOWN_SPEED, ends_s, judge_speeds, speed_of
+from coordinator.config import Liveness, Probing
+from coordinator.fleet import Device
+from coordinator.ratios import link_codecs
+from coordinator.roster import Roster, refusal
+from coordinator.traffic import Crossing, LinkLoad
+from coordinator.wire import MAX_CODECS, introduction_from
+from protos import atoll_control_pb2 as pb
+
+SLOW, FAST = Device("slow", 1, codec_speeds={"topk": (1e8, 2e8)}), Device("fast", 1)
+BIG = Crossing(TensorMeta((100, 2500), "float32"), True)  # 1 MB
+SMALL = Crossing(TensorMeta((100,), "float32"), True)
+
+
+def introduction(**speeds: tuple[float, float]) -> pb.Introduction:
+    return pb.Introduction(
+        name="w",
+        incarnation=1,
+        device=pb.DeviceFacts(kind="cpu", threads=2, memory_bytes=2**30, memory_limit_bytes=2**30),
+        codec_speeds=[
+            pb.CodecSpeed(codec=name, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
+            for name, (encode, decode) in speeds.items()
+        ],
+    )
+
+
+def test_speeds_that_a_worker_measured_reach_the_planner() -> None:
+    told = introduction_from(introduction(topk=(3e8, 9e9)))
+    assert refusal(told) is None
+    roster = Roster(Liveness(), Probing())
+    roster.open("w", 1, told, 0.0)
+    (device,) = roster.fleet(["w"], "fp32").devices
+    assert speed_of(device, "topk") == (3e8, 9e9)
+    assert speed_of(device, "fp16") == DEFAULT_SPEEDS["fp16"]
+    assert speed_of(device, "nobody_knows") == UNKNOWN_SPEED
+
+
+@pytest.mark.parametrize("speed", [(float("nan"), 1e9), (1e9, 0.0), (1e20, 1e9), (-1.0, 1e9)])
+def test_impossible_speeds_are_refused_in_words(speed: tuple[float, float]) -> None:
+    wrong = refusal(introduction_from(introduction(topk=speed))) or ""
+    assert "codec topk that" in wrong
+    assert "possible are" in wrong
+    assert judge_speeds({"topk": (1e9, 2e9)}) is None
+
+
+def test_an_endless_list_of_speeds_is_a_bad_frame() -> None:
+    many = {f"codec{i}": (1e9, 1e9) for i in range(MAX_CODECS + 1)}
+    with pytest.raises(BadFrame, match="codec speeds"):
+        introduction_from(introduction(**many))
+
+
+def test_each_end_works_at_its_own_speed_on_what_the_codec_takes() -> None:
+    load = LinkLoad(0, 1, (BIG, BIG, SMALL))
+    spec = LinkSpec(0, 1, "topk", 10.0)
+    encode, _ = ends_s(load, spec, SLOW, FAST)
+    _, decode = ends_s(load, spec, FAST, SLOW)
+    assert encode == pytest.approx(2 * (1e6 / 1e8 + CALL_S))
+    assert decode == pytest.approx(2 * (1e6 / 2e8 + CALL_S))
+    assert ends_s(load, LinkSpec(0, 1), SLOW, FAST) == (0.0, 0.0)
+
+
+def test_a_gradient_at_known_positions_needs_no_selection() -> None:
+    load = LinkLoad(1, 0, (BIG,))
+    same, _ = ends_s(load, LinkSpec(1, 0, "topk", 10.0, Mask.SAME), SLOW, FAST)
+    alone, _ = ends_s(load, LinkSpec(1, 0, "topk", 10.0, Mask.INDEPENDENT), SLOW, FAST)
+    assert (same, alone) == (pytest.approx(1e6 / 2e8 + CALL_S), pytest.approx(1e6 / 1e8 + CALL_S))
+
+
+def test_default_speeds_name_codecs_that_links_may_use() -> None:
+    assert set(link_codecs()) - {"none"} <= set(DEFAULT_SPEEDS) | {"error_feedback"}
+    assert set(CODECS) >= set(link_codecs())
