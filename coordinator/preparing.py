@@ -101,7 +101,9 @@ class Preparer:
     def measure_links(self, *, fresh: bool, now_s: float) -> bool:
         """Start the measurements that the idle fleet needs next; True when none is needed."""
         links = self.roster.links
-        idle = [w for w in self.roster.idle() if not self.roster.ops.asked(w)]
+        idle = self.roster.idle()
+        if any(self.roster.ops.asked(worker) for worker in idle):
+            return False  # timing and sending would slow each other
         sites = {worker: self.roster.workers[worker].introduction.site for worker in idle}
         for measurement in links.due(idle, self.roster.reachable(idle), now_s, fresh, sites):
             first = self._requests + 1
