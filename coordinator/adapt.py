@@ -36,6 +36,7 @@ class Settings:
     jump: float = 0.25  # samples this far off, all on one side, ...
     jump_samples: int = 3  # ... so many in a row, are a new rate, not noise
     telling_s: float = 0.02  # a message must keep the line at work so long to tell its rate
+    overhead_share: float = 0.25  # of that time: the most a message may wait for other than the line
     sample_bytes: int = 64 * 1024  # steps that carry less are taken together
     effect_steps: int = 3  # from a decision to the first step with its codecs
     distance_steps: int = 6  # between decisions: the rest is for seeing what the last one did
@@ -87,6 +88,7 @@ class Link:
     assumed_bps: float
     phase: Phase = Phase.FOLLOWING
     rate_bps: float | None = None  # measured, smoothed
+    ceiling_bps: float = math.inf  # the line cannot carry more, whatever its messages waited for
     telling: bool = False  # the newest sample was long enough to bound the rate from above too
     odd: tuple[float, ...] = ()  # newest samples, all far off on one side
     n_bytes: int = 0  # carried but too little to count yet
@@ -136,8 +138,8 @@ def measure(link: Link, sample: Sample, settings: Settings) -> tuple[Link, bool]
     messages = link.messages + max(1, sample.messages)
     if n_bytes < settings.sample_bytes or busy_s <= 0.0:
         return replace(link, n_bytes=n_bytes, busy_s=busy_s, messages=messages, telling=False), False
-    measured = min(MAX_BANDWIDTH_BPS, max(MIN_BANDWIDTH_BPS, n_bytes * 8.0 / busy_s))
-    rate, odd = _smoothed(link, measured, settings)
+    raw = min(MAX_BANDWIDTH_BPS, max(MIN_BANDWIDTH_BPS, n_bytes * 8.0 / busy_s))
+    rate, odd = _smoothed(link, raw, settings)
     telling = busy_s / messages >= max(settings.telling_s, sample.rtt_s / 2)
     return replace(link, rate_bps=rate, odd=odd, telling=telling, n_bytes=0, busy_s=0.0, messages=0), True
 
@@ -225,7 +227,9 @@ def _perhaps_probe(link: Link, sight: Sight) -> tuple[Link, str]:
 
 def _grow(link: Link, sight: Sight) -> tuple[Link, str]:
     growth = sight.settings.probe_growth
-    factor = growth[min(link.probes, len(growth) - 1)]
+    factor = min(growth[min(link.probes, len(growth) - 1)], link.ceiling_bps / link.assumed_bps)
+    if factor < 1.0 + sight.settings.change / 2:
+        return _settle(link, sight)  # it may be all that the line carries
     reason = (
         f"its messages are too short to show more than {mbit(link.assumed_bps)}: "
         f"spending {factor - 1:.0%} more to see"

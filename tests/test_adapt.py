@@ -166,6 +166,18 @@ def test_a_silent_link_that_becomes_slow_is_noticed_by_the_step_that_suffers() -
     assert wire.assumed < 25e6
 
 
+def test_no_probe_believes_in_more_than_the_line_can_carry() -> None:
+    # 10 ms a message, of which 3 ms are not the line's: it carries 36 Mbit/s, at most 50.
+    state = adapt.begin({PAIR: 10e6})
+    for step in range(1, 300):
+        sample = Sample(125_000, MICRO * 0.01, 0.002, MICRO, compressed=True)
+        state, decision = adapt.observe(state, step, 1.0, {PAIR: sample}, SETTINGS)
+        if decision is not None:
+            state = adapt.answered(state, step, True, SETTINGS)
+    assert state.links[PAIR].assumed_bps <= 50e6
+    assert state.links[PAIR].phase is Phase.FOLLOWING
+
+
 def test_one_outlier_changes_nothing() -> None:
     wire = Wire(20e6).run(30)
     wire.bps = 2e6
