@@ -33,6 +33,8 @@ CASES: Mapping[str, tuple[str, ...]] = {
 }
 """Job settings by scenario; the demo's model at a size that its memory budgets force apart."""
 OTHERWISE = ("n_micro=16",)
+SCHEDULED = 1000  # of the learning rate; a run ends after --steps, before anything is stored
+RUN_S = 900.0  # at most, for one variant
 RATIO = 100.0  # of the slowest link, papers/decentralized.md 1.8
 DENSE = {"even_off": "even", "op_fence_off": "op_fence"}
 ADAPTIVE, UNIFORM, CHOOSER = "op_fence_adatopk", "op_fence_uniform", "op_fence_auto"
@@ -134,6 +136,10 @@ def aggregate(found: Mapping[str, Series], samples: int, names: Mapping[str, str
         "prediction_error": {
             name: round(predicted[name] / series.measured_s - 1.0, 4) for name, series in ours.items()
         },
+        "prediction_error_by_run": {
+            name: [round(p / s - 1.0, 4) for p, s in zip(series.predicted_s, series.step_s, strict=True)]
+            for name, series in ours.items()
+        },
         "limit_ratio": {
             name: round(series.measured_s / statistics.median(series.lower_bound_s), 4)
             for name, series in ours.items()
@@ -153,14 +159,12 @@ def run_variant(
     if name in RIVALS:
         order = hosts_of(fleet, found["op_fence_off"].plan)
         return fleet.rival(job, order, RIVALS[name], steps, settings)
-    if name in DENSE:
-        return fleet.train(job, DENSE[name], settings)
-    if name == CHOOSER:
-        return fleet.train(job, "op_fence", settings, compress="auto")
-    if name == ADAPTIVE:
-        return fleet.train(job, "op_fence", settings, compress=f"adatopk:{RATIO:g}")
-    ratio = slowest_ratio(found[ADAPTIVE].plan)
-    return fleet.train(job, "op_fence", settings, compress=f"topk:{ratio:.6g}")
+    if name == UNIFORM:
+        compress = f"topk:{slowest_ratio(found[ADAPTIVE].plan):.6g}"
+    else:
+        compress = {ADAPTIVE: f"adatopk:{RATIO:g}", CHOOSER: "auto"}.get(name, "off")
+    partitioner = DENSE.get(name, "op_fence")
+    return fleet.train(job, partitioner, settings, RUN_S, compress, stop_after=steps)
 
 
 def compare(
@@ -227,7 +231,7 @@ def main() -> None:
     results = []
     for scenario in args.scenario or ("eight_hosts",):
         settings = [*CASES.get(Path(scenario).stem, OTHERWISE), *SAME_MATHS, "eval_batches=0"]
-        settings += [f"steps={args.steps}", f"seed={args.seed}", *args.set]
+        settings += [f"steps={SCHEDULED}", f"seed={args.seed}", *args.set]
         result = compare(scenario, args.job, settings, args.steps, args.rounds, variants)
         results.append(result)
         show(result)

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-JOIN_CPU_S = 12.0  # of a worker: interpreter, libraries, its own measurements; times its CPU share
+JOIN_CPU_S = 6.0  # of a worker: its keys and its own measurements; over its CPU share
 BUILT = b"built"  # what a rank of the rival says before its first step
 PROBE_S = 4.0  # one pair, both directions
 
@@ -79,8 +80,8 @@ class LabFleet:
         self.address = f"{self.lab.address(self.home)}:7700"
         try:
             self._serve()
-            for host in self.scenario.join_order:
-                self._join(host)
+            for host, process in self._prestarted().items():
+                self._join(host, process)
             self._wait_for_pool()
         except BaseException:
             self._stack.close()
@@ -92,9 +93,19 @@ class LabFleet:
     ) -> None:
         self._stack.close()
 
-    def _spawn(self, host: str, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    def _spawn(
+        self, host: str, name: str, command: list[str], stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
         log = (self.folder / f"{name}.log").open("wb")
-        return self.lab.popen(host, command, stdout=log, stderr=subprocess.STDOUT, env=self._environment())
+        return self.lab.popen(
+            host,
+            command,
+            stdin=stdin,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=self._environment(),
+            cwd=ROOT,
+        )
 
     def _environment(self) -> dict[str, str]:
         return {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "wan0"}
@@ -123,25 +134,29 @@ class LabFleet:
             time.sleep(0.3)
         raise CommandFailed("the coordinator did not start: " + self.log("coordinator"))
 
-    def _join(self, host: str) -> None:
-        budget = self.scenario.host(host).memory_mib
-        command = [
-            self.python,
-            "-m",
-            "worker.cli",
-            "join",
-            self.address,
-            "--token",
-            self.token,
-            "--name",
-            host,
-        ]
-        command += ["--threads", "1", "--device", "cpu", "--state-dir", str(self.folder / host)]
-        if budget:
-            command += ["--memory", f"{budget:g}MiB"]
-        if not self.scenario.host(host).inbound:
-            command += ["--no-inbound"]
-        self._spawn(host, host, command)
+    def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
+        """Every worker with its libraries loaded, waiting, in join order."""
+        hosts = self.scenario.join_order
+        self._quotas(hosts, False)
+        try:
+            found = {host: self._spawn(host, host, self._worker(host), subprocess.PIPE) for host in hosts}
+            for host in hosts:
+                self._wait(lambda host=host: BUILT.decode() in self.log(host), 120, f"{host} to start", host)
+        finally:
+            self._quotas(hosts, True)
+        return found
+
+    def _worker(self, host: str) -> list[str]:
+        facts = self.scenario.host(host)
+        command = [self.python, "-m", "benchmarks.prestart", "join", self.address, "--token", self.token]
+        command += ["--name", host, "--threads", "1", "--device", "cpu"]
+        command += ["--state-dir", str(self.folder / host)]
+        command += ["--memory", f"{facts.memory_mib:g}MiB"] if facts.memory_mib else []
+        return command if facts.inbound else [*command, "--no-inbound"]
+
+    def _join(self, host: str, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
         self._wait(
             lambda: host in {w["name"] for w in self.status()["workers"]},
             60 + JOIN_CPU_S / (self.scenario.host(host).cpu or 1.0),
@@ -180,18 +195,16 @@ class LabFleet:
         """The JSON objects that a command prints, one a line."""
         return [json.loads(line) for line in self._output(*args, timeout=timeout)]
 
-    def _output(self, *args: str, timeout: float) -> list[str]:
-        command = [
-            self.python,
-            "-m",
-            "coordinator.cli",
-            *args,
-            "--state-dir",
-            str(self.folder / "coordinator"),
-        ]
-        process = self.lab.popen(
+    def _command(self, *args: str) -> subprocess.Popen[bytes]:
+        """An `atoll` command, started in the coordinator's host."""
+        command = [self.python, "-m", "coordinator.cli", *args]
+        command += ["--state-dir", str(self.folder / "coordinator")]
+        return self.lab.popen(
             self.home, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment()
         )
+
+    def _output(self, *args: str, timeout: float) -> list[str]:
+        process = self._command(*args)
         try:
             out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -217,16 +230,21 @@ class LabFleet:
         settings: Sequence[str],
         timeout: float = 600,
         compress: str = "off",
+        stop_after: int | None = None,
     ) -> dict[str, Any]:
         """Submit a job, wait for its end, return its plan, losses, seconds of every step, and what
-        each stage computed and each link carried in one of them."""
+        each stage computed and each link carried in one of them.
+
+        With ``stop_after`` the job is cancelled after so many steps: nothing is stored, which over
+        a slow line would take longer than the steps.
+        """
         options = [part for setting in settings for part in ("--set", setting)]
         options += ["--compress", compress] if compress != "off" else []
         submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
         name = submitted["job"]
-        updates = self._lines("watch", name, "--json", timeout=timeout)
+        updates = self._watched(name, timeout, stop_after)
         last = updates[-1]
-        if last["state"] != "finished":
+        if last["state"] != "finished" and (stop_after is None or last["step"] < stop_after):
             raise CommandFailed(
                 f"{name} ended {last['state']}: {last.get('reason')} {self.log('coordinator')}"
             )
@@ -243,6 +261,27 @@ class LabFleet:
         found = self.atoll("plan", job, "--partitioner", partitioner, *options, "--json", timeout=timeout)
         plan: dict[str, Any] = found.get("plan", found)
         return plan
+
+    def _watched(self, job: str, timeout: float, stop_after: int | None) -> list[dict[str, Any]]:
+        """Every update of a job up to its end, or up to its cancellation."""
+        if stop_after is None:
+            return self._lines("watch", job, "--json", timeout=timeout)
+        process = self._command("watch", job, "--json")
+        assert process.stdout is not None
+        alarm = threading.Timer(timeout, self.lab.kill, (process,))
+        alarm.start()
+        updates: list[dict[str, Any]] = []
+        cancelled = False
+        for line in process.stdout:
+            updates.append(json.loads(line))
+            if updates[-1]["step"] >= stop_after and not cancelled:
+                cancelled = True
+                self.atoll("cancel", job)
+        alarm.cancel()
+        process.communicate()
+        if not updates:
+            raise CommandFailed(f"watch {job} said nothing: {self.log('coordinator')}")
+        return updates
 
     def _metrics(self, job: str) -> dict[str, Any]:
         with (self.folder / "coordinator" / "runs" / job / "metrics.csv").open() as file:
