@@ -2,7 +2,7 @@
 
 gRPC pulls ``frames()`` in a thread of its own and hands every received message to ``receive``;
 both ends of a connection are alike, whoever dialled. Frames leave in this order: control,
-acknowledgements, data by urgency, measurements.
+acknowledgements, data by urgency, measurements; small ones that wait leave as one message.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame
+from worker.bundle import LEAST_ROOM, MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split, within
 from worker.frames import (
     MAX_CHUNK_BYTES,
     Ack,
@@ -67,6 +68,7 @@ class Connection:
         self._control: deque[Frame] = deque()
         self._closing = False
         self._ack_due = False
+        self._ack_held = False  # more frames of the same message are being read
         self._received = 0
         self._under_way: deque[tuple[int, Chunk | None]] = deque()  # (end byte, chunk)
         self._pings: dict[int, float] = {}
@@ -150,6 +152,7 @@ class Connection:
         self.gone.wait(seconds)
 
     def next_frame(self, timeout_s: float | None) -> bytes | None:
+        """What leaves next, small frames together; b"" when nothing does in time, None at the end."""
         with self._lock:
             head, payload = self._choose()
             if head is None and not self.ended:
@@ -157,10 +160,24 @@ class Connection:
                 head, payload = self._choose()
             if head is None:
                 return None if self.ended else b""
-        return encode(head, payload)
+            room = min(MAX_BUNDLE_BYTES, self.window.chunk) - room_for(head, payload)
+            more = self._choose_more(room)
+        return join([encode(head, payload), *(encode(*frame) for frame in more)])
 
-    def _choose(self) -> tuple[Frame | None, Buffer]:
-        """The frame to send now, or None; the lock is held."""
+    def _choose_more(self, room: int) -> list[tuple[Frame, Buffer]]:
+        """Frames that wait, in their order, while they are small; the lock is held."""
+        found: list[tuple[Frame, Buffer]] = []
+        while room >= LEAST_ROOM and len(found) + 1 < MAX_FRAMES:
+            head, payload = self._choose(within(room))
+            if head is None:
+                break
+            found.append((head, payload))
+            room -= room_for(head, payload)
+        return found
+
+    def _choose(self, most: int | None = None) -> tuple[Frame | None, Buffer]:
+        """The frame to send now, or None; ``most``: with no more data than that, and no
+        measurement. The lock is held."""
         if self.gone.is_set():
             return None, b""
         if self._control:
@@ -168,14 +185,16 @@ class Connection:
         peer = self.peer
         if peer is None or self._closing:
             return None, b""
-        if self._ack_due or peer.confirm:
+        if (self._ack_due or peer.confirm) and not self._ack_held:
             self._ack_due = False
             return peer.acknowledgement(self._received), b""
-        chunk = peer.take(self)
+        chunk = peer.take(self, most)
         if chunk is not None:
             flags = self._note_sent(peer, chunk, chunk.length, last=not peer.outbox.waiting)
             view = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
             return peer.data_frame(chunk, flags), view
+        if most is not None:
+            return None, b""
         # One stream: the first windows of eight overflow a slow line's buffer, and what its
         # losses hold back and then release in bursts reads as three times the line's rate.
         if peer.probe_bytes > 0 and self.window.open and peer.lanes[:1] == [self]:
@@ -213,7 +232,21 @@ class Connection:
     # -- receiving half
 
     def receive(self, message: bytes) -> None:
-        """Handle one frame. Raises BadFrame: the caller then closes this connection."""
+        """Handle one message. Raises BadFrame: the caller then closes this connection."""
+        frames = split(message)
+        # What arrived together is acknowledged together.
+        self._ack_held = len(frames) > 1
+        try:
+            for frame in frames:
+                if not self.gone.is_set():
+                    self._handle(frame)
+        finally:
+            if self._ack_held:
+                with self._lock:
+                    self._ack_held = False
+                    self._wake.notify()
+
+    def _handle(self, message: Buffer) -> None:
         frame, payload = decode(message)
         self.heard_s = time.monotonic()
         if isinstance(frame, Data):
@@ -279,7 +312,8 @@ class Connection:
     def _acknowledge(self, flags: int, *, force: bool) -> None:
         if force or flags & Flag.ACK_NOW:
             self._ack_due = True
-            self._wake.notify()
+            if not self._ack_held:
+                self._wake.notify()
 
     def _on_ack(self, frame: Ack) -> None:
         peer = self._attached()

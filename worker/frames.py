@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"AT"
-VERSION = 1
+VERSION = 2
 MAX_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 4 << 10
 """A message's chunks are at least this long, save the last: bounds the receiver's bookkeeping."""
@@ -37,8 +37,8 @@ MAX_REASON_BYTES = 512
 ECHO_BYTES = 64
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES + MAX_META_BYTES + 1024
 
-_PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc of all but itself
-_SUMMED = _PREFIX.size - 4
+PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc of all but itself
+SUMMED = PREFIX.size - 4
 _HELLO = struct.Struct("!HQBBBBB")  # protocol, session, lane, lanes, name/target/label lengths
 _DATA = struct.Struct("!QIQIIBBHQQIB")
 _ACK = struct.Struct("!QQH")  # payload bytes received on this stream, receiver's clock ns, confirmed
@@ -55,6 +55,7 @@ class FrameType(IntEnum):
     PONG = 5
     PROBE = 6
     CLOSE = 7
+    BUNDLE = 8  # of other frames: worker/bundle.py
 
 
 class Direction(IntEnum):
@@ -159,7 +160,7 @@ def encode(frame: Frame, payload: Buffer = b"") -> bytes:
     kind, head = _head(frame)
     if len(payload) > MAX_CHUNK_BYTES:
         raise ValueError(f"payload of {len(payload)} bytes; a frame carries at most {MAX_CHUNK_BYTES}")
-    start = _PREFIX.pack(MAGIC, VERSION, kind, len(head), 0)[:_SUMMED]
+    start = PREFIX.pack(MAGIC, VERSION, kind, len(head), 0)[:SUMMED]
     crc = zlib.crc32(head, zlib.crc32(start))
     if isinstance(frame, Data | Probe) and frame.flags & Flag.CHECKSUM:
         crc = zlib.crc32(payload, crc)
@@ -177,7 +178,7 @@ def _head(frame: Frame) -> tuple[FrameType, bytes]:
             return FrameType.ACK, head + struct.pack(f"!{len(frame.confirmed)}Q", *frame.confirmed)
         case Ping() | Pong():
             kind = FrameType.PING if isinstance(frame, Ping) else FrameType.PONG
-            filler = bytes(ECHO_BYTES - _PREFIX.size - _ECHO.size)
+            filler = bytes(ECHO_BYTES - PREFIX.size - _ECHO.size)
             return kind, _ECHO.pack(frame.number) + filler
         case Probe():
             return FrameType.PROBE, bytes([frame.flags])
@@ -215,24 +216,24 @@ def _data_head(frame: Data) -> bytes:
 def decode(message: Buffer) -> tuple[Frame, memoryview]:
     """The frame in ``message`` and its payload, not copied. Raises BadFrame, never anything else."""
     view = memoryview(message)
-    if len(view) < _PREFIX.size:
-        raise BadFrame(f"frame of {len(view)} bytes; the prefix alone has {_PREFIX.size}")
+    if len(view) < PREFIX.size:
+        raise BadFrame(f"frame of {len(view)} bytes; the prefix alone has {PREFIX.size}")
     if len(view) > MAX_FRAME_BYTES:
         raise BadFrame(f"frame of {len(view)} bytes; at most {MAX_FRAME_BYTES}")
-    magic, version, kind, head_length, crc = _PREFIX.unpack_from(view)
+    magic, version, kind, head_length, crc = PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise BadFrame("frame does not begin with the magic bytes; is the peer an Atoll worker?")
     if version != VERSION:
         raise BadFrame(f"frame version {version}, this side speaks {VERSION}; update the older one")
-    head = view[_PREFIX.size : _PREFIX.size + head_length]
-    payload = view[_PREFIX.size + head_length :]
+    head = view[PREFIX.size : PREFIX.size + head_length]
+    payload = view[PREFIX.size + head_length :]
     if len(head) != head_length:
         raise BadFrame(f"frame is cut off: head of {head_length} bytes, {len(head)} arrived")
     reader = _READERS.get(kind)
     if reader is None:
         raise BadFrame(f"unknown frame type {kind}")
     # Fields steer nothing until the sum over them is right.
-    found = zlib.crc32(head, zlib.crc32(view[:_SUMMED]))
+    found = zlib.crc32(head, zlib.crc32(view[:SUMMED]))
     if _flags(kind, head) & Flag.CHECKSUM:
         found = zlib.crc32(payload, found)
     if found != crc:
@@ -288,7 +289,7 @@ def _read_ack(head: memoryview) -> Ack:
 
 
 def _read_echo(head: memoryview) -> int:
-    if len(head) != ECHO_BYTES - _PREFIX.size:
+    if len(head) != ECHO_BYTES - PREFIX.size:
         raise ValueError
     return int(_ECHO.unpack_from(head)[0])
 

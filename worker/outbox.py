@@ -33,6 +33,12 @@ class Outgoing:
     def waiting(self) -> bool:
         return bool(self.again) or not self.begun or self.fresh < len(self.payload)
 
+    def next_bytes(self, chunk_bytes: int) -> int:
+        """Of the chunk that leaves next, with the header that goes with the first."""
+        offset, length = self.again[-1] if self.again else (self.fresh, len(self.payload) - self.fresh)
+        most = length if self.again else min(chunk_bytes, length)
+        return most + (0 if offset else len(self.meta))
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -78,12 +84,15 @@ class Outbox:
         heapq.heappush(self._queue, (key.direction, message.number))
         return message
 
-    def take(self, chunk_bytes: int) -> Chunk | None:
-        """The most urgent chunk of at most about ``chunk_bytes``; None when nothing waits."""
+    def take(self, chunk_bytes: int, most: int | None = None) -> Chunk | None:
+        """The most urgent chunk of at most about ``chunk_bytes``; None when nothing waits, or when
+        it has more than ``most`` bytes, the message's header included."""
         self._drop_finished()
         if not self._queue:
             return None
         message = self._messages[self._queue[0][1]]
+        if most is not None and message.next_bytes(chunk_bytes) > most:
+            return None
         message.under_way += 1
         if message.again:
             offset, length = message.again.pop()

@@ -141,9 +141,10 @@ class Peer:
         for lane in self.lanes:
             lane.nudge()
 
-    def take(self, lane: Lane) -> Chunk | None:
-        """The next chunk for this connection, if its window and that of all together are open."""
-        return self.outbox.take(lane.window.chunk) if lane.window.open and self._open else None
+    def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
+        """The next chunk for this connection, if its window and that of all together are open;
+        ``most``: unless it has more bytes."""
+        return self.outbox.take(lane.window.chunk, most) if lane.window.open and self._open else None
 
     @property
     def _open(self) -> bool:
