@@ -6,6 +6,7 @@ buffers (`max_abs_diff`, expected 0.0). The one-stage plan is compared with the 
 trained by plain PyTorch, dropout 0 and SGD (`max_abs_diff_plain`, expected <= 1e-6).
 
   python -m benchmarks.oracle --job examples/gpt.py --stages 3 --steps 5 --plans 10
+  python -m benchmarks.oracle --job examples/gpt.py --compress lossless
   python -m benchmarks.oracle --json
 """
 
@@ -27,10 +28,14 @@ from torch import Tensor, nn
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from atoll.compression import OFF, Compression
 from atoll.data import sample_indices, take
+from atoll.errors import UsageError
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import OpDag, StateMeta
+from atoll.plan import LinkSpec, Mask
 from atoll.program import stage_programs
+from compressors import codec
 from coordinator.capture import capture
 from coordinator.jobfile import load_job
 from worker.local import LocalPipeline
@@ -122,6 +127,21 @@ def run_local(case: Case, starts: Sequence[int], **options: object) -> Run:
     return Run(tuple((r.loss, *r.square_norms) for r in results), pipeline.snapshot())
 
 
+def every_link(text: str, stages: int) -> tuple[LinkSpec, ...]:
+    """``--compress`` on every pair of stages alike. UsageError for the modes that choose by link."""
+    chosen = Compression.parse(text)
+    if chosen.mode == OFF:
+        return ()
+    try:
+        sparse = codec(chosen.mode).size_on is not None
+    except UsageError:
+        raise UsageError(f"--compress {text} chooses by link; give off, lossless or CODEC[:RATIO]") from None
+    same = Mask.SAME if sparse else Mask.NONE
+    pairs = [(s, t) for s in range(stages) for t in range(stages) if s != t]
+    ratio = chosen.ratio or 1.0
+    return tuple(LinkSpec(s, t, chosen.mode, ratio, same if s > t else Mask.NONE) for s, t in pairs)
+
+
 def run_plain(case: Case) -> Run:
     """Train a copy of the module itself with torch's SGD at the case's learning rates."""
     module = copy.deepcopy(case.module).train()
@@ -196,11 +216,15 @@ def measure(case: Case, plain: Case, stages: int, plans: int, seed: int, run: Ru
     """The two figures of one case; ``plain`` is the same model without dropout, under SGD."""
     source = random.Random(seed)
     reference = run_local(case, (0,))
+    links = every_link(case.training.compress, stages)
     worst, where = 0.0, None
     for _ in range(plans):
         starts = random_starts(case.dag, stages, source)
         # Real workers report losses and export weights; norms and optimizer state stay with them.
-        gap = difference(run(case, starts), reference, None if run is run_local else 1)
+        if run is run_local:
+            gap = difference(run_local(case, starts, links=links), reference)
+        else:
+            gap = difference(run(case, starts), reference, 1)
         if gap > worst or where is None:
             worst, where = gap, starts
     return {
@@ -223,14 +247,19 @@ def plain_training(training: TrainingSpec) -> TrainingSpec:
 def cases(args: argparse.Namespace) -> list[tuple[Case, Case]]:
     """Each case beside its dropout-free twin."""
     if args.job is None:
-        training = TrainingSpec(args.steps, args.micro or 4, args.seed, Optimizer(clip_norm=1.0))
+        optimizer = Optimizer(clip_norm=1.0)
+        training = TrainingSpec(args.steps, args.micro or 4, args.seed, optimizer, compress=args.compress)
         return [
             (built_in(name, training, DROPOUT), built_in(name, plain_training(training), 0.0))
             for name in BUILT_IN
         ]
     job = load_job(Path(args.job), args.set)
     training = replace(
-        job.training, steps=args.steps, n_micro=args.micro or job.training.n_micro, seed=args.seed
+        job.training,
+        steps=args.steps,
+        n_micro=args.micro or job.training.n_micro,
+        seed=args.seed,
+        compress=args.compress,
     )
     twin = replace(job, module=without_dropout(job.module))
     return [(from_job(job, training), from_job(twin, plain_training(training)))]
@@ -262,9 +291,14 @@ def main() -> int:
     parser.add_argument("--plans", type=int, default=10, help="random cuts per model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], help="job override, e.g. optimizer.lr=3e-4")
+    parser.add_argument("--compress", default=OFF, help="off | lossless | CODEC[:RATIO], on every link")
     parser.add_argument("--workers", action="store_true", help="over real worker processes on loopback")
     parser.add_argument("--json", action="store_true", help="figures as one JSON object on the last line")
     args = parser.parse_args()
+    try:
+        every_link(args.compress, args.stages)
+    except UsageError as error:
+        parser.error(str(error))
     torch.set_num_threads(1)
     if args.workers:
         from benchmarks.real_workers import LoopbackFleet

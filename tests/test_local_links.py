@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from atoll.errors import UsageError
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.plan import LinkSpec, Mask
 from atoll.program import stage_programs
-from benchmarks.oracle import Case, built_in, case_of, difference, run_local
+from benchmarks.oracle import Case, built_in, case_of, difference, every_link, run_local
 from compressors import catalogue
 from tests import plain_codec
 from worker.local import LocalPipeline
@@ -164,3 +165,16 @@ def test_the_coded_evaluation_sees_the_masked_net_and_the_exact_one_does_not():
     pipeline.relink([])
     assert not pipeline.lossy
     assert pipeline.evaluate(held_out, coded=True) == pipeline.evaluate(held_out)
+
+
+@pytest.mark.parametrize(
+    ("text", "codec", "mask"), [("lossless", "lossless", Mask.NONE), ("topk:8", "topk", Mask.SAME)]
+)
+def test_the_oracle_compresses_every_link(text: str, codec: str, mask: Mask):
+    links = every_link(text, 3)
+    assert len(links) == 6
+    assert {link.codec for link in links} == {codec}
+    assert {link.mask for link in links if link.source > link.target} == {mask}
+    assert every_link("off", 3) == ()
+    with pytest.raises(UsageError, match="chooses by link"):
+        every_link("auto:16", 3)
