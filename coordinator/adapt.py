@@ -88,7 +88,7 @@ class Link:
     assumed_bps: float
     phase: Phase = Phase.FOLLOWING
     rate_bps: float | None = None  # measured, smoothed
-    ceiling_bps: float = math.inf  # the line cannot carry more, whatever its messages waited for
+    ceiling_bps: float = MAX_BANDWIDTH_BPS  # the line cannot carry more, whatever its messages waited for
     telling: bool = False  # the newest sample was long enough to bound the rate from above too
     odd: tuple[float, ...] = ()  # newest samples, all far off on one side
     n_bytes: int = 0  # carried but too little to count yet
@@ -140,8 +140,16 @@ def measure(link: Link, sample: Sample, settings: Settings) -> tuple[Link, bool]
         return replace(link, n_bytes=n_bytes, busy_s=busy_s, messages=messages, telling=False), False
     raw = min(MAX_BANDWIDTH_BPS, max(MIN_BANDWIDTH_BPS, n_bytes * 8.0 / busy_s))
     rate, odd = _smoothed(link, raw, settings)
-    telling = busy_s / messages >= max(settings.telling_s, sample.rtt_s / 2)
-    return replace(link, rate_bps=rate, odd=odd, telling=telling, n_bytes=0, busy_s=0.0, messages=0), True
+    telling_s = max(settings.telling_s, sample.rtt_s / 2)
+    least_s = busy_s - messages * telling_s * settings.overhead_share
+    taken = replace(
+        link,
+        rate_bps=rate,
+        odd=odd,
+        ceiling_bps=n_bytes * 8.0 / least_s if least_s > 0.0 else MAX_BANDWIDTH_BPS,
+        telling=busy_s / messages >= telling_s,
+    )
+    return replace(taken, n_bytes=0, busy_s=0.0, messages=0), True
 
 
 def _smoothed(link: Link, rate: float, settings: Settings) -> tuple[float, tuple[float, ...]]:
@@ -229,7 +237,9 @@ def _grow(link: Link, sight: Sight) -> tuple[Link, str]:
     growth = sight.settings.probe_growth
     factor = min(growth[min(link.probes, len(growth) - 1)], link.ceiling_bps / link.assumed_bps)
     if factor < 1.0 + sight.settings.change / 2:
-        return _settle(link, sight)  # it may be all that the line carries
+        # It may be all that the line carries; what no codec has used was not tried.
+        tried = link.proven_bps if link.fruitless else link.assumed_bps
+        return _settle(replace(link, assumed_bps=tried, fruitless=0), sight)
     reason = (
         f"its messages are too short to show more than {mbit(link.assumed_bps)}: "
         f"spending {factor - 1:.0%} more to see"

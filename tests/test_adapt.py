@@ -144,16 +144,16 @@ def test_a_probe_that_makes_the_step_suffer_is_taken_back_and_waits_longer_each_
 
 
 def test_probes_that_change_no_codec_end_and_leave_the_old_figure() -> None:
-    state = adapt.begin({PAIR: 10e6})
+    state = adapt.begin({PAIR: 30e6})
     asked = 0
     for step in range(1, 200):
-        sample = Sample(70_000, 0.06, 0.05, MICRO, compressed=True)
+        sample = Sample(70_000, 0.02, 0.05, MICRO, compressed=True)
         state, decision = adapt.observe(state, step, 1.0, {PAIR: sample}, SETTINGS)
         if decision is not None:
             asked += 1
             state = adapt.answered(state, step, False, SETTINGS)
     assert asked == SETTINGS.fruitless_most
-    assert state.links[PAIR].assumed_bps == 10e6
+    assert state.links[PAIR].assumed_bps == 30e6
 
 
 def test_a_silent_link_that_becomes_slow_is_noticed_by_the_step_that_suffers() -> None:
