@@ -53,7 +53,8 @@ class AcpState:
 
 def phase(matrix: Matrix, basis: Matrix, step: int) -> Matrix:
     """The factor that travels at ``step``: M Q or M^T P. Linear in M, so workers may sum it."""
-    return matrix @ basis if step % 2 == 0 else matrix.T @ basis
+    # Several times faster than matrix.T @ basis.
+    return matrix @ basis if step % 2 == 0 else (basis.T @ matrix).T
 
 
 def restored(factor: Matrix, basis: Matrix, step: int) -> Matrix:

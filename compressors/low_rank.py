@@ -102,8 +102,8 @@ def factorise(matrix: Matrix, rank: int) -> tuple[Matrix, Matrix, Matrix]:
         left, right = left[:, :rank] * sizes[:rank], rows_right[:rank].T
     else:
         basis = orthonormal(unit @ sketch(matrix.shape[1], rank, START_SEED))
-        left = orthonormal(unit @ orthonormal(unit.T @ basis))
-        right = unit.T @ left
+        left = orthonormal(unit @ orthonormal((basis.T @ unit).T))
+        right = (left.T @ unit).T
     tall, wide = (side.abs().amax(dim=0).clamp_min(TINY) for side in (left, right))
     return left / tall, tall * wide * scale, right / wide
 

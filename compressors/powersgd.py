@@ -52,7 +52,7 @@ def phase_p(matrix: Matrix, q: Matrix) -> Matrix:
 def phase_q(matrix: Matrix, p: Matrix) -> tuple[Matrix, Matrix]:
     """Orthonormal P and Q = M^T P, [m, r]; workers average Q before ``restored``."""
     basis = orthonormal(p)
-    return basis, matrix.T @ basis
+    return basis, (basis.T @ matrix).T  # several times faster than matrix.T @ basis
 
 
 def restored(basis: Matrix, q: Matrix) -> Matrix:

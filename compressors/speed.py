@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from atoll.opdag import DTYPE_BYTES, TensorMeta
+from atoll.opdag import DTYPE_BYTES
 from compressors import make_compressor
-from compressors.base import State, parse_packet
+from compressors.base import Compressor, State, meta_of, parse_packet
 
 WIDTH = 1024
 """Elements of a sample's last dimension: the features of one token."""
@@ -62,8 +62,12 @@ def measure_on(
     name: str, tensor: torch.Tensor, ratio: float = 1.0, seed: int = 0, *, repeats: int = 2
 ) -> CodecRate:
     """``measure`` on a tensor of the caller's (not empty). A codec with a state carries it on."""
-    codec = make_compressor(name, ratio)
-    meta = TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return rate_of(make_compressor(name, ratio), tensor, seed, repeats=repeats)
+
+
+def rate_of(codec: Compressor, tensor: torch.Tensor, seed: int = 0, *, repeats: int = 2) -> CodecRate:
+    """``measure_on`` for a codec with settings of its own."""
+    meta = meta_of(tensor)
     dense = meta.elements * DTYPE_BYTES[meta.dtype]
     encode_s = decode_s = float("inf")
     wire = 0
