@@ -1,6 +1,6 @@
 """What the lossless codec saves on real tensors: the demo GPT's activations and gradients.
 
-    python benchmarks/lossless_real.py --seed 4711 --json
+    python -m benchmarks.lossless_real --seed 4711 --json
 
 Trains examples/gpt.py in this process and packs, in fp32 and in bf16, what would cross a cut between
 any two blocks (activations forward, their gradients back) and the gradients of all parameters, after
