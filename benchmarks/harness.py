@@ -276,7 +276,7 @@ class LabFleet:
             updates.append(json.loads(line))
             if updates[-1]["step"] >= stop_after and not cancelled:
                 cancelled = True
-                self.atoll("cancel", job)
+                self._output("cancel", job, timeout=60)
         alarm.cancel()
         process.communicate()
         if not updates:
