@@ -42,7 +42,8 @@ class BlockScaler:
             largest[full] = work[full * self.block :].max()
         largest[largest < LEAST] = 0.0
         largest[~np.isfinite(largest)] = np.nan
-        return np.minimum(largest / self._steps, self._most)
+        scales: Floats = np.minimum(largest / self._steps, self._most)
+        return scales
 
     def scaled(self, chunk: Floats, scales: Floats, by: float = 1.0) -> Floats:
         """``chunk * by / scale`` in a buffer that the next call overwrites; 0 in blocks whose scale

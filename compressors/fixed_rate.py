@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class FixedRate(ABC):
     and ``decode`` only a payload of the right length.
     """
 
-    name: ClassVar[str]
+    name: str
 
     @abstractmethod
     def length(self, elements: int) -> int:

@@ -44,6 +44,10 @@ class Natural(FixedRate):
             bits, noise, some = work[: chunk.size], more[: chunk.size], codes[part]
             np.bitwise_and(chunk.view(np.uint32), np.uint32(0x7FFFFFFF), out=bits)
             largest = int(bits.max())
+            unknown = None
+            if largest >= _INFINITE:
+                unknown = bits >= _INFINITE
+                largest = int(bits.max(where=~unknown, initial=0))
             limit = min((largest >> _MANTISSA_BITS) + 1, top)
             firsts[index] = first = max(limit - (_CODES - 1), 0)
             np.copyto(noise, dice.roll(chunk.size))
@@ -53,8 +57,8 @@ class Natural(FixedRate):
             np.copyto(some, bits, casting="unsafe")
             np.clip(some, np.uint8(first), np.uint8(limit), out=some)
             np.subtract(some, np.uint8(first), out=some)
-            if largest >= _INFINITE:
-                some[~np.isfinite(chunk)] = _CODES
+            if unknown is not None:
+                some[unknown] = _CODES
             np.bitwise_or(some, np.less(chunk, 0.0).view(np.uint8) << np.uint8(7), out=some)
 
     def decode(self, payload: Bytes, target: torch.Tensor) -> None:
