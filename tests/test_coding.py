@@ -7,7 +7,7 @@ from compressors.catalogue import CODECS
 from coordinator.coding import CALL_S, DEFAULT_SPEEDS, UNKNOWN_SPEED, ends_s, judge_speeds, speed_of
 from coordinator.config import Liveness, Probing
 from coordinator.fleet import Device
-from coordinator.ratios import link_codecs
+from coordinator.ratios import BACKWARD_RUNGS, FORWARD_RUNGS, SPARSE, link_codecs
 from coordinator.roster import Roster, refusal
 from coordinator.traffic import Crossing, LinkLoad
 from coordinator.wire import MAX_CODECS, introduction_from
@@ -72,6 +72,6 @@ def test_a_gradient_at_known_positions_needs_no_selection() -> None:
     assert (same, alone) == (pytest.approx(1e6 / 2e8 + CALL_S), pytest.approx(1e6 / 1e8 + CALL_S))
 
 
-def test_default_speeds_name_codecs_that_links_may_use() -> None:
-    assert set(link_codecs()) - {"none"} <= set(DEFAULT_SPEEDS) | {"error_feedback"}
-    assert set(CODECS) >= set(link_codecs())
+def test_every_codec_that_is_chosen_unasked_has_a_default_speed() -> None:
+    assert {SPARSE, *FORWARD_RUNGS, *BACKWARD_RUNGS} <= set(DEFAULT_SPEEDS) & set(link_codecs())
+    assert set(DEFAULT_SPEEDS) <= set(CODECS)
