@@ -99,6 +99,8 @@ class Experiment:
         devices = tuple(self.fleet.index[stage.worker] for stage in self.plan.stages)
         self.candidate = Candidate(devices, tuple(stage.start for stage in self.plan.stages))
         specs = self._problem(planned.compression).specs(self.candidate)
+        if not specs:
+            raise SystemExit(f"{scenario} needs one stage only for this job: nothing to compress")
         self.slow_ratio = max(spec.ratio for spec in specs)
         self.slow = {(s.source, s.target) for s in specs if s.ratio == self.slow_ratio}
 
