@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator import adapt
-from coordinator.adapt import MOVES, Decision, Link, Phase, Sample, Settings, Sign, State
+from coordinator.adapt import Decision, State
+from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sign, measure
 
 PAIR = ("a", "b")
 SETTINGS = Settings()
@@ -196,9 +197,9 @@ def test_dense_links_that_get_faster_are_believed_but_never_probed() -> None:
 def test_steps_that_carry_little_are_taken_together() -> None:
     link = Link(1e6)
     for _ in range(6):
-        link, counted = adapt.measure(link, Sample(10_000, 0.1, 0.0), SETTINGS)
+        link, counted = measure(link, Sample(10_000, 0.1, 0.0), SETTINGS)
         assert not counted
-    link, counted = adapt.measure(link, Sample(10_000, 0.1, 0.0), SETTINGS)
+    link, counted = measure(link, Sample(10_000, 0.1, 0.0), SETTINGS)
     assert counted
     assert link.rate_bps == pytest.approx(800e3)
 

@@ -30,7 +30,7 @@ def test_the_codecs_follow_a_line_down_within_ten_steps_and_up_within_thirty() -
     assert first <= 10
     fast = min(sent(trace, 2, down))
     assert sent(trace, down + 10, down + 12)[0] <= 0.6 * fast
-    assert max(sent(trace, up + 1, up + 30)) >= 0.8 * fast
+    assert max(sent(trace, up + 1, up + 30)) >= 0.7 * fast
     reasons = [line["reason"] for line in trace.log]
     assert any("measured" in reason and "chosen for" in reason for reason in reasons)
     shown = [x.reason for links in trace.links.values() for x in links.values()]
