@@ -62,6 +62,7 @@ class LinkPrediction:
     bytes_per_step: int
     busy_s: float
     dense_bytes_per_step: int = 0  # of the same tensors uncompressed
+    under_way_s: float = 0.0  # busy_s and waiting behind other flows on shared lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from coordinator import instructions as do
 from coordinator.events import LinksChosen, LinksFailed
 from coordinator.fleet import Fleet
 from coordinator.job_state import JobState, Relinked
-from coordinator.links import LinkEstimate, Pair
+from coordinator.links import Pair
 from coordinator.roster import Roster
 from protos.telemetry import Event as Name
 
@@ -73,7 +73,7 @@ class Adapting:
         table = self.roster.links.table
         for pair, bps in adapt.proven(state).items():
             if pair in table.estimates:
-                table.estimates[pair] = LinkEstimate(bps, table.estimates[pair].latency_s)
+                table.believe(pair, bps)
 
     def evaluated(self, state: JobState) -> None:
         """Both held-out losses are there: the guard looks at what lies between them."""

@@ -82,15 +82,17 @@ class Fleet:
         uplinks: Sequence[Uplink] = (),
         unknown: LinkEstimate = UNKNOWN,
     ) -> Fleet:
-        """The live fleet: estimates of ``table``, ``unknown`` where a pair was never probed."""
+        """The live fleet: estimates of ``table``, ``unknown`` where a pair was never probed; rates
+        as training's messages get them."""
         n = len(devices)
         bandwidth, latency = np.full((n, n), np.inf), np.zeros((n, n))
         for i, a in enumerate(devices):
             for j, b in enumerate(devices):
                 if i != j:
                     link = table.get(a.worker, b.worker) or unknown
-                    bandwidth[i, j], latency[i, j] = link.bandwidth_bps, link.latency_s
-        return cls(tuple(devices), bandwidth, latency, tuple(uplinks))
+                    drag = table.drag((a.worker, b.worker))
+                    bandwidth[i, j], latency[i, j] = link.bandwidth_bps / drag, link.latency_s
+        return cls(tuple(devices), bandwidth, latency, tuple(map(table.dragged_line, uplinks)))
 
     @cached_property
     def index(self) -> dict[str, int]:

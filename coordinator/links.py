@@ -2,13 +2,16 @@
 
 Rates are payload bits per second (TCP, TLS and framing already paid); latencies are one way.
 Samples come from probes at joining and from what training itself sends; nothing here measures.
+A probe is one long stream; training's messages are short, meet others and share the machine with
+computing. ``drag`` is how much longer they take than the timeline says from the probed rate.
 Who reports an impossible figure is judged here, in words, so that the caller can log and show them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ Pair = tuple[str, str]  # (source, target)
 
 PROBE_WEIGHT = 0.5  # a probe fills the link on purpose: trust it
 GOODPUT_WEIGHT = 0.1  # training's own traffic may be limited by the sender (decentralized.md 1.5)
+SLOWER_LINE = 0.25  # of the rate: less than this is another line, more is drag
+DRAG_RANGE = (1.0, 4.0)
 MIN_GOODPUT_BYTES = 64 * 1024  # less than this measures latency, not rate
 
 MAX_BANDWIDTH_BPS = 1e12  # no host's network card is faster today
@@ -54,6 +59,7 @@ class LinkTable:
     """Estimates by ordered pair; ``None`` where nothing is known yet."""
 
     estimates: dict[Pair, LinkEstimate] = field(default_factory=dict)
+    _drag: dict[Pair, tuple[float, int]] = field(default_factory=dict)  # with how many samples
 
     def probed(self, source: str, target: str, bandwidth_bps: float, rtt_s: float) -> str | None:
         """Take in a probe; returns why it was refused, None when it was taken."""
@@ -65,7 +71,8 @@ class LinkTable:
     def carried(self, source: str, target: str, n_bytes: int, busy_s: float, rtt_s: float) -> str | None:
         """Take in what training sent; returns why it was refused.
 
-        Too little traffic refreshes the latency only. rtt_s <= 0 means not measured.
+        Too little traffic refreshes the latency only, and so does a rate somewhat below the
+        probed one, which is drag. rtt_s <= 0 means not measured.
         """
         if not isfinite(busy_s) or busy_s < 0.0 or n_bytes < 0:
             return f"{source} reports {n_bytes} bytes to {target} in {busy_s} s"
@@ -74,11 +81,44 @@ class LinkTable:
         if not enough and old is None:
             return None
         rate = n_bytes * 8.0 / busy_s if enough else old.bandwidth_bps if old else 0.0
+        if old is not None and SLOWER_LINE * old.bandwidth_bps < rate < old.bandwidth_bps:
+            rate = old.bandwidth_bps
         delay = rtt_s if rtt_s > 0.0 else 2.0 * old.latency_s if old else 0.0
         wrong = judge_link(source, target, rate, delay)
         if wrong is None:
             self._blend((source, target), rate, delay / 2.0, GOODPUT_WEIGHT)
         return wrong
+
+    def dragged(self, pair: Pair, planned: float, predicted_s: float, measured_s: float) -> None:
+        """A step's messages were ``predicted_s`` under way, with ``planned`` as their drag, and took
+        ``measured_s``: the mean of the first such ratios, then their moving average."""
+        if not (isfinite(measured_s) and measured_s > 0.0 and predicted_s > 0.0):
+            return
+        known, samples = self._drag.get(pair, (1.0, 0))
+        weight = max(GOODPUT_WEIGHT, 1.0 / (samples + 1))
+        blended = known + weight * (planned * measured_s / predicted_s - known)
+        self._drag[pair] = (min(max(blended, DRAG_RANGE[0]), DRAG_RANGE[1]), samples + 1)
+
+    def drag(self, pair: Pair) -> float:
+        """At least 1; the median of the known ones for a pair that has not trained yet."""
+        if pair in self._drag:
+            return self._drag[pair][0]
+        return median(d for d, _ in self._drag.values()) if self._drag else 1.0
+
+    def dragged_line(self, line: Uplink) -> Uplink:
+        """The line as messages get it: with the least drag known of the pairs that pass it."""
+
+        def rate(bps: float, direction: int) -> float:
+            members = frozenset(line.members)
+            through = [d for pair, (d, _) in self._drag.items() if _crosses(pair, members, direction)]
+            return bps / min(through, default=1.0)
+
+        return replace(line, up_bps=rate(line.up_bps, 0), down_bps=rate(line.down_bps, 1))
+
+    def believe(self, pair: Pair, bandwidth_bps: float) -> None:
+        """A rate that training's own messages showed: no drag comes on top of it."""
+        self.estimates[pair] = LinkEstimate(bandwidth_bps, self.estimates[pair].latency_s)
+        self._drag[pair] = (1.0, 0)
 
     def get(self, source: str, target: str) -> LinkEstimate | None:
         """The estimate of this direction, else that of the other one, else None."""
@@ -86,8 +126,8 @@ class LinkTable:
 
     def forget(self, worker: str) -> None:
         """Drop every pair of a worker that left."""
-        for pair in [p for p in self.estimates if worker in p]:
-            del self.estimates[pair]
+        self.estimates = {pair: known for pair, known in self.estimates.items() if worker not in pair}
+        self._drag = {pair: known for pair, known in self._drag.items() if worker not in pair}
 
     def _blend(self, pair: Pair, bandwidth_bps: float, latency_s: float, weight: float) -> None:
         old = self.estimates.get(pair)

@@ -181,6 +181,7 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
                 u.n_bytes,
                 u.busy_s,
                 step_bytes(dense, u.source, u.target)[0],
+                u.under_way_s,
             )
             for u in timeline.links
         ),

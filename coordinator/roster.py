@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
+from atoll.plan import LinkPrediction
 from coordinator import members
 from coordinator.coding import judge_speeds
 from coordinator.config import Liveness, Probing
 from coordinator.estimate import refresh_scale
-from coordinator.events import Introduction, StepReady
+from coordinator.events import Goodput, Introduction, StepReady
 from coordinator.fleet import Device, Fleet
-from coordinator.links import judge_step
+from coordinator.links import MIN_GOODPUT_BYTES, Pair, judge_step
 from coordinator.members import Member, Phase
 from coordinator.opprobing import OpProbing
 from coordinator.probing import LinkProbing
@@ -45,6 +46,14 @@ class Worker:
         return f"set aside: {self.aside}" if self.aside else self.member.reason
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a job's newest plan was made with: later measurements are held against it."""
+
+    scales: Mapping[str, float]  # by worker
+    drags: Mapping[Pair, float]
+
+
 @dataclass(slots=True)
 class Roster:
     """Workers in join order with what is known of their links and ops."""
@@ -52,7 +61,7 @@ class Roster:
     liveness: Liveness
     probing: Probing
     workers: dict[str, Worker] = field(default_factory=dict)
-    planned: dict[str, dict[str, float]] = field(default_factory=dict)  # job -> scales in its plan
+    planned: dict[str, Planned] = field(default_factory=dict)  # by job
     links: LinkProbing = field(init=False)
     ops: OpProbing = field(init=False)
 
@@ -112,7 +121,10 @@ class Roster:
 
     def fleet_for(self, job: str, workers: list[str], precision: str, flops: Mapping[str, int]) -> Fleet:
         """The same for a plan that will run; what it takes is compared with these figures."""
-        self.planned[job] = {worker: self.workers[worker].scale for worker in workers}
+        self.planned[job] = Planned(
+            {worker: self.workers[worker].scale for worker in workers},
+            {(a, b): self.links.table.drag((a, b)) for a in workers for b in workers if a != b},
+        )
         return self.fleet(workers, precision, flops)
 
     def _device(self, worker: str, precision: str, flops: Mapping[str, int]) -> Device:
@@ -138,11 +150,22 @@ class Roster:
         the scale moves would never settle.
         """
         known = self.workers[worker]
-        planned = self.planned.get(job, {}).get(worker)
-        if planned is None:  # a plan of an earlier life of the coordinator
+        planned = self.planned.get(job)
+        if planned is None or worker not in planned.scales:  # a plan of an earlier life
             return
-        known.scale = refresh_scale(known.scale, predicted_s / planned, measured_s, known.measured_steps)
+        unit_s = predicted_s / planned.scales[worker]
+        known.scale = refresh_scale(known.scale, unit_s, measured_s, known.measured_steps)
         known.measured_steps += 1
+
+    def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:
+        """A committed step's transfers refine a link's drag; ``link`` is what was foretold."""
+        pair = (link.source, link.target)
+        planned = self.planned.get(job)
+        if planned is None or pair not in planned.drags or carried.n_bytes < MIN_GOODPUT_BYTES:
+            return
+        # Reports are cut by the clock, steps by their commit: not always the same messages.
+        predicted_s = link.under_way_s * carried.n_bytes / max(link.bytes_per_step, 1)
+        self.links.table.dragged(pair, planned.drags[pair], predicted_s, carried.busy_s)
 
     def judge(self, worker: str, report: StepReady, elapsed_s: float | None) -> str | None:
         """Take in what a stage says of its step; returns why its figures cannot be true."""

@@ -253,6 +253,12 @@ class Scheduler:
             if told.worker in self.roster.workers:
                 measured_s = report.forward_s + report.backward_s + report.optimizer_s
                 self.roster.computed(state.job, told.worker, told.compute_s, measured_s)
+        foretold = {(link.source, link.target): link for link in prediction.links}
+        for stage, report in state.reports.items():
+            for carried in report.links:
+                link = foretold.get((prediction.stages[stage].worker, carried.peer))
+                if link is not None:
+                    self.roster.transferred(state.job, link, carried)
 
     # ------------------------------------------------------------ jobs
 

@@ -15,7 +15,7 @@ step after the commit, so the time from commit to commit is the steady state's s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -56,6 +56,7 @@ class LinkUse:
     target: int
     n_bytes: int
     busy_s: float  # its bytes at the route's slowest rate, plus per-message time
+    under_way_s: float = 0.0  # from when a bundle begins to leave until it has left, all bundles
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,23 @@ _DONE, _RESOURCE, _FREE, _ARRIVED, _START = range(5)
 class _Wire:
     """One ordered pair of stages."""
 
-    __slots__ = ("busy", "latency_s", "name", "private_s", "queue", "shared", "source", "target")
+    __slots__ = (
+        "busy",
+        "latency_s",
+        "name",
+        "private_s",
+        "queue",
+        "shared",
+        "source",
+        "target",
+        "under_way_s",
+    )
 
     def __init__(self, pair: tuple[int, int], route: Route, shared: dict[str, int]) -> None:
         self.source, self.target = pair
         self.latency_s = route.latency_s
         self.busy = False
+        self.under_way_s = 0.0
         self.queue: list[tuple[int, int, _Bundle]] = []
         # A resource that no other wire uses is never contended: only its rate matters, and from
         # when the head reaches it, which is when it has passed the shared one before.
@@ -250,6 +262,7 @@ class _Simulation:
                 self._push(start, _RESOURCE, 0, 0, (wire, bundle, at, sent_s, finish))
                 return
         finish += bundle[3] * self.work.wire.per_message_s
+        wire.under_way_s += finish - sent_s
         if self.spans is not None:
             kind = {Cargo.FORWARD: "send-F", Cargo.BACKWARD: "send-B"}.get(bundle[0], "send-tied")
             self.spans.append(Span(kind, wire.source, wire.target, bundle[1], sent_s, finish))
@@ -292,7 +305,9 @@ def simulate(work: Workload, keep_spans: bool = False) -> Timeline:
         compute_s=tuple(
             work.n_micro * (stage.forward_s + stage.backward_s) + stage.apply_s for stage in work.stages
         ),
-        links=link_uses(work),
+        links=tuple(
+            replace(use, under_way_s=run.wires[use.source, use.target].under_way_s) for use in link_uses(work)
+        ),
         resources=resource_seconds(work),
         commit_s=step - max(run.ready) + begins,
         spans=tuple(sorted(run.spans, key=lambda s: s.start_s)) if run.spans else (),

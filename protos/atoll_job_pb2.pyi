@@ -778,11 +778,13 @@ class LinkPrediction(_message.Message):
     BYTES_PER_STEP_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     DENSE_BYTES_PER_STEP_FIELD_NUMBER: _builtins.int
+    UNDER_WAY_S_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     target: _builtins.str
     bytes_per_step: _builtins.int
     busy_s: _builtins.float
     dense_bytes_per_step: _builtins.int
+    under_way_s: _builtins.float
     def __init__(
         self,
         *,
@@ -791,10 +793,11 @@ class LinkPrediction(_message.Message):
         bytes_per_step: _builtins.int = ...,
         busy_s: _builtins.float = ...,
         dense_bytes_per_step: _builtins.int = ...,
+        under_way_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "bytes_per_step", b"bytes_per_step", "dense_bytes_per_step", b"dense_bytes_per_step", "source", b"source", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "bytes_per_step", b"bytes_per_step", "dense_bytes_per_step", b"dense_bytes_per_step", "source", b"source", "target", b"target", "under_way_s", b"under_way_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

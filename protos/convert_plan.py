@@ -40,6 +40,7 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
                 bytes_per_step=link.bytes_per_step,
                 busy_s=link.busy_s,
                 dense_bytes_per_step=link.dense_bytes_per_step,
+                under_way_s=link.under_way_s,
             )
             for link in prediction.links
         ],
@@ -80,6 +81,7 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
                 p.bytes_per_step,
                 p.busy_s,
                 p.dense_bytes_per_step,
+                bounds.number("seconds under way", p.under_way_s),
             )
             for p in bounds.count("predicted links", message.links, limits.items)
         ),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.links import LinkTable, infer_shared, judge_link, judge_step, judge_timing
+from coordinator.links import LinkTable, Uplink, infer_shared, judge_link, judge_step, judge_timing
 
 
 def test_the_first_probe_is_taken_whole_and_later_ones_by_half():
@@ -93,3 +93,40 @@ def test_a_site_shares_what_its_members_reach_together_or_else_the_best_alone():
     assert guessed.name == "home"
     assert guessed.members == ("a", "b")
     assert (guessed.up_bps, guessed.down_bps) == (10e6, 30e6)
+
+
+def test_messages_that_take_longer_than_foretold_are_drag_not_another_rate():
+    table = LinkTable()
+    table.probed("a", "b", 10e6, 0.02)
+    table.carried("a", "b", 1_000_000, 1.0, 0.02)  # 8 Mbit/s
+    assert table.get("a", "b").bandwidth_bps == 10e6
+    for seconds in (1.2, 1.4):
+        table.dragged(("a", "b"), 1.0, 1.0, seconds)
+    assert table.drag(("a", "b")) == pytest.approx(1.3)
+    table.dragged(("c", "d"), 1.0, 1.0, 1.5)
+    assert table.drag(("x", "y")) == pytest.approx(1.4), "a pair that has not trained: the median"
+    # The plan knew a drag of 1.3 and was right: nothing changes.
+    table.dragged(("a", "b"), 1.3, 2.0, 2.0)
+    assert table.drag(("a", "b")) == pytest.approx(1.3)
+
+
+@given(st.floats(), st.floats(), st.floats(1.0, 4.0))
+def test_drag_stays_in_its_range_whatever_is_reported(predicted, measured, planned):
+    table = LinkTable()
+    table.dragged(("a", "b"), planned, predicted, measured)
+    assert 1.0 <= table.drag(("a", "b")) <= 4.0
+
+
+def test_a_rate_that_is_less_than_a_quarter_is_another_line():
+    table = LinkTable()
+    table.probed("a", "b", 10e6, 0.02)
+    table.carried("a", "b", 250_000, 1.0, 0.02)
+    assert table.get("a", "b").bandwidth_bps == pytest.approx(9.2e6)
+
+
+def test_a_shared_line_is_dragged_as_little_as_the_best_pair_on_it():
+    table = LinkTable()
+    table.dragged(("a", "x"), 1.0, 1.0, 1.2)
+    table.dragged(("b", "x"), 1.0, 1.0, 1.6)
+    line = table.dragged_line(Uplink("home", ("a", "b"), 12e6, 48e6))
+    assert (line.up_bps, line.down_bps) == (pytest.approx(10e6), 48e6)
