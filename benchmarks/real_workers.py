@@ -26,9 +26,12 @@ from atoll.job import Job
 from benchmarks.oracle import Case, Run
 from coordinator.client import Client, connect
 from coordinator.prepare import prepare
+from protos.convert import from_proto
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from atoll.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 60.0
@@ -43,6 +46,7 @@ class LoopbackFleet:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="atoll-fleet-")
         self.state = Path(self._folder.name) / "coordinator"
+        self.plan: Plan | None = None  # of the last run
 
     def __enter__(self) -> LoopbackFleet:
         try:
@@ -95,6 +99,8 @@ class LoopbackFleet:
         losses: dict[int, float] = {}
         for update in self.client.watch(reply.job):
             losses.update({p.step: p.value for p in update.metrics if p.name == "loss"})
+            if update.HasField("plan"):
+                self.plan = from_proto(update.plan)
             last = update
         if last.state != "finished":
             raise JobFailed(f"{reply.job} ended {last.state}: {last.reason}\n{self.log('coordinator')}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from coordinator.traffic import Traffic
 from tests.models import MODELS
 from worker.assignment import Assignment, PeerLink
 from worker.compute import Progress, StageRun, codecs_of
-from worker.link import Links
+from worker.link import Links, Network
 from worker.spans import Spans
 from worker.stage import Stage
 from worker.timed import TimedNetwork
@@ -174,8 +174,15 @@ def assign(
 class Crew:
     """One StageRun a stage, each step in threads of their own."""
 
-    def __init__(self, made: Case, assignments: Sequence[Assignment]) -> None:
+    def __init__(
+        self,
+        made: Case,
+        assignments: Sequence[Assignment],
+        network_of: Callable[[str], Network] | None = None,
+    ) -> None:
+        """``network_of`` a worker; None: all in one ``hub``."""
         self.made, self.hub = made, Hub()
+        self.network_of = network_of or self.hub.port
         self.links: list[Links] = []
         self.runs = [self.run_of(a) for a in assignments]
         for run in self.runs:
@@ -199,7 +206,7 @@ class Crew:
 
         feed = Given(self.made.batches, assignment.program.inputs)
         spans = Spans()
-        links = Links(TimedNetwork(self.hub.port(me), spans), "job", 1, codecs_of(assignment))
+        links = Links(TimedNetwork(self.network_of(me), spans), "job", 1, codecs_of(assignment))
         self.links.append(links)
         return StageRun(assignment, stage, links, feed, held_out, spans, Progress())
 

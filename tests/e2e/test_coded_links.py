@@ -1,0 +1,67 @@
+"""New links over real connections: the bits of the same codecs in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from atoll.microbatch import ScheduleName
+from benchmarks.oracle import every_link
+from compressors import catalogue
+from tests.crew import TRAINING, Crew, assign, case, cut_evenly
+from worker.cancel import Cancel
+from worker.compute import StepReport
+from worker.local import LocalPipeline
+from worker.transport import PeerNetwork
+
+STAGES = 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def networks() -> Iterator[dict[str, PeerNetwork]]:
+    """Two workers' networks on loopback, connected."""
+    found = {name: PeerNetwork(None, ("127.0.0.1", 0), name=name) for name in ("w-0", "w-1")}
+    found["w-1"].admit("w-0")
+    found["w-0"].dial("w-1", [("127.0.0.1", found["w-1"].port)], 10.0)
+    found["w-1"].wait_for("w-0", 10.0)
+    yield found
+    for network in found.values():
+        network.close()
+
+
+def test_new_links_take_over_at_their_step_over_real_connections(
+    networks: dict[str, PeerNetwork], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "MIN_BYTES", 64)
+    made = case("gpt2")
+    before, after = every_link("topk:4", STAGES), every_link("int8_block", STAGES)
+    starts = cut_evenly(made.dag, STAGES)
+    assignments = assign(made, starts, TRAINING, ScheduleName.ONE_F_ONE_B, before)
+    crew = Crew(made, assignments, networks.__getitem__)
+    programs, evaluations = made.programs(starts)
+    pipeline = LocalPipeline(
+        programs, TRAINING, made.tensors, eval_programs=evaluations, states=made.states, links=before
+    )
+    for step in range(6):
+        if step == 3:
+            pipeline.relink(after)
+        batches = [made.batches.of(step, micro) for micro in range(TRAINING.n_micro)]
+        expected = pipeline.step(step, batches).loss
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert [r.stage.loss for r in reports if r.stage.loss is not None] == [expected]
+        crew.all("apply", step, 1.0)
+        if step == 1:
+            crew.all("relink", 2, 3, after)
+    assert not any(links.refused for links in crew.links)
+    for run in crew.runs:
+        run.close()
