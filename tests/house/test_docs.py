@@ -11,6 +11,7 @@ import typer
 from atoll import errors
 from atoll.data import ByteText, Rows
 from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
+from compressors.catalogue import CODECS, Use
 from coordinator import cli, partition
 from protos import telemetry
 from worker import cli as worker_cli
@@ -92,6 +93,20 @@ def test_every_field_a_job_file_may_set_is_documented(kind: type) -> None:
 def test_every_partitioner_and_schedule_is_documented() -> None:
     text = (DOCS / "cli.md").read_text() + (DOCS / "glossary.md").read_text()
     assert [name for name in (*partition.PARTITIONERS, *partition.SCHEDULES) if name not in text] == []
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec_has_a_row_in_the_table_that_says_what_it_is_valid_for(name: str) -> None:
+    text = (DOCS / "compression.md").read_text()
+    table = text[text.index("## All codecs") : text.index("\n**Who owns")]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith(f"| `{name}` |")]
+    assert len(rows) == 1, f"docs/compression.md: {len(rows)} rows for {name}"
+    uses = "".join(use.value[0].upper() for use in Use if use in CODECS[name].valid_for)
+    assert rows[0][2] == uses
+    stateless = rows[0][3] == "none"
+    assert stateless == (not CODECS[name].stateful)
+    for word, holds in (("unbiased", CODECS[name].unbiased), ("linear", CODECS[name].linear)):
+        assert holds == (word in rows[0][1] or (word == "unbiased" and CODECS[name].exact))
 
 
 def test_links_between_the_docs_lead_somewhere() -> None:
