@@ -131,7 +131,6 @@ def _index(name: str, decode: bool) -> Callable[[Tensor], Work]:
 
 
 OPERATIONS = (
-    Operation("copy", lambda tensor: tensor.clone, 0.0),
     Operation("exact selection, 0.1 %", _exact(0.001), 0.41, 0.43),
     Operation("exact selection, 1 %", _exact(0.01), 0.25, 0.24),
     Operation("exact selection, 10 %", _exact(0.1), 0.26, 0.28),

@@ -82,7 +82,7 @@ def measure_codec(build: Callable[[], Compressor], parts: Sequence[Tensor], repe
         _, state = codec.compress(part, codec.init(meta), seed=1)
         packet, _ = codec.compress(part, state, seed=2)
         wire += packet.wire_bytes
-        received = parse_packet(packet.header, bytes(packet.payload))
+        received = parse_packet(packet.header, bytearray(packet.payload))  # as a link receives it
         encoding.append(lambda c=codec, p=part, s=state: c.compress(p, s, seed=2))
         decoding.append(lambda c=codec, p=received, s=state: c.decompress(p, s))
     dense = sum(part.nbytes for part in parts)
