@@ -82,3 +82,8 @@ class BadFrame(AtollError):
     """A received frame is truncated, oversized, forged or malformed; the connection is closed."""
 
     exit_code = 10
+
+
+class BadUpdate(BadFrame):
+    """A participant's update cannot be counted (wrong round, names, shapes, not finite); its round
+    closes without it."""

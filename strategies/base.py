@@ -1,0 +1,316 @@
+"""The contract of every federated rule: a client half and a server half, state in, state out.
+
+One round, whatever runs it (the workers of this project, a Flower app, a simulation):
+
+    broadcast = rule.configure(state)                                   server
+    phases = rule.begin(layout, broadcast, mine)                        client
+        local training from phase.start, each gradient through phase.correction   (per step)
+        buffers of rule.at_epoch(layout, broadcast, epoch)              (per local epoch)
+    update, mine = rule.end(layout, broadcast, done, mine)              client
+    state = rule.aggregate(state, updates)                              server
+
+Everything is arrays by state-dict name and small numbers: a ServerState or a ClientState goes to
+disk or over a wire without code for each rule. numpy alone: the process that aggregates never loads
+torch. Only ``Correction`` meets the trainer's own tensors, with plain operators, so it works on
+either. Nothing here keeps a clock, a file or a generator; what is drawn comes from a seed.
+
+A rule is a frozen dataclass; its fields are its options. It declares what it needs (``Facts``) and
+what travels beside the weights (``extra_down``, ``extra_up``, ``scalars_up``), so that traffic can
+be planned and an update be refused before it is counted (``strategies.checking``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from atoll.errors import JobFailed, UsageError
+from atoll.opdag import DTYPE_BYTES, TensorMeta
+from strategies.checking import check_updates
+from strategies.layout import SHARED, Layout, Role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from strategies.layout import Array, Arrays, SlotMetas, Slots
+
+LOCAL_SLOT = "local"
+"""Where a client keeps the tensors whose role is LOCAL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rule needs of whoever runs it."""
+
+    summary: str  # one line for users
+    source: str  # paper and section
+    linear: bool = True  # aggregate is a weighted sum: partial sums and secure aggregation are possible
+    secure: bool = True  # ... and the server need not see any single update
+    needs_client_state: bool = False
+    sgd_only: bool = False  # its formula reads the local optimizer as SGD, momentum allowed
+    needs_start_loss: bool = False  # the local loss at the received weights, before any step
+    changes_loss: bool = False  # the owner's module is wrapped before capture
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number that a client uploads, and its bounds."""
+
+    name: str
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """All that the server half knows: enough to go on after a restart."""
+
+    round: int  # of the next broadcast, from 0
+    layout: Layout
+    weights: Arrays  # TRAINED, AVERAGED, TOLD
+    slots: Slots
+    n_clients: int  # of the whole federation, not of one round
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What one client keeps from round to round; an empty one is a client seen for the first time."""
+
+    slots: Slots = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """What every participant of a round gets."""
+
+    round: int
+    weights: Arrays  # TRAINED, AVERAGED, TOLD
+    extra: Slots = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a rule adds to a local gradient before the optimizer sees it:
+
+        g' = g + offset + pull * (w - anchor)
+
+    for the names in ``offset`` and ``anchor``. Arrays of numpy, or after ``mapped`` the trainer's own.
+    """
+
+    offset: Mapping[str, Any] = field(default_factory=dict)
+    anchor: Mapping[str, Any] = field(default_factory=dict)
+    pull: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.offset) or (self.pull != 0.0 and bool(self.anchor))
+
+    def mapped(self, convert: Callable[[Array], Any]) -> Correction:
+        """The same with every array converted, as by ``torch.from_numpy``."""
+        return Correction(
+            {name: convert(array) for name, array in self.offset.items()},
+            {name: convert(array) for name, array in self.anchor.items()},
+            self.pull,
+        )
+
+    def gradient(self, name: str, gradient: Any, weight: Any) -> Any:
+        """``gradient`` of ``name`` at ``weight``, corrected; the arguments stay as they are."""
+        if name in self.offset:
+            gradient = gradient + self.offset[name]
+        if self.pull and name in self.anchor:
+            gradient = gradient + (weight - self.anchor[name]) * self.pull
+        return gradient
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One local training. ``start``: tensors to set; all others begin as the job gave them, so that
+    a round is a function of broadcast, client state and seed."""
+
+    start: Arrays
+    correction: Correction = field(default_factory=Correction)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a phase. ``lr`` is the mean over ``steps``; ``momentum`` that of SGD."""
+
+    weights: Arrays
+    n_samples: int
+    steps: int
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    start_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClientUpdate:
+    """What a participant uploads: ``delta`` = its weights - the broadcast's, for TRAINED and AVERAGED.
+
+    ``client`` is set by who received it, from the authenticated session, never by the peer.
+    """
+
+    round: int
+    n_samples: int
+    steps: int
+    delta: Arrays
+    extra: Slots = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    client: str = ""
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """A rule's own part of a client's answer, and the slots it keeps."""
+
+    extra: Slots = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    kept: Slots = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A rule. Subclasses override the hooks below the public methods; ``_aggregate`` is the least."""
+
+    name: ClassVar[str]
+    FACTS: ClassVar[Facts]
+
+    @property
+    def facts(self) -> Facts:
+        return self.FACTS
+
+    @property
+    def min_updates(self) -> int:
+        """With fewer a round cannot be aggregated."""
+        return 1
+
+    # What travels.
+
+    def adapt(self, layout: Layout) -> Layout:
+        """The model's layout with the roles this rule gives its tensors; ``init`` applies it."""
+        return layout
+
+    def extra_down(self, layout: Layout) -> SlotMetas:
+        """Arrays beside the weights in every broadcast."""
+        return {}
+
+    def extra_up(self, layout: Layout) -> SlotMetas:
+        """Arrays beside the delta in every update."""
+        return {}
+
+    def scalars_up(self) -> tuple[Scalar, ...]:
+        """Numbers in every update beside samples and steps."""
+        return ()
+
+    # The server half.
+
+    def init(self, layout: Layout, weights: Arrays, n_clients: int) -> ServerState:
+        """The state before round 0. ``weights``: at least the tensors that ``adapt`` shares or tells."""
+        if n_clients < 1:
+            raise UsageError(f"a federation of {n_clients} clients; register data on a worker first")
+        layout = self.adapt(layout)
+        held = {name: weights[name] for name in layout.names(*SHARED, Role.TOLD)}
+        return ServerState(0, layout, held, self._slots(layout, held), n_clients)
+
+    def configure(self, state: ServerState) -> Broadcast:
+        """What every participant of round ``state.round`` gets."""
+        return Broadcast(state.round, {**state.weights, **self._told(state)}, self._extra(state))
+
+    def aggregate(self, state: ServerState, updates: Sequence[ClientUpdate]) -> ServerState:
+        """The state after this round. The order of ``updates`` has no effect on a single bit.
+
+        BadUpdate when one of them is not what this rule declares, or comes twice from one client;
+        UsageError for fewer than ``min_updates``; JobFailed when the result is not finite.
+        """
+        ordered = check_updates(self, state, updates)
+        if len(ordered) < self.min_updates:
+            raise UsageError(
+                f"{self.name} needs {self.min_updates} updates a round, {len(ordered)} arrived; "
+                "let more clients take part"
+            )
+        return self._aggregate(state, ordered)
+
+    # The client half.
+
+    def client_init(self, layout: Layout) -> ClientState:
+        """What a client holds before its first round."""
+        return ClientState()
+
+    def begin(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> tuple[Phase, ...]:
+        """What to train, in this order; the first phase is the one whose delta is uploaded."""
+        start = {**broadcast.weights, **state.slots.get(LOCAL_SLOT, {})}
+        return (Phase(start, self._correction(layout, broadcast, state)),)
+
+    def at_epoch(self, layout: Layout, broadcast: Broadcast, epoch: int) -> Arrays:
+        """Buffers to set at the start of local epoch ``epoch``, from 0."""
+        return {}
+
+    def end(
+        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], state: ClientState
+    ) -> tuple[ClientUpdate, ClientState]:
+        """The answer to ``broadcast`` and the client's next state; commit it once the answer is taken."""
+        first = done[0]
+        delta = {n: first.weights[n] - broadcast.weights[n] for n in layout.names(*SHARED)}
+        own = self._uploads(layout, broadcast, done, delta, state)
+        kept = dict(own.kept)
+        local = layout.names(Role.LOCAL)
+        if local:
+            kept[LOCAL_SLOT] = {name: first.weights[name].copy() for name in local}
+        update = ClientUpdate(
+            broadcast.round, first.n_samples, first.steps, delta, own.extra, own.scalars, first.metrics
+        )
+        return update, ClientState(kept)
+
+    # Hooks.
+
+    def _slots(self, layout: Layout, weights: Arrays) -> Slots:
+        return {}
+
+    def _told(self, state: ServerState) -> Arrays:
+        return {}
+
+    def _extra(self, state: ServerState) -> Slots:
+        return {}
+
+    def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
+        return Correction()
+
+    def _uploads(
+        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], delta: Arrays, state: ClientState
+    ) -> Uploads:
+        return Uploads()
+
+    def _aggregate(self, state: ServerState, updates: Sequence[ClientUpdate]) -> ServerState:
+        raise TypeError(f"{type(self).__name__} does not say how it aggregates")
+
+
+def advance(state: ServerState, weights: Arrays, slots: Slots | None = None) -> ServerState:
+    """The next round's state: ``weights`` where given, in the dtypes the layout declares.
+
+    JobFailed when one is not finite: updates were, so a sum has overflowed or a rate is too large.
+    """
+    after = dict(state.weights)
+    for name, array in weights.items():
+        if not np.all(np.isfinite(array)):
+            raise JobFailed(
+                f"round {state.round}: {name!r} is not finite after aggregation; lower the server's "
+                "learning rate"
+            )
+        after[name] = np.asarray(array, state.layout.metas[name].dtype)
+    return replace(state, round=state.round + 1, weights=after, slots=state.slots if slots is None else slots)
+
+
+def traffic_bytes(rule: Strategy, layout: Layout) -> tuple[int, int]:
+    """(down, up) bytes of arrays a client and round, dense; ``layout`` as ``adapt`` left it."""
+
+    def size(metas: Mapping[str, TensorMeta], slots: SlotMetas) -> int:
+        every = [*metas.values(), *(meta for slot in slots.values() for meta in slot.values())]
+        return sum(meta.elements * DTYPE_BYTES[meta.dtype] for meta in every)
+
+    down = size(layout.metas_of(*SHARED, Role.TOLD), rule.extra_down(layout))
+    return down, size(layout.metas_of(*SHARED), rule.extra_up(layout))

@@ -1,0 +1,122 @@
+"""Whether what a peer sent is what a rule declares: names, shapes, dtypes, bounds, finite.
+
+Every refusal is a BadUpdate that names the field and both figures, so that the round can close
+without this client and say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.errors import BadUpdate
+from strategies.layout import SHARED, Role, meta_of
+
+if TYPE_CHECKING:
+    from atoll.opdag import TensorMeta
+    from strategies.base import Broadcast, ClientUpdate, ServerState, Strategy
+    from strategies.layout import Array, Arrays, Layout, SlotMetas, Slots
+
+MAX_METRICS = 64
+MAX_NAME = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What no honest update exceeds. ``samples``: what this client registered, where it is known."""
+
+    samples: int = 10**9
+    steps: int = 10**8
+    norm: float = float("inf")  # L2 of the whole delta
+
+
+NO_LIMITS = Limits()
+
+
+def check_update(
+    rule: Strategy, layout: Layout, at_round: int, update: ClientUpdate, limits: Limits = NO_LIMITS
+) -> None:
+    """Raise BadUpdate unless ``update`` may be counted in round ``at_round``. Both ends run it."""
+    if update.round != at_round:
+        raise BadUpdate(f"an update of round {update.round}; this is round {at_round}")
+    for what, value, most in (
+        ("samples", update.n_samples, limits.samples),
+        ("steps", update.steps, limits.steps),
+    ):
+        if type(value) is not int or not 1 <= value <= most:
+            raise BadUpdate(f"{value!r} {what}; a whole number from 1 to {most}")
+    _check_arrays("delta", update.delta, layout.metas_of(*SHARED))
+    _check_slots(update.extra, rule.extra_up(layout))
+    _check_scalars(rule, update.scalars)
+    if len(update.metrics) > MAX_METRICS or any(len(name) > MAX_NAME for name in update.metrics):
+        raise BadUpdate(f"{len(update.metrics)} metrics; at most {MAX_METRICS}, names to {MAX_NAME} letters")
+    bad = [name for name, value in update.metrics.items() if not isfinite(value)]
+    if bad:
+        raise BadUpdate(f"metric {bad[0]!r} is {update.metrics[bad[0]]}")
+    if limits.norm != float("inf"):
+        norm = sqrt(sum(float(np.vdot(a, a)) for a in map(_double, update.delta.values())))
+        if norm > limits.norm:
+            raise BadUpdate(f"an update of norm {norm:.3g}; at most {limits.norm:.3g}")
+
+
+def check_updates(rule: Strategy, state: ServerState, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
+    """All of a round, in the order of their clients' names. BadUpdate names the client."""
+    ordered = sorted(updates, key=lambda update: update.client)
+    for at, update in enumerate(ordered):
+        if at and ordered[at - 1].client == update.client:
+            raise BadUpdate(f"two updates of client {update.client!r} in round {state.round}")
+        try:
+            check_update(rule, state.layout, state.round, update)
+        except BadUpdate as error:
+            raise BadUpdate(f"client {update.client!r}: {error}") from None
+    return ordered
+
+
+def check_broadcast(rule: Strategy, layout: Layout, broadcast: Broadcast) -> None:
+    """Raise BadUpdate unless ``broadcast`` holds what ``rule`` sends down."""
+    if broadcast.round < 0:
+        raise BadUpdate(f"a broadcast of round {broadcast.round}")
+    _check_arrays("weights", broadcast.weights, layout.metas_of(*SHARED, Role.TOLD))
+    _check_slots(broadcast.extra, rule.extra_down(layout))
+
+
+def _check_slots(slots: Slots, expected: SlotMetas) -> None:
+    if slots.keys() != expected.keys():
+        raise BadUpdate(f"extra arrays {sorted(slots)[:4]}; expected {sorted(expected)}")
+    for slot, metas in expected.items():
+        _check_arrays(slot, slots[slot], metas)
+
+
+def _check_arrays(what: str, arrays: Arrays, expected: Mapping[str, TensorMeta]) -> None:
+    missing = [name for name in expected if name not in arrays]
+    unknown = [name for name in arrays if name not in expected]
+    if missing or unknown:
+        shown = [f"{name[:MAX_NAME]!r}" for name in (missing or unknown)[:3]]
+        word = "lacks" if missing else "has unknown"
+        raise BadUpdate(f"{what} {word} {len(missing or unknown)} tensors, such as {', '.join(shown)}")
+    for name, meta in expected.items():
+        array = arrays[name]
+        if meta_of(array) != meta:
+            raise BadUpdate(
+                f"{what} {name!r} is {array.dtype} {tuple(array.shape)}; expected {meta.dtype} {meta.shape}"
+            )
+        if not np.all(np.isfinite(array)):
+            raise BadUpdate(f"{what} {name!r} has {int(np.sum(~np.isfinite(array)))} non-finite elements")
+
+
+def _check_scalars(rule: Strategy, scalars: Mapping[str, float]) -> None:
+    expected = {scalar.name: scalar for scalar in rule.scalars_up()}
+    if scalars.keys() != expected.keys():
+        raise BadUpdate(f"numbers {sorted(scalars)[:4]}; expected {sorted(expected)}")
+    for name, bound in expected.items():
+        value = scalars[name]
+        if not isfinite(value) or not bound.low <= value <= bound.high:
+            raise BadUpdate(f"{name} = {value:g}; from {bound.low:g} to {bound.high:g}")
+
+
+def _double(array: Array) -> Array:
+    return np.asarray(array, np.float64).reshape(-1)

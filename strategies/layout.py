@@ -1,0 +1,85 @@
+"""What a rule does with each tensor of a model: roles by state-dict name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from atoll.errors import UsageError
+from atoll.opdag import TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+    Arrays = Mapping[str, Array]
+    Slots = Mapping[str, Arrays]  # named sets of arrays: "control" -> arrays by tensor name
+    SlotMetas = Mapping[str, Mapping[str, TensorMeta]]
+
+
+class Role(StrEnum):
+    """What a rule does with a tensor of the state dict."""
+
+    TRAINED = "trained"  # has gradients; down and up every round
+    AVERAGED = "averaged"  # floating buffer that training writes; down and up, always a plain mean
+    TOLD = "told"  # the server's word, down only
+    LOCAL = "local"  # each client keeps its own from round to round
+    STILL = "still"  # with the job, once: integer counters, constants, frozen parameters
+
+
+SHARED = (Role.TRAINED, Role.AVERAGED)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape, dtype and role of every tensor, in the state dict's order."""
+
+    metas: Mapping[str, TensorMeta]
+    roles: Mapping[str, Role]
+
+    @classmethod
+    def of(cls, arrays: Arrays, trained: Collection[str], written: Collection[str] = ()) -> Layout:
+        """Roles of a model: ``trained`` have gradients, ``written`` are buffers that training writes.
+
+        Integer buffers (BatchNorm's ``num_batches_tracked``) are never averaged: public code that
+        does ends with a float counter, or a truncated one. UsageError for an unknown name or a
+        trained tensor that is not floating.
+        """
+        unknown = sorted({*trained, *written} - set(arrays))
+        if unknown:
+            raise UsageError(f"{len(unknown)} names are not in the state dict, such as {unknown[0]!r}")
+        roles = {}
+        for name, array in arrays.items():
+            floating = np.issubdtype(array.dtype, np.floating)
+            if name in trained and not floating:
+                raise UsageError(f"{name!r} is {array.dtype}; only floating tensors can be trained")
+            known = Role.TRAINED if name in trained else Role.AVERAGED if name in written else Role.STILL
+            roles[name] = known if floating else Role.STILL
+        return cls({name: meta_of(array) for name, array in arrays.items()}, roles)
+
+    def names(self, *roles: Role) -> tuple[str, ...]:
+        """The names that have one of ``roles``, in order."""
+        return tuple(name for name in self.metas if self.roles[name] in roles)
+
+    def metas_of(self, *roles: Role) -> dict[str, TensorMeta]:
+        return {name: self.metas[name] for name in self.names(*roles)}
+
+    def with_roles(self, role: Role, names: Iterable[str]) -> Layout:
+        """The same tensors, ``names`` in another role."""
+        return Layout(self.metas, {**self.roles, **dict.fromkeys(names, role)})
+
+
+def meta_of(array: Array) -> TensorMeta:
+    """Shape and dtype of a numpy array."""
+    return TensorMeta(tuple(array.shape), str(array.dtype))
+
+
+def zeros(layout: Layout, *roles: Role) -> dict[str, Array]:
+    """A zero array for every name of ``roles``."""
+    return {n: np.zeros(m.shape, m.dtype) for n, m in layout.metas_of(*roles).items()}
