@@ -99,7 +99,6 @@ class DiscardStep:
     version: int
     step: int
     reason: str
-    run_again: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,7 +310,7 @@ def _diverged(state: JobState, stage: int, report: StepReady) -> Outcome:
         f"{stage} ({worker}); the last good checkpoint is of step {state.checkpoint.step}; "
         "lower the learning rate or set a clip norm, then submit with --resume"
     )
-    discard = DiscardStep(state.job, state.version, state.step, reason, run_again=False)
+    discard = DiscardStep(state.job, state.version, state.step, reason)
     ended, todo = _end(state, Phase.FAILED, reason)
     return ended, [ToStages(discard), *todo]
 

@@ -165,7 +165,6 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
                 plan_version=message.version,
                 step=message.step,
                 reason=message.reason,
-                run_again=message.run_again,
             )
             return pb.ToWorker(discard=discard)
         case do.ReleaseStage(job, version, reason):

@@ -1261,12 +1261,10 @@ class StepDiscard(_message.Message):
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    RUN_AGAIN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
     reason: _builtins.str
-    run_again: _builtins.bool
     def __init__(
         self,
         *,
@@ -1274,11 +1272,10 @@ class StepDiscard(_message.Message):
         plan_version: _builtins.int = ...,
         step: _builtins.int = ...,
         reason: _builtins.str = ...,
-        run_again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "plan_version", b"plan_version", "reason", b"reason", "run_again", b"run_again", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "plan_version", b"plan_version", "reason", b"reason", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

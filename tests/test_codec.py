@@ -17,6 +17,7 @@ from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors import catalogue
 from compressors.base import Packet
+from compressors.catalogue import Use
 from tests import plain_codec
 from tests.crew import TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.arrivals import Arrival, evaluation_arrivals, step_arrivals
@@ -378,3 +379,25 @@ def test_a_payload_that_does_not_fit_the_positions_is_refused_and_the_next_one_t
     got = links.receive(good.key, 1.0)
     assert got is not None
     assert TensorMeta(tuple(got.shape), "float32") == good.meta
+
+
+ABLE = [
+    (name, use)
+    for name, facts in sorted(catalogue.CODECS.items())
+    for use in (Use.ACTIVATION, Use.GRADIENT)
+    if use in facts.valid_for and not facts.shared_state and name != "none"
+]
+
+
+@pytest.mark.parametrize(("codec", "use"), ABLE)
+def test_every_codec_that_a_link_may_carry_gives_the_same_bits_over_links_and_in_one_process(
+    gpt2: Case, codec: str, use: Use
+) -> None:
+    forward = use is Use.ACTIVATION
+    links = [link for link in linked(codec, 4.0) if (link.source < link.target) is forward]
+    crew, pipeline = crew_of(gpt2, links), local_of(gpt2, links)
+    for step in range(2):
+        loss = step_of(crew, step)
+        assert loss == local_step(pipeline, gpt2, step)
+        assert 0.0 < loss < 10.0
+    assert not any(links.refused for links in crew.links)

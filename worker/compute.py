@@ -8,18 +8,19 @@ queued as soon as it is computed, and the transport lets gradients pass activati
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from atoll.microbatch import Work
-from worker.arrivals import Arrival, evaluation_arrivals, step_arrivals
+from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
 from worker.codec import StageCodecs, lossy
 from worker.frames import Direction, MessageKey
+from worker.ports import HeldOut, MicroBatches, TensorLinks
 from worker.spans import Span, Spans
 
 if TYPE_CHECKING:
@@ -33,47 +34,6 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 T = TypeVar("T")
 MIN_WAIT_SPAN_S = 0.0005
-
-
-class TensorLinks(Protocol):
-    """What the computation needs of the links of one plan."""
-
-    def expect(self, arrivals: Iterable[Arrival]) -> None:
-        """Take these messages from now on."""
-        ...
-
-    def relink(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
-        """From ``first_step`` on messages are of this version and go through these codecs."""
-        ...
-
-    def send(self, peer: str, key: MessageKey, tensor: Tensor | None) -> None:
-        """Queue; None is the zero-gradient mark. Raises PeerLost."""
-        ...
-
-    def receive(self, key: MessageKey, timeout_s: float) -> Tensor | None:
-        """Raises TimeoutError when it is not here in time, PeerLost when it cannot come."""
-        ...
-
-    def step_done(self, step: int) -> None:
-        """Messages of ``step`` and before are not wanted any more."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class MicroBatches(Protocol):
-    """Training data, fetched ahead (worker/feed.py)."""
-
-    def start(self, first_step: int) -> None: ...
-
-    def take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]: ...
-
-    def step_done(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-HeldOut = Callable[[Cancel], Iterator[Mapping[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
