@@ -17,6 +17,7 @@ from coordinator import instructions as do
 from coordinator.events import LinksChosen, LinksFailed
 from coordinator.fleet import Fleet
 from coordinator.job_state import JobState, Relinked
+from coordinator.linkmoves import Sample, Settings
 from coordinator.links import Pair
 from coordinator.roster import Roster
 from protos.telemetry import Event as Name
@@ -36,7 +37,7 @@ class Adapting:
     """``of``: the state of every job that adapts."""
 
     roster: Roster
-    settings: adapt.Settings
+    settings: Settings
     emit: Callable[[do.Instruction], None]
     of: dict[str, adapt.State] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)
@@ -187,7 +188,7 @@ def _pairs(state: JobState) -> list[Pair]:
     return [(stages[link.source].worker, stages[link.target].worker) for link in links]
 
 
-def _samples(state: JobState) -> dict[Pair, adapt.Sample]:
+def _samples(state: JobState) -> dict[Pair, Sample]:
     """What the committed step's reports say of the plan's links."""
     assert state.plan is not None  # noqa: S101 - the caller has looked
     stages = state.plan.stages
@@ -202,5 +203,5 @@ def _samples(state: JobState) -> dict[Pair, adapt.Sample]:
             pair = (stages[at].worker, link.peer)
             if link.n_bytes > 0:
                 messages = state.spec.training.n_micro
-                found[pair] = adapt.Sample(link.n_bytes, link.busy_s, link.rtt_s, messages, pair in coded)
+                found[pair] = Sample(link.n_bytes, link.busy_s, link.rtt_s, messages, pair in coded)
     return found

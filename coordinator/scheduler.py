@@ -21,6 +21,7 @@ from coordinator.assigning import assignment, stage_of
 from coordinator.config import CoordinatorConfig
 from coordinator.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger
 from coordinator.holds import Hold, Holds
+from coordinator.learning import learn
 from coordinator.links import judge_timing
 from coordinator.members import Member
 from coordinator.preparing import Preparer
@@ -239,26 +240,8 @@ class Scheduler:
         self._from_stage(worker, report)
         state = self.jobs.get(report.job)
         if state is not None and state.step > before:
-            self._learn(state)
-
-    def _learn(self, state: JobState) -> None:
-        """What the committed step took refines every device's scale, and what its links carried
-        may ask for other codecs."""
-        self.adapting.committed(state)
-        prediction = state.plan.prediction if state.plan is not None else None
-        if prediction is None or len(prediction.stages) != state.n_stages or len(state.step_times_s) < 2:
-            return  # the first step of a plan loads caches, and knows no optimizer step before it
-        for stage, report in state.reports.items():
-            told = prediction.stages[stage]
-            if told.worker in self.roster.workers:
-                measured_s = report.forward_s + report.backward_s + report.optimizer_s
-                self.roster.computed(state.job, told.worker, told.compute_s, measured_s)
-        foretold = {(link.source, link.target): link for link in prediction.links}
-        for stage, report in state.reports.items():
-            for carried in report.links:
-                link = foretold.get((prediction.stages[stage].worker, carried.peer))
-                if link is not None:
-                    self.roster.transferred(state.job, link, carried)
+            self.adapting.committed(state)
+            learn(self.roster, state, follows=state.job in self.adapting.of)
 
     # ------------------------------------------------------------ jobs
 

@@ -1,0 +1,30 @@
+"""What a committed step teaches about devices and links, held against what the plan foretold. Pure."""
+
+from __future__ import annotations
+
+from coordinator.job_state import JobState
+from coordinator.roster import Roster
+
+
+def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
+    """Refine devices' scales and links' drags.
+
+    ``follows``: the job's links are believed as training measures them, so a drag on top of that
+    would count the same slowness twice; and other codecs than foretold may be in use by now.
+    """
+    prediction = state.plan.prediction if state.plan is not None else None
+    if prediction is None or len(prediction.stages) != state.n_stages or len(state.step_times_s) < 2:
+        return  # the first step of a plan loads caches, and knows no optimizer step before it
+    for stage, report in state.reports.items():
+        told = prediction.stages[stage]
+        if told.worker in roster.workers:
+            measured_s = report.forward_s + report.backward_s + report.optimizer_s
+            roster.computed(state.job, told.worker, told.compute_s, measured_s)
+    if follows:
+        return
+    foretold = {(link.source, link.target): link for link in prediction.links}
+    for stage, report in state.reports.items():
+        for carried in report.links:
+            link = foretold.get((prediction.stages[stage].worker, carried.peer))
+            if link is not None:
+                roster.transferred(state.job, link, carried)
