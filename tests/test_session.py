@@ -9,119 +9,121 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker import events as e
+from worker import instructions as do
 from worker import session as s
 from worker.session import Phase, Session, handle
 
 PEERS = frozenset({"w-b"})
 
 
-def told(state: Session, *events: s.Event) -> tuple[Session, list[s.Instruction]]:
+def told(state: Session, *events: e.Event) -> tuple[Session, list[do.Instruction]]:
     """Handle events in a row; returns every instruction."""
-    todo: list[s.Instruction] = []
+    todo: list[do.Instruction] = []
     for event in events:
         state, more = handle(state, event)
         todo.extend(more)
     return state, todo
 
 
-def commit(step: int, **flags: Any) -> s.Committed:
+def commit(step: int, **flags: Any) -> e.Committed:
     chosen = {"store": False, "evaluate": False, "last": False, **flags}
-    return s.Committed("j", 1, step, 1.0, **chosen)
+    return e.Committed("j", 1, step, 1.0, **chosen)
 
 
-def relinked(step: int, version: int = 2, first_step: int = 6) -> s.Committed:
+def relinked(step: int, version: int = 2, first_step: int = 6) -> e.Committed:
     """A commit that announces new links."""
-    return commit(step, relink=s.Relink(version, first_step, "links"))
+    return commit(step, relink=e.Relink(version, first_step, "links"))
 
 
 def through(state: Session, *steps: int) -> Session:
     """Each of the steps computed, committed and applied, under the version it runs under."""
     for step in steps:
         version = state.version_at(step)
-        done, applied = s.StepDone("j", version, step, "ready"), s.StepApplied("j", version, step)
+        done, applied = e.StepDone("j", version, step, "ready"), e.StepApplied("j", version, step)
         state, _ = told(state, done, replace(commit(step), version=version), applied)
     return state
 
 
-def assigned(version: int = 1, job: str = "j") -> s.Assigned:
-    return s.Assigned(job, version, PEERS, "work")
+def assigned(version: int = 1, job: str = "j") -> e.Assigned:
+    return e.Assigned(job, version, PEERS, "work")
 
 
-JOINED: tuple[s.Event, ...] = (s.Welcomed("w-a", 0.5),)
-LOADED: tuple[s.Event, ...] = (*JOINED, assigned(), s.StageLoaded("j", 1, "loaded"))
-TRAINING: tuple[s.Event, ...] = (*LOADED, s.Started("j", 1, 4))
-WAITING: tuple[s.Event, ...] = (*TRAINING, s.StepDone("j", 1, 4, "ready 4"))
+JOINED: tuple[e.Event, ...] = (e.Welcomed("w-a", 0.5),)
+LOADED: tuple[e.Event, ...] = (*JOINED, assigned(), e.StageLoaded("j", 1, "loaded"))
+TRAINING: tuple[e.Event, ...] = (*LOADED, e.Started("j", 1, 4))
+WAITING: tuple[e.Event, ...] = (*TRAINING, e.StepDone("j", 1, 4, "ready 4"))
 
 
 def test_a_step_goes_from_start_to_ready_to_commit_to_the_next():
-    state, todo = told(Session(), *WAITING, commit(4), s.StepApplied("j", 1, 4))
+    state, todo = told(Session(), *WAITING, commit(4), e.StepApplied("j", 1, 4))
     assert todo == [
-        s.LoadStage("j", 1, "work"),
-        s.Say("loaded"),
-        s.RunStep("j", 1, 4),
-        s.Say("ready 4"),
-        s.ApplyStep("j", 1, 4, 1.0, False),
-        s.RunStep("j", 1, 5),
+        do.LoadStage("j", 1, "work"),
+        do.Say("loaded"),
+        do.RunStep("j", 1, 4),
+        do.Say("ready 4"),
+        do.ApplyStep("j", 1, 4, 1.0, False),
+        do.RunStep("j", 1, 5),
     ]
     assert state.phase is Phase.TRAINING
     assert state.step == 5
 
 
 def test_the_last_commit_leaves_the_stage_ready():
-    state, todo = told(Session(), *WAITING, commit(4, last=True), s.StepApplied("j", 1, 4))
+    state, todo = told(Session(), *WAITING, commit(4, last=True), e.StepApplied("j", 1, 4))
     assert state.phase is Phase.READY
-    assert not any(isinstance(i, s.RunStep) and i.step == 5 for i in todo)
+    assert not any(isinstance(i, do.RunStep) and i.step == 5 for i in todo)
 
 
 def test_evaluation_comes_between_the_commit_and_the_next_step():
-    state, todo = told(Session(), *WAITING, commit(4, evaluate=True), s.StepApplied("j", 1, 4))
+    state, todo = told(Session(), *WAITING, commit(4, evaluate=True), e.StepApplied("j", 1, 4))
     assert state.phase is Phase.EVALUATING
-    assert todo[-1] == s.Evaluate("j", 1, 4)
-    state, todo = told(state, s.EvalDone("j", 1, 4, "eval 4"))
-    assert todo == [s.Say("eval 4"), s.RunStep("j", 1, 5)]
+    assert todo[-1] == do.Evaluate("j", 1, 4)
+    state, todo = told(state, e.EvalDone("j", 1, 4, "eval 4"))
+    assert todo == [do.Say("eval 4"), do.RunStep("j", 1, 5)]
 
 
 def test_storing_goes_on_beside_the_next_step():
-    state, todo = told(Session(), *WAITING, commit(4, store=True), s.StepApplied("j", 1, 4))
-    assert s.ApplyStep("j", 1, 4, 1.0, True) in todo
-    state, todo = told(state, s.Stored("j", 1, 4, "stored 4"))
-    assert todo == [s.Say("stored 4")]
+    state, todo = told(Session(), *WAITING, commit(4, store=True), e.StepApplied("j", 1, 4))
+    assert do.ApplyStep("j", 1, 4, 1.0, True) in todo
+    state, todo = told(state, e.Stored("j", 1, 4, "stored 4"))
+    assert todo == [do.Say("stored 4")]
     assert state.phase is Phase.TRAINING
 
 
 def test_a_lost_coordinator_disturbs_no_computation_and_hears_the_result_again():
     state, _ = told(Session(), *WAITING)
-    state, todo = told(state, s.Disconnected("reset", jitter=1.0))
-    assert todo == [s.Reconnect(s.BACKOFF_FIRST_S, "reset")]
+    state, todo = told(state, e.Disconnected("reset", jitter=1.0))
+    assert todo == [do.Reconnect(s.BACKOFF_FIRST_S, "reset")]
     assert state.phase is Phase.WAITING
-    state, todo = told(state, s.Welcomed("w-a", 0.5))
-    assert todo == [s.Say("ready 4")]
+    state, todo = told(state, e.Welcomed("w-a", 0.5))
+    assert todo == [do.Say("ready 4")]
     state, todo = told(state, commit(4))
-    assert todo == [s.ApplyStep("j", 1, 4, 1.0, False)]
+    assert todo == [do.ApplyStep("j", 1, 4, 1.0, False)]
 
 
 def test_a_result_that_was_answered_is_not_said_again():
-    state, _ = told(Session(), *WAITING, commit(4), s.StepApplied("j", 1, 4))
-    _, todo = told(state, s.Disconnected("reset", 0.0), s.Welcomed("w-a", 0.5))
-    assert [i for i in todo if isinstance(i, s.Say)] == []
+    state, _ = told(Session(), *WAITING, commit(4), e.StepApplied("j", 1, 4))
+    _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
+    assert [i for i in todo if isinstance(i, do.Say)] == []
 
 
 def test_a_result_finished_while_the_coordinator_is_away_is_kept():
-    state, _ = told(Session(), *TRAINING, s.Disconnected("reset", 0.0), s.StepDone("j", 1, 4, "ready 4"))
-    _, todo = told(state, s.Welcomed("w-a", 0.5))
-    assert todo == [s.Say("ready 4")]
+    state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.StepDone("j", 1, 4, "ready 4"))
+    _, todo = told(state, e.Welcomed("w-a", 0.5))
+    assert todo == [do.Say("ready 4")]
 
 
 def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
     state, _ = told(Session(), *JOINED)
     waits = []
     for _ in range(10):
-        state, todo = told(state, s.Disconnected("away", jitter=1.0))
-        waits += [i.after_s for i in todo if isinstance(i, s.Reconnect)]
+        state, todo = told(state, e.Disconnected("away", jitter=1.0))
+        waits += [i.after_s for i in todo if isinstance(i, do.Reconnect)]
     assert waits == sorted(waits)
     assert waits[-1] == s.BACKOFF_MOST_S
-    state, todo = told(state, s.Welcomed("w-a", 0.5), s.Disconnected("away", jitter=1.0))
-    assert todo[-1] == s.Reconnect(s.BACKOFF_FIRST_S, "away")
+    state, todo = told(state, e.Welcomed("w-a", 0.5), e.Disconnected("away", jitter=1.0))
+    assert todo[-1] == do.Reconnect(s.BACKOFF_FIRST_S, "away")
 
 
 @pytest.mark.parametrize(
@@ -129,16 +131,16 @@ def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
     [
         commit(3),
         commit(5),
-        s.Committed("j", 2, 4, 1.0, False, False, False),
-        s.Committed("other", 1, 4, 1.0, False, False, False),
-        s.Started("j", 1, 4),
-        s.Discarded("j", 1, 3, "late"),
-        s.Released("other", 1, "late"),
-        s.StepDone("j", 1, 3, "late"),
+        e.Committed("j", 2, 4, 1.0, False, False, False),
+        e.Committed("other", 1, 4, 1.0, False, False, False),
+        e.Started("j", 1, 4),
+        e.Discarded("j", 1, 3, "late"),
+        e.Released("other", 1, "late"),
+        e.StepDone("j", 1, 3, "late"),
         assigned(),
     ],
 )
-def test_late_and_duplicate_messages_change_nothing_and_are_counted(late: s.Event):
+def test_late_and_duplicate_messages_change_nothing_and_are_counted(late: e.Event):
     state, _ = told(Session(), *WAITING)
     after, todo = handle(state, late)
     assert todo == ()
@@ -147,17 +149,17 @@ def test_late_and_duplicate_messages_change_nothing_and_are_counted(late: s.Even
 
 
 def test_a_duplicate_commit_after_the_step_is_ignored():
-    state, _ = told(Session(), *WAITING, commit(4), s.StepApplied("j", 1, 4))
+    state, _ = told(Session(), *WAITING, commit(4), e.StepApplied("j", 1, 4))
     after, todo = handle(state, commit(4))
     assert todo == ()
     assert after.step == 5
 
 
 def test_a_release_drops_everything_of_the_job():
-    state, todo = told(Session(), *TRAINING, s.Released("j", 1, "done"))
-    assert todo[-1] == s.DropStage("j", 1, "done")
+    state, todo = told(Session(), *TRAINING, e.Released("j", 1, "done"))
+    assert todo[-1] == do.DropStage("j", 1, "done")
     assert (state.phase, state.job, state.kept) == (Phase.IDLE, "", ())
-    _, todo = told(state, s.StepDone("j", 1, 4, "too late"))
+    _, todo = told(state, e.StepDone("j", 1, 4, "too late"))
     assert todo == []
 
 
@@ -165,7 +167,7 @@ def test_a_new_plan_version_replaces_the_old_one_at_any_moment():
     for before in (LOADED, TRAINING, WAITING):
         state, _ = told(Session(), *before)
         state, todo = told(state, assigned(2))
-        assert [type(i) for i in todo] == [s.DropStage, s.LoadStage]
+        assert [type(i) for i in todo] == [do.DropStage, do.LoadStage]
         assert (state.phase, state.version) == (Phase.LOADING, 2)
 
 
@@ -179,69 +181,69 @@ def test_an_older_plan_version_is_ignored():
 def test_a_discard_undoes_the_step_and_waits_for_a_start():
     for before in (TRAINING, WAITING):
         state, _ = told(Session(), *before)
-        state, todo = told(state, s.Discarded("j", 1, 4, "loss is NaN"))
-        assert todo == [s.DiscardStep("j", 1, 4, "loss is NaN")]
+        state, todo = told(state, e.Discarded("j", 1, 4, "loss is NaN"))
+        assert todo == [do.DiscardStep("j", 1, 4, "loss is NaN")]
         assert state.phase is Phase.READY
-        _, todo = told(state, s.Disconnected("reset", 0.0), s.Welcomed("w-a", 0.5))
-        assert s.Say("ready 4") not in todo
+        _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
+        assert do.Say("ready 4") not in todo
 
 
 def test_a_broken_step_is_told_and_then_discarded():
-    state, todo = told(Session(), *TRAINING, s.StageBroke("j", 1, 4, "out of memory"))
-    assert todo[-1] == s.Say(s.Failed("j", 1, 4, "out of memory"))
+    state, todo = told(Session(), *TRAINING, e.StageBroke("j", 1, 4, "out of memory"))
+    assert todo[-1] == do.Say(do.Failed("j", 1, 4, "out of memory"))
     assert state.phase is Phase.FAILED
-    state, todo = told(state, s.Discarded("j", 1, 4, "stage 1 failed"))
+    state, todo = told(state, e.Discarded("j", 1, 4, "stage 1 failed"))
     assert state.phase is Phase.READY
 
 
 def test_a_broken_apply_can_only_be_replaced_by_a_new_plan():
-    state, _ = told(Session(), *WAITING, commit(4), s.StageBroke("j", 1, 4, "disk"))
-    after, todo = handle(state, s.Discarded("j", 1, 4, "again"))
+    state, _ = told(Session(), *WAITING, commit(4), e.StageBroke("j", 1, 4, "disk"))
+    after, todo = handle(state, e.Discarded("j", 1, 4, "again"))
     assert todo == ()
     after, todo = handle(after, assigned(2))
     assert after.phase is Phase.LOADING
 
 
 def test_a_lost_neighbour_interrupts_the_step_and_is_named():
-    state, todo = told(Session(), *TRAINING, s.PeerLost("w-b", "silent for 2 s"))
-    assert isinstance(todo[-2], s.Interrupt)
-    assert todo[-1] == s.Say(s.Failed("j", 1, 4, "lost w-b: silent for 2 s", "w-b"))
+    state, todo = told(Session(), *TRAINING, e.PeerLost("w-b", "silent for 2 s"))
+    assert isinstance(todo[-2], do.Interrupt)
+    assert todo[-1] == do.Say(do.Failed("j", 1, 4, "lost w-b: silent for 2 s", "w-b"))
     assert state.phase is Phase.FAILED
 
 
 def test_a_lost_stranger_disturbs_nothing():
     state, _ = told(Session(), *TRAINING)
-    after, todo = handle(state, s.PeerLost("w-z", "left"))
+    after, todo = handle(state, e.PeerLost("w-z", "left"))
     assert todo == ()
     assert after.phase is Phase.TRAINING
 
 
 def test_probing_is_refused_while_there_is_work():
-    state, todo = told(Session(), *JOINED, s.OpsAsked(1, "ops"), s.LinkAsked(2, "w-b", "there"))
-    assert todo == [s.TimeOps(1, "ops"), s.TimeLink(2, "w-b", "there")]
+    state, todo = told(Session(), *JOINED, e.OpsAsked(1, "ops"), e.LinkAsked(2, "w-b", "there"))
+    assert todo == [do.TimeOps(1, "ops"), do.TimeLink(2, "w-b", "there")]
     state, _ = told(state, assigned())
-    _, todo = told(state, s.OpsAsked(3, "ops"), s.LinkAsked(4, "w-b", "there"))
+    _, todo = told(state, e.OpsAsked(3, "ops"), e.LinkAsked(4, "w-b", "there"))
     assert todo == [
-        s.Say(s.Refused(3, "", "busy: loading")),
-        s.Say(s.Refused(4, "w-b", "busy: loading")),
+        do.Say(do.Refused(3, "", "busy: loading")),
+        do.Say(do.Refused(4, "w-b", "busy: loading")),
     ]
 
 
 def test_leaving_says_so_drops_the_work_and_ends():
-    state, todo = told(Session(), *TRAINING, s.LeaveAsked("Ctrl+C"))
+    state, todo = told(Session(), *TRAINING, e.LeaveAsked("Ctrl+C"))
     assert todo[-3:] == [
-        s.DropStage("j", 1, "Ctrl+C"),
-        s.Say(s.Leaving("Ctrl+C")),
-        s.Quit("Ctrl+C", dismissed=False),
+        do.DropStage("j", 1, "Ctrl+C"),
+        do.Say(do.Leaving("Ctrl+C")),
+        do.Quit("Ctrl+C", dismissed=False),
     ]
-    state, todo = told(state, commit(4), s.Disconnected("gone", 0.0), s.Drained())
+    state, todo = told(state, commit(4), e.Disconnected("gone", 0.0), e.Drained())
     assert todo == []
     assert state.phase is Phase.GONE
 
 
 def test_a_dismissed_worker_leaves_without_a_word():
-    state, todo = told(Session(), *TRAINING, s.Dismissed("kicked", for_good=True))
-    assert todo[-1] == s.Quit("kicked", dismissed=True, for_good=True)
+    state, todo = told(Session(), *TRAINING, e.Dismissed("kicked", for_good=True))
+    assert todo[-1] == do.Quit("kicked", dismissed=True, for_good=True)
     assert state.phase is Phase.DRAINING
 
 
@@ -249,45 +251,45 @@ def test_a_dismissed_worker_leaves_without_a_word():
 
 
 def test_new_links_are_made_before_the_step_in_front_of_theirs_and_take_over_at_it():
-    state, todo = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
+    state, todo = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
     assert todo[-3:] == [
-        s.ChangeLinks("j", 1, 4, s.Relink(2, 6, "links")),
-        s.ApplyStep("j", 1, 4, 1.0, False),
-        s.RunStep("j", 1, 5),
+        do.ChangeLinks("j", 1, 4, e.Relink(2, 6, "links")),
+        do.ApplyStep("j", 1, 4, 1.0, False),
+        do.RunStep("j", 1, 5),
     ]
-    state, todo = told(state, s.StepDone("j", 1, 5, "ready 5"), commit(5), s.StepApplied("j", 1, 5))
-    assert todo[-2:] == [s.ApplyStep("j", 1, 5, 1.0, False), s.RunStep("j", 2, 6)]
+    state, todo = told(state, e.StepDone("j", 1, 5, "ready 5"), commit(5), e.StepApplied("j", 1, 5))
+    assert todo[-2:] == [do.ApplyStep("j", 1, 5, 1.0, False), do.RunStep("j", 2, 6)]
     assert (state.version, state.phase) == (2, Phase.TRAINING)
-    state, todo = told(state, s.StepDone("j", 2, 6, "ready 6"))
-    assert todo == [s.Say("ready 6")]
+    state, todo = told(state, e.StepDone("j", 2, 6, "ready 6"))
+    assert todo == [do.Say("ready 6")]
 
 
 def test_before_the_step_the_new_version_is_strange_and_after_it_the_old_one():
-    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4), s.StepDone("j", 1, 5, "r"))
-    after, _ = handle(state, s.Committed("j", 2, 5, 1.0, False, False, False))
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), e.StepDone("j", 1, 5, "r"))
+    after, _ = handle(state, e.Committed("j", 2, 5, 1.0, False, False, False))
     assert after.ignored == state.ignored + 1
-    state, _ = told(state, commit(5), s.StepApplied("j", 1, 5), s.StepDone("j", 2, 6, "r"))
+    state, _ = told(state, commit(5), e.StepApplied("j", 1, 5), e.StepDone("j", 2, 6, "r"))
     after, _ = handle(state, commit(6))
     assert after.ignored == state.ignored + 1
-    after, todo = handle(state, s.Committed("j", 2, 6, 1.0, False, False, False))
-    assert todo == (s.ApplyStep("j", 2, 6, 1.0, False),)
+    after, todo = handle(state, e.Committed("j", 2, 6, 1.0, False, False, False))
+    assert todo == (do.ApplyStep("j", 2, 6, 1.0, False),)
 
 
 def test_the_evaluation_and_the_snapshot_of_the_last_old_step_are_still_of_the_old_version():
-    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4), s.StepDone("j", 1, 5, "r"))
-    state, todo = told(state, commit(5, evaluate=True, store=True), s.StepApplied("j", 1, 5))
-    assert todo[-1] == s.Evaluate("j", 1, 5, False)
-    state, todo = told(state, s.EvalDone("j", 1, 5, "eval 5"))
-    assert todo == [s.Say("eval 5"), s.RunStep("j", 2, 6)]
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), e.StepDone("j", 1, 5, "r"))
+    state, todo = told(state, commit(5, evaluate=True, store=True), e.StepApplied("j", 1, 5))
+    assert todo[-1] == do.Evaluate("j", 1, 5, False)
+    state, todo = told(state, e.EvalDone("j", 1, 5, "eval 5"))
+    assert todo == [do.Say("eval 5"), do.RunStep("j", 2, 6)]
     state = through(state, 6, 7)
-    _, todo = told(state, s.Stored("j", 1, 5, "stored 5"))
-    assert todo == [s.Say("stored 5")]
+    _, todo = told(state, e.Stored("j", 1, 5, "stored 5"))
+    assert todo == [do.Say("stored 5")]
 
 
 def test_new_links_outlive_the_discard_of_the_step_between():
-    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
-    state, todo = told(state, s.Discarded("j", 1, 5, "again"), s.Started("j", 1, 5))
-    assert todo == [s.DiscardStep("j", 1, 5, "again"), s.RunStep("j", 1, 5)]
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
+    state, todo = told(state, e.Discarded("j", 1, 5, "again"), e.Started("j", 1, 5))
+    assert todo == [do.DiscardStep("j", 1, 5, "again"), do.RunStep("j", 1, 5)]
     state = through(state, 5)
     assert (state.version, state.step) == (2, 6)
 
@@ -295,54 +297,54 @@ def test_new_links_outlive_the_discard_of_the_step_between():
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_discard_and_a_release_may_name_either_version(version: int):
     for steps in ((), (5,)):  # the new links wait, or have just begun
-        state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
+        state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
         state = through(state, *steps)
-        discarded, todo = told(state, s.Discarded("j", version, state.step, "stage 1 failed"))
-        assert todo == [s.DiscardStep("j", state.version, state.step, "stage 1 failed")]
+        discarded, todo = told(state, e.Discarded("j", version, state.step, "stage 1 failed"))
+        assert todo == [do.DiscardStep("j", state.version, state.step, "stage 1 failed")]
         assert discarded.phase is Phase.READY
-        _, todo = told(state, s.Released("j", version, "done"))
-        assert isinstance(todo[-1], s.DropStage)
+        _, todo = told(state, e.Released("j", version, "done"))
+        assert isinstance(todo[-1], do.DropStage)
 
 
 def test_a_new_plan_replaces_links_that_have_not_begun_even_under_their_number():
-    state, _ = told(Session(), *WAITING, relinked(4), s.StepApplied("j", 1, 4))
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
     state, todo = told(state, assigned(2))
-    assert todo[-1] == s.LoadStage("j", 2, "work")
+    assert todo[-1] == do.LoadStage("j", 2, "work")
     assert state.eras == ((0, 2),)
 
 
 def test_a_plan_and_a_release_from_before_the_assignment_stay_ignored_after_new_links():
-    state, _ = told(Session(), *JOINED, assigned(3), s.StageLoaded("j", 3, "loaded"), s.Started("j", 3, 0))
-    relink = s.Relink(4, 2)
+    state, _ = told(Session(), *JOINED, assigned(3), e.StageLoaded("j", 3, "loaded"), e.Started("j", 3, 0))
+    relink = e.Relink(4, 2)
     for step, carried in ((0, relink), (1, None)):
-        told_commit = s.Committed("j", 3, step, 1.0, False, False, False, False, carried)
-        state, _ = told(state, s.StepDone("j", 3, step, "r"), told_commit, s.StepApplied("j", 3, step))
+        told_commit = e.Committed("j", 3, step, 1.0, False, False, False, False, carried)
+        state, _ = told(state, e.StepDone("j", 3, step, "r"), told_commit, e.StepApplied("j", 3, step))
     assert state.version == 4
-    for late in (assigned(3), assigned(4), s.Released("j", 2, "late")):
+    for late in (assigned(3), assigned(4), e.Released("j", 2, "late")):
         after, todo = handle(state, late)
         assert todo == ()
         assert after.ignored == state.ignored + 1
 
 
 def test_a_commit_repeated_after_a_lost_connection_brings_the_new_links_once():
-    state, _ = told(Session(), *WAITING, s.Disconnected("reset", 0.0), s.Welcomed("w-a", 0.5))
-    state, todo = told(state, relinked(4), relinked(4), s.StepApplied("j", 1, 4), relinked(4))
-    assert [type(i) for i in todo] == [s.ChangeLinks, s.ApplyStep, s.RunStep]
+    state, _ = told(Session(), *WAITING, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
+    state, todo = told(state, relinked(4), relinked(4), e.StepApplied("j", 1, 4), relinked(4))
+    assert [type(i) for i in todo] == [do.ChangeLinks, do.ApplyStep, do.RunStep]
     assert state.eras == ((0, 1), (6, 2))
 
 
-@pytest.mark.parametrize("wrong", [s.Relink(1, 6), s.Relink(2, 5), s.Relink(0, 9)])
-def test_new_links_that_cannot_be_are_a_failure_that_only_a_new_plan_heals(wrong: s.Relink):
+@pytest.mark.parametrize("wrong", [e.Relink(1, 6), e.Relink(2, 5), e.Relink(0, 9)])
+def test_new_links_that_cannot_be_are_a_failure_that_only_a_new_plan_heals(wrong: e.Relink):
     state, todo = told(Session(), *WAITING, commit(4, relink=wrong))
-    (failed,) = [i.message for i in todo if isinstance(i, s.Say) and isinstance(i.message, s.Failed)]
+    (failed,) = [i.message for i in todo if isinstance(i, do.Say) and isinstance(i.message, do.Failed)]
     assert "too late" in failed.reason
-    assert not any(isinstance(i, s.ApplyStep) for i in todo)
+    assert not any(isinstance(i, do.ApplyStep) for i in todo)
     assert (state.phase, state.spoiled) == (Phase.FAILED, True)
 
 
 def test_later_words_about_links_that_have_not_begun_replace_the_earlier():
-    state, _ = told(Session(), *WAITING, relinked(4, 2, 9), s.StepApplied("j", 1, 4))
-    state, _ = told(state, s.StepDone("j", 1, 5, "r"), relinked(5, 3, 7), s.StepApplied("j", 1, 5))
+    state, _ = told(Session(), *WAITING, relinked(4, 2, 9), e.StepApplied("j", 1, 4))
+    state, _ = told(state, e.StepDone("j", 1, 5, "r"), relinked(5, 3, 7), e.StepApplied("j", 1, 5))
     assert state.eras == ((0, 1), (7, 3))
     assert [through(state, 6).version, through(state, 6, 7, 8).version] == [3, 3]
 
@@ -351,9 +353,9 @@ def test_what_is_remembered_of_many_new_links_is_bounded():
     state, _ = told(Session(), *TRAINING)
     for step in range(4, 4 + 3 * s.MAX_ERAS):
         version = state.version_at(step)
-        relink = s.Relink(state.versions[-1] + 1, step + 2)
+        relink = e.Relink(state.versions[-1] + 1, step + 2)
         said = replace(commit(step, relink=relink), version=version)
-        done, applied = s.StepDone("j", version, step, "r"), s.StepApplied("j", version, step)
+        done, applied = e.StepDone("j", version, step, "r"), e.StepApplied("j", version, step)
         state, _ = told(state, done, said, applied)
     assert state.step == 4 + 3 * s.MAX_ERAS
     assert len(state.eras) <= s.MAX_ERAS + 2
@@ -362,35 +364,35 @@ def test_what_is_remembered_of_many_new_links_is_bounded():
 
 def test_a_coded_evaluation_is_asked_for_by_the_commit():
     asked = commit(4, evaluate=True, evaluate_coded=True)
-    _, todo = told(Session(), *WAITING, asked, s.StepApplied("j", 1, 4))
-    assert todo[-1] == s.Evaluate("j", 1, 4, coded=True)
+    _, todo = told(Session(), *WAITING, asked, e.StepApplied("j", 1, 4))
+    assert todo[-1] == do.Evaluate("j", 1, 4, coded=True)
 
 
-RELINKS = st.none() | st.builds(s.Relink, st.integers(1, 3), st.integers(0, 5))
+RELINKS = st.none() | st.builds(e.Relink, st.integers(1, 3), st.integers(0, 5))
 EVENTS = st.one_of(
-    st.sampled_from([*JOINED, assigned(), assigned(2), assigned(1, "k"), s.Drained()]),
-    st.builds(s.Started, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
-    st.builds(s.StageLoaded, st.just("j"), st.integers(1, 2), st.just("loaded")),
-    st.builds(s.StepDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("ready")),
-    st.builds(s.StepApplied, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
-    st.builds(s.EvalDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("eval")),
+    st.sampled_from([*JOINED, assigned(), assigned(2), assigned(1, "k"), e.Drained()]),
+    st.builds(e.Started, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
+    st.builds(e.StageLoaded, st.just("j"), st.integers(1, 2), st.just("loaded")),
+    st.builds(e.StepDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("ready")),
+    st.builds(e.StepApplied, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
+    st.builds(e.EvalDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("eval")),
     st.builds(
-        s.Committed, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just(1.0), st.booleans(),
+        e.Committed, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just(1.0), st.booleans(),
         st.booleans(), st.booleans(), st.booleans(), RELINKS,
     ),
-    st.builds(s.Discarded, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
-    st.builds(s.Released, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
-    st.builds(s.StageBroke, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
-    st.builds(s.PeerLost, st.just("w-b"), st.just("why")),
-    st.builds(s.Disconnected, st.just("why"), st.floats(0, 0.99)),
-    st.builds(s.Dismissed, st.just("why"), st.booleans()),
-    st.builds(s.LeaveAsked, st.just("why")),
+    st.builds(e.Discarded, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
+    st.builds(e.Released, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
+    st.builds(e.StageBroke, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
+    st.builds(e.PeerLost, st.just("w-b"), st.just("why")),
+    st.builds(e.Disconnected, st.just("why"), st.floats(0, 0.99)),
+    st.builds(e.Dismissed, st.just("why"), st.booleans()),
+    st.builds(e.LeaveAsked, st.just("why")),
 )  # fmt: skip
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(st.lists(EVENTS, max_size=60))
-def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[s.Event]):
+def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[e.Event]):
     state = Session()
     computed: set[tuple[str, int, int]] = set()
     applied: set[tuple[str, int, int]] = set()
@@ -402,14 +404,14 @@ def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[s
         assert list(state.eras) == sorted(set(state.eras))
         assert list(state.versions) == sorted(set(state.versions))
         for instruction in todo:
-            if isinstance(instruction, s.RunStep):
+            if isinstance(instruction, do.RunStep):
                 computed = {(instruction.job, instruction.version, instruction.step)}
-            if isinstance(instruction, s.ApplyStep):
+            if isinstance(instruction, do.ApplyStep):
                 at = (instruction.job, instruction.version, instruction.step)
                 assert at in computed, "a step was applied that was not the one computed"
                 assert at not in applied, "a step was applied twice"
                 computed, applied = set(), applied | {at}
-            if isinstance(instruction, s.LoadStage):
+            if isinstance(instruction, do.LoadStage):
                 applied = {a for a in applied if a[:2] != (instruction.job, instruction.version)}
                 assert (instruction.job, instruction.version) != loaded_before
 
@@ -417,5 +419,5 @@ def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[s
 def test_every_phase_of_the_table_can_be_left():
     for phase in Phase:
         if phase not in (Phase.GONE, Phase.DRAINING):
-            assert (phase, s.LeaveAsked) in s.TRANSITIONS
-            assert (phase, s.Dismissed) in s.TRANSITIONS
+            assert (phase, e.LeaveAsked) in s.TRANSITIONS
+            assert (phase, e.Dismissed) in s.TRANSITIONS

@@ -22,7 +22,7 @@ from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMis
 from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
-from worker import messages, session
+from worker import events, instructions, messages, session
 from worker.checkpoint import BlobCache
 from worker.codec_speed import codec_speeds
 from worker.compute import Progress
@@ -50,7 +50,7 @@ EXPECTED_DIAL_S = 10.0
 STEP_PHASES = frozenset(
     {session.Phase.TRAINING, session.Phase.WAITING, session.Phase.APPLYING, session.Phase.EVALUATING}
 )
-Inner = session.Event | PeerExpected
+Inner = events.Event | PeerExpected
 
 
 class Daemon:
@@ -98,7 +98,7 @@ class Daemon:
     def leave(self, reason: str) -> None:
         """Go as soon as possible; safe in a signal handler."""
         self._stopping.set()
-        self._events.put(session.LeaveAsked(reason))
+        self._events.put(events.LeaveAsked(reason))
 
     def _serve(self) -> None:
         config, member = self._config, self._membership
@@ -129,13 +129,13 @@ class Daemon:
             before = self._state
             self._state, todo = session.handle(before, event)
             self._note(before, event)
-            if isinstance(event, session.Welcomed):
+            if isinstance(event, events.Welcomed):
                 self._heartbeat_s = event.heartbeat_s
                 self._welcomed.set()
             for instruction in todo:
                 self._perform(instruction)
 
-    def _note(self, before: session.Session, event: session.Event) -> None:
+    def _note(self, before: session.Session, event: events.Event) -> None:
         """Log what a person watching this worker wants to see; a step's own phases only on debug."""
         now = self._state
         if now.phase is not before.phase:
@@ -144,20 +144,20 @@ class Daemon:
         elif now.ignored != before.ignored:
             log.debug("event.ignored", event_kind=type(event).__name__, phase=str(before.phase))
 
-    def _perform(self, instruction: session.Instruction) -> None:
+    def _perform(self, instruction: instructions.Instruction) -> None:
         match instruction:
-            case session.Say(message):
+            case instructions.Say(message):
                 self._say(messages.said(message))
-            case session.Reconnect(after_s, reason):
+            case instructions.Reconnect(after_s, reason):
                 log.warning("session.lost", reason=reason, again_in_s=round(after_s, 2))
                 threading.Thread(
                     target=self._reconnect, args=(after_s,), name="atoll-reconnect", daemon=True
                 ).start()
-            case session.Quit(reason, dismissed, for_good):
+            case instructions.Quit(reason, dismissed, for_good):
                 if dismissed and self._end is None:
                     word = "dismissed for good" if for_good else "dismissed"
                     self._end = AccessDenied(f"the coordinator {word} this worker: {reason}")
-                self._events.put(session.Drained())
+                self._events.put(events.Drained())
             case _:
                 self._bench.do(instruction)
 
@@ -218,11 +218,11 @@ class Daemon:
             self._lost_coordinator(str(error or "the coordinator closed the session"))
 
     def _lost_coordinator(self, reason: str) -> None:
-        self._events.put(session.Disconnected(reason, self._random.random()))
+        self._events.put(events.Disconnected(reason, self._random.random()))
 
     def _refused(self, error: AtollError) -> None:
         self._end = error
-        self._events.put(session.Dismissed(str(error), for_good=True))
+        self._events.put(events.Dismissed(str(error), for_good=True))
 
     def _say(self, message: pb.FromWorker) -> None:
         stream = self._stream
@@ -294,7 +294,7 @@ class Daemon:
             )
 
     def _peer_lost(self, peer: str, reason: str) -> None:
-        self._events.put(session.PeerLost(peer, reason))
+        self._events.put(events.PeerLost(peer, reason))
 
     def _expect_peer(self, expected: PeerExpected) -> None:
         self._network.admit(expected.peer)

@@ -16,7 +16,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert, convert_plan
 from protos.bounds import DEFAULT_LIMITS
-from worker import session
+from worker import events, instructions
 from worker.assignment import Assignment, PeerLink
 from worker.codec import CodecUse
 from worker.optimings import OpProbe, OpTiming
@@ -68,30 +68,32 @@ class PeerExpected:
 # ---------------------------------------------------------------- from the coordinator
 
 
-def event_from(message: pb.ToWorker) -> session.Event | PeerExpected:
+def event_from(message: pb.ToWorker) -> events.Event | PeerExpected:
     """The event that a message stands for. Raises BadFrame when it breaks a bound."""
     body = message.WhichOneof("body")
     if body is None:
         raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
-    event: session.Event | PeerExpected = _READERS[body](getattr(message, body))
+    event: events.Event | PeerExpected = _READERS[body](getattr(message, body))
     return event
 
 
-def refusal(message: pb.ToWorker, reason: str) -> session.Failed:
+def refusal(message: pb.ToWorker, reason: str) -> instructions.Failed:
     """The answer to an assignment or a commit that breaks a bound."""
     if message.WhichOneof("body") == "commit":
-        return session.Failed(message.commit.job, message.commit.plan_version, message.commit.step, reason)
-    return session.Failed(message.assign.job, message.assign.plan_version, 0, reason)
+        return instructions.Failed(
+            message.commit.job, message.commit.plan_version, message.commit.step, reason
+        )
+    return instructions.Failed(message.assign.job, message.assign.plan_version, 0, reason)
 
 
-def _welcome(m: pb.Welcome) -> session.Welcomed:
-    return session.Welcomed(
+def _welcome(m: pb.Welcome) -> events.Welcomed:
+    return events.Welcomed(
         bounds.name("worker", m.worker, DEFAULT_LIMITS),
         bounds.number("heartbeat", m.heartbeat_s, 0.01, 3600.0),
     )
 
 
-def _assign(m: pb.Assign) -> session.Assigned:
+def _assign(m: pb.Assign) -> events.Assigned:
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
         name, addresses = _peer(entry.peer)
@@ -111,31 +113,31 @@ def _assign(m: pb.Assign) -> session.Assigned:
         states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
         first_step=m.first_step,
     )
-    return session.Assigned(assignment.job, assignment.version, assignment.peers, assignment)
+    return events.Assigned(assignment.job, assignment.version, assignment.peers, assignment)
 
 
-def _commit(m: pb.StepCommit) -> session.Committed:
+def _commit(m: pb.StepCommit) -> events.Committed:
     scale = bounds.number("gradient scale", m.gradient_scale)
     relink = _relink(m) if m.HasField("relink") else None
-    return session.Committed(
+    return events.Committed(
         m.job, m.plan_version, m.step, scale, m.store, m.evaluate, m.last, m.evaluate_coded, relink
     )
 
 
-def _relink(m: pb.StepCommit) -> session.Relink:
+def _relink(m: pb.StepCommit) -> events.Relink:
     limits = DEFAULT_LIMITS
     links = bounds.count("links", list(m.relink.links), limits.items)
-    return session.Relink(
+    return events.Relink(
         bounds.within("plan version", m.relink.plan_version, m.plan_version + 1, MAX_VERSION),
         bounds.within("first step of new links", m.relink.first_step, m.step + 2, MAX_STEP),
         tuple(convert_plan.link_from_proto(link, limits.stages, limits) for link in links),
     )
 
 
-def _ops(m: pb.ProbeOps) -> session.OpsAsked:
+def _ops(m: pb.ProbeOps) -> events.OpsAsked:
     precision = bounds.one_of("precision", m.precision or "fp32", Precision)
     probes = tuple(_op_probe(op) for op in bounds.count("ops to time", list(m.ops), MAX_PROBES))
-    return session.OpsAsked(m.request, OpsRequest(probes, precision))
+    return events.OpsAsked(m.request, OpsRequest(probes, precision))
 
 
 def _op_probe(m: pb.ProbeOp) -> OpProbe:
@@ -152,11 +154,11 @@ def _op_probe(m: pb.ProbeOp) -> OpProbe:
     )
 
 
-def _link(m: pb.ProbeLink) -> session.LinkAsked:
+def _link(m: pb.ProbeLink) -> events.LinkAsked:
     peer, addresses = _peer(m.peer)
     seconds = bounds.number("probe seconds", m.seconds, 0.0, MAX_PROBE_S)
     max_bytes = bounds.within("probe bytes", m.max_bytes, 0, MAX_PROBE_BYTES)
-    return session.LinkAsked(m.request, peer, LinkRequest(addresses, m.dial, seconds, max_bytes))
+    return events.LinkAsked(m.request, peer, LinkRequest(addresses, m.dial, seconds, max_bytes))
 
 
 def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
@@ -178,11 +180,11 @@ _READERS: Mapping[str, Any] = {
     "probe_ops": _ops,
     "probe_link": _link,
     "assign": _assign,
-    "start": lambda m: session.Started(m.job, m.plan_version, m.step),
+    "start": lambda m: events.Started(m.job, m.plan_version, m.step),
     "commit": _commit,
-    "discard": lambda m: session.Discarded(m.job, m.plan_version, m.step, m.reason[:MAX_REASON_CHARS]),
-    "release": lambda m: session.Released(m.job, m.plan_version, m.reason[:MAX_REASON_CHARS]),
-    "dismiss": lambda m: session.Dismissed(m.reason[:MAX_REASON_CHARS], m.for_good),
+    "discard": lambda m: events.Discarded(m.job, m.plan_version, m.step, m.reason[:MAX_REASON_CHARS]),
+    "release": lambda m: events.Released(m.job, m.plan_version, m.reason[:MAX_REASON_CHARS]),
+    "dismiss": lambda m: events.Dismissed(m.reason[:MAX_REASON_CHARS], m.for_good),
     "expect_peer": _expect_peer,
 }
 
@@ -195,7 +197,7 @@ def said(message: object) -> pb.FromWorker:
     match message:
         case pb.FromWorker():
             return message
-        case session.Failed():
+        case instructions.Failed():
             failed = pb.StageFailed(
                 job=message.job,
                 plan_version=message.version,
@@ -204,11 +206,11 @@ def said(message: object) -> pb.FromWorker:
                 lost_peer=message.lost_peer,
             )
             return pb.FromWorker(failed=failed)
-        case session.Refused(request, "", reason):
+        case instructions.Refused(request, "", reason):
             return pb.FromWorker(ops_probed=pb.OpsProbed(request=request, error=reason))
-        case session.Refused(request, peer, reason):
+        case instructions.Refused(request, peer, reason):
             return pb.FromWorker(link_probed=pb.LinkProbed(request=request, peer=peer, error=reason))
-        case session.Leaving(reason):
+        case instructions.Leaving(reason):
             return pb.FromWorker(leaving=pb.Leaving(reason=reason[:MAX_REASON_CHARS]))
     raise TypeError(f"not a message to the coordinator: {message!r}")
 

@@ -10,9 +10,53 @@ their links two steps on: from that step everything carries the new version, bef
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+
+from worker.events import (
+    Assigned,
+    Committed,
+    Discarded,
+    Disconnected,
+    Dismissed,
+    Drained,
+    EvalDone,
+    Event,
+    LeaveAsked,
+    LinkAsked,
+    OpsAsked,
+    PeerLost,
+    Probed,
+    Released,
+    Relink,
+    StageBroke,
+    StageLoaded,
+    Started,
+    StepApplied,
+    StepDone,
+    Stored,
+    Welcomed,
+)
+from worker.instructions import (
+    ApplyStep,
+    ChangeLinks,
+    DiscardStep,
+    DropStage,
+    Evaluate,
+    Failed,
+    Instruction,
+    Interrupt,
+    Leaving,
+    LoadStage,
+    Quit,
+    Reconnect,
+    Refused,
+    RunStep,
+    Say,
+    TimeLink,
+    TimeOps,
+)
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 4.0
@@ -32,306 +76,6 @@ class Phase(StrEnum):
     FAILED = "failed"  # said why; waits for discard, release or a new plan
     DRAINING = "draining"
     GONE = "gone"
-
-
-# ---------------------------------------------------------------- events: the coordinator's
-
-
-@dataclass(frozen=True, slots=True)
-class Welcomed:
-    worker: str
-    heartbeat_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Assigned:
-    job: str
-    version: int
-    peers: frozenset[str]
-    work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    job: str
-    version: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Relink:
-    """From ``first_step`` on the same stages exchange under ``version`` with other codecs."""
-
-    version: int
-    first_step: int
-    links: Any = field(default=(), repr=False, compare=False)  # opaque here: what ChangeLinks is given
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    job: str
-    version: int
-    step: int
-    gradient_scale: float
-    store: bool
-    evaluate: bool
-    last: bool
-    evaluate_coded: bool = False
-    relink: Relink | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Discarded:
-    job: str
-    version: int
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    job: str
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dismissed:
-    reason: str
-    for_good: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OpsAsked:
-    request: int
-    ops: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkAsked:
-    request: int
-    peer: str
-    target: Any = field(repr=False, compare=False)
-
-
-# ---------------------------------------------------------------- events: our own
-
-
-@dataclass(frozen=True, slots=True)
-class Disconnected:
-    """The session stream ended. ``jitter`` in [0, 1) spreads a fleet's reconnects."""
-
-    reason: str
-    jitter: float
-
-
-@dataclass(frozen=True, slots=True)
-class StageLoaded:
-    job: str
-    version: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class StageBroke:
-    job: str
-    version: int
-    step: int
-    reason: str
-    lost_peer: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    job: str
-    version: int
-    step: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class StepApplied:
-    job: str
-    version: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvalDone:
-    job: str
-    version: int
-    step: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    job: str
-    version: int
-    step: int
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """Ops or a link were measured (or could not be): the answer to say."""
-
-    message: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    peer: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveAsked:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """Everything was dropped and said; nothing is left to do."""
-
-
-Event = (
-    Welcomed | Assigned | Started | Committed | Discarded | Released | Dismissed | OpsAsked | LinkAsked
-    | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
-    | PeerLost | LeaveAsked | Drained
-)  # fmt: skip
-
-
-# ---------------------------------------------------------------- instructions
-
-
-@dataclass(frozen=True, slots=True)
-class LoadStage:
-    job: str
-    version: int
-    work: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class RunStep:
-    job: str
-    version: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ApplyStep:
-    job: str
-    version: int
-    step: int
-    gradient_scale: float
-    store: bool  # snapshot and upload in the background once applied
-
-
-@dataclass(frozen=True, slots=True)
-class DiscardStep:
-    """Stop computing the step and leave no trace of it."""
-
-    job: str
-    version: int
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluate:
-    job: str
-    version: int
-    step: int
-    coded: bool = False  # once more through the links' codecs
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeLinks:
-    """Be ready for the messages of ``relink.first_step`` before the step in front of it begins."""
-
-    job: str
-    version: int
-    step: int  # whose commit said so
-    relink: Relink
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupt:
-    """Stop the computation under way; its stage stays loaded."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DropStage:
-    """Stop at once and forget everything of this job."""
-
-    job: str
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimeOps:
-    request: int
-    ops: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class TimeLink:
-    request: int
-    peer: str
-    target: Any = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Said to the coordinator: the stage cannot go on."""
-
-    job: str
-    version: int
-    step: int
-    reason: str
-    lost_peer: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Said to the coordinator: a probe that this worker will not run now."""
-
-    request: int
-    peer: str  # "" for ops
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Say:
-    message: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Reconnect:
-    after_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Quit:
-    reason: str
-    dismissed: bool
-    for_good: bool = False
-
-
-Instruction = (
-    LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
-    | TimeOps | TimeLink | Say | Reconnect | Quit
-)  # fmt: skip
 
 
 # ---------------------------------------------------------------- state

@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
-from worker import checkpoint, messages, optimings, session
+from worker import checkpoint, events, instructions, messages, optimings
 from worker.cancel import Cancel, Cancelled
 from worker.link import LinksAborted
 from worker.loading import Surroundings, connect_one, load
@@ -46,7 +46,7 @@ class Workbench:
     def __init__(
         self,
         around: Surroundings,
-        post: Callable[[session.Event], None],
+        post: Callable[[events.Event], None],
         say: Callable[[pb.FromWorker], None],
     ) -> None:
         self._around, self._post, self._say = around, post, say
@@ -85,30 +85,30 @@ class Workbench:
         if links is not None:
             links.abort(reason)
 
-    def do(self, instruction: session.Instruction) -> None:
+    def do(self, instruction: instructions.Instruction) -> None:
         """Take an instruction of the session that concerns computing."""
         match instruction:
-            case session.LoadStage(job, version, work):
+            case instructions.LoadStage(job, version, work):
                 self._submit(self._guarded(job, version, 0, lambda c: self._load(work, c)))
-            case session.RunStep(job, version, step):
+            case instructions.RunStep(job, version, step):
                 self._submit(self._guarded(job, version, step, lambda c: self._step(step, c)))
-            case session.ApplyStep(job, version, step, scale, store):
+            case instructions.ApplyStep(job, version, step, scale, store):
                 self._submit(self._guarded(job, version, step, lambda c: self._apply(step, scale, store)))
-            case session.Evaluate(job, version, step, coded):
+            case instructions.Evaluate(job, version, step, coded):
                 self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, coded, c)))
-            case session.ChangeLinks(job, version, step, relink):
+            case instructions.ChangeLinks(job, version, step, relink):
                 self._submit(self._guarded(job, version, step, lambda c: self._relink(relink)))
-            case session.DiscardStep():
+            case instructions.DiscardStep():
                 self._cancel(instruction.reason)
                 self._submit(lambda c: self._discard())
-            case session.DropStage():
+            case instructions.DropStage():
                 self.interrupt(instruction.reason)
                 self._submit(lambda c: self._drop())
-            case session.Interrupt(reason):
+            case instructions.Interrupt(reason):
                 self.interrupt(reason)
-            case session.TimeOps(request, ops):
+            case instructions.TimeOps(request, ops):
                 self._submit(lambda c: self._time_ops(request, ops))
-            case session.TimeLink(request, peer, target):
+            case instructions.TimeLink(request, peer, target):
                 name = f"atoll-probe-{peer}"
                 arguments = (request, peer, target)
                 threading.Thread(target=self._time_link, args=arguments, name=name, daemon=True).start()
@@ -150,12 +150,12 @@ class Workbench:
             except (Cancelled, LinksAborted):
                 raise
             except PeerLost as lost:
-                self._post(session.StageBroke(job, version, step, str(lost), lost.peer))
+                self._post(events.StageBroke(job, version, step, str(lost), lost.peer))
             except AtollError as error:
-                self._post(session.StageBroke(job, version, step, str(error)))
+                self._post(events.StageBroke(job, version, step, str(error)))
             except Exception as error:  # any op may fail in its own way
                 log.error("stage.broke", job=job, step=step, exc_info=True)
-                self._post(session.StageBroke(job, version, step, self._explained(error)))
+                self._post(events.StageBroke(job, version, step, self._explained(error)))
 
         return run
 
@@ -185,7 +185,7 @@ class Workbench:
             "stage.loaded", job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3)
         )
         message = messages.loaded(work.job, work.version, took_s)
-        self._post(session.StageLoaded(work.job, work.version, message))
+        self._post(events.StageLoaded(work.job, work.version, message))
 
     def _step(self, step: int, cancel: Cancel) -> None:
         run = self._loaded
@@ -195,7 +195,7 @@ class Workbench:
         norms = assignment.training.optimizer.clip_norm is not None
         used = {} if self._links is None else self._links.codec_use()
         message = messages.step_ready(job, version, report, norms, self._around.network.goodput(), used)
-        self._post(session.StepDone(job, version, step, message))
+        self._post(events.StepDone(job, version, step, message))
 
     def _apply(self, step: int, gradient_scale: float, store: bool) -> None:
         run = self._loaded
@@ -205,7 +205,7 @@ class Workbench:
             with run.spans.timed("save", step):
                 snapshot = run.snapshot()
             self._submit(lambda c: self._store(assignment, step, snapshot, c), store=True)
-        self._post(session.StepApplied(assignment.job, assignment.version, step))
+        self._post(events.StepApplied(assignment.job, assignment.version, step))
         spans = run.spans.take()
         for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
             self._say(message)
@@ -216,9 +216,9 @@ class Workbench:
         coded_loss = run.evaluate(step, cancel, coded=True) if coded else None
         job, version = run.assignment.job, run.at(step).version
         message = messages.eval_ready(job, version, step, loss, coded_loss)
-        self._post(session.EvalDone(job, version, step, message))
+        self._post(events.EvalDone(job, version, step, message))
 
-    def _relink(self, relink: session.Relink) -> None:
+    def _relink(self, relink: events.Relink) -> None:
         run = self._loaded
         run.relink(relink.version, relink.first_step, relink.links)
         log.info("links.changed", job=run.assignment.job, version=relink.version, step=relink.first_step)
@@ -257,7 +257,7 @@ class Workbench:
             message = messages.state_stored(job, version, step, {}, str(error))
         else:
             message = messages.state_stored(job, version, step, tensors)
-        self._post(session.Stored(job, version, step, message))
+        self._post(events.Stored(job, version, step, message))
 
     # ---------------------------------------------------------------- probes
 
@@ -275,7 +275,7 @@ class Workbench:
                 )
         except (RuntimeError, AtollError) as failed:
             error = self._explained(failed)
-        self._post(session.Probed(messages.ops_probed(request, timings, error)))
+        self._post(events.Probed(messages.ops_probed(request, timings, error)))
 
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
         rtt_s = rate_bps = 0.0
@@ -286,7 +286,7 @@ class Workbench:
             rtt_s, rate_bps = measure_link(network, peer, target.seconds, target.max_bytes)
         except AtollError as failed:
             error = str(failed)
-        self._post(session.Probed(messages.link_probed(request, peer, rtt_s, rate_bps, error)))
+        self._post(events.Probed(messages.link_probed(request, peer, rtt_s, rate_bps, error)))
 
 
 def cancel_reason(cancel: Cancel) -> str:

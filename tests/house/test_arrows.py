@@ -31,6 +31,8 @@ PURE = [
     "coordinator/chain.py",
     "coordinator/bound.py",
     "worker/session.py",
+    "worker/events.py",
+    "worker/instructions.py",
     "protos/convert.py",
     "protos/convert_graph.py",
     "protos/convert_job.py",

@@ -1,0 +1,173 @@
+"""What a worker's session is told: by the coordinator, and by its own computation and links. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# ---------------------------------------------------------------- events: the coordinator's
+
+
+@dataclass(frozen=True, slots=True)
+class Welcomed:
+    worker: str
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    job: str
+    version: int
+    peers: frozenset[str]
+    work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relink:
+    """From ``first_step`` on the same stages exchange under ``version`` with other codecs."""
+
+    version: int
+    first_step: int
+    links: Any = field(default=(), repr=False, compare=False)  # opaque here: what ChangeLinks is given
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    job: str
+    version: int
+    step: int
+    gradient_scale: float
+    store: bool
+    evaluate: bool
+    last: bool
+    evaluate_coded: bool = False
+    relink: Relink | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    job: str
+    version: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    job: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    reason: str
+    for_good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpsAsked:
+    request: int
+    ops: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAsked:
+    request: int
+    peer: str
+    target: Any = field(repr=False, compare=False)
+
+
+# ---------------------------------------------------------------- events: our own
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnected:
+    """The session stream ended. ``jitter`` in [0, 1) spreads a fleet's reconnects."""
+
+    reason: str
+    jitter: float
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoaded:
+    job: str
+    version: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StageBroke:
+    job: str
+    version: int
+    step: int
+    reason: str
+    lost_peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    job: str
+    version: int
+    step: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StepApplied:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvalDone:
+    job: str
+    version: int
+    step: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    job: str
+    version: int
+    step: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Ops or a link were measured (or could not be): the answer to say."""
+
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Everything was dropped and said; nothing is left to do."""
+
+
+Event = (
+    Welcomed | Assigned | Started | Committed | Discarded | Released | Dismissed | OpsAsked | LinkAsked
+    | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
+    | PeerLost | LeaveAsked | Drained
+)  # fmt: skip

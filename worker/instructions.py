@@ -1,0 +1,137 @@
+"""What a worker's session has its shell do or say. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from worker.events import Relink
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStage:
+    job: str
+    version: int
+    work: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    job: str
+    version: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    job: str
+    version: int
+    step: int
+    gradient_scale: float
+    store: bool  # snapshot and upload in the background once applied
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardStep:
+    """Stop computing the step and leave no trace of it."""
+
+    job: str
+    version: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    job: str
+    version: int
+    step: int
+    coded: bool = False  # once more through the links' codecs
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLinks:
+    """Be ready for the messages of ``relink.first_step`` before the step in front of it begins."""
+
+    job: str
+    version: int
+    step: int  # whose commit said so
+    relink: Relink
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Stop the computation under way; its stage stays loaded."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropStage:
+    """Stop at once and forget everything of this job."""
+
+    job: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimeOps:
+    request: int
+    ops: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLink:
+    request: int
+    peer: str
+    target: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Said to the coordinator: the stage cannot go on."""
+
+    job: str
+    version: int
+    step: int
+    reason: str
+    lost_peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Said to the coordinator: a probe that this worker will not run now."""
+
+    request: int
+    peer: str  # "" for ops
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reconnect:
+    after_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    reason: str
+    dismissed: bool
+    for_good: bool = False
+
+
+Instruction = (
+    LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
+    | TimeOps | TimeLink | Say | Reconnect | Quit
+)  # fmt: skip
