@@ -11,12 +11,25 @@ from dataclasses import fields
 
 from atoll.errors import UsageError
 from strategies.base import Strategy
+from strategies.coordinate_median import CoordinateMedian
+from strategies.ditto import Ditto
+from strategies.fedadagrad import FedAdagrad
+from strategies.fedadam import FedAdam
 from strategies.fedavg import FedAvg
 from strategies.fedavgm import FedAvgM
+from strategies.fedbn import FedBN
 from strategies.feddyn import FedDyn
+from strategies.fedimpro import FedImpro
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
+from strategies.fedyogi import FedYogi
+from strategies.krum import Krum
+from strategies.moon import Moon
+from strategies.opwa import Opwa
+from strategies.qfedavg import QFedAvg
 from strategies.scaffold import Scaffold
+from strategies.trimmed_mean import TrimmedMean
+from strategies.vhl import Vhl
 
 __all__ = ["STRATEGIES", "Option", "Strategy", "make_strategy"]
 
@@ -25,10 +38,23 @@ Option = float | int | bool | str
 STRATEGIES: dict[str, type[Strategy]] = {
     "fedavg": FedAvg,
     "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
+    "fedadagrad": FedAdagrad,
     "fedprox": FedProx,
     "fednova": FedNova,
     "scaffold": Scaffold,
     "feddyn": FedDyn,
+    "coordinate_median": CoordinateMedian,
+    "trimmed_mean": TrimmedMean,
+    "krum": Krum,
+    "fedbn": FedBN,
+    "ditto": Ditto,
+    "qfedavg": QFedAvg,
+    "opwa": Opwa,
+    "vhl": Vhl,
+    "fedimpro": FedImpro,
+    "moon": Moon,
 }
 
 

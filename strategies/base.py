@@ -165,6 +165,18 @@ class ClientUpdate:
 
 
 @dataclass(frozen=True)
+class Work:
+    """All that a client's answer is made of."""
+
+    layout: Layout
+    broadcast: Broadcast
+    done: Sequence[Done]  # one a phase
+    delta: Arrays
+    state: ClientState
+    seed: int
+
+
+@dataclass(frozen=True)
 class Uploads:
     """A rule's own part of a client's answer, and the slots it keeps."""
 
@@ -183,6 +195,11 @@ class Strategy:
     @property
     def facts(self) -> Facts:
         return self.FACTS
+
+    @property
+    def core(self) -> Strategy:
+        """The rule that sums: where ``facts.linear``, its ``contribute`` and ``finish`` take partial sums."""
+        return self
 
     @property
     def min_updates(self) -> int:
@@ -206,6 +223,9 @@ class Strategy:
     def scalars_up(self) -> tuple[Scalar, ...]:
         """Numbers in every update beside samples and steps."""
         return ()
+
+    def check(self, layout: Layout, update: ClientUpdate) -> None:
+        """Raise BadUpdate for what only this rule can judge, after names, shapes and bounds."""
 
     # The server half.
 
@@ -244,19 +264,27 @@ class Strategy:
     def begin(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> tuple[Phase, ...]:
         """What to train, in this order; the first phase is the one whose delta is uploaded."""
         start = {**broadcast.weights, **state.slots.get(LOCAL_SLOT, {})}
+        start.update(self._own_start(layout, broadcast, state))
         return (Phase(start, self._correction(layout, broadcast, state)),)
 
     def at_epoch(self, layout: Layout, broadcast: Broadcast, epoch: int) -> Arrays:
         """Buffers to set at the start of local epoch ``epoch``, from 0."""
         return {}
 
+    def evaluate_with(self, broadcast: Broadcast, state: ClientState) -> Arrays:
+        """The tensors to set before this client evaluates on its own data."""
+        return {**broadcast.weights, **state.slots.get(LOCAL_SLOT, {})}
+
     def end(
-        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], state: ClientState
+        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], state: ClientState, seed: int = 0
     ) -> tuple[ClientUpdate, ClientState]:
-        """The answer to ``broadcast`` and the client's next state; commit it once the answer is taken."""
+        """The answer to ``broadcast`` and the client's next state; commit it once the answer is taken.
+
+        ``seed``: of what a rule draws on the client (noise), known to this client alone.
+        """
         first = done[0]
         delta = {n: first.weights[n] - broadcast.weights[n] for n in layout.names(*SHARED)}
-        own = self._uploads(layout, broadcast, done, delta, state)
+        own = self._uploads(Work(layout, broadcast, done, delta, state, seed))
         kept = dict(own.kept)
         local = layout.names(Role.LOCAL)
         if local:
@@ -280,9 +308,11 @@ class Strategy:
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         return Correction()
 
-    def _uploads(
-        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], delta: Arrays, state: ClientState
-    ) -> Uploads:
+    def _own_start(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Arrays:
+        """Further tensors that this client sets before it trains."""
+        return {}
+
+    def _uploads(self, work: Work) -> Uploads:
         return Uploads()
 
     def _aggregate(self, state: ServerState, updates: Sequence[ClientUpdate]) -> ServerState:

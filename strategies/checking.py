@@ -57,6 +57,7 @@ def check_update(
     bad = [name for name, value in update.metrics.items() if not isfinite(value)]
     if bad:
         raise BadUpdate(f"metric {bad[0]!r} is {update.metrics[bad[0]]}")
+    rule.check(layout, update)
     if limits.norm != float("inf"):
         norm = sqrt(sum(float(np.vdot(a, a)) for a in map(_double, update.delta.values())))
         if norm > limits.norm:

@@ -11,17 +11,16 @@ steadier and slower. Source: Acar 2021, Alg. 1; papers/federated.md 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import ClientState, Correction, Facts, Uploads
+from strategies.base import ClientState, Correction, Facts, Uploads, Work
 from strategies.layout import Role, zeros
 from strategies.linear import TRAINED, Linear
 from strategies.options import within
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientUpdate, Done, ServerState
+    from strategies.base import Broadcast, ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, Slots
     from strategies.sums import Sums
 
@@ -55,11 +54,9 @@ class FedDyn(Linear):
         offset = {name: -dual for name, dual in self._mine(layout, state).items()}
         return Correction(offset, {name: broadcast.weights[name] for name in offset}, self.alpha)
 
-    def _uploads(
-        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], delta: Arrays, state: ClientState
-    ) -> Uploads:
-        mine = self._mine(layout, state)
-        return Uploads(kept={DUAL: {name: mine[name] - self.alpha * delta[name] for name in mine}})
+    def _uploads(self, work: Work) -> Uploads:
+        mine = self._mine(work.layout, work.state)
+        return Uploads(kept={DUAL: {name: mine[name] - self.alpha * work.delta[name] for name in mine}})
 
     def _step(self, state: ServerState, mean: Arrays, sums: Sums) -> tuple[Arrays, Slots]:
         share = self.alpha / state.n_clients

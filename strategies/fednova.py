@@ -15,11 +15,10 @@ Source: Wang 2020, eq. 9 and table 1; papers/federated.md 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import Correction, Facts, Scalar, Uploads
+from strategies.base import Correction, Facts, Scalar, Uploads, Work
 from strategies.fedavgm import FedAvgM
 from strategies.fedprox import proximal
 from strategies.linear import SAMPLES, TRAINED
@@ -27,7 +26,7 @@ from strategies.options import within
 from strategies.sums import Contribution, Sums, Term, divided
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientState, ClientUpdate, Done, ServerState
+    from strategies.base import Broadcast, ClientState, ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, Slots
 
 STEPS = "effective_steps"
@@ -81,10 +80,8 @@ class FedNova(FedAvgM):
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         return proximal(layout, broadcast, self.mu)
 
-    def _uploads(
-        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], delta: Arrays, state: ClientState
-    ) -> Uploads:
-        first = done[0]
+    def _uploads(self, work: Work) -> Uploads:
+        first = work.done[0]
         steps = effective_steps(first.steps, first.lr, first.momentum, first.nesterov, self.mu)
         return Uploads(scalars={STEPS: steps})
 

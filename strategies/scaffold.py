@@ -17,17 +17,16 @@ Source: Karimireddy 2020, Alg. 1, option II; papers/federated.md 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import ClientState, Correction, Facts, Uploads
+from strategies.base import ClientState, Correction, Facts, Uploads, Work
 from strategies.fedavg import FedAvg
 from strategies.layout import Role, zeros
 from strategies.sums import Contribution, Sums, Term
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientUpdate, Done, ServerState
+    from strategies.base import Broadcast, ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, SlotMetas, Slots
 
 CONTROL = "control"
@@ -71,12 +70,11 @@ class Scaffold(FedAvg):
         common, mine = broadcast.extra[CONTROL], self._mine(layout, state)
         return Correction(offset={name: common[name] - mine[name] for name in mine})
 
-    def _uploads(
-        self, layout: Layout, broadcast: Broadcast, done: Sequence[Done], delta: Arrays, state: ClientState
-    ) -> Uploads:
-        first, common, mine = done[0], broadcast.extra[CONTROL], self._mine(layout, state)
+    def _uploads(self, work: Work) -> Uploads:
+        first, common = work.done[0], work.broadcast.extra[CONTROL]
+        mine = self._mine(work.layout, work.state)
         reach = first.steps * first.lr / (1.0 - first.momentum)
-        change = {name: -common[name] - delta[name] / reach for name in mine}
+        change = {name: -common[name] - work.delta[name] / reach for name in mine}
         kept = {name: mine[name] + change[name] for name in mine}
         return Uploads(extra={CONTROL: change}, kept={CONTROL: kept})
 

@@ -1,0 +1,72 @@
+"""OPWA: coordinates that few sparsified updates hold are not diluted by the others' zeros.
+
+    n_j = clients whose update holds coordinate j
+    w_j <- w_j + mask_j * sum_k p_k delta_kj,   mask_j = gamma if 1 <= n_j <= D else 1
+
+Under top-k most coordinates are kept by one client only, and the mean shrinks them by its p_k. What an
+update holds is where its decoded delta is not zero. Valid for sparse deltas; not with error feedback,
+which returns the lost mass itself (together it counts twice); not under secure aggregation, since the
+server needs to see which coordinates each update holds. gamma 10 overshoots late at 10 % kept on skewed
+data. The weights p_k stay those by samples: replacing them by functions of the ratios cost accuracy where
+it was tried (papers/compression.md 2.1). The formula is a reconstruction there, not the paper's text.
+Source: BCRS+OPWA, ICPP 2024 (arXiv 2408.14736); papers/compression.md 2.1 step 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from atoll.errors import UsageError
+from strategies.base import Facts
+from strategies.fedavg import FedAvg
+from strategies.linear import TRAINED
+from strategies.options import within
+from strategies.sums import Contribution, Sums, Term
+
+if TYPE_CHECKING:
+    from strategies.base import ClientUpdate, ServerState
+    from strategies.layout import Arrays, Layout, Slots
+
+HOLDERS = "holders"
+
+
+@dataclass(frozen=True)
+class Opwa(FedAvg):
+    """``gamma`` in [1, 100], ``overlap`` = D in 1..1000; ``error_feedback``: clients keep residuals."""
+
+    name: ClassVar[str] = "opwa"
+    FACTS: ClassVar[Facts] = Facts(
+        "mean of sparse updates, rare coordinates enlarged",
+        "BCRS+OPWA (arXiv 2408.14736), papers/compression.md 2.1",
+        secure=False,
+    )
+
+    gamma: float = 5.0
+    overlap: int = 1
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "gamma", self.gamma, 1.0, 100.0)
+        within(self.name, "overlap", self.overlap, 1, 1000)
+        if self.error_feedback:
+            raise UsageError(
+                "opwa and error feedback both restore what top-k leaves out, so together it counts twice; "
+                "take fedavg with error feedback for clients that return, opwa without it otherwise"
+            )
+
+    def contribute(self, layout: Layout, update: ClientUpdate) -> Contribution:
+        base = super().contribute(layout, update)
+        held = {name: array != 0 for name, array in base.terms[TRAINED].arrays.items()}
+        return Contribution({**base.terms, HOLDERS: Term(1.0, held)}, base.scalars)
+
+    def _step(self, state: ServerState, mean: Arrays, sums: Sums) -> tuple[Arrays, Slots]:
+        holders = sums.arrays[HOLDERS]
+        enlarged = {
+            name: np.where(holders[name] <= self.overlap, delta * self.gamma, delta)
+            for name, delta in mean.items()
+        }
+        return super()._step(state, enlarged, sums)

@@ -1,0 +1,75 @@
+"""VHL: all clients also learn one common set of virtual images, and match their features to it.
+
+    L = CE(real) + alpha CE(virtual) + lambda SupCon([f_real, stopgrad(f_virtual)]) + 0.1 SupCon(f_virtual)
+
+The loss lives in the wrapper of the owner's module (``strategies.vhl_module``); this file is the rule
+around it: any other rule by name as ``base``, unchanged, and the buffer that ends the matching after
+``match_epochs`` local epochs of a round. The virtual set is a buffer of the wrapper, so it goes out once
+with the job and is the same bytes everywhere; a client that makes it from the seed compares its
+fingerprint (``strategies.virtual_data``). Costs: about twice the local computation, 2C instead of C
+outputs. Source: VHL (Tang 2022); papers/federated.md 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from atoll.errors import UsageError
+from strategies.around import Around
+from strategies.base import Facts, Strategy
+from strategies.fedadam import FedAdam
+from strategies.fedavg import FedAvg
+from strategies.fedavgm import FedAvgM
+from strategies.feddyn import FedDyn
+from strategies.fednova import FedNova
+from strategies.fedprox import FedProx
+from strategies.options import within
+from strategies.scaffold import Scaffold
+
+if TYPE_CHECKING:
+    from strategies.base import Broadcast
+    from strategies.layout import Arrays, Layout
+
+MATCH = "vhl_match"
+"""Buffer of the wrapper: 1 while features are matched, 0 afterwards."""
+
+
+BASES: dict[str, type[Strategy]] = {
+    rule.name: rule for rule in (FedAvg, FedAvgM, FedAdam, FedProx, FedNova, Scaffold, FedDyn)
+}
+
+
+@dataclass(frozen=True)
+class Vhl(Around):
+    """``base``: a rule of ``BASES`` by name, at its defaults; ``match_epochs`` >= 0."""
+
+    name: ClassVar[str] = "vhl"
+    FACTS: ClassVar[Facts] = Facts(
+        "a common virtual data set aligns features", "Tang 2022; papers/federated.md 1", changes_loss=True
+    )
+
+    base: str = "fedavg"
+    match_epochs: int = 5
+
+    def __post_init__(self) -> None:
+        within(self.name, "match_epochs", self.match_epochs, 0, 1_000_000)
+        if self.base not in BASES:
+            raise UsageError(f"vhl: base {self.base[:64]!r}; it goes around {', '.join(BASES)}")
+
+    @property
+    def inner(self) -> Strategy:
+        return BASES[self.base]()
+
+    @property
+    def facts(self) -> Facts:
+        """The base's, with a changed loss."""
+        return replace(
+            self.inner.facts, summary=self.FACTS.summary, source=self.FACTS.source, changes_loss=True
+        )
+
+    def at_epoch(self, layout: Layout, broadcast: Broadcast, epoch: int) -> Arrays:
+        matched = np.asarray(1.0 if epoch < self.match_epochs else 0.0, np.float32)
+        return {**super().at_epoch(layout, broadcast, epoch), MATCH: matched}

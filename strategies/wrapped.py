@@ -1,0 +1,19 @@
+"""Names of a module that a rule has wrapped before capture: the owner's net, and the rule's own tensors.
+
+The wrapper holds the owner's module as ``net``, so its tensors are "net.NAME" while the job trains and
+NAME again in what is exported. The wrapper's own tensors are named after the rule.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strategies.layout import Arrays
+
+NET = "net."
+
+
+def owners(arrays: Arrays) -> Arrays:
+    """The tensors of the owner's module alone, under their own names."""
+    return {name.removeprefix(NET): array for name, array in arrays.items() if name.startswith(NET)}
