@@ -65,8 +65,12 @@ def above(bits: Keys, threshold: int) -> Ints:
 
 
 def sampled_threshold(bits: Keys, kept: int) -> int:
-    """The key that about ``kept`` elements reach, by the exact quantile of every 97th element."""
-    sample = magnitude(np.ascontiguousarray(bits[::STRIDE]))
+    """The key that about ``kept`` elements reach: the exact quantile of a strided sample.
+
+    Every 97th element, or closer where fewer than 512 of the sample would reach it (5 % of noise).
+    """
+    stride = max(1, min(STRIDE, kept // 512 | 1))
+    sample = magnitude(np.ascontiguousarray(bits[::stride]))
     rank = min(len(sample), max(1, round(kept * len(sample) / len(bits))))
     return int(np.partition(sample, len(sample) - rank)[len(sample) - rank])
 
@@ -149,14 +153,18 @@ def _trimmed(keys: Keys, counts: Ints, kept: int) -> npt.NDArray[np.bool_]:
     return stays
 
 
+def as_floats(bits: Keys, dtype: str) -> Floats:
+    """The elements with these bits, as float32."""
+    if dtype == "float32":
+        return bits.view(np.float32)
+    if dtype == "float16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.int32) << 16).view(np.float32)
+
+
 def values_at(bits: Keys, positions: Ints, dtype: str) -> Floats:
     """The elements there, as float32."""
-    taken = bits.take(positions)
-    if dtype == "float32":
-        return taken.view(np.float32)
-    if dtype == "float16":
-        return taken.view(np.float16).astype(np.float32)
-    return (taken.astype(np.int32) << 16).view(np.float32)
+    return as_floats(bits.take(positions), dtype)
 
 
 def scatter(positions: Ints, values: Floats, meta: TensorMeta) -> torch.Tensor:

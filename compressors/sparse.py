@@ -95,7 +95,9 @@ class Sparse(ABC):
         if packet.zero:
             return zeros(packet.meta)
         form, positions, at = self._read(packet)
-        values = decode_values(memoryview(packet.payload)[at:], form.kept, form.groups, form.values)
+        values = decode_values(
+            memoryview(packet.payload)[at:], form.kept, form.groups, form.values, packet.meta.dtype
+        )
         return scatter(positions, values, packet.meta)
 
     def support(self, packet: Packet) -> Support:
@@ -135,7 +137,7 @@ class Sparse(ABC):
             return torch.full(meta.shape, torch.nan, dtype=TORCH_DTYPES[meta.dtype])
         if form.form != _VALUES_ONLY or form.kept != len(support.positions):
             raise BadFrame(f"{form} for {len(support.positions)} agreed positions")
-        values = decode_values(packet.payload, form.kept, form.groups, form.values)
+        values = decode_values(packet.payload, form.kept, form.groups, form.values, meta.dtype)
         return scatter(support.positions.numpy(), values, meta)
 
     def max_payload_bytes_on(self, meta: TensorMeta) -> int:

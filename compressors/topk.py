@@ -105,7 +105,7 @@ def _by_threshold(
     key = state.key if state else max(1, sampled_threshold(bits, kept))
     positions = above(bits, key)
     if state and not kept / 2 <= len(positions) <= 2 * kept:
-        key = max(1, sampled_threshold(bits, kept))
+        state, key = None, max(1, sampled_threshold(bits, kept))
         positions = above(bits, key)
     if 3 * len(positions) < 2 * kept and key > 1 and not state:
         positions = largest(bits, kept)  # a sample that misled: small or oddly ordered tensors

@@ -22,6 +22,13 @@ from compressors.bits import Buffer, Bytes, as_bytes, pack, unpack
 from compressors.packing import Floats
 from compressors.sparse_sizes import BITS, EXPONENT, LEVELS, TOP, value_bytes
 
+_LARGEST = {
+    "float32": np.finfo(np.float32).max,
+    "bfloat16": np.float32(2.0**128 - 2.0**120),
+    "float16": np.float32(65504.0),
+}
+_LEAST_EXPONENT = 15 - 128
+_BELOW = np.float32(2**15 - 2**4)  # the float16 next to 2**15
 _ZERO, _NAN = 255, 254
 _MAX_CODE = 248  # 2**-31 of the top
 _OF_LARGEST = 15 - 128  # the exponent for values from 2**127; rounded up to 2**15 they would be infinite
@@ -43,8 +50,8 @@ def encode_values(values: Floats, groups: int, kind: str, *, half: bool = False)
     return _encode_few_bits(values.reshape(groups, -1), kind)
 
 
-def decode_values(data: Buffer, count: int, groups: int, kind: str) -> Floats:
-    """``count`` float32 values. Raises BadFrame unless ``data`` is exactly theirs."""
+def decode_values(data: Buffer, count: int, groups: int, kind: str, dtype: str = "float32") -> Floats:
+    """``count`` values of a tensor of ``dtype``, as float32. BadFrame unless ``data`` is exactly theirs."""
     if len(data) != value_bytes(count, groups, kind) or (groups and count % groups):
         raise BadFrame(f"{len(data)} bytes for {count} values of {kind} in {groups} groups")
     if not count:
@@ -56,7 +63,9 @@ def decode_values(data: Buffer, count: int, groups: int, kind: str) -> Floats:
         if not -200 <= exponent <= 200:
             raise BadFrame(f"values scaled by 2**{exponent}")
         return _scaled(np.frombuffer(data, "<f2", offset=EXPONENT.size).astype(np.float32), -exponent)
-    return _decode_few_bits(as_bytes(data), count, groups, kind)
+    decoded = _decode_few_bits(as_bytes(data), count, groups, kind)
+    # A rounded level times a rounded scale may pass the largest number; NaN stays.
+    return np.clip(decoded, -_LARGEST[dtype], _LARGEST[dtype], out=decoded)
 
 
 def _exponent(values: Floats) -> int:
@@ -71,7 +80,7 @@ def _scaled(values: Floats, exponent: int) -> Floats:
     """values * 2**exponent, exact where the result is a normal number; |exponent| up to 200."""
     if not exponent:
         return values
-    with np.errstate(over="ignore"):  # only a peer's figures can: they become infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # only a peer's figures: infinite, signalling NaN
         if abs(exponent) <= 100:
             return values * np.float32(2.0**exponent)
         half = exponent // 2
