@@ -33,8 +33,8 @@ def adapts(training: TrainingSpec) -> bool:
 
 
 def lossy(plan: Plan | None) -> bool:
-    """Whether some link of the plan changes values."""
-    return plan is not None and any(_loses(link) for link in plan.links)
+    """Whether values lose anything on their way forward, the only way that evaluation goes."""
+    return plan is not None and any(link.source < link.target and _loses(link) for link in plan.links)
 
 
 def largest_ratio(plan: Plan | None) -> float:

@@ -198,15 +198,15 @@ def test_the_message_to_workers_carries_the_change() -> None:
     assert not to_worker(replace(commit, relink=None), graphs).commit.HasField("relink")
 
 
-def test_both_losses_are_asked_for_where_links_lose_precision_and_only_there() -> None:
+def test_both_losses_are_asked_for_where_values_lose_precision_and_only_there() -> None:
     asked = []
-    for links in (FINE, (LinkSpec(0, 1, "lossless"),), ()):
+    for links in (FINE, (LinkSpec(0, 1, "lossless"),), FINE[1:], ()):
         state = training(eval_every=1, eval_batches=1)
         assert state.plan is not None
         state = replace(state, plan=replace(state.plan, links=links))
         state, todo = round_of(state)
         asked.append(commits(todo)[0].evaluate_coded)
-    assert asked == [True, False, False]
+    assert asked == [True, False, False, False]
     state, todo = step(state, FromStage(2, EvalReady("j", 1, 0, 1.5, coded_loss=1.25)))
     points = {t.name: t.value for t in todo if isinstance(t, Point)}
     assert points["eval_loss"] == 1.5
