@@ -5,25 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compressors import CODECS, speed
 from compressors.speed import CodecRate
-from worker.codec_speed import FILE, FIRST, codec_speeds, link_codecs
+from worker.codec_speed import FILE, FIRST, MAX_AGE_S, codec_speeds, link_codecs
 
 HERE = {"torch": "2.13.0", "threads": 2}
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names that were measured; every codec runs at 2 and 3 GB/s, ``bf16`` is broken."""
+    """Names that were measured; every codec runs at 2 and 3 GB/s."""
     names: list[str] = []
 
     def measure_on(name: str, *_: object) -> CodecRate:
         names.append(name)
-        if name == "bf16":
-            raise RuntimeError("no library")
         return CodecRate(2e9, 3e9, 1.0)
 
     monkeypatch.setattr(speed, "measure_on", measure_on)
@@ -40,11 +39,38 @@ def test_link_codecs_begin_with_the_most_wanted_and_leave_out_what_no_link_carri
 def test_a_second_start_measures_nothing(tmp_path: Path, measured: list[str]) -> None:
     first = codec_speeds(tmp_path, HERE)
     assert first["topk"] == (2e9, 3e9)
-    assert "bf16" in measured
-    assert "bf16" not in first
+    assert set(first) == set(measured) == set(link_codecs())
     measured.clear()
     assert codec_speeds(tmp_path, HERE) == first
     assert measured == []
+
+
+def test_where_one_codec_fails_the_others_are_reported_and_nothing_is_remembered(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = speed.measure_on
+
+    def measure_on(name: str, *rest: Any) -> CodecRate:
+        if name == "bf16":
+            raise RuntimeError("no library")
+        return works(name, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(speed, "measure_on", measure_on)
+        assert set(codec_speeds(tmp_path, HERE)) == set(link_codecs()) - {"bf16"}
+    assert not (tmp_path / FILE).exists()
+    assert "bf16" in codec_speeds(tmp_path, HERE)  # mended: the next start reports it
+    assert (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(("age_s", "anew"), [(MAX_AGE_S - 1.0, False), (MAX_AGE_S, True), (-1.0, True)])
+def test_what_is_kept_is_forgotten_after_a_month_or_when_the_clock_was_set_back(
+    tmp_path: Path, measured: list[str], age_s: float, anew: bool
+) -> None:
+    codec_speeds(tmp_path, HERE, now=lambda: 1e9)
+    measured.clear()
+    codec_speeds(tmp_path, HERE, now=lambda: 1e9 + age_s)
+    assert bool(measured) is anew
 
 
 def test_other_versions_or_threads_are_measured_anew(tmp_path: Path, measured: list[str]) -> None:
