@@ -47,7 +47,7 @@ class Moon(FedAvg):
         return layout.with_roles(Role.STILL, copies)
 
     def _own_start(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Arrays:
-        shared = {n.removeprefix(NET): broadcast.weights[n] for n in layout.names(*SHARED)}
+        shared = {n.removeprefix(NET): broadcast.weights[n] for n in _copied(layout)}
         last = state.slots.get(KEPT, shared)
         return {ANCHOR + name: array for name, array in shared.items()} | {
             PREVIOUS + name: array for name, array in last.items()
@@ -55,5 +55,10 @@ class Moon(FedAvg):
 
     def _uploads(self, work: Work) -> Uploads:
         ended = work.done[0].weights
-        kept = {name.removeprefix(NET): ended[name].copy() for name in work.layout.names(*SHARED)}
+        kept = {name.removeprefix(NET): ended[name].copy() for name in _copied(work.layout)}
         return Uploads(kept={KEPT: kept})
+
+
+def _copied(layout: Layout) -> tuple[str, ...]:
+    """The owner's tensors that change from round to round."""
+    return tuple(name for name in layout.names(*SHARED) if name.startswith(NET))

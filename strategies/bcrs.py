@@ -1,0 +1,101 @@
+"""BCRS: each client's ratio from its measured uplink, so that all updates arrive together.
+
+    T_i = C_i + L_i + wire(R) / B_i        with the base ratio R for everybody
+    T   = max_i T_i                        the slowest still uses R
+    R_i = least ratio in [1, R] with C_i + L_i + wire(R_i) / B_i <= T
+
+C_i computation, L_i latency, B_i uplink, wire(r) the bytes an update takes at ratio r. The faster a
+client's line, the more of its update it sends, at no cost in time. The paper states ratios as kept
+shares with 8 bytes a kept element, CR_i = clip((T - L_i) B_i / 2V, CR, 1); here a ratio is dense over wire
+bytes, and ``wire`` counts what the codec in use really sends. Bandwidth measured once goes stale: give
+newest estimates every round. The averaging weights stay those by samples (the paper changes them with
+the ratios too; where that was tried it cost accuracy). The formula is a reconstruction
+(papers/compression.md 2.1), not the paper's text. Source: BCRS+OPWA, ICPP 2024 (arXiv 2408.14736).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite, sqrt
+
+from atoll.errors import UsageError
+
+HALVINGS = 60
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """What one client needs for an update. ``bandwidth_bps``: payload bits per second, > 0."""
+
+    bandwidth_bps: float
+    latency_s: float = 0.0
+    compute_s: float = 0.0
+
+    def finish_s(self, payload_bytes: float) -> float:
+        return self.compute_s + self.latency_s + 8.0 * payload_bytes / self.bandwidth_bps
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """Ratio and expected finish by client; ``slowest`` sets the pace ``bench_s``."""
+
+    ratios: Mapping[str, float]
+    finish_s: Mapping[str, float]
+    bench_s: float
+    slowest: str
+
+    @property
+    def reason(self) -> str:
+        spread = ", ".join(f"{name} {ratio:.3g}x" for name, ratio in sorted(self.ratios.items())[:8])
+        return f"all at {self.bench_s:.3g} s with {self.slowest}: {spread}"
+
+
+def bcrs(
+    uplinks: Mapping[str, Uplink],
+    dense_bytes: float,
+    ratio: float,
+    wire_bytes: Callable[[float], float] | None = None,
+) -> Ratios:
+    """Ratios in [1, ``ratio``] for the participants of a round.
+
+    ``wire_bytes(r)`` does not grow with r; by default dense_bytes / r. UsageError for an empty round,
+    a ratio below 1 or a line without bandwidth.
+    """
+    wire = wire_bytes if wire_bytes is not None else lambda r: dense_bytes / r
+    _check(uplinks, dense_bytes, ratio)
+    at_base = {name: link.finish_s(wire(ratio)) for name, link in uplinks.items()}
+    slowest = max(sorted(at_base), key=lambda name: at_base[name])
+    bench_s = at_base[slowest]
+    ratios = {}
+    for name, link in uplinks.items():
+        budget = (bench_s - link.latency_s - link.compute_s) * link.bandwidth_bps / 8.0
+        ratios[name] = ratio if name == slowest else _least(wire, budget * (1.0 + ROUNDING), ratio)
+    finish = {name: uplinks[name].finish_s(wire(ratios[name])) for name in uplinks}
+    return Ratios(ratios, finish, bench_s, slowest)
+
+
+def _least(wire: Callable[[float], float], budget_bytes: float, most: float) -> float:
+    """The least ratio in [1, most] whose bytes are within the budget; ``most`` always is."""
+    if wire(1.0) <= budget_bytes:
+        return 1.0
+    low, high = 1.0, most
+    for _ in range(HALVINGS):
+        middle = sqrt(low * high)
+        if wire(middle) <= budget_bytes:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _check(uplinks: Mapping[str, Uplink], dense_bytes: float, ratio: float) -> None:
+    if not uplinks:
+        raise UsageError("bcrs: a round without participants")
+    if not isfinite(ratio) or ratio < 1.0 or not dense_bytes > 0.0:
+        raise UsageError(f"bcrs: ratio {ratio:g} of {dense_bytes:g} bytes; a ratio of 1 or more")
+    for name, link in uplinks.items():
+        delays = link.latency_s + link.compute_s
+        if not (isfinite(link.bandwidth_bps) and link.bandwidth_bps > 0.0 and isfinite(delays)):
+            raise UsageError(f"bcrs: client {name!r} has {link.bandwidth_bps:g} bit/s up; measure it")
