@@ -3,8 +3,8 @@
 ``OpDag.ops`` stands in one canonical topological order, chosen once at capture; a stage of a
 Plan is a half-open interval of positions in that order, so every sum over uses of a tensor or
 parameter has one order whatever the cut (DESIGN section 3). A node names its op, never holds
-code; its arguments are references or literals. Node kinds after FusionLLM
-(papers/decentralized.md 1.3). This module knows nothing of torch.
+code; its arguments are references or literals. Node kinds from papers/decentralized.md 1.3, as it
+recalls FusionLLM (unverified against the paper). This module knows nothing of torch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ residual needs nobody's answer. Vectors, and matrices that would not shrink, tra
 State: step, basis and E (sender), step and basis (receiver; ``AcpSGD.follow``). The first basis is
 seeded by the shape. Whoever rejoins takes a neighbour's step and basis and drops its residual
 (``rejoined``); a packet of another step is refused, never guessed at.
-Source: ACP-SGD (Zhang 2023, arXiv 2306.08881), Alg. 2; papers/compression.md section 4.
+Source: ACP-SGD (arXiv 2306.08881) as papers/compression.md 4 gives it, from its authors' code.
 """
 
 from __future__ import annotations

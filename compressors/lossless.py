@@ -6,7 +6,8 @@ Gaussian, so at best 0.830 of fp32 and 0.659 of bf16. Elements are split into by
 zeros, which fill mantissas too, cost next to nothing. A tensor that would save less than MIN_GAIN
 travels raw. The memory layout travels as in ``none.py``: the oracle holds over this codec.
 
-Source: ZipCCL (arXiv 2604.27844) and ZipNN split like this; papers/compression.md section 5.
+Source: papers/compression.md 5. Coding exponents is ZipCCL's (arXiv 2604.27844, abstract) and
+ZipNN's idea; the layout is our own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from compressors.catalogue import codec
 from compressors.layout import ALIGNMENT, Layout, from_wire, to_wire
 from compressors.packing import Bytes
 
-MIN_GAIN = 0.05  # ZipNN's threshold
+MIN_GAIN = 0.05  # ZipNN's default
 SAMPLE_PIECES, SAMPLE_PIECE = 8, 512  # elements looked at before a plane is coded
 WINDOW_LOG = 17
 MAX_WINDOW_BYTES = 1 << 20  # of level 1, which integers take, too

@@ -8,7 +8,7 @@ which two all-reduces do. Vectors, and matrices that would not shrink, travel de
 
 State: Q and E. All workers begin with the same Q (seeded by the shape). A worker that rejoins takes
 a neighbour's Q and drops its residual (``rejoined``): an old residual is of another model.
-Source: PowerSGD (Vogels 2019, arXiv 1905.13727), Alg. 1 and 2; papers/compression.md section 4.
+Source: PowerSGD (arXiv 1905.13727) as papers/compression.md 4 gives it, from its authors' code.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class Qsgd(FixedRate):
     7 in half a byte for a ratio above 4. Unbiased to 2**-16 of a level; |x - x'| <= n / s always,
     its variance at most (n / 2s)**2. A bucket with an infinity or NaN decodes as NaN; one with n
     below 2**-120 as zeros. Bytes: 1 or 1/2 an element, 4 a bucket.
-    Source: papers/compression.md section 4, QSGD(s), "bucket 512 and max-norm in practice" (GK).
+    Source: papers/compression.md section 4, QSGD(s); buckets of 512 and the max norm are usual
+    practice, not verified against the paper.
     """
 
     name = "qsgd"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Sign(FixedRate):
     """``x -> mean(|x|) * sign(x)`` with sign(0) = 1: the compressor of EF-SignSGD.
 
-    Biased: meant for gradients and deltas behind an error feedback. ``||x - x'||**2`` is
+    Biased: meant for gradients and deltas behind an error feedback. ``||x - x'||**2`` is exactly
     ``(1 - delta) ||x||**2`` with delta = ||x||_1**2 / (d ||x||_2**2). Any infinity or NaN makes
     the whole tensor NaN. Bytes: 1/8 an element, 4 a tensor.
     Source: papers/compression.md section 4, EF-SignSGD.

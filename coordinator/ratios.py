@@ -6,8 +6,9 @@ shared gateway the flows get a share of the rate, and it is that share that deci
 left out: a codec does not shorten it, and other micro-batches use the link meanwhile.
 
 ``adatopk``: with tau = max_j R_j / R, every link keeps just enough to finish within tau; what is
-fast enough stays dense, and so does what would not shrink. This is the general form of AdaTopK
-(papers/decentralized.md 1.7), counted in wire bytes, where the literal formula may inflate.
+fast enough stays dense, and so does what would not shrink. FusionLLM's abstract says no more than
+that AdaTopK compresses slow links harder; this rule is our own, from papers/decentralized.md 1.7,
+counted in wire bytes, since the formula recalled there may inflate what it sends.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ true gradient of the masked net: the elements that were not sent do not depend o
 kept to itself. Where gradients of several consumers fold, positions are chosen independently.
 
 A codec's state begins anew with every step and goes from micro-batch to micro-batch, so a step that
-is run again, here or on another worker, sends the same bits. Source: FusionLLM, section 5 (ratios
-and masks per link); same positions both ways: papers on sparse activations in pipelines.
+is run again, here or on another worker, sends the same bits. Source: FusionLLM compresses
+activations and their gradients harder on slow links (AdaTopK); that a gradient keeps its value's
+positions is a choice of our own, derived in papers/decentralized.md 1.7.
 """
 
 from __future__ import annotations
