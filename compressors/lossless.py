@@ -7,7 +7,7 @@ zeros, which fill mantissas too, cost next to nothing. A tensor that would save 
 travels raw. The memory layout travels as in ``none.py``: the oracle holds over this codec.
 
 Source: papers/compression.md 5. Coding exponents is ZipCCL's (arXiv 2604.27844, abstract) and
-ZipNN's idea; the layout is our own.
+DFloat11's idea; the layout is our own.
 """
 
 from __future__ import annotations
