@@ -326,12 +326,14 @@ def advance(state: ServerState, weights: Arrays, slots: Slots | None = None) -> 
     """
     after = dict(state.weights)
     for name, array in weights.items():
-        if not np.all(np.isfinite(array)):
+        with np.errstate(over="ignore"):  # judged below, with the tensor's name
+            cast = np.asarray(array, state.layout.metas[name].dtype)
+        if not np.all(np.isfinite(cast)):
             raise JobFailed(
                 f"round {state.round}: {name!r} is not finite after aggregation; lower the server's "
                 "learning rate"
             )
-        after[name] = np.asarray(array, state.layout.metas[name].dtype)
+        after[name] = cast
     return replace(state, round=state.round + 1, weights=after, slots=state.slots if slots is None else slots)
 
 

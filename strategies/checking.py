@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_METRICS = 64
 MAX_NAME = 128
+MAX_ELEMENT = 1e18
+"""Times the most samples this is still a float32, so no client alone makes a sum overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +107,12 @@ def _check_arrays(what: str, arrays: Arrays, expected: Mapping[str, TensorMeta])
             raise BadUpdate(
                 f"{what} {name!r} is {array.dtype} {tuple(array.shape)}; expected {meta.dtype} {meta.shape}"
             )
-        if not np.all(np.isfinite(array)):
-            raise BadUpdate(f"{what} {name!r} has {int(np.sum(~np.isfinite(array)))} non-finite elements")
+        most = _most(array)
+        large = ~(np.abs(array) <= most)
+        if np.any(large):
+            bad = int(np.sum(~np.isfinite(array)))
+            why = f"{bad} non-finite elements" if bad else f"elements beyond {most:g}"
+            raise BadUpdate(f"{what} {name!r} has {why}")
 
 
 def _check_scalars(rule: Strategy, scalars: Mapping[str, float]) -> None:
@@ -117,6 +123,13 @@ def _check_scalars(rule: Strategy, scalars: Mapping[str, float]) -> None:
         value = scalars[name]
         if not isfinite(value) or not bound.low <= value <= bound.high:
             raise BadUpdate(f"{name} = {value:g}; from {bound.low:g} to {bound.high:g}")
+
+
+def _most(array: Array) -> float:
+    """The largest element allowed; for halves 255.9, so that a few of them still add up."""
+    if not np.issubdtype(array.dtype, np.floating):
+        return float("inf")
+    return min(MAX_ELEMENT, sqrt(float(np.finfo(array.dtype).max)))
 
 
 def _double(array: Array) -> Array:

@@ -122,7 +122,7 @@ def _feature_size(net: nn.Module, split: str, example: Tensor) -> int:
     handle = submodule(net, split, "fedimpro").register_forward_hook(look)
     try:
         with torch.no_grad():
-            net.eval()(example)
+            net.train(False)(example)
     finally:
         handle.remove()
         net.train(was_training)

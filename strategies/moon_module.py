@@ -32,8 +32,8 @@ class Moon(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self.anchor.eval()
-        self.previous.eval()
+        self.anchor.train(False)
+        self.previous.train(False)
         return self
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

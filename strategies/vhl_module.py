@@ -6,7 +6,9 @@ Dimensions: B real batch, V virtual batch, D features, C real classes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +16,9 @@ from torch.nn import functional as F
 from atoll.errors import UsageError
 from strategies.supcon_module import submodule, supcon, with_inputs
 from strategies.virtual_data import VirtualSpec, fingerprint, virtual_set
+
+if TYPE_CHECKING:
+    from strategies.layout import Array
 
 MEAN, STD = 0.5, 0.25  # virtual images are normalised with these, whatever the real ones are
 
@@ -50,30 +55,41 @@ class Vhl(nn.Module):
     vhl_match: Tensor
 
     def __init__(
-        self, net: nn.Module, head: str, spec: VirtualSpec, loss: VhlLoss | None = None, sha256: str = ""
+        self,
+        net: nn.Module,
+        head: str,
+        virtual: VirtualSpec | tuple[Array, Array],
+        loss: VhlLoss | None = None,
+        sha256: str = "",
     ) -> None:
-        """UsageError for a ``head`` that is no linear layer of ``spec.classes`` outputs, or a set whose
-        fingerprint is not ``sha256`` (where that is given)."""
+        """``virtual``: a spec, or (uint8 images [n, channels, height, width], labels 0..C-1 [n]).
+
+        UsageError for a ``head`` that is no linear layer of C outputs, C the classes of the set, or for
+        a set whose fingerprint is not ``sha256`` (where that is given).
+        """
         super().__init__()
+        images, labels = virtual_set(virtual) if isinstance(virtual, VirtualSpec) else virtual
+        classes = int(labels.max()) + 1
         last = submodule(net, head, "vhl")
-        if not isinstance(last, nn.Linear) or last.out_features != spec.classes:
-            raise UsageError(f"vhl: {head!r} is {last}; it must be a Linear with {spec.classes} outputs")
-        images, labels = virtual_set(spec)
+        if not isinstance(last, nn.Linear) or last.out_features != classes:
+            raise UsageError(f"vhl: {head!r} is {last}; it must be a Linear with {classes} outputs")
+        if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
+            raise UsageError(f"vhl: {images.dtype} images {images.shape}, {len(labels)} labels; give uint8")
         self.fingerprint = fingerprint(images, labels)
         if sha256 and sha256 != self.fingerprint:
             raise UsageError(
-                f"vhl: the virtual set of seed {spec.seed} has SHA-256 {self.fingerprint}, not {sha256[:64]} "
+                f"vhl: this virtual set has SHA-256 {self.fingerprint}, not {sha256[:64]} "
                 "as elsewhere; send the set itself"
             )
         self.net, self.head = net, head
-        self.classes, self.loss = spec.classes, loss or VhlLoss()
-        generator = torch.Generator().manual_seed(spec.seed)
+        self.classes, self.loss = classes, loss or VhlLoss()
+        generator = torch.Generator().manual_seed(int(self.fingerprint[:8], 16))
         bound = last.in_features**-0.5
-        weight = torch.rand(spec.classes, last.in_features, generator=generator) * 2 * bound - bound
+        weight = torch.rand(classes, last.in_features, generator=generator) * 2 * bound - bound
         self.vhl_weight = nn.Parameter(weight)
-        self.vhl_bias = nn.Parameter(torch.zeros(spec.classes))
+        self.vhl_bias = nn.Parameter(torch.zeros(classes))
         self.register_buffer("vhl_images", torch.from_numpy(images))
-        self.register_buffer("vhl_labels", torch.from_numpy(labels))
+        self.register_buffer("vhl_labels", torch.from_numpy(labels.astype(np.int64)))
         self.register_buffer("vhl_match", torch.ones(()))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -294,11 +294,22 @@ def test_a_broadcast_is_checked_by_the_client_too() -> None:
 
 def test_a_sum_that_overflows_fails_the_job_with_the_tensors_name() -> None:
     rule = make_strategy("fedavg", {"server_lr": 10.0})
-    layout, weights = Layout.of({"x": np.zeros(1, "float32")}, {"x"}), {"x": np.zeros(1, "float32")}
-    state = rule.init(layout, weights, 1)
-    huge = ClientUpdate(0, 1, 1, {"x": np.array([3e38], "float32")}, client="a")
-    with np.errstate(over="ignore"), pytest.raises(JobFailed, match="'x' is not finite"):
+    weights = {"x": np.full(1, 6.5e4, "float16")}
+    state = rule.init(Layout.of(weights, {"x"}), weights, 1)
+    huge = ClientUpdate(0, 1, 1, {"x": np.full(1, 200.0, "float16")}, client="a")
+    with pytest.raises(JobFailed, match="'x' is not finite"):
         rule.aggregate(state, [huge])
+
+
+def test_one_client_with_the_largest_finite_numbers_is_refused_rather_than_failing_the_job() -> None:
+    rule = make_strategy("fedavg")
+    weights = {"x": np.zeros(1, "float32")}
+    state = rule.init(Layout.of(weights, {"x"}), weights, 1)
+    huge = ClientUpdate(0, 1, 1, {"x": np.full(1, 3e38, "float32")}, client="a")
+    with pytest.raises(BadUpdate, match="beyond 1e"):
+        rule.aggregate(state, [huge])
+    most = ClientUpdate(0, 10**9, 1, {"x": np.full(1, 9e17, "float32")}, client="a")
+    assert np.isfinite(rule.aggregate(state, [most]).weights["x"]).all()
 
 
 def test_roles_follow_from_dtype_and_from_what_training_writes() -> None:
@@ -352,6 +363,22 @@ def test_the_server_half_loads_without_torch() -> None:
     imports = ";".join(f"import strategies.{stem}" for stem in pure)
     code = f"import sys;{imports};sys.exit('torch' if 'torch' in sys.modules else 0)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_every_selector_and_split_is_in_the_docs() -> None:
+    from dataclasses import fields
+
+    from strategies import partition_data
+    from strategies.selectors import SELECTORS
+
+    text = (ROOT / "docs" / "federated.md").read_text()
+    for name, kind in SELECTORS.items():
+        assert all(f"`{word}`" in text for word in (name, *(f.name for f in fields(kind))))
+    home = partition_data.__name__
+    here = [name for name, made in vars(partition_data).items() if getattr(made, "__module__", "") == home]
+    splits = [name for name in here if not name.startswith("_") and name != "fingerprint"]
+    assert len(splits) == 8
+    assert [name for name in splits if f"| `{name}` |" not in text] == []
 
 
 @every_rule

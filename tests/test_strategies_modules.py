@@ -16,6 +16,7 @@ from coordinator.selfcheck import self_check
 from strategies.fedimpro_module import FedImpro, class_statistics
 from strategies.layout import Layout, Role
 from strategies.moon_module import Moon, moon_loss
+from strategies.style_module import StyleSpec, _orthogonal, styled_set
 from strategies.supcon_module import supcon
 from strategies.vhl_module import Vhl, VhlLoss, shifted, vhl_loss
 from strategies.virtual_data import VirtualSpec, fingerprint, virtual_set
@@ -37,6 +38,17 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.relu(self.mid(self.low(x).flatten(1))))
+
+
+class Net3(nn.Module):
+    """A linear classifier of four classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * 12 * 16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.flatten(1))
 
 
 def batch(seed: int = 0, size: int = 4) -> dict[str, Tensor]:
@@ -123,6 +135,22 @@ def test_virtual_images_of_a_class_are_alike() -> None:
     means = np.stack([flat[labels == c].mean(0) for c in range(4)])
     nearest = ((flat[:, None] - means[None]) ** 2).sum(2).argmin(1)
     assert (nearest == labels).mean() > 0.99
+
+
+def test_styled_images_of_a_class_are_alike_and_their_noise_means_orthogonal() -> None:
+    spec = StyleSpec(seed=1, classes=4, per_class=12, shape=(3, 12, 16), style=16, width=8)
+    images, labels = styled_set(spec)
+    assert images.shape == (48, 3, 12, 16)
+    assert images.dtype == np.uint8
+    assert np.array_equal(styled_set(spec)[0], images)
+    flat = images.reshape(48, -1).astype(float)
+    means = np.stack([flat[labels == c].mean(0) for c in range(4)])
+    nearest = ((flat[:, None] - means[None]) ** 2).sum(2).argmin(1)
+    assert (nearest == labels).mean() > 0.9
+    rows = torch.cat(_orthogonal(4, [16, 64], torch.Generator()), dim=1)
+    assert torch.allclose(rows @ rows.T, 80.0 * torch.eye(4), atol=1e-3)
+    module = Vhl(Net3(), "head", (images, labels))
+    assert module.vhl_images.shape == (48, 3, 12, 16)
 
 
 def test_vhl_is_captured_and_the_owners_weights_keep_their_names() -> None:
