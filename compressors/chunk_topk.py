@@ -5,7 +5,7 @@
 The mathematics of SparseLoCo (64 of 4,096, 2 bits: 146x with its 12-bit positions) and of Psyche (8 of
 4,096, the sign: 964x with 16-bit positions), at fewer bytes: positions of all chunks are either one
 number a chunk (``ranking.py``) or one Rice stream, whichever is shorter. Measured on the wire, 6,104
-chunks: 7.53 bits a position and 212x; 10.13 and 1,351x. For gradients and deltas under error feedback.
+chunks: 7.53 bits a position and 212x; 10.13 and 1,350x. For gradients and deltas under error feedback.
 Source: papers/peers.md 7.5; DeMo's chunks, papers/decentralized.md 8.6.
 """
 
