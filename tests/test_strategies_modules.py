@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,9 @@ from torch.nn import functional as F
 from atoll.errors import UsageError
 from coordinator.capture import capture
 from coordinator.selfcheck import self_check
+from strategies import make_strategy
+from strategies.base import Broadcast, Done, Phase, Strategy
+from strategies.fedimpro import COUNTS, PAIRS
 from strategies.fedimpro_module import FedImpro, class_statistics
 from strategies.layout import Layout, Role
 from strategies.moon_module import Moon, moon_loss
@@ -265,3 +271,52 @@ def test_a_captured_wrapper_gives_the_layout_its_rule_expects() -> None:
         assert set(layout.names(Role.TRAINED)) == set(trained)
         averaged = {"net.low.1.running_mean", "net.low.1.running_var"}
         assert set(layout.names(Role.AVERAGED)) == averaged
+
+
+def trained(
+    rule: Strategy, module: nn.Module, layout: Layout, broadcast: Broadcast, phase: Phase, seed: int
+) -> Done:
+    """Two epochs of two steps of SGD, as a trainer runs them: start, buffers by epoch, corrections."""
+    state, lr = module.state_dict(), 0.05
+
+    def put(arrays: Mapping[str, Any]) -> None:
+        for name, array in arrays.items():
+            state[name].copy_(torch.from_numpy(np.array(array)))
+
+    put(phase.start)
+    correction = phase.correction.mapped(torch.from_numpy)
+    module.train()
+    for epoch in range(2):
+        put(rule.at_epoch(layout, broadcast, epoch))
+        for step in range(2):
+            module.zero_grad()
+            module(**batch(10 * seed + step)).backward()
+            with torch.no_grad():
+                for name, p in module.named_parameters():
+                    if p.grad is not None:
+                        p -= lr * correction.gradient(name, p.grad, p)
+    return Done({name: tensor.numpy().copy() for name, tensor in state.items()}, 8, 4, lr)
+
+
+@pytest.mark.parametrize("name", ["vhl", "vhl on scaffold", "fedimpro", "moon"])
+def test_wrapped_nets_train_in_a_federation(name: str) -> None:
+    rule = make_strategy(name.split()[0], {"base": "scaffold"} if "scaffold" in name else {})
+    torch.manual_seed(0)
+    wrapped = {"vhl": Vhl(Net(), "head", SPEC), "fedimpro": fedimpro(), "moon": Moon(Net(), "head")}
+    module = wrapped[name.split()[0]]
+    arrays = {n: t.numpy().copy() for n, t in module.state_dict().items()}
+    learnt = [n for n, p in module.named_parameters() if p.requires_grad]
+    written = [n for n, _ in module.named_buffers() if "running" in n or n in (*PAIRS.values(), COUNTS)]
+    state = rule.init(Layout.of(arrays, learnt, written), arrays, 3)
+    first, clients = state, [rule.client_init(state.layout) for _ in range(3)]
+    for _ in range(2):
+        broadcast, updates = rule.configure(state), []
+        for at in range(3):
+            [phase] = rule.begin(state.layout, broadcast, clients[at])
+            done = trained(rule, module, state.layout, broadcast, phase, at)
+            update, clients[at] = rule.end(state.layout, broadcast, [done], clients[at])
+            updates.append(replace(update, client=str(at)))
+        state = rule.aggregate(state, updates)
+    still = [n for n in state.weights if np.array_equal(state.weights[n], first.weights[n])]
+    assert set(still) <= {"fedimpro_weight", "net.low.0.bias"}  # a bias before BatchNorm has no gradient
+    Net().load_state_dict({n: torch.from_numpy(a) for n, a in owners({**arrays, **state.weights}).items()})
