@@ -115,7 +115,7 @@ class TrainingSpec:
     recompute: bool = False  # keep stage inputs only, run the forward again in the backward
     eval_every: int = 0  # steps; 0 = only at the end
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
-    checkpoint_every: int = 0  # steps; 0 = only at the end
+    checkpoint_every: int = 0  # steps; 0 = every few minutes, by the clock; always at the end
     compress: str = "off"  # what links may do to boundary tensors: ``atoll.compression``
 
     def __post_init__(self) -> None:

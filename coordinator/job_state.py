@@ -190,6 +190,8 @@ class JobState:
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step
     begun_s: float | None = None  # when the step in flight began
+    store_due_s: float = 0.0  # when training without ``checkpoint_every`` stores next
+    storing_s: float = 0.0  # when the newest checkpoint was asked for
     step_times_s: tuple[float, ...] = ()
     reports: Mapping[int, StepReady] = field(default_factory=dict)  # of the last committed step
     wanted: Relinked | None = None  # waits for a commit that can carry it

@@ -85,6 +85,8 @@ __all__ = [
 ]
 
 RECENT = 21  # step times kept for medians
+CHECKPOINT_EVERY_S = 300.0  # where the job does not say: a lost worker costs at most this much work
+STORING_SHARE = 20.0  # and storing takes at most a twentieth of the time: a slow uplink stores rarely
 MAX_FAILURES = 3  # of stages, without a committed step in between
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
@@ -202,7 +204,14 @@ def _load(state: JobState, event: Event, now_s: float) -> Outcome:
         reason = f"{waiting} of {state.n_stages} stages are loading"
         return replace(state, loaded=loaded, reason=reason), []
     reason = f"training with plan {state.version}"
-    begun = replace(state, loaded=loaded, phase=Phase.TRAINING, reason=reason, begun_s=now_s)
+    begun = replace(
+        state,
+        loaded=loaded,
+        phase=Phase.TRAINING,
+        reason=reason,
+        begun_s=now_s,
+        store_due_s=now_s + CHECKPOINT_EVERY_S,
+    )
     return begun, [ToStages(StartStep(state.job, state.version, state.step))]
 
 
@@ -242,7 +251,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         and training.eval_batches
         and (last or (training.eval_every and done % training.eval_every == 0))
     )
-    store = last or bool(training.checkpoint_every and done % training.checkpoint_every == 0)
+    store = last or _store_due(state, done, now_s)
     reports = [ready[stage] for stage in range(state.n_stages)]
     norms = [square for report in reports for square in report.square_norms]
     scale = clip_scale(norms, training.optimizer.clip_norm)
@@ -264,6 +273,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         begun_s=now_s,
         awaiting_eval=done if evaluate else state.awaiting_eval,
         stores={**state.stores, done: {}} if store else state.stores,
+        storing_s=now_s if store else state.storing_s,
         step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
         wanted=state.wanted if change is None else None,
         relink=state.relink or change,
@@ -282,6 +292,14 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
     settled, more = _settle(committed)
     return settled, todo + more
+
+
+def _store_due(state: JobState, done: int, now_s: float) -> bool:
+    """Every ``checkpoint_every`` steps; where the job does not say, by the clock, one at a time."""
+    every = state.spec.training.checkpoint_every
+    if every:
+        return done % every == 0
+    return now_s >= state.store_due_s and not state.stores
 
 
 def _change_links(state: JobState, change: Relink | None) -> list[Todo]:
@@ -352,7 +370,8 @@ def _stored(state: JobState, event: Event, now_s: float) -> Outcome:
         tensors.update(parts[stage])
     # An older checkpoint that is still incomplete will never be needed.
     rest = {at: value for at, value in state.stores.items() if at > done}
-    kept = replace(state, stores=rest, checkpoint=Checkpoint(done, tensors))
+    wait_s = max(CHECKPOINT_EVERY_S, STORING_SHARE * (now_s - state.storing_s))
+    kept = replace(state, stores=rest, checkpoint=Checkpoint(done, tensors), store_due_s=now_s + wait_s)
     settled, todo = _settle(kept)
     return settled, [Record(CheckpointStored(state.job, done, tensors)), *todo]
 

@@ -58,12 +58,12 @@ def ready(stage: int, at: int, **changes: Any) -> FromStage:
     return FromStage(stage, StepReady(**{"job": "j", "version": 1, "step": at, "loss": loss, **changes}))
 
 
-def committed(state: JobState) -> tuple[JobState, list[rounds.Todo]]:
+def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[rounds.Todo]]:
     """Every stage reports the step in flight."""
     todo: list[rounds.Todo] = []
     at = state.step
     for stage in range(STAGES):
-        state, todo = step(state, ready(stage, at))
+        state, todo = step(state, ready(stage, at), now_s)
     return state, todo
 
 
@@ -156,6 +156,19 @@ def test_a_checkpoint_counts_only_when_every_stage_has_stored_it() -> None:
     state, todo = step(state, stored(1, 0))
     assert [type(t.fact) for t in todo if isinstance(t, Record)] == [CheckpointStored]
     assert state.checkpoint == Checkpoint(1, {"w0": "00" * 32, "w1": "01" * 32, "w2": "02" * 32})
+
+
+def test_a_job_that_names_no_interval_stores_by_the_clock_one_checkpoint_at_a_time() -> None:
+    state, asked = training(steps=100), []
+    for now_s in (200.0, 302.0, 310.0):
+        state, todo = committed(state, now_s)
+        asked.append(commits(todo)[0].store)
+    assert asked == [False, True, False]
+    for stage in range(STAGES):
+        state, _ = step(state, stored(stage, 1), now_s=362.0)
+    # It took 60 s, so the next one waits for twenty times that.
+    assert not commits(committed(state, 362.0 + 1199.0)[1])[0].store
+    assert commits(committed(state, 362.0 + 1201.0)[1])[0].store
 
 
 def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
