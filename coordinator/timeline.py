@@ -5,7 +5,9 @@ arrived. What a stage produces in an action goes out when the action ends, as on
 peer; sends overlap compute. Each ordered pair of stages is one wire that carries one bundle at a
 time, gradients before activations. A bundle reserves, first in first out, each resource on its
 way for size / rate from the moment its head arrives there; it has arrived when its tail has
-passed the slowest, a fixed time for each message and one latency later. The step ends when every
+passed the slowest, a fixed time for each message and one latency later. Flows that share a line
+get it in turns, not one after the other: where another pair uses a resource on its way, a bundle
+passes in equal pieces, each when the one before has passed. The step ends when every
 stage has all gradients, tied parameters exchanged, and the coordinator's commit has come back.
 
 Every step starts with all wires empty, and stages start it one commit latency plus the optimizer
@@ -86,7 +88,9 @@ class _Wire:
     __slots__ = (
         "busy",
         "latency_s",
+        "left",
         "name",
+        "pieces",
         "private_s",
         "queue",
         "shared",
@@ -95,7 +99,7 @@ class _Wire:
         "under_way_s",
     )
 
-    def __init__(self, pair: tuple[int, int], route: Route, shared: dict[str, int]) -> None:
+    def __init__(self, pair: tuple[int, int], route: Route, shared: dict[str, int], pieces: int) -> None:
         self.source, self.target = pair
         self.latency_s = route.latency_s
         self.busy = False
@@ -113,6 +117,8 @@ class _Wire:
                 self.shared[-1] = (resource, own, max(after, 1.0 / rate))
             else:
                 self.private_s = max(self.private_s, 1.0 / rate)
+        self.pieces = pieces if self.shared else 1
+        self.left = 0  # of the bundle under way
 
 
 class _Simulation:
@@ -146,7 +152,7 @@ class _Simulation:
         shared = {name: i for i, name in enumerate(n for n, count in users.items() if count > 1)}
         self.resource_free = [0.0] * len(shared)
         self.wires = {
-            (source, target): _Wire((source, target), way, shared)
+            (source, target): _Wire((source, target), way, shared, self.work.wire.pieces)
             for (source, target), way in self.work.routes.items()
         }
 
@@ -246,12 +252,12 @@ class _Simulation:
             self._begin(now, wire, bundle)
 
     def _begin(self, now: float, wire: _Wire, bundle: _Bundle) -> None:
-        wire.busy = True
-        self._pass(now, wire, bundle, 0, now, now + bundle[2] * wire.private_s)
+        wire.busy, wire.left = True, wire.pieces
+        self._pass(now, wire, bundle, 0, now, now + bundle[2] / wire.pieces * wire.private_s)
 
     def _pass(self, now: float, wire: _Wire, bundle: _Bundle, at: int, sent_s: float, finish: float) -> None:
-        """The bundle's head reaches resource ``at`` of its way; its tail has left at ``finish``."""
-        bits = bundle[2]
+        """A piece's head reaches resource ``at`` of its way; its tail has left at ``finish``."""
+        bits = bundle[2] / wire.pieces
         while at < len(wire.shared):
             resource, seconds, private_s = wire.shared[at]
             start = max(now, self.resource_free[resource])
@@ -261,6 +267,10 @@ class _Simulation:
             if start > now and at < len(wire.shared):
                 self._push(start, _RESOURCE, 0, 0, (wire, bundle, at, sent_s, finish))
                 return
+        wire.left -= 1
+        if wire.left:
+            self._push(finish, _RESOURCE, 0, 0, (wire, bundle, 0, sent_s, finish + bits * wire.private_s))
+            return
         finish += bundle[3] * self.work.wire.per_message_s
         wire.under_way_s += finish - sent_s
         if self.spans is not None:

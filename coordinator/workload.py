@@ -28,6 +28,7 @@ class Wire:
     header_bytes: int = 96  # frame header and key
     ready_bytes: int = 0  # the coordinator's messages are too small to matter
     commit_s: float = 1.5e-3  # journal and dispatch at the coordinator
+    pieces: int = 4  # of a bundle on lines that other pairs use too: their flows take turns
     per_action_s: float = 5e-4  # waking the compute thread, queues, bookkeeping of one action
 
 

@@ -96,20 +96,32 @@ class Wire:
         while self.waiting:
             urgent = min(self.waiting, key=lambda b: b.rank)  # the first among equals
             self.waiting.remove(urgent)
-            tail = world.now
-            for name, rate in self.route.resources:
-                line = self.lines[name]
-                if line.free_at > world.now:
-                    yield_for = line.free_at - world.now
-                    line.free_at += urgent.bits / rate
-                    tail = max(tail, line.free_at)
-                    yield yield_for
-                else:
-                    line.free_at = world.now + urgent.bits / rate
-                    tail = max(tail, line.free_at)
-            yield tail + urgent.messages * self.work.wire.per_message_s - world.now
+            pieces = self.work.wire.pieces if self.meets_others() else 1
+            for _ in range(pieces):
+                tail = yield from self.carry(urgent.bits / pieces)
+                yield tail - world.now
+            yield urgent.messages * self.work.wire.per_message_s
             world.later(self.route.latency_s, urgent.arrived)
         self.idle = True
+
+    def meets_others(self) -> bool:
+        """Whether another pair of stages uses a line on this way."""
+        names = {name for name, _ in self.route.resources}
+        others = (route for route in self.work.routes.values() if route is not self.route)
+        return any(name in names for route in others for name, _ in route.resources)
+
+    def carry(self, bits: float) -> Generator[Any, None, float]:
+        """Pass every line in turn; returns when the last bit has passed the slowest."""
+        world = self.world
+        tail = world.now
+        for name, rate in self.route.resources:
+            line = self.lines[name]
+            wait = max(0.0, line.free_at - world.now)
+            line.free_at = world.now + wait + bits / rate
+            tail = max(tail, line.free_at)
+            if wait:
+                yield wait
+        return tail
 
 
 class Pipeline:

@@ -154,3 +154,18 @@ def test_bytes_of_a_tied_parameter_go_down_once_and_up_once():
     forward = sum(h.n_bytes for h in work.forward if (h.source, h.target) == (0, 2))
     assert step_bytes(work, 0, 2)[0] == tied + 4 * forward
     assert step_bytes(work, 2, 0)[0] == tied
+
+
+def test_flows_that_share_a_line_get_it_in_turns():
+    """Two bundles of one second each at once: neither is through before 1.75 s."""
+    stages = tuple(StageLoad(s, 1.0, 0.0, 0.0, 0.0, gpipe(1)) for s in range(3))
+    routes = {pair: Route((("up", 8.0), (f"{pair}", 1e15)), 0.0) for pair in ((0, 1), (0, 2))}
+    forward = (Hop(0, 1, 1, 1), Hop(0, 2, 1, 1))
+    work = Workload(stages, 1, forward, (), (), routes, FREE)
+    timeline = simulate(work, keep_spans=True)
+    sent = {span.target: span.end_s for span in timeline.spans if span.kind == "send-F"}
+    assert sent == {1: pytest.approx(2.75), 2: pytest.approx(3.0)}
+    assert [use.under_way_s for use in timeline.links] == [pytest.approx(1.75), pytest.approx(2.0)]
+    assert step_seconds(work) == pytest.approx(timeline.step_s)
+    alone = simulate(replace(work, wire=replace(FREE, pieces=1)))
+    assert alone.step_s == pytest.approx(timeline.step_s)
