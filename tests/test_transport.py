@@ -25,7 +25,7 @@ from protos.credentials import (
     new_key,
     signing_request,
 )
-from worker.channels import METHOD, streams_for
+from worker.channels import IDLE_WAKE_S, METHOD, streams_for
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
 from worker.measure import burst_rate_bps
 from worker.shaper import Shaper, shaped
@@ -622,3 +622,23 @@ def test_a_bad_shaper_file_is_refused_with_an_example(tmp_path: Path, text: str)
         Shaper.load(path)
     with pytest.raises(UsageError):
         Shaper.load(tmp_path / "missing.json")
+
+
+def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: Make) -> None:
+    config = TransportConfig(streams=4, silence_s=20.0, reconnect_s=10.0)
+    a, _ = connected(host, config)
+    network = a.network
+    lanes = [c for c in network._connections if c.peer is not None]
+    first = [c for c in lanes if not c.spare]
+    assert (len(lanes), len(first)) == (4, 1)
+    now_s = first[0].heard_s
+    network._check(lanes, now_s + 19.0)
+    assert not any(c.ended for c in lanes)
+    network._check([c for c in lanes if c.spare], now_s + 60.0)
+    assert not any(c.ended for c in lanes)
+    network._check(first, now_s + 60.0)
+    assert first[0].ended
+
+
+def test_threads_that_wait_are_woken_by_what_they_wait_for_not_by_the_clock() -> None:
+    assert grpc._common.MAXIMUM_WAIT_TIMEOUT == IDLE_WAKE_S >= 1.0

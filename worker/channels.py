@@ -7,6 +7,7 @@ from concurrent import futures
 from typing import TYPE_CHECKING
 
 import grpc
+import grpc._common
 
 from atoll.errors import ConnectionFailed
 from protos.credentials import channel_credentials, name_options, server_credentials
@@ -14,6 +15,11 @@ from worker.frames import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
+
+# gRPC wakes every thread that waits for a call ten times a second, for signal handlers of a main
+# thread that Python interrupts by itself. A worker with seven peers has a hundred such threads: idle,
+# they took a tenth of a core, on a host with an eighth of one nearly all. What is waited for is notified.
+grpc._common.MAXIMUM_WAIT_TIMEOUT = IDLE_WAKE_S = 5.0
 
 METHOD = "/atoll.v1.Peer/Frames"
 MANY_STREAMS_RTT_S = 0.030

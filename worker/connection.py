@@ -218,6 +218,12 @@ class Connection:
     def nudge(self) -> None:
         self._wake.notify()
 
+    @property
+    def spare(self) -> bool:
+        """Not its peer's first connection, and nothing under way: it need not show that the peer lives."""
+        peer = self.peer
+        return peer is not None and not self.window.in_flight and self not in peer.lanes[:1]
+
     def ping(self, now_s: float) -> int:
         """Queue an echo request; returns its number."""
         with self._lock:

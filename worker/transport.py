@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 MAX_BACKOFF_S = 2.0
+SPARE_ROUNDS = 8  # of pings: a spare connection gets one in so many, which keeps routers' mappings alive
 
 
 class _Refused(AtollError):
@@ -545,6 +546,7 @@ class PeerNetwork:
         """Thread: pings, silence, reconnect deadlines, stuck handshakes."""
         config = self.config
         last_s = pinged_s = time.monotonic()
+        rounds = 0
         while not self._closing.wait(config.tick_s):
             now_s = time.monotonic()
             asleep_s = now_s - last_s - config.tick_s
@@ -559,13 +561,17 @@ class PeerNetwork:
                 for connection in connections:
                     connection.heard_s = max(connection.heard_s, now_s - config.ping_s)
             if now_s - pinged_s >= config.ping_s:
-                pinged_s = now_s
+                pinged_s, rounds = now_s, rounds + 1
                 for connection in connections:
-                    connection.ping(now_s)
+                    if rounds % SPARE_ROUNDS == 0 or not connection.spare:
+                        connection.ping(now_s)
             self._check(connections, now_s)
 
     def _check(self, connections: list[Connection], now_s: float) -> None:
         for connection in connections:
+            if connection.spare:
+                # Hardly pinged, so hardly heard. Its silence counts from when it is used again.
+                connection.heard_s = max(connection.heard_s, now_s - self.config.ping_s)
             silent_s = now_s - connection.heard_s
             if silent_s > self.config.silence_s:
                 connection.silent = True
