@@ -79,7 +79,9 @@ def test_ranks_are_bounded_and_vectors_travel_dense() -> None:
 
 
 def test_the_start_is_the_same_numbers_on_every_machine() -> None:
-    assert sketch(2, 2, 7).flatten().tolist() == pytest.approx([-0.67255, 0.74415, 0.94453, -0.40927], abs=1e-4)
+    assert sketch(2, 2, 7).flatten().tolist() == pytest.approx(
+        [-0.67255, 0.74415, 0.94453, -0.40927], abs=1e-4
+    )
     basis = orthonormal(gaussian(50, 8))
     assert torch.allclose(basis.T @ basis, torch.eye(8), atol=1e-5)
     assert torch.allclose(orthonormal(basis), basis, atol=1e-5)
