@@ -26,8 +26,8 @@ from benchmarks.pipeline_vs_torch import LOSS_TOLERANCE, SAME_MATHS, hosts_of, s
 from coordinator.jobfile import load_job
 
 CASES: Mapping[str, tuple[str, ...]] = {
-    # 10 M parameters; a boundary is 160 KiB, 0.16 s of the gateway.
-    "eight_hosts": ("LAYERS=8", "WIDTH=320", "LENGTH=128", "MICRO_BATCH=1", "n_micro=16"),
+    # 6.5 M parameters; a boundary is 128 KiB, 0.13 s of the gateway.
+    "eight_hosts": ("LAYERS=8", "LENGTH=128", "MICRO_BATCH=1", "n_micro=16"),
     # papers/peers.md H.3: 8.45 M parameters, a boundary is 128 KiB.
     "home_pair": ("LAYERS=8", "LENGTH=128", "VOCABULARY=4096", "MICRO_BATCH=1", "n_micro=8"),
 }
@@ -53,6 +53,7 @@ class Series:
     losses: list[float] = field(default_factory=list)  # of the last run
     plan: dict[str, Any] = field(default_factory=dict)
     links: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)  # what each computed in a step
 
     @property
     def measured_s(self) -> float:
@@ -65,6 +66,7 @@ class Series:
         self.losses = list(run["loss"])
         if "plan" in run:
             self.plan, self.links = run["plan"], run["links"]
+            self.stages = run.get("stages", [])
             self.predicted_s.append(run["plan"]["prediction"]["step_s"])
             self.lower_bound_s.append(run["plan"]["prediction"]["lower_bound_s"])
 
@@ -175,6 +177,7 @@ def compare(
     samples = next(iter(loaded.example_inputs.values())).shape[0] * loaded.training.n_micro
     found: dict[str, Series] = {name: Series() for name in variants}
     refused: dict[str, str] = {}
+    names: dict[str, str] = {}
     with LabFleet(scenario) as fleet:
         for number in range(rounds):
             for name in variants:
@@ -186,10 +189,24 @@ def compare(
                     refused[name] = str(error)[-500:]
                     continue
                 found[name].add(run)
-                print(f"  round {number}: {name:<17} {found[name].step_s[-1]:8.3f} s a step", flush=True)
-        names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
+                names = names or {w["worker"]: w["name"] for w in fleet.status()["workers"]}
+                print(f"  round {number}: {name:<17} {told_run(found[name], names)}", flush=True)
     kept = {name: series for name, series in found.items() if series.step_s}
     return {"scenario": fleet.scenario.name, **aggregate(kept, samples, names), "refused": refused}
+
+
+def told_run(series: Series, names: Mapping[str, str]) -> str:
+    """A run in a line: its step, what its plan said, and each stage's compute, measured/predicted."""
+    told = f"{series.step_s[-1]:8.3f} s a step"
+    if not series.predicted_s:
+        return told
+    predicted = {stage["worker"]: stage["compute_s"] for stage in series.plan["prediction"]["stages"]}
+    measured = {stage["worker"]: stage["forward_s"] + stage["backward_s"] for stage in series.stages}
+    stages = [
+        f"{names.get(worker, worker)} {measured.get(worker, 0.0):.2f}/{seconds:.2f}"
+        for worker, seconds in predicted.items()
+    ]
+    return f"{told}, {series.predicted_s[-1]:.3f} predicted; compute {', '.join(stages)}"
 
 
 def show(result: Mapping[str, Any]) -> None:

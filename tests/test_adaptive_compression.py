@@ -16,6 +16,7 @@ from benchmarks.adaptive_compression import (
     learns,
     same_losses,
     slowest_ratio,
+    told_run,
 )
 from lab.scenario import shipped_names
 
@@ -88,6 +89,14 @@ def test_a_run_learns_when_its_losses_are_finite_and_fall() -> None:
 def test_uniform_takes_the_ratio_of_the_slowest_link() -> None:
     assert slowest_ratio({"links": [{"ratio": 1.0}, {"ratio": 4.0}, {"ratio": 97.5}]}) == 97.5
     assert slowest_ratio({"links": []}) == 1.0
+
+
+def test_a_run_is_told_with_each_stages_compute() -> None:
+    series = run_of(2.0, 2.2)
+    series.plan["prediction"]["stages"] = [{"worker": "w1", "compute_s": 0.5}]
+    series.stages = [{"worker": "w1", "forward_s": 0.2, "backward_s": 0.25}]
+    assert told_run(series, {"w1": "a1"}) == "   2.000 s a step, 2.200 predicted; compute a1 0.45/0.50"
+    assert told_run(run_of(8.0), {}) == "   8.000 s a step"
 
 
 def test_bytes_are_what_links_reported_under_the_hosts_names() -> None:
