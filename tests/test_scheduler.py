@@ -485,3 +485,27 @@ def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None
     world.submit()
     told = {w: [peer.worker for peer in m.peers] for w, m in world.messages(do.AssignStage)}
     assert told == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
+
+
+def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
+    """Its few views take twelve times what was foretold: all overhead."""
+    world = World()
+    plain = world.plan
+
+    def plan(request: do.MakePlan) -> ev.Event:
+        made = plain(request)
+        assert isinstance(made, ev.PlanMade)
+        stages = (StagePrediction("a", 0.01, 0.1, 1, 2), StagePrediction("b", 1.0, 0.9, 1, 2))
+        prediction = Prediction(2.0, 1.0, "stage 1", "it computes", stages)
+        return replace(made, plan=replace(made.plan, prediction=prediction))
+
+    world.plan = plan  # type: ignore[method-assign]
+    world.join("a", "b")
+    world.submit(what=spec(steps=10))
+    world.load()
+    for _ in range(5):
+        world.now_s += 3.0
+        world.ready("a", forward_s=0.06, backward_s=0.06)
+        world.ready("b", forward_s=0.5, backward_s=1.0)
+    workers = world.scheduler.roster.workers
+    assert (workers["a"].scale, workers["b"].scale) == (1.0, pytest.approx(1.5))
