@@ -5,6 +5,8 @@ from __future__ import annotations
 from coordinator.job_state import JobState
 from coordinator.roster import Roster
 
+TELLING_SHARE = 0.25  # of the mean stage's compute: less does not tell a worker's speed
+
 
 def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     """Refine devices' scales and links' drags.
@@ -15,9 +17,11 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     prediction = state.plan.prediction if state.plan is not None else None
     if prediction is None or len(prediction.stages) != state.n_stages or len(state.step_times_s) < 2:
         return  # the first step of a plan loads caches, and knows no optimizer step before it
+    usual_s = sum(told.compute_s for told in prediction.stages) / state.n_stages
     for stage, report in state.reports.items():
         told = prediction.stages[stage]
-        if told.worker in roster.workers:
+        # What a stage of a few views takes is all overhead and says nothing of larger ones.
+        if told.worker in roster.workers and told.compute_s >= TELLING_SHARE * usual_s:
             measured_s = report.forward_s + report.backward_s + report.optimizer_s
             roster.computed(state.job, told.worker, told.compute_s, measured_s)
     if follows:
