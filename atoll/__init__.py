@@ -4,6 +4,7 @@
 """
 
 from atoll.data import ByteText, Rows
+from atoll.federated import Federated, Registered
 from atoll.job import (
     Job,
     Optimizer,
@@ -19,11 +20,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ByteText",
+    "Federated",
     "Job",
     "Optimizer",
     "OptimizerName",
     "ParamGroup",
     "Precision",
+    "Registered",
     "Rows",
     "Schedule",
     "ScheduleKind",

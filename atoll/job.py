@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from atoll.data import DataSource
+    from atoll.federated import Federated, FederatedSpec
 
 
 class OptimizerName(StrEnum):
@@ -146,7 +147,9 @@ class Job:
 
     ``module(**example_inputs)`` returns the scalar loss, or an object with a ``loss``
     attribute; ``example_inputs`` are tensors at micro-batch size, keyed by argument name;
-    ``data`` gives every one of them.
+    ``data`` gives every one of them. ``metrics`` names further scalars of what the module returns in
+    evaluation mode ("accuracy"), reported as means over the evaluation's micro-batches. With
+    ``federated``, clients train on data of their own (``data`` is an ``atoll.federated.Registered``).
     """
 
     module: torch.nn.Module
@@ -155,6 +158,8 @@ class Job:
     training: TrainingSpec
     name: str = "job"
     notes: Mapping[str, Any] = field(default_factory=dict)  # shown by `atoll status`, never used
+    metrics: tuple[str, ...] = ()
+    federated: Federated | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,8 @@ class JobSpec:
     """A submitted job: hashes of content-addressed blobs and declarations, no code.
 
     ``tensors`` maps every state-dict name to the hash of its safetensors blob (one tensor,
-    key "value"); ``data`` and ``eval_data`` describe what the data provider serves.
+    key "value"); ``data`` and ``eval_data`` describe what the data provider serves. A federated job's
+    ``data`` has no fields and no samples, only the micro-batch's size: the clients hold the rest.
     """
 
     name: str
@@ -176,6 +182,7 @@ class JobSpec:
     schedule: str = "auto"  # auto | gpipe | 1f1b
     resume_of: str = ""  # job whose last checkpoint it continues
     hidden: tuple[str, ...] = ()  # of ``tensors``: no part of the state dict, so never exported
+    federated: FederatedSpec | None = None
 
 
 class Layout(StrEnum):

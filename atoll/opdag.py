@@ -143,7 +143,8 @@ class OpDag:
     tuple ops with their getitems, alias groups that are written in place, all users of a
     mutated buffer. ``aliases`` maps every other state-dict name of a tied tensor to the name
     used here. ``constant_ops`` depend on no input, no parameter and no mutated buffer, and are
-    recomputed in each stage that uses them.
+    recomputed in each stage that uses them. ``metrics``: positions of further scalar outputs, in
+    evaluation only.
     """
 
     ops: tuple[OpNode, ...]
@@ -156,6 +157,7 @@ class OpDag:
     constant_ops: frozenset[int] = field(default_factory=frozenset)
     aliases: dict[str, str] = field(default_factory=dict)
     training: bool = True
+    metrics: dict[str, int] = field(default_factory=dict)
 
     def cuttable(self) -> tuple[int, ...]:
         """Positions 0 < p < len(ops) where a stage may begin, ascending."""

@@ -73,6 +73,7 @@ class StageProgram:
     constants: tuple[str, ...]
     tied: tuple[TiedParameter, ...]
     loss: int | None  # position of the loss when this stage computes it
+    metrics: tuple[tuple[str, int], ...] = ()  # name, position: those that this stage computes
 
 
 def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...]:
@@ -116,6 +117,9 @@ def stage_programs(dag: OpDag, starts: Sequence[int]) -> tuple[StageProgram, ...
                 if len(stages) > 1 and i in stages
             ),
             loss=dag.loss if owner[dag.loss] == i else None,
+            metrics=tuple(
+                (name, dag.metrics[name]) for name in sorted(dag.metrics) if owner[dag.metrics[name]] == i
+            ),
         )
         for i in range(n_stages)
     )

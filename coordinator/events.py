@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from atoll.federated import DatasetFacts
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 
@@ -30,6 +31,7 @@ class Introduction:
     site: str = ""
     codecs: tuple[str, ...] = ()
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # encode, decode bytes/s
+    datasets: tuple[DatasetFacts, ...] = ()  # registered there for federated training
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,46 @@ class StageFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateReady:
+    """A client's update of a round lies in the blob store. What it says of itself is not judged yet."""
+
+    job: str
+    round: int
+    update: str  # the blob's hash
+    update_bytes: int
+    n_samples: int
+    steps: int
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    square_loss: float = 0.0
+    train_s: float = 0.0
+    upload_bytes: int = 0
+    upload_s: float = 0.0
+    download_bytes: int = 0
+    download_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientEvaluated:
+    job: str
+    round: int
+    n_samples: int
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    took_s: float = 0.0
+    download_bytes: int = 0
+    download_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFailed:
+    job: str
+    round: int
+    reason: str
+    during: str = "train"  # load | train | evaluate
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     reason: str
 
@@ -139,9 +181,13 @@ PeerMessage = (
     | EvalReady
     | StateStored
     | StageFailed
+    | UpdateReady
+    | ClientEvaluated
+    | ClientFailed
     | Leaving
     | Malformed
 )
+ClientMessage = UpdateReady | ClientEvaluated | ClientFailed
 JobMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
 
 

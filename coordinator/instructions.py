@@ -109,6 +109,64 @@ class ReleaseStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Participate:
+    """Take part in a federated job: load its programs and the initial ``tensors``."""
+
+    job: str
+    version: int
+    spec: JobSpec
+    tensors: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A blob by hash and size."""
+
+    hash: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The broadcast of a round: ``full``, or ``delta`` against ``base`` where a client holds that."""
+
+    full: Blob
+    delta: Blob | None = None
+    base: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRound:
+    """Train, and put the update into the store coded with ``codec`` at ``ratio``."""
+
+    job: str
+    round: int
+    model: Model
+    codec: str
+    ratio: float
+    deadline_s: float  # from now
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateRound:
+    job: str
+    round: int
+    model: Model
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTaken:
+    """What became of a client's update."""
+
+    job: str
+    round: int
+    taken: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Dismiss:
     """Leave now; ``for_good``: the certificate is refused from here on."""
 
@@ -125,6 +183,10 @@ Message = (
     | CommitStep
     | DiscardStep
     | ReleaseStage
+    | Participate
+    | TrainRound
+    | EvaluateRound
+    | RoundTaken
     | Dismiss
 )
 

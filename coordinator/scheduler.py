@@ -181,6 +181,9 @@ class Scheduler:
                 self._link_probed(event.worker, event.message)
             case ev.StepReady():
                 self._step_ready(event.worker, event.message)
+            case ev.UpdateReady() | ev.ClientEvaluated() | ev.ClientFailed():
+                kind = type(event.message).__name__
+                self._drop(kind, f"of {event.worker}, which takes no part in {event.message.job}")
             case _:
                 self._from_stage(event.worker, event.message)
 

@@ -175,7 +175,7 @@ class WorkService(rpc.WorkServicer):
             return await asyncio.to_thread(
                 lambda: probe_ops_message(message, dict(shell.graphs.graphs(*dags).probes))
             )
-        if isinstance(message, do.AssignStage):
+        if isinstance(message, do.AssignStage | do.Participate):
             return await asyncio.to_thread(to_worker, message, shell.graphs)
         return to_worker(message, shell.graphs)
 

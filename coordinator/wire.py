@@ -8,6 +8,7 @@ from typing import Any
 
 from atoll.errors import BadFrame
 from atoll.opdag import op_refs
+from atoll.program import stage_programs
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator.estimate import Probe
@@ -17,11 +18,13 @@ from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.bounds import DEFAULT_LIMITS as LIMITS
 from protos.convert import metas_to_proto, state_to_proto, to_proto
+from protos.convert_federated import datasets_from_proto, figures
 from protos.convert_plan import link_to_proto
 
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096
 MAX_CODECS = 100
+MAX_SECONDS = 30 * 86_400.0
 _PRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]")
 
 # ---------------------------------------------------------------- from a worker
@@ -52,6 +55,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
             clean(bounds.name("codec", s.codec, LIMITS), 60): (s.encode_bytes_per_s, s.decode_bytes_per_s)
             for s in bounds.count("codec speeds", m.codec_speeds, MAX_CODECS)
         },
+        datasets=datasets_from_proto(m.datasets),
     )
 
 
@@ -137,6 +141,47 @@ def _failed(m: pb.StageFailed) -> ev.StageFailed:
     return ev.StageFailed(m.job, m.plan_version, m.step, reason, lost)
 
 
+def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:
+    return ev.UpdateReady(
+        job=bounds.name("job", m.job, LIMITS),
+        round=m.round,
+        update=bounds.blob_hash("update", m.update.hash),
+        update_bytes=m.update.size,
+        n_samples=m.n_samples,
+        steps=m.steps,
+        scalars=figures("scalars", m.scalars, LIMITS),
+        metrics=figures("metrics", m.metrics, LIMITS),
+        square_loss=m.square_loss,
+        train_s=_seconds("train_s", m.train_s),
+        upload_bytes=m.upload_bytes,
+        upload_s=_seconds("upload_s", m.upload_s),
+        download_bytes=m.download_bytes,
+        download_s=_seconds("download_s", m.download_s),
+    )
+
+
+def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
+    return ev.ClientEvaluated(
+        job=bounds.name("job", m.job, LIMITS),
+        round=m.round,
+        n_samples=m.n_samples,
+        loss=m.loss,
+        metrics=figures("metrics", m.metrics, LIMITS),
+        took_s=_seconds("took_s", m.took_s),
+        download_bytes=m.download_bytes,
+        download_s=_seconds("download_s", m.download_s),
+    )
+
+
+def _client_failed(m: pb.ClientFailed) -> ev.ClientFailed:
+    job = bounds.name("job", m.job, LIMITS)
+    return ev.ClientFailed(job, m.round, clean(m.reason, MAX_REASON_CHARS), clean(m.during, 16))
+
+
+def _seconds(what: str, value: float) -> float:
+    return bounds.number(what, value, 0.0, MAX_SECONDS)
+
+
 _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "heartbeat": _heartbeat,
     "ops_probed": _ops_probed,
@@ -146,6 +191,9 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "ready": _ready,
     "eval_ready": _eval_ready,
     "stored": _stored,
+    "update_ready": _update_ready,
+    "client_evaluated": _client_evaluated,
+    "client_failed": _client_failed,
     "leaving": lambda m: ev.Leaving(clean(m.reason, MAX_REASON_CHARS)),
 }
 
@@ -169,6 +217,24 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
             return pb.ToWorker(discard=discard)
         case do.ReleaseStage(job, version, reason):
             return pb.ToWorker(release=pb.Release(job=job, plan_version=version, reason=reason))
+        case do.Participate():
+            return pb.ToWorker(participate=_participate(message, graphs))
+        case do.TrainRound():
+            train = pb.TrainRound(
+                job=message.job,
+                round=message.round,
+                model=_model(message.model),
+                codec=message.codec,
+                ratio=message.ratio,
+                deadline_s=message.deadline_s,
+                seed=message.seed,
+            )
+            return pb.ToWorker(train_round=train)
+        case do.EvaluateRound(job, at_round, model, deadline_s):
+            evaluate = pb.EvaluateRound(job=job, round=at_round, model=_model(model), deadline_s=deadline_s)
+            return pb.ToWorker(evaluate_round=evaluate)
+        case do.RoundTaken(job, at_round, taken, reason):
+            return pb.ToWorker(round_taken=pb.RoundTaken(job=job, round=at_round, taken=taken, reason=reason))
         case do.Dismiss(reason, for_good):
             return pb.ToWorker(dismiss=pb.Dismiss(reason=reason, for_good=for_good))
         case do.ProbeLinkTo():
@@ -251,6 +317,36 @@ def _assign(message: do.AssignStage, graphs: GraphStore) -> pb.Assign:
     if message.spec.eval_data is not None:
         assign.eval_data.CopyFrom(to_proto(message.spec.eval_data))
     return assign
+
+
+def _participate(message: do.Participate, graphs: GraphStore) -> pb.Participate:
+    spec = message.spec
+    assert spec.federated is not None  # noqa: S101 - the scheduler says so
+    found = graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
+    programs = tuple(
+        stage_programs(dag, [0])[0] for dag in (found.train, found.evaluation) if dag is not None
+    )
+    states, tensors = leaf_metas(programs, found.states())
+    sent = pb.Participate(
+        job=message.job,
+        version=message.version,
+        training=to_proto(spec.training),
+        federated=to_proto(spec.federated),
+        program=to_proto(programs[0]),
+        metas=state_to_proto(states),
+        tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
+        batch=spec.data.batch,
+    )
+    if len(programs) > 1:
+        sent.eval_program.CopyFrom(to_proto(programs[1]))
+    return sent
+
+
+def _model(model: do.Model) -> pb.Model:
+    sent = pb.Model(full=pb.BlobRef(hash=model.full.hash, size=model.full.size), base=model.base)
+    if model.delta is not None:
+        sent.delta.CopyFrom(pb.BlobRef(hash=model.delta.hash, size=model.delta.size))
+    return sent
 
 
 def _peer(worker: str, addresses: do.Addresses) -> pb.PeerAddress:

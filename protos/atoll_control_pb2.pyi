@@ -310,6 +310,7 @@ class Introduction(_message.Message):
     CODECS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
+    DATASETS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     site: _builtins.str
@@ -328,6 +329,10 @@ class Introduction(_message.Message):
     def codec_speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___CodecSpeed]:
         """measured on this machine with the worker's threads"""
 
+    @_builtins.property
+    def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatasetFacts]:
+        """registered here for federated training"""
+
     def __init__(
         self,
         *,
@@ -339,14 +344,69 @@ class Introduction(_message.Message):
         codecs: _abc.Iterable[_builtins.str] | None = ...,
         incarnation: _builtins.int = ...,
         codec_speeds: _abc.Iterable[Global___CodecSpeed] | None = ...,
+        datasets: _abc.Iterable[Global___DatasetFacts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "device", b"device", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "datasets", b"datasets", "device", b"device", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Introduction: _TypeAlias = Introduction  # noqa: Y015
+
+@_typing.final
+class FieldFacts(_message.Message):
+    """All that leaves a data owner's machine before training. Shapes are of one sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    dtype: _builtins.str
+    @_builtins.property
+    def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        shape: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FieldFacts: _TypeAlias = FieldFacts  # noqa: Y015
+
+@_typing.final
+class DatasetFacts(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    n_samples: _builtins.int
+    @_builtins.property
+    def fields(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldFacts]: ...
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        n_samples: _builtins.int = ...,
+        fields: _abc.Iterable[Global___FieldFacts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "n_samples", b"n_samples", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DatasetFacts: _TypeAlias = DatasetFacts  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
@@ -816,6 +876,207 @@ class Leaving(_message.Message):
 Global___Leaving: _TypeAlias = Leaving  # noqa: Y015
 
 @_typing.final
+class UpdateReady(_message.Message):
+    """Federated training. ``update`` is a blob that this worker has put into the store: its delta and the
+    rule's own arrays (names ``weights/NAME`` and ``extra/SLOT/NAME``), coded as TrainRound said.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ScalarsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    SCALARS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    SQUARE_LOSS_FIELD_NUMBER: _builtins.int
+    TRAIN_S_FIELD_NUMBER: _builtins.int
+    UPLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    UPLOAD_S_FIELD_NUMBER: _builtins.int
+    DOWNLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    DOWNLOAD_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    n_samples: _builtins.int
+    """trained on"""
+    steps: _builtins.int
+    square_loss: _builtins.float
+    """mean of the squared batch losses"""
+    train_s: _builtins.float
+    upload_bytes: _builtins.int
+    """0: the store held this blob already"""
+    upload_s: _builtins.float
+    download_bytes: _builtins.int
+    """0: the broadcast was at hand"""
+    download_s: _builtins.float
+    @_builtins.property
+    def update(self) -> Global___BlobRef: ...
+    @_builtins.property
+    def scalars(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """the rule's own numbers"""
+
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """"loss" is the mean over the local steps"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        update: Global___BlobRef | None = ...,
+        n_samples: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        scalars: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        square_loss: _builtins.float = ...,
+        train_s: _builtins.float = ...,
+        upload_bytes: _builtins.int = ...,
+        upload_s: _builtins.float = ...,
+        download_bytes: _builtins.int = ...,
+        download_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "job", b"job", "metrics", b"metrics", "n_samples", b"n_samples", "round", b"round", "scalars", b"scalars", "square_loss", b"square_loss", "steps", b"steps", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateReady: _TypeAlias = UpdateReady  # noqa: Y015
+
+@_typing.final
+class ClientEvaluated(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    DOWNLOAD_BYTES_FIELD_NUMBER: _builtins.int
+    DOWNLOAD_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    n_samples: _builtins.int
+    loss: _builtins.float
+    took_s: _builtins.float
+    download_bytes: _builtins.int
+    download_s: _builtins.float
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        n_samples: _builtins.int = ...,
+        loss: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        took_s: _builtins.float = ...,
+        download_bytes: _builtins.int = ...,
+        download_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "job", b"job", "loss", b"loss", "metrics", b"metrics", "n_samples", b"n_samples", "round", b"round", "took_s", b"took_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientEvaluated: _TypeAlias = ClientEvaluated  # noqa: Y015
+
+@_typing.final
+class ClientFailed(_message.Message):
+    """during: load | train | evaluate. After ``load`` this worker is out of the job until it joins anew."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DURING_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    reason: _builtins.str
+    during: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        during: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["during", b"during", "job", b"job", "reason", b"reason", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientFailed: _TypeAlias = ClientFailed  # noqa: Y015
+
+@_typing.final
 class FromWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -831,6 +1092,9 @@ class FromWorker(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    UPDATE_READY_FIELD_NUMBER: _builtins.int
+    CLIENT_EVALUATED_FIELD_NUMBER: _builtins.int
+    CLIENT_FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -855,6 +1119,12 @@ class FromWorker(_message.Message):
     def log(self) -> Global___WorkerLog: ...
     @_builtins.property
     def leaving(self) -> Global___Leaving: ...
+    @_builtins.property
+    def update_ready(self) -> Global___UpdateReady: ...
+    @_builtins.property
+    def client_evaluated(self) -> Global___ClientEvaluated: ...
+    @_builtins.property
+    def client_failed(self) -> Global___ClientFailed: ...
     def __init__(
         self,
         *,
@@ -870,12 +1140,15 @@ class FromWorker(_message.Message):
         spans: Global___Spans | None = ...,
         log: Global___WorkerLog | None = ...,
         leaving: Global___Leaving | None = ...,
+        update_ready: Global___UpdateReady | None = ...,
+        client_evaluated: Global___ClientEvaluated | None = ...,
+        client_failed: Global___ClientFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1307,6 +1580,199 @@ class Release(_message.Message):
 Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
+class Participate(_message.Message):
+    """Federated training. Answered by Loaded (or ClientFailed), at once where (job, version) is held already,
+    as after a reconnection; ended by Release. ``tensors`` are the initial ones.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TRAINING_FIELD_NUMBER: _builtins.int
+    FEDERATED_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    EVAL_PROGRAM_FIELD_NUMBER: _builtins.int
+    METAS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    batch: _builtins.int
+    """samples of a micro-batch"""
+    @_builtins.property
+    def training(self) -> _atoll_job_pb2.TrainingSpec: ...
+    @_builtins.property
+    def federated(self) -> _atoll_job_pb2.FederatedSpec: ...
+    @_builtins.property
+    def program(self) -> _atoll_job_pb2.StageProgram: ...
+    @_builtins.property
+    def eval_program(self) -> _atoll_job_pb2.StageProgram:
+        """unset: no evaluation"""
+
+    @_builtins.property
+    def metas(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_job_pb2.NamedMeta]:
+        """of every leaf in the programs"""
+
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_job_pb2.TensorBlob]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+        training: _atoll_job_pb2.TrainingSpec | None = ...,
+        federated: _atoll_job_pb2.FederatedSpec | None = ...,
+        program: _atoll_job_pb2.StageProgram | None = ...,
+        eval_program: _atoll_job_pb2.StageProgram | None = ...,
+        metas: _abc.Iterable[_atoll_job_pb2.NamedMeta] | None = ...,
+        tensors: _abc.Iterable[_atoll_job_pb2.TensorBlob] | None = ...,
+        batch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_program", b"eval_program", "federated", b"federated", "program", b"program", "training", b"training"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "eval_program", b"eval_program", "federated", b"federated", "job", b"job", "metas", b"metas", "program", b"program", "tensors", b"tensors", "training", b"training", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Participate: _TypeAlias = Participate  # noqa: Y015
+
+@_typing.final
+class Model(_message.Message):
+    """The model of a round: ``full``, or ``delta`` where the client still holds ``base`` (the hash of an
+    earlier ``full``); either way the same bits, kept under ``full.hash``.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FULL_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    base: _builtins.str
+    @_builtins.property
+    def full(self) -> Global___BlobRef: ...
+    @_builtins.property
+    def delta(self) -> Global___BlobRef: ...
+    def __init__(
+        self,
+        *,
+        full: Global___BlobRef | None = ...,
+        delta: Global___BlobRef | None = ...,
+        base: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "full", b"full"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "delta", b"delta", "full", b"full"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class TrainRound(_message.Message):
+    """Said again after a reconnection: a client that has its update answers with that one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    codec: _builtins.str
+    """of the update; "none" = as it is"""
+    ratio: _builtins.float
+    deadline_s: _builtins.float
+    """from now"""
+    seed: _builtins.int
+    """of what codec and rule draw on this client in this round"""
+    @_builtins.property
+    def model(self) -> Global___Model: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        model: Global___Model | None = ...,
+        codec: _builtins.str = ...,
+        ratio: _builtins.float = ...,
+        deadline_s: _builtins.float = ...,
+        seed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "deadline_s", b"deadline_s", "job", b"job", "model", b"model", "ratio", b"ratio", "round", b"round", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainRound: _TypeAlias = TrainRound  # noqa: Y015
+
+@_typing.final
+class EvaluateRound(_message.Message):
+    """The model after ``round`` rounds on the client's held-out share."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    deadline_s: _builtins.float
+    @_builtins.property
+    def model(self) -> Global___Model: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        model: Global___Model | None = ...,
+        deadline_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "job", b"job", "model", b"model", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateRound: _TypeAlias = EvaluateRound  # noqa: Y015
+
+@_typing.final
+class RoundTaken(_message.Message):
+    """What became of this client's update of ``round``. Taken: its next state is the one that counts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    round: _builtins.int
+    taken: _builtins.bool
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        round: _builtins.int = ...,
+        taken: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "reason", b"reason", "round", b"round", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundTaken: _TypeAlias = RoundTaken  # noqa: Y015
+
+@_typing.final
 class Dismiss(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1342,6 +1808,10 @@ class ToWorker(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     DISMISS_FIELD_NUMBER: _builtins.int
     EXPECT_PEER_FIELD_NUMBER: _builtins.int
+    PARTICIPATE_FIELD_NUMBER: _builtins.int
+    TRAIN_ROUND_FIELD_NUMBER: _builtins.int
+    EVALUATE_ROUND_FIELD_NUMBER: _builtins.int
+    ROUND_TAKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1362,6 +1832,14 @@ class ToWorker(_message.Message):
     def dismiss(self) -> Global___Dismiss: ...
     @_builtins.property
     def expect_peer(self) -> Global___ExpectPeer: ...
+    @_builtins.property
+    def participate(self) -> Global___Participate: ...
+    @_builtins.property
+    def train_round(self) -> Global___TrainRound: ...
+    @_builtins.property
+    def evaluate_round(self) -> Global___EvaluateRound: ...
+    @_builtins.property
+    def round_taken(self) -> Global___RoundTaken: ...
     def __init__(
         self,
         *,
@@ -1375,12 +1853,16 @@ class ToWorker(_message.Message):
         release: Global___Release | None = ...,
         dismiss: Global___Dismiss | None = ...,
         expect_peer: Global___ExpectPeer | None = ...,
+        participate: Global___Participate | None = ...,
+        train_round: Global___TrainRound | None = ...,
+        evaluate_round: Global___EvaluateRound | None = ...,
+        round_taken: Global___RoundTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "expect_peer", b"expect_peer", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "expect_peer", b"expect_peer", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "start", b"start", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -358,6 +358,7 @@ class OpDag(_message.Message):
     CONSTANT_OPS_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
     TRAINING_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     loss: _builtins.int
     training: _builtins.bool
     @_builtins.property
@@ -376,6 +377,10 @@ class OpDag(_message.Message):
     def constant_ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def aliases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Alias]: ...
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedOp]:
+        """scalar outputs beside the loss, evaluation only"""
+
     def __init__(
         self,
         *,
@@ -389,14 +394,37 @@ class OpDag(_message.Message):
         constant_ops: _abc.Iterable[_builtins.int] | None = ...,
         aliases: _abc.Iterable[Global___Alias] | None = ...,
         training: _builtins.bool = ...,
+        metrics: _abc.Iterable[Global___NamedOp] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "ops", b"ops", "parameters", b"parameters", "training", b"training", "unsplittable", b"unsplittable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "ops", b"ops", "parameters", b"parameters", "training", b"training", "unsplittable", b"unsplittable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpDag: _TypeAlias = OpDag  # noqa: Y015
+
+@_typing.final
+class NamedOp(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OP_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    op: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        op: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "op", b"op"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedOp: _TypeAlias = NamedOp  # noqa: Y015
 
 @_typing.final
 class ParamGroup(_message.Message):
@@ -657,6 +685,7 @@ class JobSpec(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     RESUME_OF_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
+    FEDERATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dag_hash: _builtins.str
     eval_dag_hash: _builtins.str
@@ -675,6 +704,10 @@ class JobSpec(_message.Message):
     def hidden(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names of tensors that are not exported"""
 
+    @_builtins.property
+    def federated(self) -> Global___FederatedSpec:
+        """set: clients train on their own data, and ``data`` has no fields"""
+
     def __init__(
         self,
         *,
@@ -689,14 +722,146 @@ class JobSpec(_message.Message):
         schedule: _builtins.str = ...,
         resume_of: _builtins.str = ...,
         hidden: _abc.Iterable[_builtins.str] | None = ...,
+        federated: Global___FederatedSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "training", b"training"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "federated", b"federated", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "hidden", b"hidden", "name", b"name", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
+
+@_typing.final
+class Option(_message.Message):
+    """Federated training: what clients and server must agree on. Options are sorted by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    REAL_FIELD_NUMBER: _builtins.int
+    INTEGER_FIELD_NUMBER: _builtins.int
+    BOOLEAN_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    real: _builtins.float
+    integer: _builtins.int
+    boolean: _builtins.bool
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        real: _builtins.float = ...,
+        integer: _builtins.int = ...,
+        boolean: _builtins.bool = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "integer", b"integer", "real", b"real", "text", b"text", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "integer", b"integer", "name", b"name", "real", b"real", "text", b"text", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["real", "integer", "boolean", "text"]  # noqa: Y015
+    _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
+
+Global___Option: _TypeAlias = Option  # noqa: Y015
+
+@_typing.final
+class FieldOfInput(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUT_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    input: _builtins.str
+    field: _builtins.str
+    def __init__(
+        self,
+        *,
+        input: _builtins.str = ...,
+        field: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "input", b"input"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FieldOfInput: _TypeAlias = FieldOfInput  # noqa: Y015
+
+@_typing.final
+class FederatedSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    LOCAL_EPOCHS_FIELD_NUMBER: _builtins.int
+    LOCAL_STEPS_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
+    MIN_CLIENTS_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    EVALUATE_EVERY_FIELD_NUMBER: _builtins.int
+    HELD_OUT_FIELD_NUMBER: _builtins.int
+    SELECTOR_FIELD_NUMBER: _builtins.int
+    SELECTOR_OPTIONS_FIELD_NUMBER: _builtins.int
+    UPLINK_FIELD_NUMBER: _builtins.int
+    ERROR_FEEDBACK_FIELD_NUMBER: _builtins.int
+    DOWNLINK_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    strategy: _builtins.str
+    local_epochs: _builtins.int
+    local_steps: _builtins.int
+    """at most so many a round; 0 = no cap"""
+    clients: _builtins.int
+    """a round; 0 = all that hold the data"""
+    min_clients: _builtins.int
+    deadline_s: _builtins.float
+    evaluate_every: _builtins.int
+    """rounds; 0 = never on the clients"""
+    held_out: _builtins.float
+    """share of each client's own data"""
+    selector: _builtins.str
+    uplink: _builtins.str
+    """off | lossless | CODEC[:RATIO] | bcrs:RATIO"""
+    error_feedback: _builtins.bool
+    downlink: _builtins.str
+    """off | lossless | delta"""
+    data: _builtins.str
+    """name of the registered data set"""
+    @_builtins.property
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
+    @_builtins.property
+    def selector_options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldOfInput]: ...
+    def __init__(
+        self,
+        *,
+        strategy: _builtins.str = ...,
+        options: _abc.Iterable[Global___Option] | None = ...,
+        local_epochs: _builtins.int = ...,
+        local_steps: _builtins.int = ...,
+        clients: _builtins.int = ...,
+        min_clients: _builtins.int = ...,
+        deadline_s: _builtins.float = ...,
+        evaluate_every: _builtins.int = ...,
+        held_out: _builtins.float = ...,
+        selector: _builtins.str = ...,
+        selector_options: _abc.Iterable[Global___Option] | None = ...,
+        uplink: _builtins.str = ...,
+        error_feedback: _builtins.bool = ...,
+        downlink: _builtins.str = ...,
+        data: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___FieldOfInput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FederatedSpec: _TypeAlias = FederatedSpec  # noqa: Y015
 
 @_typing.final
 class StageSpec(_message.Message):
@@ -1093,6 +1258,7 @@ class StageProgram(_message.Message):
     CONSTANTS_FIELD_NUMBER: _builtins.int
     TIED_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     n_stages: _builtins.int
     loss: _builtins.int
@@ -1114,6 +1280,10 @@ class StageProgram(_message.Message):
     def constants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def tied(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tied]: ...
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedOp]:
+        """of the stage that computes them"""
+
     def __init__(
         self,
         *,
@@ -1129,10 +1299,11 @@ class StageProgram(_message.Message):
         constants: _abc.Iterable[_builtins.str] | None = ...,
         tied: _abc.Iterable[Global___Tied] | None = ...,
         loss: _builtins.int | None = ...,
+        metrics: _abc.Iterable[Global___NamedOp] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "n_stages", b"n_stages", "ops", b"ops", "parameters", b"parameters", "produced", b"produced", "received", b"received", "stage", b"stage", "tied", b"tied"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "buffers", b"buffers", "constant_ops", b"constant_ops", "constants", b"constants", "inputs", b"inputs", "loss", b"loss", "metrics", b"metrics", "n_stages", b"n_stages", "ops", b"ops", "parameters", b"parameters", "produced", b"produced", "received", b"received", "stage", b"stage", "tied", b"tied"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -14,12 +14,14 @@ from typing import Any, TypeVar, overload
 from google.protobuf.message import DecodeError, Message
 
 from atoll.errors import BadFrame
+from atoll.federated import FederatedSpec
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.opdag import OpDag, OpNode, TensorMeta
 from atoll.plan import Plan
 from atoll.program import StageProgram
 from protos import atoll_job_pb2 as pb
 from protos.bounds import DEFAULT_LIMITS, Limits
+from protos.convert_federated import federated_from_proto, federated_to_proto
 from protos.convert_graph import (
     dag_from_proto,
     dag_to_proto,
@@ -65,6 +67,7 @@ _TO: dict[type, Callable[[Any], Message]] = {
     TrainingSpec: training_to_proto,
     DataSpec: data_to_proto,
     JobSpec: job_to_proto,
+    FederatedSpec: federated_to_proto,
     Plan: plan_to_proto,
     StageProgram: program_to_proto,
 }
@@ -75,6 +78,7 @@ _FROM: dict[type, Callable[[Any, Limits], Any]] = {
     pb.TrainingSpec: training_from_proto,
     pb.DataSpec: data_from_proto,
     pb.JobSpec: job_from_proto,
+    pb.FederatedSpec: federated_from_proto,
     pb.Plan: plan_from_proto,
     pb.StageProgram: program_from_proto,
 }
@@ -102,6 +106,8 @@ def to_proto(value: DataSpec) -> pb.DataSpec: ...
 @overload
 def to_proto(value: JobSpec) -> pb.JobSpec: ...
 @overload
+def to_proto(value: FederatedSpec) -> pb.FederatedSpec: ...
+@overload
 def to_proto(value: Plan) -> pb.Plan: ...
 @overload
 def to_proto(value: StageProgram) -> pb.StageProgram: ...
@@ -122,6 +128,8 @@ def from_proto(message: pb.TrainingSpec, limits: Limits = ...) -> TrainingSpec: 
 def from_proto(message: pb.DataSpec, limits: Limits = ...) -> DataSpec: ...
 @overload
 def from_proto(message: pb.JobSpec, limits: Limits = ...) -> JobSpec: ...
+@overload
+def from_proto(message: pb.FederatedSpec, limits: Limits = ...) -> FederatedSpec: ...
 @overload
 def from_proto(message: pb.Plan, limits: Limits = ...) -> Plan: ...
 @overload

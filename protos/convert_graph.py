@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from atoll.errors import BadFrame, UsageError
+from atoll.federated import MAX_METRICS
 from atoll.opdag import (
     DTYPE_BYTES,
     Arg,
@@ -211,7 +212,22 @@ def dag_to_proto(dag: OpDag) -> pb.OpDag:
         constant_ops=sorted(dag.constant_ops),
         aliases=[pb.Alias(alias=alias, name=dag.aliases[alias]) for alias in sorted(dag.aliases)],
         training=dag.training,
+        metrics=[pb.NamedOp(name=name, op=dag.metrics[name]) for name in sorted(dag.metrics)],
     )
+
+
+def metrics_from_proto(messages: Iterable[pb.NamedOp], n_ops: int, limits: Limits) -> dict[str, int]:
+    """Named scalar outputs; BadFrame when a name repeats or a position is out of range."""
+    listed = bounds.count("metrics", list(messages), MAX_METRICS)
+    found = {
+        bounds.name("metric", m.name, limits): bounds.within(
+            f"position of metric {m.name[:64]!r}", m.op, 0, n_ops - 1
+        )
+        for m in listed
+    }
+    if len(found) < len(listed):
+        raise BadFrame("a metric's name repeats")
+    return found
 
 
 def dag_from_proto(message: pb.OpDag, limits: Limits) -> OpDag:
@@ -240,6 +256,7 @@ def dag_from_proto(message: pb.OpDag, limits: Limits) -> OpDag:
         constant_ops=frozenset(bounds.within("constant op", op, 0, n_ops - 1) for op in constant_ops),
         aliases=aliases,
         training=message.training,
+        metrics=metrics_from_proto(message.metrics, n_ops, limits),
     )
     _check_references(dag)
     return dag
@@ -264,6 +281,9 @@ def _check_references(dag: OpDag) -> None:
     for alias, name in dag.aliases.items():
         if name not in known:
             raise BadFrame(f"alias {alias!r} names unknown tensor {name!r}")
+    for metric, op in dag.metrics.items():
+        if dag.ops[op].is_tuple or [meta.elements for meta in dag.ops[op].outputs] != [1]:
+            raise BadFrame(f"metric {metric!r} is op {op} ({dag.ops[op].name}), which is no scalar")
 
 
 def _unsigned(what: str, value: int) -> int:

@@ -19,6 +19,7 @@ from atoll.job import (
 from protos import atoll_job_pb2 as pb
 from protos import bounds
 from protos.bounds import Limits
+from protos.convert_federated import federated_from_proto, federated_to_proto
 
 _MAX_SAMPLES = 2**48  # keeps every index within 64 bits
 _MAX_STEPS = 10**9
@@ -147,8 +148,15 @@ def data_to_proto(data: DataSpec) -> pb.DataSpec:
     return message
 
 
-def data_from_proto(message: pb.DataSpec, limits: Limits) -> DataSpec:
-    """Materialised data; blobs are hashes, windows lie within 48-bit offsets."""
+def data_from_proto(message: pb.DataSpec, limits: Limits, *, elsewhere: bool = False) -> DataSpec:
+    """Materialised data; blobs are hashes, windows lie within 48-bit offsets.
+
+    ``elsewhere``: the clients hold it, so that there are no fields and no samples here.
+    """
+    if elsewhere and (message.fields or message.n_samples):
+        raise BadFrame(
+            f"a federated job with {len(message.fields)} fields of training data; clients hold theirs"
+        )
     fields = []
     for f in bounds.count("data fields", message.fields, limits.args):
         layout = bounds.one_of("layout", f.layout, Layout)
@@ -164,7 +172,7 @@ def data_from_proto(message: pb.DataSpec, limits: Limits) -> DataSpec:
         )
     return DataSpec(
         fields=tuple(fields),
-        n_samples=bounds.within("n_samples", message.n_samples, 1, _MAX_SAMPLES),
+        n_samples=bounds.within("n_samples", message.n_samples, int(not elsewhere), _MAX_SAMPLES),
         batch=bounds.within("batch", message.batch, 1, 2**24),
         shuffle_seed=message.shuffle_seed if message.HasField("shuffle_seed") else None,
     )
@@ -186,6 +194,8 @@ def job_to_proto(spec: JobSpec) -> pb.JobSpec:
     )
     if spec.eval_data is not None:
         message.eval_data.CopyFrom(data_to_proto(spec.eval_data))
+    if spec.federated is not None:
+        message.federated.CopyFrom(federated_to_proto(spec.federated))
     return message
 
 
@@ -201,13 +211,14 @@ def job_from_proto(message: pb.JobSpec, limits: Limits) -> JobSpec:
     eval_hash = message.eval_dag_hash
     if eval_hash or has_eval:
         bounds.blob_hash("eval_dag_hash", eval_hash)
+    federated = federated_from_proto(message.federated, limits) if message.HasField("federated") else None
     return JobSpec(
         name=bounds.name("job name", message.name, limits),
         training=training_from_proto(message.training, limits),
         dag_hash=bounds.blob_hash("dag_hash", message.dag_hash),
         eval_dag_hash=eval_hash,
         tensors=tensors,
-        data=data_from_proto(message.data, limits),
+        data=data_from_proto(message.data, limits, elsewhere=federated is not None),
         eval_data=data_from_proto(message.eval_data, limits) if has_eval else None,
         partitioner=bounds.name("partitioner", message.partitioner, limits),
         schedule=bounds.name("schedule", message.schedule, limits),
@@ -216,6 +227,7 @@ def job_from_proto(message: pb.JobSpec, limits: Limits) -> JobSpec:
             bounds.text("hidden tensor", name, limits.name_chars)
             for name in bounds.count("hidden tensors", message.hidden, limits.items)
         ),
+        federated=federated,
     )
 
 

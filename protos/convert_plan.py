@@ -11,7 +11,13 @@ from atoll.program import Produced, Received, StageProgram, TiedParameter
 from protos import atoll_job_pb2 as pb
 from protos import bounds
 from protos.bounds import Limits
-from protos.convert_graph import meta_from_proto, meta_to_proto, node_from_proto, node_to_proto
+from protos.convert_graph import (
+    meta_from_proto,
+    meta_to_proto,
+    metrics_from_proto,
+    node_from_proto,
+    node_to_proto,
+)
 
 _U32 = 2**32 - 1
 
@@ -203,6 +209,7 @@ def program_to_proto(program: StageProgram) -> pb.StageProgram:
         buffers=program.buffers,
         constants=program.constants,
         tied=[pb.Tied(name=t.name, holders=t.holders, index=t.index) for t in program.tied],
+        metrics=[pb.NamedOp(name=name, op=op) for name, op in program.metrics],
     )
     if program.loss is not None:
         message.loss = program.loss
@@ -236,6 +243,7 @@ def program_from_proto(message: pb.StageProgram, limits: Limits) -> StageProgram
         constants=_names("constants", message.constants, limits),
         tied=tuple(_tied_from_proto(t, stage, n_stages, limits) for t in message.tied),
         loss=message.loss if message.HasField("loss") else None,
+        metrics=tuple(sorted(metrics_from_proto(message.metrics, _U32 + 1, limits).items())),
     )
     _check_program(program)
     return program
@@ -312,6 +320,9 @@ def _check_program(program: StageProgram) -> None:
             raise BadFrame(f"produced value {produced.op} is not computed by stage {program.stage}")
     if program.loss is not None and program.loss not in here:
         raise BadFrame(f"loss at op {program.loss} is not computed by stage {program.stage}")
+    for metric, op in program.metrics:
+        if op not in here:
+            raise BadFrame(f"metric {metric!r} at op {op} is not computed by stage {program.stage}")
     if not {t.name for t in program.tied} <= leaves[Source.PARAMETER]:
         raise BadFrame(f"stage {program.stage} ties a parameter that it does not hold")
 

@@ -1,0 +1,213 @@
+"""Federated training as its owner declares it, and what a data owner lets others know.
+
+    Job(module, example_inputs, Registered("digits", {"images": "image", "labels": "label"}),
+        TrainingSpec(steps=20, n_micro=1), federated=Federated("fedavg", clients=5))
+
+The training data never leaves the clients: a job names a data set that each of them registered
+under the same name, and which of its fields feeds which input of the model. ``TrainingSpec.steps``
+counts rounds, its optimizer is the clients' local one, its schedule goes over the rounds. Which
+strategies, selectors and codecs there are, this package does not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, cast
+
+from atoll.compression import ADATOPK, AUTO, OFF, Compression
+from atoll.data import Materialised, Rows
+from atoll.errors import UsageError
+from atoll.job import DataSpec
+from atoll.opdag import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from atoll.data import DataSource
+
+Option = float | int | bool | str
+
+BCRS = "bcrs"
+"""An uplink mode: Top-K, each client's ratio from its measured uplink."""
+MAX_OPTIONS = 64
+MAX_METRICS = 16
+MAX_FIELDS = 64
+MAX_DIMS = 8
+MAX_SAMPLES = 2**40
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+
+
+class Downlink(StrEnum):
+    """How the model goes down; every form gives the clients the same bits."""
+
+    OFF = "off"
+    LOSSLESS = "lossless"
+    DELTA = "delta"  # lossless, against the broadcast before where a client still holds that
+
+
+@dataclass(frozen=True, slots=True)
+class Federated:
+    """How a federation trains. UsageError for a figure out of its range.
+
+    ``uplink``: off | lossless | CODEC[:RATIO] | bcrs:RATIO, as ``atoll.compression`` writes ratios.
+    """
+
+    strategy: str = "fedavg"
+    options: Mapping[str, Option] = field(default_factory=dict)
+    local_epochs: int = 1
+    local_steps: int = 0  # at most so many a round; 0 = no cap
+    clients: int = 0  # a round; 0 = all that hold the data
+    min_clients: int = 1  # with fewer updates a round is not aggregated
+    deadline_s: float = 600.0  # of a round's training, and of its evaluation
+    evaluate_every: int = 1  # rounds; evaluation on the clients; 0 = never
+    held_out: float = 0.1  # share of each client's own data kept for it, drawn by the job's seed
+    selector: str = "random"
+    selector_options: Mapping[str, Option] = field(default_factory=dict)
+    uplink: str = OFF
+    error_feedback: bool = True
+    downlink: str = Downlink.OFF.value
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("local_epochs", self.local_epochs, 1, 10_000),
+            ("local_steps", self.local_steps, 0, 10**8),
+            ("clients", self.clients, 0, 4096),
+            ("min_clients", self.min_clients, 1, 4096),
+            ("evaluate_every", self.evaluate_every, 0, 10**9),
+        ):
+            if type(value) is not int or not low <= value <= high:
+                raise UsageError(f"{name} = {value!r}; give a whole number from {low} to {high}")
+        _within("deadline_s", self.deadline_s, 0.1, 7 * 86_400.0)
+        _within("held_out", self.held_out, 0.0, 0.9)
+        if self.clients and self.clients < self.min_clients:
+            raise UsageError(
+                f"{self.clients} clients a round cannot bring the {self.min_clients} updates of "
+                "min_clients; raise clients or lower min_clients"
+            )
+        if self.evaluate_every and self.held_out == 0.0:
+            raise UsageError("held_out = 0 leaves clients nothing to evaluate on; set evaluate_every=0")
+        for what, name in (("strategy", self.strategy), ("selector", self.selector)):
+            checked_name(what, name)
+        for what, options in (("options", self.options), ("selector_options", self.selector_options)):
+            _check_options(what, options)
+        parse_uplink(self.uplink)
+        if self.downlink not in {mode.value for mode in Downlink}:
+            raise UsageError(f"downlink {self.downlink[:64]!r}; give off, lossless or delta")
+
+
+@dataclass(frozen=True, slots=True)
+class FederatedSpec:
+    """The part of a federated job that travels: ``data``, registered on the clients, and which of its
+    fields feeds each input of the model. ``rule.strategy``'s options are the server's and the clients'."""
+
+    rule: Federated
+    data: str
+    inputs: Mapping[str, str]  # input of the model -> field of the data
+
+    def __post_init__(self) -> None:
+        checked_name("data set", self.data)
+        if not 1 <= len(self.inputs) <= MAX_FIELDS:
+            raise UsageError(f"{len(self.inputs)} inputs of data set {self.data}; 1 to {MAX_FIELDS}")
+        for name in (*self.inputs, *self.inputs.values()):
+            checked_name("input or field", name)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Training data that stays where it is: each client has registered it as ``name``.
+
+    ``inputs`` maps every input of the model to a field of the data. ``held_out`` is the owner's own
+    data for central evaluation: ``Rows``, another source, or arrays by input.
+    """
+
+    name: str
+    inputs: Mapping[str, str]
+    held_out: DataSource | Mapping[str, object] | None = None
+
+    def materialise(self, batch: int) -> tuple[Materialised, Materialised | None]:
+        """No training data, and the owner's held-out data in stored order."""
+        train = Materialised(DataSpec((), 0, batch, None), {})
+        if self.held_out is None:
+            return train, None
+        held = self.held_out
+        source = Rows(cast("Any", held), seed=None) if isinstance(held, Mapping) else held
+        found, _ = source.materialise(batch)
+        return train, dataclasses.replace(found, spec=dataclasses.replace(found.spec, shuffle_seed=None))
+
+
+@dataclass(frozen=True, slots=True)
+class FieldFacts:
+    """One field of a registered data set: dtype and shape of a single sample."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        checked_name("field", self.name)
+        if self.dtype not in DTYPE_BYTES:
+            raise UsageError(f"field {self.name}: dtype {self.dtype[:32]!r}; one of {', '.join(DTYPE_BYTES)}")
+        if len(self.shape) > MAX_DIMS or any(not 1 <= extent < 2**32 for extent in self.shape):
+            raise UsageError(f"field {self.name}: shape {self.shape}; at most {MAX_DIMS} extents from 1")
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetFacts:
+    """All that leaves a data owner's machine before training: name, size and fields."""
+
+    name: str
+    n_samples: int
+    fields: tuple[FieldFacts, ...]
+
+    def __post_init__(self) -> None:
+        checked_name("data set", self.name)
+        if not 1 <= self.n_samples <= MAX_SAMPLES:
+            raise UsageError(f"data set {self.name} has {self.n_samples} samples; 1 to {MAX_SAMPLES}")
+        if not 1 <= len(self.fields) <= MAX_FIELDS:
+            raise UsageError(f"data set {self.name} has {len(self.fields)} fields; 1 to {MAX_FIELDS}")
+        if len({f.name for f in self.fields}) < len(self.fields):
+            raise UsageError(f"data set {self.name} names a field twice; give each its own name")
+
+    def field(self, name: str) -> FieldFacts | None:
+        """The field called ``name``."""
+        return next((f for f in self.fields if f.name == name), None)
+
+
+def parse_uplink(text: str) -> Compression:
+    """The parsed ``uplink``; its mode is off, lossless, bcrs or a codec's name. UsageError otherwise."""
+    parsed = Compression.parse(text)
+    if parsed.mode in (AUTO, ADATOPK) or parsed.independent:
+        raise UsageError(f"uplink {text[:64]!r}; give off, lossless, CODEC:RATIO or bcrs:RATIO")
+    if parsed.mode == BCRS and parsed.ratio is None:
+        raise UsageError("uplink bcrs needs the slowest client's ratio, as in bcrs:32")
+    return parsed
+
+
+def checked_name(what: str, name: str) -> str:
+    """``name`` when it has 1 to 64 letters, digits, ``_ . -`` and begins with a letter or ``_``."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise UsageError(
+            f"{what} {str(name)[:64]!r}; use up to 64 letters, digits, _ . - and begin with a letter"
+        )
+    return name
+
+
+def _check_options(what: str, options: Mapping[str, Option]) -> None:
+    if len(options) > MAX_OPTIONS:
+        raise UsageError(f"{len(options)} {what}; at most {MAX_OPTIONS}")
+    for name, value in options.items():
+        checked_name(f"name in {what}", name)
+        if type(value) not in (bool, int, float, str):
+            raise UsageError(f"{what}: {name} is a {type(value).__name__}; give a number, a bool or a word")
+        if isinstance(value, str) and len(value) > 256:
+            raise UsageError(f"{what}: {name} has {len(value)} characters; at most 256")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise UsageError(f"{what}: {name} = {value}; at most 64 bits")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not math.isfinite(value) or not low <= value <= high:
+        raise UsageError(f"{name} = {value:g}; give a number from {low:g} to {high:g}")
