@@ -163,19 +163,33 @@ def _decode_elias(data: Bytes, kept: int, total: int) -> Ints:
 
 def _encode_varint(positions: Ints, total: int) -> bytes:
     gaps = _gaps(positions)
-    sizes = np.ones(len(gaps), np.int64)
-    reach = 1 << 7
-    while len(gaps) and reach <= int(gaps.max()):
-        sizes += gaps >= reach
-        reach <<= 7
-    ends = np.cumsum(sizes)
-    out = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
-    starts = ends - sizes
-    for byte in range(int(sizes.max(initial=0))):
-        more = sizes > byte + 1
-        out[starts + byte] = (gaps & 0x7F) | (more.astype(np.int64) << 7)
-        starts, sizes, gaps = starts[more], sizes[more], gaps[more] >> 7
-    return out.tobytes()
+    parts = (_varints(gaps[start : start + _BLOCK]) for start in range(0, len(gaps), _BLOCK))
+    return b"".join(part.data for part in parts)
+
+
+def _varints(gaps: Ints) -> Bytes:
+    """Seven bits a byte, lowest first; every byte of a gap but its last has the top bit set.
+
+    A gap's bytes stand side by side, as many for all as the largest takes; what is beyond is cut out.
+    """
+    width = max(1, -(-int(gaps.max()).bit_length() // 7))
+    used = np.ones((len(gaps), width), np.bool_)
+    for byte in range(1, width):
+        np.greater_equal(gaps, 1 << (7 * byte), out=used[:, byte])
+    if width == 2:  # nearly always: words of 16 bits, a third faster
+        words = gaps.astype("<u2")
+        low = words & 0x7F
+        low |= used[:, 1].astype(np.uint16) << 7
+        words <<= 1
+        words &= 0x7F00
+        words |= low
+        lanes = words.view(np.uint8).reshape(-1, 2)
+    else:
+        lanes = np.empty((len(gaps), width), np.uint8)
+        for byte in range(width):
+            lanes[:, byte] = (gaps >> (7 * byte)) & 0x7F
+        lanes[:, :-1] |= used[:, 1:].astype(np.uint8) << 7
+    return lanes[used]
 
 
 def _decode_varint(data: Bytes, kept: int, total: int) -> Ints:
