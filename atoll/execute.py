@@ -178,6 +178,14 @@ class Executor:
         nodes = dict(program.ops)
         self._constants = segments(constants, nodes, self._autocast)
         self._segments = segments(steps, nodes, self._autocast)
+        self.refresh()
+
+    def reseed(self, seed: int | None) -> None:
+        """Draw by another seed from the next forward on."""
+        self._seed = seed
+
+    def refresh(self) -> None:
+        """Compute the constant ops again: after a buffer that no op writes was set from outside."""
         self._run(self._template, self._constants, grad=False)
 
     def forward(

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.errors import BadUpdate
+from atoll.errors import BadUpdate, UsageError
+from atoll.job import OptimizerName
 from strategies.layout import SHARED, Role, meta_of
 
 if TYPE_CHECKING:
+    from atoll.job import Optimizer
     from atoll.opdag import TensorMeta
     from strategies.base import Broadcast, ClientUpdate, ServerState, Strategy
     from strategies.layout import Array, Arrays, Layout, SlotMetas, Slots
@@ -77,6 +79,24 @@ def check_updates(rule: Strategy, state: ServerState, updates: Sequence[ClientUp
         except BadUpdate as error:
             raise BadUpdate(f"client {update.client!r}: {error}") from None
     return ordered
+
+
+def check_optimizer(rule: Strategy, optimizer: Optimizer) -> None:
+    """UsageError where ``rule`` reads the local optimizer as SGD at one rate and it is not. Owner and
+    clients both ask."""
+    if not rule.facts.sgd_only:
+        return
+    if optimizer.name is not OptimizerName.SGD:
+        raise UsageError(
+            f"{rule.name} reads the local optimizer as SGD, the job declares {optimizer.name}; take "
+            "OptimizerName.SGD or another strategy"
+        )
+    scaled = [group.patterns for group in optimizer.groups if group.lr_scale != 1.0 and not group.frozen]
+    if scaled:
+        raise UsageError(
+            f"{rule.name} reads one learning rate for all tensors, the group {scaled[0][:3]} has its own; "
+            "drop its lr_scale or take another strategy"
+        )
 
 
 def check_broadcast(rule: Strategy, layout: Layout, broadcast: Broadcast) -> None:

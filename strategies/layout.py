@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atoll.errors import UsageError
-from atoll.opdag import TensorMeta
+from atoll.opdag import DTYPE_BYTES, TensorMeta
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
+
+    from atoll.opdag import StateMeta
 
     Array = NDArray[Any]
     Arrays = Mapping[str, Array]
@@ -33,6 +35,7 @@ class Role(StrEnum):
     STILL = "still"  # with the job, once: integer counters, constants, frozen parameters
 
 
+NUMPY_DTYPES = frozenset(DTYPE_BYTES) - {"bfloat16"}
 SHARED = (Role.TRAINED, Role.AVERAGED)
 
 
@@ -62,6 +65,23 @@ class Layout:
             known = Role.TRAINED if name in trained else Role.AVERAGED if name in written else Role.STILL
             roles[name] = known if floating else Role.STILL
         return cls({name: meta_of(array) for name, array in arrays.items()}, roles)
+
+    @classmethod
+    def of_state(cls, states: Mapping[str, StateMeta], frozen: Collection[str] = ()) -> Layout:
+        """The roles of a captured model's parameters and buffers, as ``of`` gives them; ``frozen``: by
+        the optimizer's groups. Coordinator and clients derive the same layout from the same metas.
+        UsageError for a dtype that numpy does not have."""
+        roles = {}
+        for name, state in states.items():
+            if state.meta.dtype not in NUMPY_DTYPES:
+                raise UsageError(
+                    f"{name!r} is {state.meta.dtype}, which rules cannot average; keep the model in float32 "
+                    "and set precision=BF16 for the computation"
+                )
+            trained = state.requires_grad and name not in frozen
+            known = Role.TRAINED if trained else Role.AVERAGED if state.mutated else Role.STILL
+            roles[name] = known if state.meta.dtype.startswith("float") else Role.STILL
+        return cls({name: state.meta for name, state in states.items()}, roles)
 
     def names(self, *roles: Role) -> tuple[str, ...]:
         """The names that have one of ``roles``, in order."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from atoll.errors import PlanError, UsageError
 from atoll.execute import DTYPES, Executor
 from atoll.job import OptimizerName, stepwise_groups
 from atoll.ops import check_node
+from worker.optimizers import make_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -227,25 +228,9 @@ class Stage:
     def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> torch.optim.Optimizer | None:
         spec = self.training.optimizer
         self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self._trainable}
-        if not self._trainable:
+        optimizer = make_optimizer(self._parameters, spec)
+        if optimizer is None:
             return None
-        chosen = stepwise_groups(self._trainable, spec)
-        by_group: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
-        for name in self._trainable:
-            decay = chosen[name].weight_decay
-            key = (chosen[name].lr_scale, spec.weight_decay if decay is None else decay)
-            by_group.setdefault(key, []).append(self._parameters[name])
-        groups: list[dict[str, Any]] = [
-            {"params": parameters, "lr_scale": scale, "weight_decay": decay}
-            for (scale, decay), parameters in by_group.items()
-        ]
-        optimizer: torch.optim.Optimizer
-        if spec.name is OptimizerName.ADAMW:
-            optimizer = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
-        else:
-            optimizer = torch.optim.SGD(
-                groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, fused=True
-            )
         for name in self._trainable:
             self._restore(optimizer, name, tensors[name])
         return optimizer

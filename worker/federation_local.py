@@ -1,0 +1,166 @@
+"""A whole federation in one process: real rules, the real trainer, no network.
+
+What the workers and the coordinator do in a round, in memory: the reference that their runs are held
+to, and what experiments on heterogeneity and rules use. One trainer serves all clients in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from atoll.errors import UsageError
+from atoll.program import stage_programs
+from strategies import make_strategy
+from strategies.base import Broadcast, ClientState, ClientUpdate
+from strategies.selection import Candidate
+from strategies.selectors import SELECTORS
+from worker.trainer import LOSS, Client, Evaluated, LocalData, LocalModel, LocalTrainer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from atoll.federated import Federated
+    from atoll.job import TrainingSpec
+    from atoll.opdag import OpDag, StateMeta
+    from strategies.base import ServerState, Strategy
+    from strategies.layout import Array, Arrays
+
+    Fields = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundMetrics:
+    """What came of one round. ``loss``: of local training, mean over the participants' samples."""
+
+    round: int
+    participants: tuple[str, ...]
+    loss: float
+    steps: Mapping[str, int]
+    uploaded_bytes: Mapping[str, int]
+    downloaded_bytes: int  # a participant
+    metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by client
+
+
+def local_model(
+    train: OpDag,
+    evaluation: OpDag | None,
+    tensors: Mapping[str, Tensor],
+    training: TrainingSpec,
+    metrics: Mapping[str, int] | None = None,
+) -> LocalModel:
+    """What clients compute with, from a capture's two graphs and its state."""
+    graphs = [train] if evaluation is None else [train, evaluation]
+    states: dict[str, StateMeta] = {}
+    for graph in reversed(graphs):  # the training graph knows what is trained and written
+        states.update({**graph.parameters, **graph.buffers})
+    programs = [stage_programs(graph, (0,))[0] for graph in graphs]
+    ordered = {name: states[name] for name in tensors if name in states}
+    evaluator = programs[1] if evaluation is not None else None
+    return LocalModel(programs[0], evaluator, training, ordered, tensors, train.inputs, metrics or {})
+
+
+class LocalFederation:
+    """Clients by name, each with its arrays by field, under one rule.
+
+    ``inputs``: input of the model -> field; by default fields are named after inputs. ``held_out_data``
+    is the owner's own, by input, for ``evaluate``. UsageError for data that does not fit.
+    """
+
+    def __init__(
+        self,
+        model: LocalModel,
+        federated: Federated,
+        clients: Mapping[str, Fields],
+        *,
+        inputs: Mapping[str, str] | None = None,
+        held_out_data: Fields | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not clients:
+            raise UsageError("a federation without clients; give the data of at least one")
+        self.model, self.federated = model, federated
+        self.rule: Strategy = make_strategy(federated.strategy, federated.options)
+        self.trainer = LocalTrainer(model, self.rule, federated, device)
+        named = dict(inputs) if inputs is not None else {name: name for name in model.inputs}
+        seed = model.training.seed
+        self.clients = {
+            name: Client.of(name, LocalData(fields, named, model.inputs), federated.held_out, seed)
+            for name, fields in clients.items()
+        }
+        self._owner = None
+        if held_out_data is not None:
+            own = {name: name for name in model.inputs}
+            self._owner = Client.whole("owner", LocalData(held_out_data, own, model.inputs))
+        layout = self.trainer.layout
+        weights = {n: model.tensors[n].detach().cpu().numpy().copy() for n in layout.metas}
+        self.state: ServerState = self.rule.init(model.layout(), weights, len(clients))
+        self.client_states = dict.fromkeys(clients, ClientState())
+        selector = SELECTORS.get(federated.selector)
+        if selector is None:
+            raise UsageError(f"no selector {federated.selector!r}; there are {', '.join(SELECTORS)}")
+        self.selector = selector(**federated.selector_options)
+        self._selection = self.selector.init()
+
+    @property
+    def weights(self) -> Arrays:
+        """The common model: what an owner exports, by state-dict name."""
+        return {**self._still(), **self.state.weights}
+
+    def run_round(self) -> RoundMetrics:
+        """Choose, train, aggregate."""
+        chosen = self.choose()
+        broadcast = self.rule.configure(self.state)
+        updates: list[ClientUpdate] = []
+        for name in chosen:
+            update, after = self.trainer.train(self.clients[name], broadcast, self.client_states[name])
+            updates.append(replace(update, client=name))
+            self.client_states[name] = after
+        self.state = self.rule.aggregate(self.state, updates)
+        total = sum(update.n_samples for update in updates)
+        return RoundMetrics(
+            broadcast.round,
+            chosen,
+            sum(u.metrics[LOSS] * u.n_samples for u in updates) / total,
+            {u.client: u.steps for u in updates},
+            {u.client: _nbytes(u.delta, *u.extra.values()) for u in updates},
+            _nbytes(broadcast.weights, *broadcast.extra.values()),
+            {u.client: u.metrics for u in updates},
+        )
+
+    def choose(self) -> tuple[str, ...]:
+        """The participants of the next round."""
+        names, seed = sorted(self.clients), self.model.training.seed
+        count = self.federated.clients or len(names)
+        candidates = {n: Candidate(len(self.clients[n].split.train)) for n in names}
+        at = self.state.round
+        asked = self.selector.ask(candidates, count, at, seed)
+        losses = {name: self._loss_of(name) for name in asked}
+        chosen, self._selection = self.selector.choose(self._selection, candidates, count, at, seed, losses)
+        return chosen
+
+    def evaluate(self) -> Evaluated:
+        """The common model on the owner's held-out data."""
+        if self._owner is None:
+            raise UsageError("no held-out data; give held_out_data")
+        return self.trainer.evaluate(self._owner, self.rule.configure(self.state), ClientState())
+
+    def evaluate_clients(self, names: Sequence[str] | None = None) -> dict[str, Evaluated]:
+        """What each client would use, on its own held-out share."""
+        broadcast = self.rule.configure(self.state)
+        return {name: self._evaluated(name, broadcast) for name in names or sorted(self.clients)}
+
+    def _evaluated(self, name: str, broadcast: Broadcast) -> Evaluated:
+        return self.trainer.evaluate(self.clients[name], broadcast, self.client_states[name])
+
+    def _loss_of(self, name: str) -> float:
+        return self._evaluated(name, self.rule.configure(self.state)).loss
+
+    def _still(self) -> dict[str, Array]:
+        return {n: self.model.tensors[n].detach().cpu().numpy() for n in self.trainer.layout.metas}
+
+
+def _nbytes(*sets: Arrays) -> int:
+    return sum(array.nbytes for arrays in sets for array in arrays.values())
