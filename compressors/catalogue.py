@@ -219,6 +219,17 @@ CODECS: dict[str, Codec] = {
             valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
         ),
         Codec(
+            name="topk2",
+            summary="the largest elements of each row, two bits a value: three times as many as topk",
+            module="topk2",
+            builder="TopK2",
+            source="AdaTopK (decentralized.md 1.7); two bits: peers.md 7.5, compression.md 4",
+            size=sparse_sizes.topk2_size,
+            size_on=sparse_sizes.topk2_size_on,
+            rated=True,
+            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
+        ),
+        Codec(
             name="random_k",
             summary="elements drawn by a shared seed, times d/k; no positions travel",
             module="random_k",

@@ -74,20 +74,30 @@ def kept_of_row(rows: int, width: int, budget_bytes: float, kind: str) -> int:
     )
 
 
-def topk_kept(meta: TensorMeta, ratio: float) -> int:
-    """Elements that ``topk`` keeps of a tensor of ``meta``, over all its rows."""
+def topk_kept(meta: TensorMeta, ratio: float, kind: str = "fp16") -> int:
+    """Elements that ``topk`` keeps of a tensor of ``meta``, over all its rows, with values of ``kind``."""
     rows, width = rows_of(meta)
-    return rows * kept_of_row(rows, width, meta.nbytes / ratio, "fp16")
+    return rows * kept_of_row(rows, width, meta.nbytes / ratio, kind)
 
 
-def topk_size(meta: TensorMeta, ratio: float) -> float:
-    """Values in 16 bits and positions as ``indices.expected_bytes`` says."""
-    return sparse_bytes(topk_kept(meta, ratio), meta.elements, rows_of(meta)[0], "fp16")
+def topk_size(meta: TensorMeta, ratio: float, kind: str = "fp16") -> float:
+    """Values of ``kind`` and positions as ``indices.expected_bytes`` says."""
+    return sparse_bytes(topk_kept(meta, ratio, kind), meta.elements, rows_of(meta)[0], kind)
 
 
-def topk_size_on(meta: TensorMeta, ratio: float) -> float:
+def topk_size_on(meta: TensorMeta, ratio: float, kind: str = "fp16") -> float:
     """The values alone: exact."""
-    return float(value_bytes(topk_kept(meta, ratio), rows_of(meta)[0], "fp16"))
+    return float(value_bytes(topk_kept(meta, ratio, kind), rows_of(meta)[0], kind))
+
+
+def topk2_size(meta: TensorMeta, ratio: float) -> float:
+    """Of ``topk2``: values in 2 bits."""
+    return topk_size(meta, ratio, "2bit")
+
+
+def topk2_size_on(meta: TensorMeta, ratio: float) -> float:
+    """The values alone: exact."""
+    return topk_size_on(meta, ratio, "2bit")
 
 
 # ---------------------------------------------------------------- random_k

@@ -170,6 +170,9 @@ CONTRACTIONS: dict[str, Callable[[Doubles, TensorMeta, float], float]] = {
 }
 """The largest ||x - x'|| / ||x||; 1 for what is not named here: never worse than sending nothing."""
 
+TWO_LEVELS = {"topk2": 0.6}
+"""Sparse codecs that send a sign and one of two levels: the largest ||v - v'|| / ||v|| of Gaussian values."""
+
 REACH = {"powersgd": 2.0**60, "acp_sgd": 2.0**60}
 """Codecs that multiply elements with each other: of values beyond this a product may be infinite."""
 HEADROOM = {"random_k": 128.0}

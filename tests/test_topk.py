@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame, UsageError
 from atoll.opdag import TensorMeta
-from compressors import CODECS
+from compressors import CODECS, make_compressor
 from compressors.base import Packet, Support, meta_of
 from compressors.selection import bits_of, largest, largest_in_rows, magnitude
 from compressors.sparse_sizes import rows_of
@@ -223,3 +223,17 @@ def test_hostile_parameters_are_refused(params: bytes) -> None:
     packet, _ = TopK(10.0).compress(normal(100, 128))
     with pytest.raises(BadFrame):
         TopK(10.0).decompress(Packet("topk", packet.meta, packet.payload, params))
+
+
+@pytest.mark.parametrize("ratio", [8.0, 12.0, 20.0, 50.0, 150.0])
+def test_two_bits_a_value_lose_less_of_an_activation_in_the_same_bytes(ratio: float) -> None:
+    tensor = normal(4, 64, 512)
+    meta, errors = meta_of(tensor), []
+    for name in ("topk", "topk2"):
+        codec = make_compressor(name, ratio)
+        packet, _ = codec.compress(tensor)
+        planned = CODECS[name].payload_bytes(meta, ratio)
+        assert len(packet.payload) == pytest.approx(planned, rel=0.01)
+        assert meta.nbytes / planned >= 0.999 * ratio
+        errors.append(float((codec.decompress(packet) - tensor).norm()))
+    assert errors[1] < errors[0]
