@@ -20,6 +20,7 @@ from rich.markup import escape
 import atoll
 from atoll.errors import AtollError
 from protos.installation import check_installation
+from worker import cli_data
 from worker.config import (
     WorkerConfig,
     default_state_dir,
@@ -47,6 +48,7 @@ app = typer.Typer(
 )
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+cli_data.register(app)
 
 Coordinator = Annotated[
     str | None,

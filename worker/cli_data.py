@@ -1,0 +1,223 @@
+"""`atoll-worker data`: register data for federated training; it stays on this machine."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from atoll.errors import UsageError
+from worker.config import default_state_dir
+
+if TYPE_CHECKING:
+    from worker.datasets import Dataset
+    from worker.datasets import Progress as BytesDone
+
+MAX_SCHEMA_BYTES = 1 << 20
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+data = typer.Typer(
+    name="data",
+    help="Register data for federated training. The data stays here; others learn its schema and size.",
+    no_args_is_help=True,
+)
+StateDir = Annotated[
+    Path | None,
+    typer.Option(help="The worker's state folder; default ~/.local/state/atoll-worker."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What a job calls the data set.")]
+
+
+@data.command(
+    epilog="Examples: atoll-worker data add mnist client-03.safetensors --schema "
+    "'image:float32[1,28,28]=image|scale:1/255' --schema 'label:int64=label'; "
+    "atoll-worker data add heart visits.csv --schema 'x:float32[13]=age..thal' --schema 'y:int64=outcome'"
+)
+def add(
+    name: Name,
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder of IDX or text files.")],
+    schema: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="NAME:DTYPE[SHAPE]=SOURCE|TRANSFORM..., one option a field. A safetensors file needs none.",
+        ),
+    ] = None,
+    schema_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same from a file, one field a line.")
+    ] = None,
+    format_name: Annotated[
+        str, typer.Option("--format", metavar="F", help="idx, safetensors, csv or text; default: found out.")
+    ] = "",
+    delimiter: Annotated[str, typer.Option(metavar="C", help="Between columns of a CSV file.")] = ",",
+    no_header: Annotated[
+        bool, typer.Option("--no-header", help="The CSV file's first line is data; columns are 1, 2, ...")
+    ] = False,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Forget an older data set of this name.")
+    ] = False,
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> int:
+    """Read a data set, check every value, and keep it where this machine's worker trains on it.
+
+    Sources: safetensors, a tensor's name; IDX, a file's name in the folder; CSV, columns by name, range
+    (x1..x9), number (#3) or the rest (*); text, windows:LENGTH[,STRIDE], documents:LENGTH or document.
+    """
+    from worker.datasets import add_dataset
+
+    with _progress(f"reading {path.name}", quiet=json) as done:
+        added = add_dataset(
+            state_dir or default_state_dir(),
+            name,
+            path,
+            [*(schema or []), *_lines(schema_file)],
+            format_name=format_name,
+            delimiter=delimiter,
+            header=not no_header,
+            replace=replace,
+            progress=done,
+        )
+    if json:
+        _print_json(_as_json(added))
+        return 0
+    _show(added)
+    err.print("A worker that runs now tells its coordinator the next time it connects.", style="dim")
+    return 0
+
+
+@data.command("list", epilog="Example: atoll-worker data list --json")
+def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
+    """The data sets registered on this machine."""
+    from worker.datasets import list_datasets
+
+    found = list_datasets(state_dir or default_state_dir())
+    if json:
+        _print_json([_as_json(each) for each in found])
+        return 0
+    if not found:
+        out.print("no data set is registered; see `atoll-worker data add --help`")
+        return 0
+    table = Table("name", "samples", "size", "fields", box=None, pad_edge=False)
+    for each in found:
+        fields = ", ".join(_kind(f.name, f.dtype, f.shape) for f in each.fields)
+        table.add_row(escape(each.name), f"{each.n_samples:,}", _size(each.n_bytes), escape(fields))
+    out.print(table)
+    return 0
+
+
+@data.command(epilog="Example: atoll-worker data show mnist --verify")
+def show(
+    name: Name,
+    verify: Annotated[bool, typer.Option("--verify", help="Read it all and compare its hashes.")] = False,
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> int:
+    """What is kept of a data set, and the part of it that others learn."""
+    from worker.datasets import load_dataset, verify_dataset
+
+    folder = state_dir or default_state_dir()
+    if verify:
+        with _progress(f"reading {name}", quiet=json) as done:
+            found = verify_dataset(folder, name, done)
+    else:
+        found = load_dataset(folder, name)
+    if json:
+        _print_json(_as_json(found))
+    else:
+        _show(found)
+    return 0
+
+
+@data.command(epilog="Example: atoll-worker data remove mnist")
+def remove(name: Name, state_dir: StateDir = None) -> int:
+    """Forget a data set and delete the worker's copy; your own files stay as they are."""
+    from worker.datasets import remove_dataset
+
+    remove_dataset(state_dir or default_state_dir(), name)
+    out.print(f"data set {escape(name)} is no longer registered")
+    return 0
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll-worker` command."""
+    app.add_typer(data)
+
+
+def _lines(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        if path.stat().st_size > MAX_SCHEMA_BYTES:
+            raise UsageError(f"schema file {path} is larger than {MAX_SCHEMA_BYTES >> 20} MiB")
+        return path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read schema file {path}: {error}") from None
+
+
+def _show(found: Dataset) -> None:
+    told = (
+        ("data set", found.name),
+        ("samples", f"{found.n_samples:,}"),
+        ("size", _size(found.n_bytes)),
+        ("from", f"{found.path} ({found.format})"),
+        ("sha256", found.sha256),
+    )
+    for key, value in told:
+        out.print(f"{key:10} {escape(value)}", soft_wrap=True)
+    for at, field in enumerate(found.fields):
+        kind = _kind(field.name, field.dtype, field.shape)
+        out.print(f"{'' if at else 'fields':10} {escape(kind)}", soft_wrap=True)
+    out.print("What others learn: the name, the number of samples, and the fields' types and shapes.")
+
+
+def _kind(name: str, dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{name}:{dtype}" + (f"[{','.join(map(str, shape))}]" if shape else "")
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def _as_json(found: Dataset) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "n_samples": found.n_samples,
+        "bytes": found.n_bytes,
+        "path": found.path,
+        "format": found.format,
+        "sha256": found.sha256,
+        "fields": [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in found.fields],
+    }
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json_module.dumps(value) + "\n")
+
+
+@contextmanager
+def _progress(what: str, quiet: bool) -> Iterator[BytesDone]:
+    """A bar on the terminal's error stream; nothing when ``quiet`` or not a terminal."""
+    if quiet or not err.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(escape(what), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))
