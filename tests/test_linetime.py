@@ -36,6 +36,17 @@ def test_pauses_of_the_sender_are_no_work_of_the_line(gaps: list[tuple[float, in
     assert abs(n_bytes / busy_s / RATE - 1) < 1e-6
 
 
+def test_only_bytes_that_count_get_their_share_of_the_time() -> None:
+    line = LineTime()
+    line.sent(0.0, 100_000)
+    line.sent(0.0, 300_000)
+    line.settled(0.5, 400_000, 0.1, counted=100_000)
+    assert abs(line.take() - 0.1) < 1e-12
+    line.sent(1.0, 100_000)
+    line.settled(1.2, 100_000, 0.1, counted=0)
+    assert line.take() == 0.0
+
+
 def test_a_message_far_shorter_than_the_round_trip_shows_a_bounded_rate() -> None:
     n_bytes, busy_s = carried([(0.0, 10)])
     assert busy_s == 0.1 * (10 / RATE + RTT_S)

@@ -202,9 +202,21 @@ def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, 
     assert a.network.flush("w-b", 20)
     (report,) = a.network.goodput()
     assert report.peer == "w-b"
-    assert report.bytes == sum(sizes)
+    measured = (Direction.FORWARD, Direction.BACKWARD)
+    assert report.bytes == sum(len(payload) for k, (_, payload) in sent.items() if k.direction in measured)
     assert report.busy_s > 0
     assert report.rtt_s > 0
+    assert a.network.goodput() == []
+
+
+def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
+    a, b = connected(host, TransportConfig(silence_s=20, reconnect_s=10))
+    others = [d for d in Direction if d not in (Direction.FORWARD, Direction.BACKWARD)]
+    for number, direction in enumerate(others):
+        a.network.send("w-b", key(number, direction), b"", b"x" * 300_000)
+    for _ in others:
+        b.delivered.get(timeout=20)
+    assert a.network.flush("w-b", 20)
     assert a.network.goodput() == []
 
 

@@ -27,7 +27,7 @@ from atoll.plan import LinkSpec, Mask
 from compressors import catalogue, make_compressor
 from compressors.base import Compressor, Packet, SparseCompressor, State, Support, check_packet, zero_packet
 from compressors.catalogue import Use
-from worker.frames import Direction, MessageKey
+from worker.frames import MEASURED, Direction, MessageKey
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from atoll.program import StageProgram
 
 NOTHING = TensorMeta((0,), "uint8")  # a zero mark's shape is the declared one: it need not travel
-CODED = frozenset({Direction.FORWARD, Direction.BACKWARD, Direction.EVALUATION_CODED})
-"""Boundary tensors; tied parameters and the evaluation proper stay exact."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +66,7 @@ EXACT = Coding(make_compressor("none"))
 
 @dataclass(slots=True)
 class CodecUse:
-    """What the codecs did on the way to and from one peer."""
+    """What the codecs did in training's steps on the way to and from one peer; evaluation counts apart."""
 
     dense_bytes: int = 0  # of boundary tensors sent, had they travelled as they are
     wire_bytes: int = 0  # of the same, with their headers
@@ -133,7 +131,7 @@ class StageCodecs:
         coding = self.coding(peer, key, sending=True)
         started_s = self._clock()
         packet = self._encode(coding, key, tensor)
-        if key.direction in CODED:
+        if key.direction in MEASURED:
             use = self.use.setdefault(peer, CodecUse())
             use.encode_s += self._clock() - started_s
             use.dense_bytes += 0 if tensor is None else tensor.numel() * tensor.element_size()
@@ -147,7 +145,7 @@ class StageCodecs:
         coding = self.coding(peer, key, sending=False)
         started_s = self._clock()
         tensor = self._decode(coding, key, packet)
-        if key.direction in CODED:
+        if key.direction in MEASURED:
             self.use.setdefault(peer, CodecUse()).decode_s += self._clock() - started_s
         return tensor
 

@@ -17,6 +17,7 @@ from atoll.errors import BadFrame
 from worker.bundle import LEAST_ROOM, MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split, within
 from worker.frames import (
     MAX_CHUNK_BYTES,
+    MEASURED,
     Ack,
     Buffer,
     Close,
@@ -330,12 +331,16 @@ class Connection:
             if frame.received > self.window.sent_bytes:
                 raise BadFrame(f"{frame.received} bytes acknowledged, {self.window.sent_bytes} sent")
             new = self.window.acked(now_s, frame.received)
+            measured = 0
             while self._under_way and self._under_way[0][0] <= frame.received:
                 chunk = self._under_way.popleft()[1]
                 if chunk is not None:
                     peer.outbox.acknowledged(chunk)
+                    measured += chunk.length if chunk.message.key.direction in MEASURED else 0
             if new:
-                peer.settled(now_s, new, self.window.rtt_s or 0.0, arrived=True)
+                # A hostile peer may acknowledge half a chunk and then the rest: never more than is new.
+                measured = min(measured, new)
+                peer.settled(now_s, new, self.window.rtt_s or 0.0, arrived=True, measured=measured)
             if peer.probe_acks is not None:
                 peer.probe_acks.append((self.number, frame.clock_ns, frame.received))
                 if peer.probe_done:

@@ -69,6 +69,11 @@ class Direction(IntEnum):
     EVALUATION_CODED = 5  # the same batches, through the links' codecs
 
 
+MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})
+"""Boundary tensors of training steps: what a link's rate is measured by. Tied parameters and evaluation
+come in bursts of their own size at steps of their own, and no codec of the plan answers for them."""
+
+
 class Flag(IntEnum):
     """Bits of a DATA or PROBE frame."""
 

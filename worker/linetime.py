@@ -4,7 +4,8 @@ A chunk sent at s on an idle line is acknowledged at s + size/rate + rtt; one se
 still being carried waits for it. So the line was at work for a chunk from max(the acknowledgement
 before it, s + rtt) to its own acknowledgement. Pauses of the sender, even those shorter than a
 round trip, are no work of the line: bytes over these seconds is the line's rate whether it was
-kept full or not. Times come in as arguments.
+kept full or not. Where only some of the bytes count, they get their share of those seconds. Times come
+in as arguments.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class LineTime:
         self._sent_bytes += nbytes
         self._sent.append((self._sent_bytes, now_s))
 
-    def settled(self, now_s: float, nbytes: int, rtt_s: float) -> None:
-        """The oldest ``nbytes`` are no longer under way; ``rtt_s``: of the line without a load."""
+    def settled(self, now_s: float, nbytes: int, rtt_s: float, counted: int | None = None) -> None:
+        """The oldest ``nbytes`` are no longer under way; ``rtt_s``: of the line without a load;
+        ``counted``: how many of them count, None for all."""
         if not self._sent:
             return
         first_s = self._sent[0][1]
@@ -41,7 +43,8 @@ class LineTime:
             self._sent.popleft()
         begun_s = max(self._settled_at_s, first_s + rtt_s)
         least_s = LEAST_SHARE * max(0.0, now_s - max(first_s, self._settled_at_s))
-        self._busy_s += max(now_s - begun_s, least_s)
+        share = 1.0 if counted is None or not nbytes else counted / nbytes
+        self._busy_s += share * max(now_s - begun_s, least_s)
         self._settled_at_s = now_s
 
     def take(self) -> float:

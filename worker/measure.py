@@ -15,11 +15,11 @@ ECHOES = 10
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What one peer acknowledged since the last report."""
+    """What one peer acknowledged of training's boundary tensors since the last report."""
 
     peer: str
     bytes: int
-    busy_s: float
+    busy_s: float  # the line's time for them
     rtt_s: float  # 0 before the first measurement
 
 

@@ -103,14 +103,13 @@ class Peer:
         self.probe_bytes = 0  # still to be sent by a bandwidth measurement
         self.probe_acks: list[tuple[int, int, int]] | None = None  # (lane id, clock ns, bytes)
         self.echoes: dict[tuple[int, int], float] = {}  # (lane, ping) -> round trip; 0 = awaited
-        self.acked_bytes = 0
         self.received_bytes = 0
         self.progress = 0  # chunks either way: stands still when nothing moves
         self._in_flight = 0
         self._settled = 0  # bytes that are no longer under way, on all connections
         self._window = Window()  # of all connections together
         self._line = LineTime()
-        self._reported_bytes = 0
+        self._measured_bytes = 0  # acknowledged since the last report
 
     # -- sending
 
@@ -169,16 +168,17 @@ class Peer:
         self._window.sent(now_s, nbytes, last=not self.outbox.waiting)
         self.progress += 1
 
-    def settled(self, now_s: float, nbytes: int, rtt_s: float, *, arrived: bool) -> None:
-        """``nbytes`` are no longer under way: acknowledged, or their connection broke."""
+    def settled(self, now_s: float, nbytes: int, rtt_s: float, *, arrived: bool, measured: int = 0) -> None:
+        """``nbytes`` are no longer under way: acknowledged, or their connection broke. ``measured``
+        of them are acknowledged and of a kind by which the link's rate is told (``frames.MEASURED``)."""
         self._in_flight -= nbytes
         self._settled += nbytes
-        self._line.settled(now_s, nbytes, rtt_s)
+        self._line.settled(now_s, nbytes, rtt_s, measured)
         self._window.acked(now_s, self._settled)
         if len(self.lanes) > 1 and self.outbox.waiting:
             self.nudge()  # there is room again, for whichever connection is free
+        self._measured_bytes += measured
         if arrived:
-            self.acked_bytes += nbytes
             self.progress += 1
         if not self._in_flight:
             self.room.notify_all()
@@ -206,9 +206,9 @@ class Peer:
         return self.probe_bytes <= 0 and not self._in_flight
 
     def goodput(self) -> tuple[int, float]:
-        """Bytes acknowledged since the last call, and seconds in which the line carried them."""
-        nbytes = self.acked_bytes - self._reported_bytes
-        self._reported_bytes = self.acked_bytes
+        """Bytes of training's boundary tensors that were acknowledged since the last call, and seconds
+        in which the line carried them."""
+        nbytes, self._measured_bytes = self._measured_bytes, 0
         return nbytes, self._line.take()
 
     @property

@@ -294,7 +294,7 @@ class PeerNetwork:
         return burst(self._known(peer), seconds, max_bytes)
 
     def goodput(self) -> list[Goodput]:
-        """What was acknowledged since the last call, for every peer."""
+        """What was acknowledged of training's boundary tensors since the last call, for every peer."""
         found = []
         for peer in self._all_peers():
             with peer.lock:
