@@ -297,6 +297,28 @@ class CodecSpeed(_message.Message):
 Global___CodecSpeed: _TypeAlias = CodecSpeed  # noqa: Y015
 
 @_typing.final
+class CodecSpeeds(_message.Message):
+    """Measured while idle after joining, or remembered: said once more whenever more is known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEEDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___CodecSpeed]: ...
+    def __init__(
+        self,
+        *,
+        speeds: _abc.Iterable[Global___CodecSpeed] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["speeds", b"speeds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CodecSpeeds: _TypeAlias = CodecSpeeds  # noqa: Y015
+
+@_typing.final
 class Introduction(_message.Message):
     """first message of a session"""
 
@@ -327,7 +349,7 @@ class Introduction(_message.Message):
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def codec_speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___CodecSpeed]:
-        """measured on this machine with the worker's threads"""
+        """remembered of this machine with the worker's threads"""
 
     @_builtins.property
     def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatasetFacts]:
@@ -587,7 +609,7 @@ Global___StageFailed: _TypeAlias = StageFailed  # noqa: Y015
 
 @_typing.final
 class LinkGoodput(_message.Message):
-    """dense_bytes: what the boundary tensors among ``bytes`` would have taken uncompressed."""
+    """Of the boundary tensors of training's steps alone; dense_bytes: what they would have taken uncompressed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1095,6 +1117,7 @@ class FromWorker(_message.Message):
     UPDATE_READY_FIELD_NUMBER: _builtins.int
     CLIENT_EVALUATED_FIELD_NUMBER: _builtins.int
     CLIENT_FAILED_FIELD_NUMBER: _builtins.int
+    CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -1125,6 +1148,8 @@ class FromWorker(_message.Message):
     def client_evaluated(self) -> Global___ClientEvaluated: ...
     @_builtins.property
     def client_failed(self) -> Global___ClientFailed: ...
+    @_builtins.property
+    def codec_speeds(self) -> Global___CodecSpeeds: ...
     def __init__(
         self,
         *,
@@ -1143,12 +1168,13 @@ class FromWorker(_message.Message):
         update_ready: Global___UpdateReady | None = ...,
         client_evaluated: Global___ClientEvaluated | None = ...,
         client_failed: Global___ClientFailed | None = ...,
+        codec_speeds: Global___CodecSpeeds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
