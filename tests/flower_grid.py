@@ -1,0 +1,65 @@
+"""A Flower run in one process: a Grid whose nodes are ClientApps called in turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+SERVER = 99
+Client = Callable[[Message, Context], Message]
+
+
+def identify() -> None:
+    """What whoever hosts a ServerApp must do first: say which run and node new messages come from."""
+    identity: Any = vars(sys.modules[Message.__module__])["TaskIdentity"]
+    identity.run_id, identity.node_id, identity.task_id = 1, SERVER, 1
+
+
+class LocalGrid(Grid):
+    """``clients``: node id -> its ClientApp; an exception becomes an error reply, as a runtime does it."""
+
+    def __init__(self, clients: Mapping[int, Client]) -> None:
+        identify()
+        self.clients = clients
+        self.contexts = {node: Context(1, node, {}, RecordDict(), {}) for node in clients}
+        self.requests: list[Message] = []
+        self.change: Callable[[Message], Message | None] = lambda reply: reply
+        """What becomes of a reply on its way; None loses it."""
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        replies = []
+        for message in messages:
+            self.requests.append(message)
+            node = message.metadata.dst_node_id
+            try:
+                reply = self.clients[node](message, self.contexts[node])
+            except Exception as error:  # noqa: BLE001 - whatever an app raises
+                reply = Message(Error(2, repr(error)), reply_to=message)
+            changed = self.change(reply)
+            replies += [] if changed is None else [changed]
+        return replies
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.clients)
+
+    def set_run(self, run: Any) -> None:
+        raise AssertionError("nobody sets a run here")
+
+    @property
+    def run(self) -> Any:
+        raise AssertionError("nobody asks for the run here")
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise AssertionError("deprecated by Flower")
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise AssertionError("strategies send and receive")
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise AssertionError("strategies send and receive")
