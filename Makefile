@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := atoll coordinator worker protos strategies compressors lab
-PROTOS := protos/atoll_job.proto protos/atoll_control.proto
+PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
 BENCHMARKS := oracle planner transport commit prediction pipeline_vs_torch gpu \
 	adaptive_compression convergence
 # One compute thread each: several processes share the machine, and results repeat exactly.

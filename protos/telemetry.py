@@ -44,6 +44,11 @@ class Event(StrEnum):
     EVALUATED = "job.evaluated"
     CHECKPOINT_STORED = "checkpoint.stored"
     BLOBS_DELETED = "blobs.deleted"
+    APP_OPENED = "app.opened"
+    APP_BEGUN = "app.begun"
+    APP_REFUSED = "app.refused"
+    APP_NODE_LOST = "app.node_lost"
+    APP_ENDED = "app.ended"
 
 
 @dataclass(frozen=True, slots=True)

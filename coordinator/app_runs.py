@@ -1,0 +1,476 @@
+"""Runs of Flower apps: who takes part, what is under way, what is said to whom. Pure.
+
+A run is opened by its owner, offered to every idle worker that runs apps, begun with some of those
+that are ready, and ended by its owner. From then on each task goes to its node and each reply back;
+a node that is lost answers what it still owed with Flower's error for an absent node. Partitions
+are fixed when the run begins: a worker that comes back gets its own, a new one that of a lost one.
+Everything a peer sends is judged here; times come in as arguments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from atoll.errors import BadFrame, UsageError
+from protos import atoll_apps_pb2 as pb
+from protos.telemetry import Event as Name
+
+MAX_RUNS = 16
+MAX_UNDER_WAY = 20_000  # tasks of one run without a reply
+OWNER_RETURNS_S = 5.0  # a run whose owner's stream broke waits so long for it
+HELD_S = 20.0  # a run that a worker still holds may be opened again by its owner, ours being restarted
+MAX_REASON_CHARS = 4000
+NODE_UNAVAILABLE = 5  # Flower's code
+
+
+class View(Protocol):
+    """The fleet as the scheduler has it."""
+
+    def idle(self) -> list[str]:
+        """Workers without work, in join order."""
+        ...
+
+    def connected(self) -> int: ...
+
+    def name_of(self, worker: str) -> str: ...
+
+
+class Standing(StrEnum):
+    """Where a worker stands in a run."""
+
+    PREPARING = "preparing"  # was offered the app
+    READY = "ready"
+    REFUSED = "refused"
+    NODE = "node"
+
+
+# ---------------------------------------------------------------- what the shell is to do
+
+
+@dataclass(frozen=True, slots=True)
+class TellNode:
+    worker: str
+    message: pb.ToNode
+
+
+@dataclass(frozen=True, slots=True)
+class TellOwner:
+    run: int
+    message: pb.ToApp
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """The worker is busy with this run from now on."""
+
+    worker: str
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    worker: str
+    run: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropParts:
+    """The run needs these no more; None: any of its parts."""
+
+    run: int
+    hashes: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    event: Name
+    level: str
+    fields: dict[str, Any]
+
+
+Instruction = TellNode | TellOwner | Lend | GiveBack | DropParts | Say
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(slots=True)
+class Place:
+    """One worker in one run."""
+
+    worker: str
+    standing: Standing
+    refusal: pb.AppRefused | None = None
+    node: int = 0
+    partition: int = -1
+    under_way: dict[str, pb.AppTask] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of one app."""
+
+    run: int
+    app: pb.AppIdentity
+    places: dict[str, Place] = field(default_factory=dict)
+    partitions: int = 0  # 0: has not begun
+    owned: dict[str, int] = field(default_factory=dict)  # worker -> partition it has or had
+    config: dict[str, pb.AppValue] = field(default_factory=dict)
+    owner_gone_s: float | None = None
+    waiting: dict[str, str] = field(default_factory=dict)  # message under way -> worker
+
+    def nodes(self) -> list[Place]:
+        """Who takes part, by partition."""
+        found = [p for p in self.places.values() if p.standing is Standing.NODE]
+        return sorted(found, key=lambda place: place.partition)
+
+
+@dataclass(slots=True)
+class AppRuns:
+    """All runs of one coordinator; methods return what is to be done, in order."""
+
+    view: View
+    runs: dict[int, Run] = field(default_factory=dict)
+    attending: dict[str, None] = field(default_factory=dict)
+    held: dict[tuple[str, int], float] = field(default_factory=dict)
+    _out: list[Instruction] = field(default_factory=list)
+
+    def of(self, run: int) -> Run:
+        """A run that was opened; UsageError otherwise."""
+        if run not in self.runs:
+            raise UsageError(f"run {run} is not open; it has ended, or its coordinator was restarted")
+        return self.runs[run]
+
+    # ------------------------------------------------------------ the owner
+
+    def opened(self, request: pb.AppOpen) -> list[Instruction]:
+        """A new run, or one whose owner is back. UsageError when there are too many."""
+        known = self.runs.get(request.run)
+        if known is not None:
+            if known.owner_gone_s is None or known.app.hash != request.app.hash:
+                raise UsageError(f"run {request.run} has an owner already")
+            known.owner_gone_s = None
+            self._tell_nodes(known) if known.partitions else self._tell_fleet(known)
+            return self._done()
+        if len(self.runs) >= MAX_RUNS:
+            raise UsageError(f"{MAX_RUNS} app runs are open; wait until one has ended")
+        run = self.runs[request.run] = Run(request.run, request.app)
+        for key in [key for key in self.held if key[1] == request.run]:
+            del self.held[key]
+        self._say(Name.APP_OPENED, run, name=run.app.name, hash=run.app.hash)
+        self._offer(run)
+        self._tell_fleet(run)
+        return self._done()
+
+    def begun(self, run: Run, request: pb.AppBegin) -> list[Instruction]:
+        """Start with the first ``nodes`` ready workers; with fewer ready, only the fleet is said."""
+        ready = self._startable(run)
+        if run.partitions:
+            self._tell_nodes(run)
+            return self._done()
+        if not 1 <= request.nodes <= len(ready):
+            self._tell_fleet(run)
+            return self._done()
+        run.config = dict(request.run_config)
+        run.owned = {node.worker: node.partition for node in request.keep if node.partition < request.nodes}
+        run.partitions = request.nodes
+        ready.sort(key=lambda place: place.worker not in run.owned)  # stable: else in join order
+        for place in ready[: request.nodes]:
+            self._start(run, place)
+        self._tell_nodes(run)
+        self._say(Name.APP_BEGUN, run, nodes=request.nodes)
+        return self._done()
+
+    def task(self, run: Run, task: pb.AppTask) -> list[Instruction]:
+        """A message for a node; for one that is not there the error comes back at once."""
+        place = next((p for p in run.nodes() if p.node == task.node), None)
+        if len(run.waiting) >= MAX_UNDER_WAY:
+            raise UsageError(f"{MAX_UNDER_WAY} messages of this run wait for replies; pull some first")
+        if task.message in run.waiting:
+            return self._done()  # said again after the owner's stream broke
+        if place is None:
+            self._fail(run, task.message, f"node {task.node} does not take part in this run now")
+            return self._done()
+        task.run = run.run
+        place.under_way[task.message] = task
+        run.waiting[task.message] = place.worker
+        self._tell(place.worker, pb.ToNode(task=task))
+        return self._done()
+
+    def cancelled(self, run: Run, messages: Iterable[str]) -> list[Instruction]:
+        """Nobody waits for these replies any more."""
+        by_worker: dict[str, list[str]] = {}
+        for message in messages:
+            worker = run.waiting.pop(message, None)
+            if worker is not None:
+                run.places[worker].under_way.pop(message, None)
+                by_worker.setdefault(worker, []).append(message)
+        for worker, some in by_worker.items():
+            self._tell(worker, pb.ToNode(cancel=pb.AppCancel(run=run.run, messages=some)))
+        return self._done()
+
+    def forgotten(self, run: Run, hashes: frozenset[str]) -> list[Instruction]:
+        """Parts that no later message refers to."""
+        self._out.append(DropParts(run.run, hashes))
+        for place in run.nodes():
+            self._tell(place.worker, pb.ToNode(forget=pb.AppForget(run=run.run, hashes=sorted(hashes))))
+        return self._done()
+
+    def owner_lost(self, run: int, now_s: float) -> list[Instruction]:
+        """The owner's stream broke without a word."""
+        if run in self.runs:
+            self.runs[run].owner_gone_s = now_s
+        return self._done()
+
+    def closed(self, run: int, reason: str) -> list[Instruction]:
+        """The run is over: workers stop its app and are free again."""
+        found = self.runs.pop(run, None)
+        if found is None:
+            return self._done()
+        for place in found.places.values():
+            self._tell(place.worker, pb.ToNode(end=pb.AppEnd(run=run, reason=reason)))
+            if place.standing is Standing.NODE:
+                self._out.append(GiveBack(place.worker, run, f"run {run} ended"))
+        self._out.append(DropParts(run, None))
+        self._out.append(TellOwner(run, pb.ToApp(ended=pb.AppEnded(reason=reason))))
+        self._say(Name.APP_ENDED, found, reason=reason)
+        return self._done()
+
+    # ------------------------------------------------------------ workers
+
+    def attends(self, worker: str, hello: pb.AppHello, now_s: float) -> list[Instruction]:
+        """A worker that runs apps is here, or here again; what it may have missed is said again."""
+        self.attending[worker] = None
+        for run in list(hello.runs)[:MAX_RUNS]:
+            if run not in self.runs:
+                self.held[worker, run] = now_s + HELD_S
+        for found in self.runs.values():
+            place = found.places.get(worker)
+            if place is not None and found.run in hello.runs:
+                for task in place.under_way.values():
+                    self._tell(worker, pb.ToNode(task=task))
+            elif place is not None:
+                self._lose(found, place, "its app host started anew")
+        self._offer_all()
+        return self._done()
+
+    def deserts(self, worker: str, reason: str) -> list[Instruction]:
+        """The worker cannot be counted on any more: it died, left, or does something else."""
+        for found in list(self.runs.values()):
+            place = found.places.get(worker)
+            if place is not None:
+                self._lose(found, place, reason)
+        return self._done()
+
+    def stops_attending(self, worker: str) -> list[Instruction]:
+        """Its stream for apps is gone and did not come back."""
+        self.attending.pop(worker, None)
+        return self.deserts(worker, "its connection for apps broke")
+
+    def fleet_changed(self) -> list[Instruction]:
+        """Somebody became idle, or joined."""
+        self._offer_all()
+        return self._done()
+
+    def ready(self, worker: str, message: pb.AppReady) -> list[Instruction]:
+        """The app is loaded there."""
+        run, place = self._place(worker, message.run)
+        if run is None or place is None:
+            return self._done()
+        if place.standing in (Standing.PREPARING, Standing.REFUSED):
+            place.standing, place.refusal = Standing.READY, None
+            if run.partitions:
+                self._fill(run)
+            else:
+                self._tell_fleet(run)
+        return self._done()
+
+    def refused(self, worker: str, message: pb.AppRefused) -> list[Instruction]:
+        """The app cannot or may not run there."""
+        run, place = self._place(worker, message.run)
+        if run is None or place is None:
+            return self._done()
+        refusal = pb.AppRefused(
+            run=run.run,
+            kind=message.kind,
+            reason=message.reason[:MAX_REASON_CHARS],
+            worker=worker,
+            name=self.view.name_of(worker),
+        )
+        if place.standing is Standing.NODE:
+            self._lose(run, place, refusal.reason)
+            place = run.places.setdefault(worker, Place(worker, Standing.REFUSED))
+        place.standing, place.refusal = Standing.REFUSED, refusal
+        self._say(Name.APP_REFUSED, run, "warning", worker=worker, reason=refusal.reason)
+        if not run.partitions:
+            self._tell_fleet(run)
+        return self._done()
+
+    def replied(
+        self, worker: str, reply: pb.AppReply, holds: Callable[[int, str], bool]
+    ) -> list[Instruction]:
+        """A task's reply; ``holds(run, hash)``: whether that part is here. Late ones are dropped."""
+        run, place = self._place(worker, reply.run)
+        task = place.under_way.pop(reply.message, None) if place is not None else None
+        if run is None or task is None:
+            self._out.append(DropParts(reply.run, frozenset(p.hash for p in reply.parts)))
+            return self._done()
+        run.waiting.pop(reply.message, None)
+        sent = {part.hash for part in task.parts}
+        lost = [
+            p.hash
+            for p in reply.parts
+            if not p.data and p.size and p.hash not in sent and not holds(run.run, p.hash)
+        ]
+        if lost:
+            self._fail(run, reply.message, f"{len(lost)} arrays of the reply did not arrive")
+        else:
+            self._out.append(TellOwner(run.run, pb.ToApp(reply=reply)))
+        return self._done()
+
+    def tick(self, now_s: float) -> list[Instruction]:
+        """Time passed: owners that did not come back, runs that nobody opened again."""
+        for run in list(self.runs.values()):
+            if run.owner_gone_s is not None and now_s - run.owner_gone_s > OWNER_RETURNS_S:
+                self.closed_quietly(run.run)
+        for (worker, run_id), until_s in list(self.held.items()):
+            if now_s > until_s:
+                del self.held[worker, run_id]
+                end = pb.AppEnd(run=run_id, reason="its owner did not come back")
+                self._tell(worker, pb.ToNode(end=end))
+        return self._done()
+
+    def closed_quietly(self, run: int) -> None:
+        """End a run whose owner is gone."""
+        kept, self._out = self._out, []
+        self._out = [*kept, *self.closed(run, f"its ServerApp was not heard of for {OWNER_RETURNS_S:.0f} s")]
+
+    # ------------------------------------------------------------ helpers
+
+    def _place(self, worker: str, run: int) -> tuple[Run | None, Place | None]:
+        found = self.runs.get(run)
+        return found, found.places.get(worker) if found is not None else None
+
+    def _offer_all(self) -> None:
+        for run in self.runs.values():
+            if self._offer(run) and not run.partitions:
+                self._tell_fleet(run)
+
+    def _offer(self, run: Run) -> bool:
+        """Offer the app to idle workers that do not know of it, while nodes are wanted."""
+        if run.partitions and len(run.nodes()) >= run.partitions:
+            return False
+        new = [w for w in self.view.idle() if w in self.attending and w not in run.places]
+        for worker in new:
+            run.places[worker] = Place(worker, Standing.PREPARING)
+            self._tell(worker, pb.ToNode(offer=pb.AppOffer(run=run.run, app=run.app)))
+        return bool(new)
+
+    def _startable(self, run: Run) -> list[Place]:
+        """Ready and idle, in join order."""
+        places = (run.places.get(worker) for worker in self.view.idle())
+        return [p for p in places if p is not None and p.standing is Standing.READY]
+
+    def _fill(self, run: Run) -> None:
+        """Give the partitions of lost nodes to those that are ready."""
+        for place in self._startable(run):
+            if len(run.nodes()) >= run.partitions:
+                break
+            self._start(run, place)
+            self._tell_nodes(run)
+
+    def _start(self, run: Run, place: Place) -> None:
+        taken = {p.partition for p in run.nodes()}
+        own = run.owned.get(place.worker, -1)
+        place.partition = (
+            own
+            if own >= 0 and own not in taken
+            else min(set(range(run.partitions)) - taken - _kept(run, taken))
+        )
+        run.owned = {w: p for w, p in run.owned.items() if p != place.partition}
+        run.owned[place.worker] = place.partition
+        place.standing, place.node = Standing.NODE, node_id(place.worker)
+        start = pb.AppStart(
+            run=run.run,
+            node=place.node,
+            partition=place.partition,
+            partitions=run.partitions,
+            run_config=run.config,
+        )
+        self._out.append(Lend(place.worker, run.run))
+        self._tell(place.worker, pb.ToNode(start=start))
+
+    def _lose(self, run: Run, place: Place, reason: str) -> None:
+        """Take a worker out of a run; what it owed is answered with an error."""
+        del run.places[place.worker]
+        self._tell(place.worker, pb.ToNode(end=pb.AppEnd(run=run.run, reason=reason)))
+        for message in place.under_way:
+            run.waiting.pop(message, None)
+            self._fail(run, message, f"{self.view.name_of(place.worker)} was lost: {reason}")
+        if place.standing is Standing.NODE:
+            self._out.append(GiveBack(place.worker, run.run, reason))
+            self._say(Name.APP_NODE_LOST, run, "warning", worker=place.worker, reason=reason)
+            self._tell_nodes(run)
+            self._fill(run)
+        elif not run.partitions:
+            self._tell_fleet(run)
+
+    def _fail(self, run: Run, message: str, reason: str) -> None:
+        reply = pb.AppReply(run=run.run, message=message, error=NODE_UNAVAILABLE, reason=reason)
+        self._out.append(TellOwner(run.run, pb.ToApp(reply=reply)))
+
+    def _tell(self, worker: str, message: pb.ToNode) -> None:
+        self._out.append(TellNode(worker, message))
+
+    def _tell_fleet(self, run: Run) -> None:
+        standings = [p.standing for p in run.places.values()]
+        idle = set(self.view.idle())
+        fleet = pb.AppFleet(
+            workers=self.view.connected(),
+            attending=len(self.attending),
+            busy=sum(w not in idle for w in self.attending),
+            preparing=standings.count(Standing.PREPARING),
+            ready=[self.view.name_of(p.worker) for p in self._startable(run)],
+            refused=[p.refusal for p in run.places.values() if p.refusal is not None],
+        )
+        self._out.append(TellOwner(run.run, pb.ToApp(fleet=fleet)))
+
+    def _tell_nodes(self, run: Run) -> None:
+        nodes = [
+            pb.AppNode(node=p.node, worker=p.worker, name=self.view.name_of(p.worker), partition=p.partition)
+            for p in run.nodes()
+        ]
+        message = pb.ToApp(nodes=pb.AppNodes(nodes=nodes, partitions=run.partitions))
+        self._out.append(TellOwner(run.run, message))
+
+    def _say(self, event: Name, run: Run, level: str = "info", **fields: Any) -> None:
+        self._out.append(Say(event, level, {"run": run.run, **fields}))
+
+    def _done(self) -> list[Instruction]:
+        done, self._out = self._out, []
+        return done
+
+
+def _kept(run: Run, taken: set[int]) -> set[int]:
+    """Partitions whose last holder is away, as long as others are free."""
+    away = set(run.owned.values()) - taken
+    free = set(range(run.partitions)) - taken
+    return away if free - away else set()
+
+
+def node_id(worker: str) -> int:
+    """A worker's node id, the same in every run and after every restart: 63 bits of its name's hash."""
+    return int.from_bytes(hashlib.sha256(f"node:{worker}".encode()).digest()[:8], "big") >> 1 or 2
+
+
+def checked_task(task: pb.AppTask, most_bytes: int) -> pb.AppTask:
+    """The task when its figures are possible; BadFrame otherwise."""
+    if not task.message or len(task.message) > 100 or len(task.kind) > 200 or len(task.group) > 1000:
+        raise BadFrame("a message whose id, type or group is empty or too long")
+    if len(task.content) > most_bytes:
+        raise BadFrame(f"a message of {len(task.content)} bytes; at most {most_bytes} are accepted")
+    return task

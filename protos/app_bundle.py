@@ -1,0 +1,318 @@
+"""A Flower app as one file: what goes in, its name by content, and how it is safely taken apart.
+
+A bundle is a zip of the app's folder with nothing compressed, files in the order of their names
+and one fixed date, so the same files give the same bytes and the same SHA-256 everywhere. That
+hash is what a worker's owner accepts before any of the app's Python runs there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import stat
+import tomllib
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from atoll.errors import BadFrame, StorageError, UsageError
+
+MAX_BUNDLE_BYTES = 10 << 20  # Flower's own bound for an app
+MAX_FILES = 2000
+MAX_PATH_CHARS = 400
+MAX_CONFIG_KEYS = 1000
+PROJECT = "pyproject.toml"
+INCLUDE = ("*.py", "*.toml", "*.md", "*.yaml", "*.yml", "*.json", "*.jsonl", "/LICENSE")  # as Flower bundles
+EXCLUDE = (
+    ".*/", "__pycache__/", "*_test.py", "test_*.py", "/build/", "/dist/", "/eggs/", "/lib/", "/lib64/",
+    "/parts/", "*.egg", "*.egg-info/", "/env/", "/venv/", "/ENV/", "/env.bak/", "/venv.bak/",
+)  # fmt: skip
+OURS = frozenset({"atoll", "coordinator", "worker", "protos", "strategies", "compressors"})
+_REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_DATE = (1980, 1, 1, 0, 0, 0)
+_PAIR = re.compile(r"""\s*([^\s=]+)\s*=\s*('[^']*'|"[^"]*"|\S+)""")
+ConfigValue = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class AppSpec:
+    """What an app's pyproject.toml says. ``config`` is flat: a table's keys are joined by dots."""
+
+    name: str
+    version: str
+    publisher: str
+    server: str  # module:attribute
+    client: str
+    config: Mapping[str, ConfigValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An app's files as one content-addressed piece."""
+
+    spec: AppSpec
+    data: bytes
+    hash: str
+    files: int
+
+
+# ---------------------------------------------------------------- reading an app
+
+
+def read_app(folder: Path) -> AppSpec:
+    """The app in ``folder``. UsageError says what its pyproject.toml lacks."""
+    path = folder / PROJECT
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UsageError(
+            f"{path}: {error.strerror}; give the folder of a Flower app, the one with its {PROJECT}"
+        ) from None
+    return parse_app(text, str(path))
+
+
+def parse_app(text: bytes, where: str) -> AppSpec:
+    """The app that a pyproject.toml describes; UsageError names ``where`` and what is wrong."""
+    try:
+        found = tomllib.loads(text.decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{where} is no TOML: {error}") from None
+    project, app = _table(found, where, "project"), _table(found, where, "tool", "flwr", "app")
+    components = _table(app, where, "components")
+    return AppSpec(
+        name=_text(project, "name", where),
+        version=_text(project, "version", where),
+        publisher=_text(app, "publisher", where) if "publisher" in app else "",
+        server=_reference(components, "serverapp", where),
+        client=_reference(components, "clientapp", where),
+        config=flat(_table(app, where, "config")) if "config" in app else {},
+    )
+
+
+def _table(found: Mapping[str, Any], where: str, *names: str) -> Mapping[str, Any]:
+    for name in names:
+        found = found.get(name, {})
+        if not isinstance(found, dict):
+            raise UsageError(f"{where}: {name} is no table")
+    if not found and names[-1] != "config":
+        raise UsageError(f"{where} has no [{'.'.join(names)}]; is it a Flower app? `flwr new` makes one")
+    return found
+
+
+def _text(table: Mapping[str, Any], key: str, where: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not value or len(value) > 200 or not value.isprintable():
+        raise UsageError(f"{where}: {key} = {str(value)[:80]!r}; give 1 to 200 printable characters")
+    return value
+
+
+def _reference(table: Mapping[str, Any], key: str, where: str) -> str:
+    value = table.get(key)
+    if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
+        raise UsageError(f"{where}: {key} = {str(value)[:80]!r}; write module:attribute, as in my.client:app")
+    root = re.split(r"[.:]", value, maxsplit=1)[0]
+    if root in OURS:
+        raise UsageError(f"{where}: {key} is in a module {root!r}, a name that Atoll itself uses; rename it")
+    return value
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, ConfigValue]:
+    """Nested tables as one level. UsageError for values that are no int, float, bool or string."""
+    found: dict[str, ConfigValue] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found |= flat(value, f"{name}.")
+        elif isinstance(value, bool | int | float | str):
+            found[name] = value
+        else:
+            raise UsageError(
+                f"config {name} is {type(value).__name__}; int, float, bool or string is possible"
+            )
+    if len(found) > MAX_CONFIG_KEYS:
+        raise UsageError(f"{len(found)} config keys; at most {MAX_CONFIG_KEYS} are possible")
+    return found
+
+
+def with_overrides(config: Mapping[str, ConfigValue], items: Sequence[str]) -> dict[str, ConfigValue]:
+    """The config with ``--run-config`` items: 'key=value key2="a b"' or one .toml file.
+
+    UsageError for an unknown key or a value that is no TOML.
+    """
+    changed: dict[str, ConfigValue] = {}
+    for item in items:
+        if item.endswith(".toml"):
+            try:
+                changed |= flat(tomllib.loads(Path(item).expanduser().read_text()))
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                raise UsageError(f"--run-config {item}: {error}") from None
+            continue
+        rest = _PAIR.sub("", item).strip()
+        if rest:
+            raise UsageError(f"--run-config: {rest[:80]!r} is no KEY=VALUE; write 'lr=0.1 name=\"a b\"'")
+        for key, value in _PAIR.findall(item):
+            changed[key] = _value(key, value)
+    unknown = sorted(changed.keys() - config.keys())
+    if unknown:
+        known = ", ".join(sorted(config)) or "none"
+        raise UsageError(
+            f"--run-config: the app has no {unknown[0]!r} in [tool.flwr.app.config]; it has {known}"
+        )
+    return {**config, **changed}
+
+
+def _value(key: str, text: str) -> ConfigValue:
+    try:
+        return flat(tomllib.loads(f"value = {text}"))["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        raise UsageError(
+            f"--run-config {key}={text[:60]}: a number, true, false or a quoted string is possible"
+        ) from None
+
+
+# ---------------------------------------------------------------- making a bundle
+
+
+def make_bundle(folder: Path) -> Bundle:
+    """The app's files, chosen as Flower chooses them. UsageError when they are too large or too many."""
+    spec = read_app(folder)
+    app = tomllib.loads((folder / PROJECT).read_text())["tool"]["flwr"]["app"]
+    wanted = [*INCLUDE, *_patterns(app, "fab-include")]
+    unwanted = [*EXCLUDE, *_patterns(app, "fab-exclude")]
+    files = sorted(_files(folder, wanted, unwanted), key=lambda entry: entry[0])
+    if len(files) > MAX_FILES:
+        raise UsageError(
+            f"{folder} holds {len(files)} files; an app has at most {MAX_FILES}: use fab-exclude"
+        )
+    total = sum(path.stat().st_size for _, path in files)
+    if total > MAX_BUNDLE_BYTES:
+        name, path = max(files, key=lambda entry: entry[1].stat().st_size)
+        raise UsageError(
+            f"the app's files take {total} bytes, the largest is {name} with {path.stat().st_size}; an app "
+            f"has at most {MAX_BUNDLE_BYTES}, weights and data stay outside: use fab-exclude"
+        )
+    data = _zipped(files)
+    return Bundle(spec, data, hashlib.sha256(data).hexdigest(), len(files))
+
+
+def _zipped(files: Sequence[tuple[str, Path]]) -> bytes:
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, path in files:
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.create_system = 3
+            entry.external_attr = (stat.S_IFREG | 0o644) << 16
+            archive.writestr(entry, path.read_bytes())
+    return buffer.getvalue()
+
+
+def _patterns(app: Mapping[str, Any], key: str) -> list[str]:
+    found = app.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(p, str) and p.strip() for p in found):
+        raise UsageError(f"[tool.flwr.app] {key} must be a list of patterns")
+    return found
+
+
+def _files(folder: Path, wanted: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Regular files by their path in the app; links are left out, they may lead anywhere."""
+    keep, drop = [_regex(p) for p in wanted], [_regex(p) for p in unwanted]
+    for root, folders, names in os.walk(folder):
+        inside = Path(root).relative_to(folder).as_posix()
+        prefix = "" if inside == "." else f"{inside}/"
+        folders[:] = [
+            name
+            for name in folders
+            if not any(r.fullmatch(f"{prefix}{name}/") for r in drop)
+            and not (Path(root) / name / "pyvenv.cfg").exists()
+        ]
+        for name in names:
+            path, relative = Path(root) / name, f"{prefix}{name}"
+            chosen = relative == PROJECT or (
+                any(r.fullmatch(relative) for r in keep) and not any(r.fullmatch(relative) for r in drop)
+            )
+            if chosen and path.is_file() and not path.is_symlink():
+                yield relative, path
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    """A pattern as in .gitignore: ``**`` any folders, a leading / (or one inside) ties it to the root."""
+    tied = "/" in pattern.rstrip("/")
+    text = pattern.removeprefix("/")
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", text)
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    body = "".join(known.get(part, re.escape(part)) for part in parts)
+    return re.compile(body if tied else f"(?:.*/)?{body}")
+
+
+# ---------------------------------------------------------------- taking one apart
+
+
+def unpack(data: bytes, expected: str, folder: Path) -> AppSpec:
+    """Write a bundle's files to ``folder`` (made whole or not at all); returns what it says it is.
+
+    BadFrame when its hash is not ``expected``, or a name leads outside, is no plain file, appears
+    twice, or a bound is broken; StorageError when the disk refuses.
+    """
+    if len(data) > MAX_BUNDLE_BYTES + MAX_FILES * 2 * MAX_PATH_CHARS:
+        raise BadFrame(f"an app bundle of {len(data)} bytes; at most {MAX_BUNDLE_BYTES} are accepted")
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise BadFrame(f"the app bundle hashes to {found[:12]}, announced was {expected[:12]}")
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            entries = _checked(archive)
+            contents = {entry.filename: archive.read(entry) for entry in entries}
+        spec = parse_app(contents.get(PROJECT, b""), f"the app's {PROJECT}")
+    except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError) as error:
+        raise BadFrame(f"app bundle {expected[:12]} is no readable zip: {error}") from None
+    except UsageError as error:
+        raise BadFrame(f"app bundle {expected[:12]}: {error}") from None
+    _write(contents, folder)
+    return spec
+
+
+def _checked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    entries = archive.infolist()
+    if len(entries) > MAX_FILES:
+        raise BadFrame(f"an app bundle of {len(entries)} files; at most {MAX_FILES} are accepted")
+    seen: set[str] = set()
+    for entry in entries:
+        name = entry.filename
+        path = PurePosixPath(name)
+        mode = entry.external_attr >> 16
+        plain = stat.S_ISREG(mode) and entry.compress_type == zipfile.ZIP_STORED and not entry.flag_bits & 1
+        odd = (
+            not name
+            or len(name) > MAX_PATH_CHARS
+            or not name.isprintable()
+            or path.is_absolute()
+            or path.as_posix() != name
+            or any(part in ("..", ".") or "\\" in part or ":" in part for part in path.parts)
+        )
+        if odd or not plain or name.lower() in seen:
+            raise BadFrame(f"app bundle holds {name[:80]!r}, which is no plain file inside the app")
+        seen.add(name.lower())
+    if sum(entry.file_size for entry in entries) > MAX_BUNDLE_BYTES:
+        raise BadFrame(f"an app's files take more than {MAX_BUNDLE_BYTES} bytes")
+    return entries
+
+
+def _write(contents: Mapping[str, bytes], folder: Path) -> None:
+    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    try:
+        for name, data in contents.items():
+            path = scratch / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        if folder.exists():
+            shutil.rmtree(folder)
+        scratch.replace(folder)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise StorageError(f"cannot write {folder}: {error.strerror}; free space there") from None
