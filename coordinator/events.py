@@ -292,6 +292,21 @@ class CancelAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class AppLent:
+    """A worker is a node of an app's run from now on, where it is still idle."""
+
+    worker: str
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class AppReturned:
+    worker: str
+    run: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class KickAsked:
     worker: str
     reason: str
@@ -321,6 +336,8 @@ Event = (
     | LinksChosen
     | LinksFailed
     | CancelAsked
+    | AppLent
+    | AppReturned
     | KickAsked
     | StorageFailed
     | StorageRecovered

@@ -245,6 +245,17 @@ class CloseSession:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberMoved:
+    """A worker's membership changed, or its process started anew; app runs want to know."""
+
+    worker: str
+    phase: str
+    job: str  # it is assigned to
+    restarted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """One point of a job's metrics."""
 
@@ -277,5 +288,6 @@ class Log:
 
 
 Instruction = (
-    SendTo | Journal | ReadJob | MakePlan | ChooseLinks | CloseSession | Measured | Notify | SweepBlobs | Log
+    SendTo | Journal | ReadJob | MakePlan | ChooseLinks | CloseSession | MemberMoved
+    | Measured | Notify | SweepBlobs | Log
 )

@@ -451,6 +451,7 @@ class Scheduler:
         self._dirty = True
         level = "warning" if after.phase in (members.Phase.SUSPECT, members.Phase.DEAD) else "info"
         self._log(Name.WORKER_STATE, level, worker=worker, state=after.phase, reason=after.reason)
+        self._tell_moved(after, restarted=restarted)
         if restarted or after.gone:
             self.preparer.forget(worker)
             if before.job:
@@ -459,6 +460,22 @@ class Scheduler:
         if after.gone and known.session is not None:
             self._emit(do.CloseSession(worker, known.session, after.reason))
             known.session = None
+
+    def _lent(self, event: ev.AppLent) -> None:
+        """A node of an app's run is busy like the holder of a stage; no plan uses it meanwhile."""
+        worker = self.roster.workers[event.worker]
+        if worker.idle:
+            self._move(event.worker, members.AssignedTo(event.run, 0))
+        else:
+            self._tell_moved(worker.member, restarted=False)
+
+    def _returned(self, event: ev.AppReturned) -> None:
+        worker = self.roster.workers.get(event.worker)
+        if worker is not None and worker.member.job == event.run:
+            self._move(event.worker, members.Released(event.reason))
+
+    def _tell_moved(self, member: Member, *, restarted: bool) -> None:
+        self._emit(do.MemberMoved(member.worker, member.phase, member.job, restarted, member.reason))
 
     def _lose_stage(self, worker: str, reason: str) -> None:
         job = self.roster.workers[worker].member.job
@@ -585,6 +602,8 @@ _HANDLERS: Mapping[type, Callable[[Scheduler, Any], None]] = {
     ev.LinksChosen: Scheduler._links_chosen,
     ev.LinksFailed: lambda self, event: self.adapting.failed(event),
     ev.CancelAsked: Scheduler._cancel,
+    ev.AppLent: Scheduler._lent,
+    ev.AppReturned: Scheduler._returned,
     ev.KickAsked: Scheduler._kick,
     ev.StorageFailed: Scheduler._storage_failed,
     ev.StorageRecovered: Scheduler._storage_recovered,

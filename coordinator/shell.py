@@ -84,6 +84,7 @@ class Shell:
     commit_s: dict[str, deque[float]] = field(default_factory=dict)
     inquiries: dict[str, tuple[JobSpec, asyncio.Future[Plan]]] = field(default_factory=dict)
     observe: Callable[[do.Instruction], None] = lambda instruction: None
+    moved: Callable[[do.MemberMoved], None] = lambda moved: None
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)
     _retry_s: float = 0.0
@@ -223,6 +224,8 @@ class Shell:
                 outbox = self.outboxes.get(worker)
                 if outbox is not None and outbox.session == session:
                     outbox.close(reason)
+            case do.MemberMoved():
+                self.moved(instruction)
             case do.MakePlan():
                 self._spawn(self._make_plan(instruction))
             case do.ChooseLinks():
