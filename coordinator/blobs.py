@@ -27,13 +27,17 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 class BlobStore:
     """Blobs under one folder; safe for several threads of one process.
 
-    ``max_blob_bytes`` bounds one blob, ``quota_bytes`` all of them together.
+    ``max_blob_bytes`` bounds one blob, ``quota_bytes`` all of them together; not ``durable``: what is
+    lost with the machine is sent again.
     """
 
-    def __init__(self, root: Path, max_blob_bytes: int = 16 << 30, quota_bytes: int = 1 << 40) -> None:
+    def __init__(
+        self, root: Path, max_blob_bytes: int = 16 << 30, quota_bytes: int = 1 << 40, durable: bool = True
+    ) -> None:
         self.root = root
         self.max_blob_bytes = max_blob_bytes
         self.quota_bytes = quota_bytes
+        self.durable = durable
         self._lock = threading.Lock()
         (root / "partial").mkdir(parents=True, exist_ok=True, mode=0o700)
         self._used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
@@ -166,8 +170,9 @@ class BlobStore:
             partial.unlink()
             raise UsageError(f"blob {name[:12]}: its bytes hash to {found[:12]}; send it again")
         try:
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
+            if self.durable:
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
             whole = self.path(name)
             whole.parent.mkdir(exist_ok=True)
             partial.replace(whole)

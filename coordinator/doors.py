@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:
     _Interceptor = grpc.aio.ServerInterceptor
 
-OWNERS = ("/atoll.v1.Owner/", "/atoll.v1.Blobs/")
+OWNERS = ("/atoll.v1.Owner/", "/atoll.v1.Blobs/", "/atoll.v1.Apps/")
 ECHO_MAX_BYTES = 64 * 2**20
 ECHO_WITHIN_S = 30.0
 ECHO_CHUNK_BYTES = 2**20

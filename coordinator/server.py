@@ -27,6 +27,8 @@ import structlog
 
 import atoll
 from atoll.errors import StorageError, UsageError
+from coordinator.app_desk import AppDesk
+from coordinator.app_service import NodeApps, OwnerApps
 from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
 from coordinator.dataprovider import DataProvider
@@ -43,6 +45,7 @@ from coordinator.sessions import WorkService
 from coordinator.shell import Shell
 from coordinator.storage_services import BlobService
 from coordinator.tokens import Register
+from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
 from protos.telemetry import Event
@@ -97,6 +100,7 @@ class Server:
             RunLogs(config.runs_dir, config.trace_bytes),
         )
         self.shell.restored(records)
+        self.desk = AppDesk(self.shell)
         self.exporter: Exporter | None = None
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,6 +151,7 @@ class Server:
         """Stop listening and write what is left; within ``stop_within_s``."""
         for outbox in list(self.shell.outboxes.values()):
             outbox.close("the coordinator stops")
+        self.desk.stop()
         await asyncio.gather(*(server.stop(GRACE_S) for server in self._servers))
         for task in self._tasks:
             task.cancel()
@@ -165,6 +170,7 @@ class Server:
         rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure), server)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
+        apps_rpc.add_AppWorkServicer_to_server(NodeApps(self.desk, insecure), server)
         return await self._listen(server, port, identity, mutual=True)
 
     async def _serve_entry(
@@ -184,6 +190,7 @@ class Server:
         door = Door(self.register, self.journal, self.authority, work_port, rules, self._clock)
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
+        apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk), server)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs), server)
         return await self._listen(server, port, identity, mutual=False)
 

@@ -1,0 +1,252 @@
+"""Where the streams of app runs meet: what arrives goes to ``app_runs``, what that machine wants is
+queued for the stream it concerns. No Python of an app runs in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from atoll.errors import AccessDenied, BadFrame
+from coordinator import app_runs as runs
+from coordinator import events as ev
+from coordinator import instructions as do
+from coordinator.app_parts import PartStore
+from coordinator.storage_services import MAX_BLOBS_A_REQUEST
+from protos import atoll_apps_pb2 as pb
+from protos import bounds
+
+if TYPE_CHECKING:
+    from coordinator.shell import Shell
+
+ATTEND_RETURNS_S = 2.0  # a worker's stream for apps that broke may be back so soon
+MAX_QUEUED = 50_000  # messages for one owner or worker that does not read
+MAX_CONTENT_BYTES = 16 << 20
+QUOTA_BYTES = 256 << 30
+Queue = asyncio.Queue[Any]
+
+
+class _Roster:
+    """``app_runs.View`` of a scheduler."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    def idle(self) -> list[str]:
+        return self._shell.scheduler.roster.idle()
+
+    def connected(self) -> int:
+        workers = self._shell.scheduler.roster.workers.values()
+        return sum(w.session is not None and not w.member.gone for w in workers)
+
+    def name_of(self, worker: str) -> str:
+        known = self._shell.scheduler.roster.workers.get(worker)
+        return (known.introduction.name if known is not None else "") or worker
+
+
+class AppDesk:
+    """All app runs of one coordinator; every method belongs to the event loop's thread."""
+
+    def __init__(self, shell: Shell) -> None:
+        config = shell.config
+        self._shell = shell
+        self.runs = runs.AppRuns(_Roster(shell))
+        quota = min(config.blob_quota_bytes, QUOTA_BYTES)
+        self.parts = PartStore(config.state_dir / "app-parts", config.max_blob_bytes, quota)
+        self._owners: dict[int, Queue] = {}
+        self._nodes: dict[str, Queue] = {}
+        self._sent: dict[str, set[str]] = {}  # worker -> small parts it was given
+        shell.moved = self._moved
+
+    def now_s(self) -> float:
+        """The coordinator's clock."""
+        return self._shell.clock()
+
+    # ------------------------------------------------------------ streams
+
+    def owner_comes(self, request: pb.AppOpen) -> Queue:
+        """The queue of a run's owner; an owner that is back finds what it has missed."""
+        if request.run == 0 or len(request.app.hash) != 64:
+            raise BadFrame("a run without a number or without its app's hash")
+        if request.run not in self.runs.runs:
+            self._owners[request.run] = asyncio.Queue(MAX_QUEUED)
+        self._do(self.runs.opened(request))
+        return self._owners[request.run]
+
+    def owner_says(self, run_id: int, message: pb.FromApp) -> bool:
+        """Handle one message; False: the owner has ended its run."""
+        run = self.runs.of(run_id)
+        match message.WhichOneof("body"):
+            case "begin":
+                self._do(self.runs.begun(run, message.begin))
+            case "task":
+                self._do(self.runs.task(run, self._taken_in(run_id, message.task)))
+            case "cancel":
+                self._do(self.runs.cancelled(run, list(message.cancel.messages)))
+            case "forget":
+                names = frozenset(bounds.blob_hash("part", name) for name in message.forget.hashes)
+                for sent in self._sent.values():
+                    sent -= names
+                self._do(self.runs.forgotten(run, names))
+            case "close":
+                self.end(run_id, message.close.reason or "its ServerApp has ended")
+                return False
+            case body:
+                raise BadFrame(f"a message of kind {body!r}, which does not belong here")
+        return True
+
+    def _taken_in(self, run: int, task: pb.AppTask) -> pb.AppTask:
+        runs.checked_task(task, MAX_CONTENT_BYTES)
+        for part in bounds.count("parts", task.parts, MAX_BLOBS_A_REQUEST):
+            if part.data or not part.size:
+                self.parts.take_small(run, part.hash, part.data)
+                part.data = b""
+            elif not self.parts.has(run, part.hash):
+                raise BadFrame(f"a message refers to part {part.hash[:12]}, which is not here")
+        return task
+
+    def owner_goes(self, run: int) -> None:
+        """The owner's stream ended without a word: it has a moment to come back."""
+        if run in self.runs.runs:
+            self._do(self.runs.owner_lost(run, self.now_s()))
+            self._later(runs.OWNER_RETURNS_S + 0.1, self._tick)
+
+    def end(self, run: int, reason: str) -> None:
+        """End a run; unknown ones have ended already."""
+        self._do(self.runs.closed(run, reason[: runs.MAX_REASON_CHARS]))
+
+    def node_comes(self, worker: str, hello: pb.AppHello) -> Queue:
+        """A worker's stream for apps begins; an older one of it ends."""
+        old = self._nodes.get(worker)
+        if old is not None:
+            put(old, None)
+        queue = self._nodes[worker] = asyncio.Queue(MAX_QUEUED)
+        self._sent[worker] = set()
+        self._do(self.runs.attends(worker, hello, self.now_s()))
+        if hello.runs:
+            self._later(runs.HELD_S + 0.1, self._tick)
+        return queue
+
+    def node_says(self, worker: str, message: pb.FromNode) -> None:
+        """Handle one message of a worker."""
+        match message.WhichOneof("body"):
+            case "ready":
+                self._do(self.runs.ready(worker, message.ready))
+            case "refused":
+                self._do(self.runs.refused(worker, message.refused))
+            case "reply":
+                reply = message.reply
+                if len(reply.content) > MAX_CONTENT_BYTES or len(reply.reason) > 10 * runs.MAX_REASON_CHARS:
+                    raise BadFrame(f"a reply of {len(reply.content)} bytes; at most {MAX_CONTENT_BYTES}")
+                bounds.count("parts", reply.parts, MAX_BLOBS_A_REQUEST)
+                self._do(self.runs.replied(worker, reply, self.parts.has))
+            case body:
+                raise BadFrame(f"a message of kind {body!r}, which does not belong here")
+
+    def node_goes(self, worker: str, queue: Queue) -> None:
+        """A worker's stream ended; a newer one may have replaced it."""
+        if self._nodes.get(worker) is not queue:
+            return
+        del self._nodes[worker]
+
+        def check() -> None:
+            if worker not in self._nodes:
+                self._do(self.runs.stops_attending(worker))
+
+        self._later(ATTEND_RETURNS_S, check)
+
+    def stop(self) -> None:
+        """End every stream; the coordinator stops."""
+        for queue in (*self._owners.values(), *self._nodes.values()):
+            put(queue, None)
+
+    def may(self, worker: str, run: int) -> None:
+        """AccessDenied unless the worker takes part in the run, or was asked to."""
+        found = self.runs.runs.get(run)
+        if found is None or worker not in found.places:
+            raise AccessDenied(f"{worker} takes no part in app run {run}")
+
+    # ------------------------------------------------------------ the fleet, the clock
+
+    def _moved(self, moved: do.MemberMoved) -> None:
+        """Membership changed: a node that is dead, leaves or works for another is none."""
+        mine = moved.job in {_job(run) for run in self.runs.runs}
+        if moved.restarted or moved.phase in ("dead", "left", "draining") or (moved.job and not mine):
+            self._do(self.runs.deserts(moved.worker, moved.reason))
+        elif moved.phase == "pool":
+            self._do(self.runs.fleet_changed())
+
+    def _tick(self) -> None:
+        self._do(self.runs.tick(self.now_s()))
+
+    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_later(seconds, work)
+
+    # ------------------------------------------------------------ carrying out
+
+    def _do(self, todo: list[runs.Instruction]) -> None:
+        for instruction in todo:
+            match instruction:
+                case runs.TellOwner(run, message):
+                    self._tell_owner(run, message)
+                case runs.TellNode(worker, message):
+                    self._tell_node(worker, message)
+                case runs.Lend(worker, run):
+                    self._shell.post(ev.AppLent(worker, _job(run)))
+                case runs.GiveBack(worker, run, reason):
+                    self._shell.post(ev.AppReturned(worker, _job(run), reason))
+                case runs.DropParts(run, hashes):
+                    names = self.parts.drop(run, hashes)
+                    if names:
+                        # A large file takes a while to go, and nobody waits for it.
+                        asyncio.get_running_loop().run_in_executor(None, self.parts.store.delete, names)
+                case runs.Say(event, level, fields):
+                    self._shell.say(event.value, level, "", "coordinator", fields, self.now_s())
+
+    def _tell_owner(self, run: int, message: pb.ToApp) -> None:
+        queue = self._owners.get(run)
+        if queue is None:
+            return
+        if not put(queue, message):
+            self.end(run, f"{MAX_QUEUED} messages wait for its owner, who does not read")
+        if message.HasField("ended"):
+            self._owners.pop(run, None)
+            put(queue, None)
+
+    def _tell_node(self, worker: str, message: pb.ToNode) -> None:
+        queue = self._nodes.get(worker)
+        if queue is None:
+            return
+        if message.HasField("task"):
+            message = pb.ToNode(task=self._with_small_parts(worker, message.task))
+        if not put(queue, message):
+            while not queue.empty():
+                queue.get_nowait()
+            put(queue, None)
+
+    def _with_small_parts(self, worker: str, task: pb.AppTask) -> pb.AppTask:
+        """The task with the bytes of those small parts that the worker was not given yet."""
+        sent = self._sent.setdefault(worker, set())
+        full = pb.AppTask()
+        full.CopyFrom(task)
+        for part in full.parts:
+            data = self.parts.small(part.hash)
+            if data is not None and part.hash not in sent:
+                part.data = data
+                sent.add(part.hash)
+        return full
+
+
+def _job(run: int) -> str:
+    """A run's name where jobs are named."""
+    return f"app-{run:x}"
+
+
+def put(queue: Queue, message: Any) -> bool:
+    """Queue without waiting; False when it is full."""
+    try:
+        queue.put_nowait(message)
+    except asyncio.QueueFull:
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""Flower apps over gRPC: the owner's run stream, the workers' streams, and parts in and out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from atoll.errors import AtollError, BadFrame, UsageError
+from coordinator.app_desk import AppDesk, Queue, put
+from coordinator.refusing import refuse
+from coordinator.sessions import worker_of
+from coordinator.storage_services import MAX_BLOBS_A_REQUEST
+from protos import atoll_apps_pb2 as pb
+from protos import atoll_apps_pb2_grpc as rpc
+from protos import bounds
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+FIRST_WITHIN_S = 10.0
+
+
+class OwnerApps(rpc.AppsServicer):
+    """What the owner of an app may ask; the caller's right was checked before."""
+
+    def __init__(self, desk: AppDesk) -> None:
+        self._desk = desk
+
+    async def Run(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.FromApp], context: Context
+    ) -> AsyncIterator[pb.ToApp]:
+        """One run's messages both ways, until the owner ends it."""
+        desk = self._desk
+        try:
+            first = await _first(request_iterator)
+            if not first.HasField("open"):
+                raise BadFrame("the first message of a run opens it")
+            queue = desk.owner_comes(first.open)
+        except AtollError as error:
+            await refuse(context, error)
+        run = first.open.run
+
+        async def read() -> None:
+            async for message in request_iterator:
+                if not desk.owner_says(run, message):
+                    return
+            desk.owner_goes(run)
+
+        try:
+            async for message in _served(read, queue, context):
+                yield message
+        finally:
+            desk.owner_goes(run)
+
+    async def EndRun(self, request: pb.AppClose, context: Context) -> pb.PartList:  # noqa: N802
+        """End a run whose ServerApp died."""
+        self._desk.end(request.run, request.reason or "ended by its owner")
+        return pb.PartList()
+
+    async def PutParts(self, request_iterator: AsyncIterator[pb.PartChunk], context: Context) -> pb.PartList:  # noqa: N802
+        """Take chunks of any parts of an open run."""
+        return await _take(self._desk, request_iterator, context, lambda run: self._desk.runs.of(run))
+
+    async def GetParts(self, request: pb.PartList, context: Context) -> AsyncIterator[pb.PartChunk]:  # noqa: N802
+        """The given parts in turn."""
+        async for chunk in _give(self._desk, request, context, lambda run: self._desk.runs.of(run)):
+            yield chunk
+
+
+class NodeApps(rpc.AppWorkServicer):
+    """The workers' side."""
+
+    def __init__(self, desk: AppDesk, insecure: bool) -> None:
+        self._desk = desk
+        self._insecure = insecure
+
+    async def Attend(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.FromNode], context: Context
+    ) -> AsyncIterator[pb.ToNode]:
+        """A worker that runs apps: offers and tasks to it, replies from it."""
+        desk = self._desk
+        try:
+            worker = worker_of(context, self._insecure)
+            first = await _first(request_iterator)
+            if not first.HasField("hello"):
+                raise BadFrame("the first message of an app host says hello")
+        except AtollError as error:
+            await refuse(context, error)
+        queue = desk.node_comes(worker, first.hello)
+
+        async def read() -> None:
+            async for message in request_iterator:
+                desk.node_says(worker, message)
+            put(queue, None)
+
+        try:
+            async for message in _served(read, queue, context):
+                yield message
+        finally:
+            desk.node_goes(worker, queue)
+
+    async def PutNodeParts(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PartChunk], context: Context
+    ) -> pb.PartList:
+        """Take chunks of parts of a run that the worker takes part in."""
+        return await _take(self._desk, request_iterator, context, self._right(context))
+
+    async def GetNodeParts(self, request: pb.PartList, context: Context) -> AsyncIterator[pb.PartChunk]:  # noqa: N802
+        """The given parts in turn."""
+        async for chunk in _give(self._desk, request, context, self._right(context)):
+            yield chunk
+
+    def _right(self, context: Context) -> Callable[[int], object]:
+        return lambda run: self._desk.may(worker_of(context, self._insecure), run)
+
+
+async def _first(requests: AsyncIterator[Any]) -> Any:
+    try:
+        return await asyncio.wait_for(anext(aiter(requests)), FIRST_WITHIN_S)
+    except (StopAsyncIteration, TimeoutError):
+        raise BadFrame("the stream ended before its first message") from None
+
+
+async def _served(read: Callable[[], Any], queue: Queue, context: Context) -> AsyncIterator[Any]:
+    """What is queued, while ``read`` runs beside it; what ``read`` raises ends the call."""
+    failure: list[AtollError] = []
+
+    async def guarded() -> None:
+        try:
+            await read()
+        except AtollError as error:
+            failure.append(error)
+            put(queue, None)
+        except grpc.aio.AioRpcError:
+            put(queue, None)
+
+    reader = asyncio.create_task(guarded())
+    try:
+        while (message := await queue.get()) is not None:
+            yield message
+        if failure:
+            await refuse(context, failure[0])
+    finally:
+        reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader
+
+
+async def _take(
+    desk: AppDesk, chunks: AsyncIterator[pb.PartChunk], context: Context, allowed: Callable[[int], object]
+) -> pb.PartList:
+    whole: dict[str, int] = {}
+    try:
+        async for chunk in chunks:
+            allowed(chunk.run)
+            bounds.blob_hash("part", chunk.hash)
+            work = partial(desk.parts.write, chunk.run, chunk.hash, chunk.size, chunk.offset, chunk.data)
+            if await asyncio.to_thread(work):
+                whole[chunk.hash] = chunk.size
+    except AtollError as error:
+        await refuse(context, error)
+    return pb.PartList(parts=[pb.Part(hash=name, size=size) for name, size in whole.items()])
+
+
+async def _give(
+    desk: AppDesk, request: pb.PartList, context: Context, allowed: Callable[[int], object]
+) -> AsyncIterator[pb.PartChunk]:
+    try:
+        allowed(request.run)
+        for part in bounds.count("parts", request.parts, MAX_BLOBS_A_REQUEST):
+            size = desk.parts.size(request.run, bounds.blob_hash("part", part.hash))
+            offset = part.offset
+            if offset > size:
+                raise UsageError(f"part {part.hash[:12]} has {size} bytes; asked from {offset}")
+            pieces = desk.parts.chunks(part.hash, offset)
+            while piece := await asyncio.to_thread(next, pieces, b""):
+                yield pb.PartChunk(hash=part.hash, size=size, offset=offset, data=piece)
+                offset += len(piece)
+            if offset == part.offset:
+                yield pb.PartChunk(hash=part.hash, size=size, offset=offset)
+    except AtollError as error:
+        await refuse(context, error)
