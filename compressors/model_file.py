@@ -225,7 +225,9 @@ def read_delta(path: Path, expected: Metas, base: Arrays, base_hash: str) -> dic
 
 
 def _change(new: Array, base: Array) -> Array:
-    """zigzag(new - base) of the bits, in the dtype of ``new``."""
+    """zigzag(new - base) of a float's bits, in the dtype of ``new``; anything else is sent as it is."""
+    if new.dtype.kind != "f":
+        return new
     signed = _BITS[new.dtype.itemsize]
     change = _flat(new).view(signed) - _flat(base).view(signed)  # wraps around, as its inverse does
     coded: Array = (change << 1) ^ (change >> (8 * new.dtype.itemsize - 1))
@@ -234,6 +236,8 @@ def _change(new: Array, base: Array) -> Array:
 
 def _changed(base: Array, change: Array) -> Array:
     """The inverse of ``_change``."""
+    if base.dtype.kind != "f":
+        return change
     signed = _BITS[base.dtype.itemsize]
     coded = _flat(change).view(signed)
     one = signed(1)
@@ -261,7 +265,7 @@ def _decoded(packet: Packet, chosen: Compressor, meta: TensorMeta) -> Array:
 def _tensor(array: Array) -> Tensor:
     """In memory of torch's own, aligned: a packet records how its tensor lay, and the same arrays shall
     give the same file."""
-    return torch.tensor(array) if array.ndim == 0 else torch.from_numpy(np.array(array, order="C")).clone()
+    return torch.from_numpy(np.array(array, order="C")).clone()
 
 
 def _meta(tensor: Tensor) -> TensorMeta:
