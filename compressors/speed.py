@@ -1,13 +1,15 @@
 """How fast a codec is on this machine, and when that pays.
 
-A worker measures its link codecs as it starts and reports them; the coordinator's chooser and
+A worker measures its link codecs when it has joined and reports them; the coordinator's chooser and
 `atoll codecs` apply the break-even formula to what was measured, never to a fixed table.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 
 import torch
 
@@ -19,6 +21,9 @@ WIDTH = 1024
 """Elements of a sample's last dimension: the features of one token."""
 SPREAD = 1e-3
 """Standard deviation of the samples, near that of gradients."""
+SUSTAINED_CPU_S = 0.06
+"""Fifteen periods of a quota of 4 ms, or more than one of 50 ms."""
+SUSTAINED_MOST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +72,57 @@ def measure_on(
 
 def rate_of(codec: Compressor, tensor: torch.Tensor, seed: int = 0, *, repeats: int = 2) -> CodecRate:
     """``measure_on`` for a codec with settings of its own."""
-    meta = meta_of(tensor)
-    dense = meta.elements * DTYPE_BYTES[meta.dtype]
-    encode_s = decode_s = float("inf")
-    wire = 0
-    state: State = codec.init(meta)
-    for repeat in range(1 + repeats):
-        start_s = time.perf_counter()
-        packet, after = codec.compress(tensor, state, seed=seed + repeat)
-        packed_s = time.perf_counter()
+    timed = islice(_rounds(codec, tensor, seed), 1, 1 + repeats)  # the first loads caches and libraries
+    encoding, decoding, wire = zip(*timed, strict=True)
+    return _rate(tensor, min(encoding), min(decoding), sum(wire) / repeats)
+
+
+def sustained_on(
+    name: str,
+    tensor: torch.Tensor,
+    ratio: float = 1.0,
+    seed: int = 0,
+    *,
+    cpu_s: float = SUSTAINED_CPU_S,
+    most_s: float = SUSTAINED_MOST_S,
+    clock: Callable[[], float] = time.perf_counter,
+    cpu_clock: Callable[[], float] = time.thread_time,
+) -> CodecRate:
+    """Rates that a codec of the catalogue can keep up on ``tensor`` (not empty), by the wall clock.
+
+    Encodes and decodes in turn until this thread has computed for ``cpu_s`` or ``most_s`` have passed,
+    and takes the mean. Under a quota of processor time a short burst fits into what is left of a
+    period and reads several times too fast; over many periods it cannot.
+    """
+    rounds = _rounds(make_compressor(name, ratio), tensor, seed, clock)
+    next(rounds)  # loads caches and libraries
+    start_s, start_cpu_s = clock(), cpu_clock()
+    taken = []
+    for one in rounds:
+        taken.append(one)
+        if cpu_clock() - start_cpu_s >= cpu_s or clock() - start_s >= most_s:
+            break
+    encode_s, decode_s, wire = (sum(column) / len(taken) for column in zip(*taken, strict=True))
+    return _rate(tensor, encode_s, decode_s, wire)
+
+
+def _rounds(
+    codec: Compressor, tensor: torch.Tensor, seed: int, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[float, float, int]]:
+    """(seconds encoding, seconds decoding, wire bytes) of one tensor after the other, without end."""
+    state: State = codec.init(meta_of(tensor))
+    for number in count(seed):
+        start_s = clock()
+        packet, after = codec.compress(tensor, state, seed=number)
+        packed_s = clock()
         received = parse_packet(packet.header, packet.payload)
-        parsed_s = time.perf_counter()
+        parsed_s = clock()
         codec.decompress(received, state)
-        done_s = time.perf_counter()
+        yield packed_s - start_s, clock() - parsed_s, packet.wire_bytes
         state = after
-        if repeat:  # the first run loads caches and libraries
-            encode_s = min(encode_s, packed_s - start_s)
-            decode_s = min(decode_s, done_s - parsed_s)
-            wire += packet.wire_bytes
+
+
+def _rate(tensor: torch.Tensor, encode_s: float, decode_s: float, wire: float) -> CodecRate:
+    dense = tensor.numel() * DTYPE_BYTES[meta_of(tensor).dtype]
     tiny = 1e-9  # a clock too coarse for a codec that does nothing
-    return CodecRate(
-        dense / max(encode_s, tiny), dense / max(decode_s, tiny), wire / repeats / max(meta.elements, 1)
-    )
+    return CodecRate(dense / max(encode_s, tiny), dense / max(decode_s, tiny), wire / max(tensor.numel(), 1))

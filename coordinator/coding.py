@@ -32,6 +32,7 @@ DEFAULT_SPEEDS: Mapping[str, Speed] = {
     "int8_block": (1.2e9, 3.1e9),
     "int4_block": (0.9e9, 2.0e9),
     "topk": (0.25e9, 15e9),
+    "topk2": (0.2e9, 6e9),
     "chain": (0.25e9, 10e9),
     "random_k": (5e9, 15e9),
     "gaussian_k": (0.5e9, 15e9),

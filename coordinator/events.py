@@ -45,6 +45,13 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class CodecSpeeds:
+    """All that a worker knows by now of how fast its codecs are."""
+
+    speeds: Mapping[str, tuple[float, float]]  # codec -> dense bytes/s, encoding and decoding
+
+
+@dataclass(frozen=True, slots=True)
 class OpsProbed:
     request: int
     timings: Mapping[str, tuple[float, float]]  # signature -> forward, backward seconds
@@ -174,6 +181,7 @@ class Malformed:
 
 PeerMessage = (
     Heartbeat
+    | CodecSpeeds
     | OpsProbed
     | LinkProbed
     | Loaded

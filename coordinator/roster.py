@@ -4,7 +4,7 @@ that a plan may use. Pure: time comes in as an argument."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from atoll.plan import LinkPrediction
@@ -142,6 +142,16 @@ class Roster:
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
         )
+
+    def codecs_timed(self, worker: str, speeds: Mapping[str, tuple[float, float]]) -> str | None:
+        """Newer codec speeds of a worker, for plans to come; returns why they cannot be true."""
+        wrong = judge_speeds(speeds)
+        if wrong is None:
+            known = self.workers[worker]
+            known.introduction = replace(
+                known.introduction, codec_speeds={**known.introduction.codec_speeds, **speeds}
+            )
+        return wrong
 
     def computed(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
         """A committed step's compute time refines the worker's scale.

@@ -175,6 +175,10 @@ class Scheduler:
             case ev.Malformed(reason):
                 self._set_aside(event.worker, reason)
                 self._emit(do.CloseSession(event.worker, event.session, reason))
+            case ev.CodecSpeeds(speeds):
+                wrong = self.roster.codecs_timed(event.worker, speeds)
+                if wrong is not None:
+                    self._set_aside(event.worker, wrong)
             case ev.OpsProbed():
                 self._ops_probed(event.worker, event.message)
             case ev.LinkProbed():

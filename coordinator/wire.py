@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from atoll.errors import BadFrame
@@ -51,12 +51,16 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         ),
         site=clean(m.site, 100),
         codecs=tuple(clean(c, 60) for c in bounds.count("codecs", m.codecs, MAX_CODECS)),
-        codec_speeds={
-            clean(bounds.name("codec", s.codec, LIMITS), 60): (s.encode_bytes_per_s, s.decode_bytes_per_s)
-            for s in bounds.count("codec speeds", m.codec_speeds, MAX_CODECS)
-        },
+        codec_speeds=_speeds(m.codec_speeds),
         datasets=datasets_from_proto(m.datasets),
     )
+
+
+def _speeds(listed: Sequence[pb.CodecSpeed]) -> dict[str, tuple[float, float]]:
+    return {
+        clean(bounds.name("codec", s.codec, LIMITS), 60): (s.encode_bytes_per_s, s.decode_bytes_per_s)
+        for s in bounds.count("codec speeds", listed, MAX_CODECS)
+    }
 
 
 def message_from(message: pb.FromWorker) -> ev.PeerMessage | None:
@@ -184,6 +188,7 @@ def _seconds(what: str, value: float) -> float:
 
 _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "heartbeat": _heartbeat,
+    "codec_speeds": lambda m: ev.CodecSpeeds(_speeds(m.speeds)),
     "ops_probed": _ops_probed,
     "link_probed": _link_probed,
     "loaded": lambda m: ev.Loaded(m.job, m.plan_version, m.took_s),

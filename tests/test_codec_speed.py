@@ -1,4 +1,4 @@
-"""Codec speeds are measured once for a machine and its versions."""
+"""Codec speeds: sustained, measured when there is time, kept for a machine and its versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from compressors import CODECS, speed
 from compressors.speed import CodecRate
-from worker.codec_speed import FILE, FIRST, MAX_AGE_S, codec_speeds, link_codecs
+from worker.codec_speed import FILE, FIRST, MAX_AGE_S, CodecGauge, link_codecs
 
 HERE = {"torch": "2.13.0", "threads": 2}
 
@@ -21,11 +21,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names that were measured; every codec runs at 2 and 3 GB/s."""
     names: list[str] = []
 
-    def measure_on(name: str, *_: object) -> CodecRate:
+    def sustained_on(name: str, *_: object) -> CodecRate:
         names.append(name)
         return CodecRate(2e9, 3e9, 1.0)
 
-    monkeypatch.setattr(speed, "measure_on", measure_on)
+    monkeypatch.setattr(speed, "sustained_on", sustained_on)
     return names
 
 
@@ -36,81 +36,146 @@ def test_link_codecs_begin_with_the_most_wanted_and_leave_out_what_no_link_carri
     assert not any(CODECS[name].shared_state for name in names)
 
 
+def gauged(state_dir: Path, facts: dict[str, Any] = HERE, **settings: Any) -> CodecGauge:
+    """A worker's first occasion to measure."""
+    gauge = CodecGauge(state_dir, facts, **settings)
+    gauge.run()
+    return gauge
+
+
 def test_a_second_start_measures_nothing(tmp_path: Path, measured: list[str]) -> None:
-    first = codec_speeds(tmp_path, HERE)
-    assert first["topk"] == (2e9, 3e9)
-    assert set(first) == set(measured) == set(link_codecs())
+    first = gauged(tmp_path)
+    assert first.rates["topk"] == (2e9, 3e9)
+    assert first.left == ()
+    assert set(first.rates) == set(measured) == set(link_codecs())
     measured.clear()
-    assert codec_speeds(tmp_path, HERE) == first
+    assert CodecGauge(tmp_path, HERE).rates == gauged(tmp_path).rates == first.rates
     assert measured == []
 
 
-def test_where_one_codec_fails_the_others_are_reported_and_nothing_is_remembered(
+def test_a_codec_that_fails_is_absent_until_the_next_start(
     tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works = speed.measure_on
+    works = speed.sustained_on
 
-    def measure_on(name: str, *rest: Any) -> CodecRate:
+    def sustained_on(name: str, *rest: Any) -> CodecRate:
         if name == "bf16":
+            measured.append(name)
             raise RuntimeError("no library")
         return works(name, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(speed, "measure_on", measure_on)
-        assert set(codec_speeds(tmp_path, HERE)) == set(link_codecs()) - {"bf16"}
-    assert not (tmp_path / FILE).exists()
-    assert "bf16" in codec_speeds(tmp_path, HERE)  # mended: the next start reports it
-    assert (tmp_path / FILE).exists()
+        patched.setattr(speed, "sustained_on", sustained_on)
+        gauge = gauged(tmp_path)
+        gauge.run()
+    assert set(gauge.rates) == set(link_codecs()) - {"bf16"}
+    assert measured.count("bf16") == 1
+    measured.clear()
+    assert "bf16" in gauged(tmp_path).rates  # mended
+    assert measured == ["bf16"]
 
 
 @pytest.mark.parametrize(("age_s", "anew"), [(MAX_AGE_S - 1.0, False), (MAX_AGE_S, True), (-1.0, True)])
-def test_what_is_kept_is_forgotten_after_a_month_or_when_the_clock_was_set_back(
+def test_what_is_kept_is_forgotten_after_a_week_or_when_the_clock_was_set_back(
     tmp_path: Path, measured: list[str], age_s: float, anew: bool
 ) -> None:
-    codec_speeds(tmp_path, HERE, now=lambda: 1e9)
+    gauged(tmp_path, now=lambda: 1e9)
     measured.clear()
-    codec_speeds(tmp_path, HERE, now=lambda: 1e9 + age_s)
+    gauged(tmp_path, now=lambda: 1e9 + age_s)
     assert bool(measured) is anew
 
 
 def test_other_versions_or_threads_are_measured_anew(tmp_path: Path, measured: list[str]) -> None:
-    codec_speeds(tmp_path, HERE)
+    gauged(tmp_path)
     measured.clear()
-    codec_speeds(tmp_path, {**HERE, "threads": 1})
+    gauged(tmp_path, {**HERE, "threads": 1})
     assert measured
 
 
 @pytest.mark.parametrize("kept", ["", "{", "[]", "null", '{"for": 1}', "x" * (65 << 10), "NaN"])
 def test_a_damaged_file_is_measured_anew(tmp_path: Path, measured: list[str], kept: str) -> None:
     (tmp_path / FILE).write_text(kept)
-    assert codec_speeds(tmp_path, HERE)
+    assert gauged(tmp_path).left == ()
     assert measured
 
 
 def test_figures_that_cannot_be_are_measured_anew(tmp_path: Path, measured: list[str]) -> None:
-    codec_speeds(tmp_path, HERE)
+    gauged(tmp_path)
     kept = json.loads((tmp_path / FILE).read_text())
-    for wrong in ([0.0, 1.0], [float("inf"), 1.0], ["a", 1.0], [1.0]):
+    for wrong in ([0.0, 1.0, 1e9], [float("inf"), 1.0, 1e9], ["a", 1.0, 1e9], [1.0, 1.0], [1.0]):
         kept["bytes_per_s"]["topk"] = wrong
         (tmp_path / FILE).write_text(json.dumps(kept))
         measured.clear()
-        assert codec_speeds(tmp_path, HERE)["topk"] == (2e9, 3e9)
+        assert gauged(tmp_path).rates["topk"] == (2e9, 3e9)
         assert measured
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path, measured: list[str]) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert codec_speeds(blocked, HERE)
+    assert gauged(blocked).left == ()
 
 
-def test_the_budget_ends_the_measuring(tmp_path: Path, measured: list[str]) -> None:
+def test_what_the_budget_does_not_reach_is_asked_again_and_never_kept_as_absent(
+    tmp_path: Path, measured: list[str]
+) -> None:
     ticks = itertools.count(0.0, 1.0)
-    codec_speeds(tmp_path, HERE, budget_s=2.5, clock=lambda: next(ticks))
+    gauge = CodecGauge(tmp_path, HERE, clock=lambda: next(ticks))
+    gauge.run(budget_s=2.5)
     assert measured == list(FIRST[:2])
+    gauge.run(budget_s=2.5)
+    assert measured == list(FIRST[:4])
+    measured.clear()
+    again = gauged(tmp_path)
+    assert measured == list(link_codecs()[4:])
+    assert again.left == ()
+
+
+def test_others_that_wait_come_before_the_rest_but_not_before_the_first(
+    tmp_path: Path, measured: list[str]
+) -> None:
+    gauge = CodecGauge(tmp_path, HERE)
+    assert not gauge.run(wanted_elsewhere=lambda: True)
+    assert measured == list(FIRST)
+    assert gauge.run()
+    assert gauge.left == ()
+
+
+def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, measured: list[str]) -> None:
+    def check() -> None:
+        if len(measured) == 3:
+            raise RuntimeError("leaving")
+
+    with pytest.raises(RuntimeError, match="leaving"):
+        CodecGauge(tmp_path, HERE).run(check)
+    assert set(CodecGauge(tmp_path, HERE).rates) == set(FIRST[:3])
+
+
+def test_a_quota_shows_in_a_sustained_rate_and_not_in_a_burst() -> None:
+    """A clock under a quota: after each millisecond of work the rest of a period of 8 ms passes."""
+    now = itertools.count()
+    cpu_s = 0.0
+
+    def clock() -> float:
+        nonlocal cpu_s
+        cpu_s += 0.0003
+        return next(now) * 0.0003 + int(cpu_s / 0.001) * 0.007
+
+    tensor = speed.sample(1 << 12, 0)
+    rate = speed.sustained_on("fp16", tensor, clock=clock, cpu_clock=lambda: cpu_s)
+    burst_s = 0.0003
+    assert rate.encode_bytes_per_s < 0.25 * tensor.nbytes / burst_s
+    assert rate.decode_bytes_per_s < 0.25 * tensor.nbytes / burst_s
+
+
+def test_a_machine_that_is_hardly_given_any_time_is_measured_for_a_second_at_most() -> None:
+    ticks = itertools.count(0.0, 0.3)
+    rate = speed.sustained_on("fp16", speed.sample(64, 0), clock=lambda: next(ticks), cpu_clock=lambda: 0.0)
+    assert rate.encode_bytes_per_s == pytest.approx(256 / 0.3)
 
 
 def test_the_real_codecs_have_real_speeds(tmp_path: Path) -> None:
-    rates = codec_speeds(tmp_path, HERE, budget_s=5.0)
-    assert {"fp16", "int8_block", "lossless"} <= set(rates)
-    assert all(encode > 0 and decode > 0 for encode, decode in rates.values())
+    gauge = CodecGauge(tmp_path, HERE)
+    gauge.run(budget_s=5.0)
+    assert {"fp16", "int8_block", "lossless"} <= set(gauge.rates)
+    assert all(encode > 0 and decode > 0 for encode, decode in gauge.rates.values())

@@ -6,11 +6,12 @@ from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS
 from coordinator.coding import CALL_S, DEFAULT_SPEEDS, UNKNOWN_SPEED, ends_s, judge_speeds, speed_of
 from coordinator.config import Liveness, Probing
+from coordinator.events import CodecSpeeds
 from coordinator.fleet import Device
 from coordinator.ratios import BACKWARD_RUNGS, FORWARD_RUNGS, SPARSE, link_codecs
 from coordinator.roster import Roster, refusal
 from coordinator.traffic import Crossing, LinkLoad
-from coordinator.wire import MAX_CODECS, introduction_from
+from coordinator.wire import MAX_CODECS, introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 
 SLOW, FAST = Device("slow", 1, codec_speeds={"topk": (1e8, 2e8)}), Device("fast", 1)
@@ -39,6 +40,18 @@ def test_speeds_that_a_worker_measured_reach_the_planner() -> None:
     assert speed_of(device, "topk") == (3e8, 9e9)
     assert speed_of(device, "fp16") == DEFAULT_SPEEDS["fp16"]
     assert speed_of(device, "nobody_knows") == UNKNOWN_SPEED
+
+
+def test_speeds_that_are_known_later_count_for_plans_to_come() -> None:
+    roster = Roster(Liveness(), Probing())
+    roster.open("w", 1, introduction_from(introduction(topk=(3e8, 9e9))), 0.0)
+    later = introduction(fp16=(2e9, 1e9), topk=(1e8, 2e8)).codec_speeds
+    told = message_from(pb.FromWorker(codec_speeds=pb.CodecSpeeds(speeds=later)))
+    assert isinstance(told, CodecSpeeds)
+    assert roster.codecs_timed("w", told.speeds) is None
+    assert "possible are" in (roster.codecs_timed("w", {"topk": (1e20, 1.0)}) or "")
+    (device,) = roster.fleet(["w"], "fp32").devices
+    assert (speed_of(device, "topk"), speed_of(device, "fp16")) == ((1e8, 2e8), (2e9, 1e9))
 
 
 @pytest.mark.parametrize("speed", [(float("nan"), 1e9), (1e9, 0.0), (1e20, 1e9), (-1.0, 1e9)])

@@ -1,10 +1,11 @@
-"""How fast this machine's codecs are, for the coordinator's choice: measured once, then remembered.
+"""How fast this machine's codecs are, for the coordinator's choice: measured when there is time,
+then remembered.
 
-Measured as a worker joins, before it can hold a stage, with the threads that will compute. Each
-rate is the best of two short runs. Where other programs run at the same time even the best may
-read too slow; under a quota of processor time a burst fits into what was saved up and reads too
-fast for what can be kept up. So the figures are forgotten after a month; training's own messages
-show what a link takes.
+Measured after joining, before and between stages, on the thread that computes them: nothing else of
+this worker runs beside it. Each codec works for at least 60 ms of processor time, so that a quota
+shows as it will in training, where a short burst would fit into what is left of a period. What the
+budget does not reach is asked again at the next occasion. Figures are forgotten after a week, since
+quotas and neighbours change.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 FILE = "codec_speed.json"
+METHOD = "sustained"  # figures of another way of measuring are not comparable
 MAX_FILE_BYTES = 64 << 10
-MAX_AGE_S = 30 * 86_400.0  # of what is kept
-BUDGET_S = 0.6
+MAX_AGE_S = 7 * 86_400.0  # of what is kept
+BUDGET_S = 2.5  # of one occasion, and one codec more
 RATIO = 16.0  # for codecs whose speed depends on it
-FIRST = ("fp16", "bf16", "int8_block", "topk", "lossless", "int4_block")
-"""Most asked for; the rest are measured while the budget lasts."""
+FIRST = ("fp16", "int8_block", "topk", "bf16", "lossless", "int4_block", "topk2")
+"""What plans choose from: measured before anything else may begin, while the budget lasts."""
 
 BROKEN = (RuntimeError, ImportError, OSError, TypeError, ValueError, ArithmeticError, AtollError)
 
@@ -54,68 +56,90 @@ def link_codecs() -> tuple[str, ...]:
     return tuple(sorted(able, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)))
 
 
-def codec_speeds(
-    state_dir: Path,
-    circumstances: Mapping[str, object],
-    device: torch.device | str = "cpu",
-    budget_s: float = BUDGET_S,
-    clock: Callable[[], float] = time.perf_counter,
-    now: Callable[[], float] = time.time,
-) -> Rates:
-    """Speeds of the link codecs on ``device``; from ``state_dir`` where they were measured in the
-    same ``circumstances`` (versions, device, threads) less than MAX_AGE_S ago, at most ``budget_s``
-    and one codec more where not. A codec that fails is left out, and then nothing is kept: what was
-    amiss once (memory, a library) must not hide that codec for a month. ``now``: Unix seconds."""
-    wanted = link_codecs()
-    key = {**{name: str(value) for name, value in circumstances.items()}, "codecs": " ".join(wanted)}
-    path = state_dir / FILE
-    known = _read(path, key, now())
-    if known is not None:
-        return known
-    found, failed = _measure(wanted, device, budget_s, clock)
-    if failed:
-        log.warning("codecs.not_remembered", reason=f"not measured: {', '.join(failed)}")
-    else:
-        _write(path, {"for": key, "measured_s": now(), "bytes_per_s": found})
-    return found
+class CodecGauge:
+    """Speeds of the link codecs on ``device``, as far as they are known.
 
+    Begins with what ``state_dir`` holds of the same ``circumstances`` (versions, device, threads),
+    none of it older than MAX_AGE_S. ``run`` belongs to one thread; ``rates`` may be read from any.
+    ``now``: Unix seconds.
+    """
 
-def _measure(
-    wanted: tuple[str, ...], device: torch.device | str, budget_s: float, clock: Callable[[], float]
-) -> tuple[Rates, list[str]]:
-    """What was measured, and what failed."""
-    started_s = clock()
-    tensor = speed.sample(1 << 18, 0).to(device)
-    found: Rates = {}
-    failed: list[str] = []
-    for name in wanted:
-        if clock() - started_s > budget_s:
-            break
+    def __init__(
+        self,
+        state_dir: Path,
+        circumstances: Mapping[str, object],
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._path, self._device, self._clock, self._now = state_dir / FILE, device, clock, now
+        self._key = {**{name: str(value) for name, value in circumstances.items()}, "method": METHOD}
+        self._known = _read(self._path, self._key, now())  # codec -> encode, decode, when
+        self._failed: set[str] = set()
+
+    @property
+    def rates(self) -> Rates:
+        """What is known by now."""
+        return {name: (encode, decode) for name, (encode, decode, _) in sorted(self._known.items())}
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Not known, most wanted first; a codec that failed is not tried again by this process."""
+        return tuple(n for n in link_codecs() if n not in self._known and n not in self._failed)
+
+    def run(
+        self,
+        check: Callable[[], None] = lambda: None,
+        wanted_elsewhere: Callable[[], bool] = lambda: False,
+        budget_s: float = BUDGET_S,
+    ) -> bool:
+        """Measure what is left, for at most ``budget_s`` and one codec more, and keep it for the next
+        start. ``check`` may raise, between codecs. False where others waited: once the first codecs
+        are known they come before the rest."""
+        started_s, before = self._clock(), len(self._known)
+        tensor = None
         try:
-            rate = speed.measure_on(name, tensor, RATIO)
+            for name in self.left:
+                check()
+                if self._clock() - started_s > budget_s:
+                    break
+                if name not in FIRST and wanted_elsewhere():
+                    return False
+                tensor = speed.sample(1 << 18, 0).to(self._device) if tensor is None else tensor
+                self._measure(name, tensor)
+            return True
+        finally:
+            if found := len(self._known) - before:
+                log.info("codecs.measured", codecs=found, took_s=round(self._clock() - started_s, 3))
+                _write(self._path, {"for": self._key, "bytes_per_s": self._known})
+
+    def _measure(self, name: str, tensor: torch.Tensor) -> None:
+        try:
+            rate = speed.sustained_on(name, tensor, RATIO)
         except BROKEN as error:  # one broken library must not keep a worker out
             log.warning("codec.not_measured", codec=name, reason=f"{type(error).__name__}: {error}")
-            failed.append(name)
-            continue
-        found[name] = (rate.encode_bytes_per_s, rate.decode_bytes_per_s)
-    log.info("codecs.measured", codecs=len(found), took_s=round(clock() - started_s, 3))
-    return found, failed
+            self._failed.add(name)
+            return
+        # A new mapping: ``rates`` may be read meanwhile.
+        entry = (rate.encode_bytes_per_s, rate.decode_bytes_per_s, self._now())
+        self._known = {**self._known, name: entry}
 
 
-def _read(path: Path, key: Mapping[str, str], now_s: float) -> Rates | None:
-    """What was kept for these circumstances of late; None for anything else, damage included."""
+def _read(path: Path, key: Mapping[str, str], now_s: float) -> dict[str, tuple[float, float, float]]:
+    """What was kept for these circumstances of late; nothing where the file is of others or damaged."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            return None
+            return {}
         kept: Any = json.loads(path.read_text())
-        # A clock that was set back since leaves an age below 0: of unknown length, so too old.
-        if kept["for"] != key or not 0.0 <= now_s - float(kept["measured_s"]) < MAX_AGE_S:
-            return None
-        rates = {str(name): (float(e), float(d)) for name, (e, d) in kept["bytes_per_s"].items()}
+        if kept["for"] != key:
+            return {}
+        entries = {str(n): (float(e), float(d), float(at)) for n, (e, d, at) in kept["bytes_per_s"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    sound = all(math.isfinite(rate) and rate > 0 for pair in rates.values() for rate in pair)
-    return rates if sound and rates else None
+        return {}
+    if not all(math.isfinite(rate) and rate > 0 for e, d, _ in entries.values() for rate in (e, d)):
+        return {}
+    # A clock that was set back since leaves an age below 0: of unknown length, so too old.
+    return {name: entry for name, entry in entries.items() if 0.0 <= now_s - entry[2] < MAX_AGE_S}
 
 
 def _write(path: Path, value: Mapping[str, object]) -> None:

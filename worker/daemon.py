@@ -24,7 +24,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from worker import events, instructions, messages, session
 from worker.checkpoint import BlobCache
-from worker.codec_speed import codec_speeds
+from worker.codec_speed import CodecGauge
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
 from worker.enroll import find_work_address, join
@@ -72,6 +72,7 @@ class Daemon:
         self._device: Device
         self._membership: Membership
         self._network: PeerNetwork
+        self._gauge: CodecGauge
         self._bench: Workbench
         self._introduction: pb.FromWorker
 
@@ -108,7 +109,8 @@ class Daemon:
         )
         bulk = member.channel(config)  # of its own: an upload must not hold up a commit
         self._network = network
-        self._bench = Workbench(self._surroundings(bulk), self._events.put, self._say)
+        self._gauge = self._new_gauge()
+        self._bench = Workbench(self._surroundings(bulk), self._events.put, self._say, self._gauge)
         self._introduction = self._introduce(network.port)
         self._bench.start()
         threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
@@ -132,6 +134,7 @@ class Daemon:
             if isinstance(event, events.Welcomed):
                 self._heartbeat_s = event.heartbeat_s
                 self._welcomed.set()
+                self._bench.tell_codecs()
             for instruction in todo:
                 self._perform(instruction)
 
@@ -257,18 +260,14 @@ class Daemon:
                 site=config.site,
                 codecs=sorted(CODECS),
                 incarnation=self._incarnation,
-                codec_speeds=self._codec_speeds(known),
+                codec_speeds=messages.speeds_to_proto(self._gauge.rates),
             )
         )
 
-    def _codec_speeds(self, known: dict[str, str]) -> list[pb.CodecSpeed]:
+    def _new_gauge(self) -> CodecGauge:
         device = self._device
-        circumstances = {**known, "device": device.kind, "model": device.model, "threads": device.threads}
-        rates = codec_speeds(self._config.state_dir, circumstances, device.torch_device)
-        return [
-            pb.CodecSpeed(codec=name, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
-            for name, (encode, decode) in sorted(rates.items())
-        ]
+        facts = {"device": device.kind, "model": device.model, "threads": device.threads}
+        return CodecGauge(self._config.state_dir, {**versions(), **facts}, device.torch_device)
 
     # ---------------------------------------------------------------- threads around the work
 

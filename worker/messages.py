@@ -282,6 +282,19 @@ def state_stored(
     )
 
 
+def codec_speeds(rates: Mapping[str, tuple[float, float]]) -> pb.FromWorker:
+    """How fast the codecs are that were measured by now."""
+    return pb.FromWorker(codec_speeds=pb.CodecSpeeds(speeds=speeds_to_proto(rates)))
+
+
+def speeds_to_proto(rates: Mapping[str, tuple[float, float]]) -> list[pb.CodecSpeed]:
+    """Dense bytes a second by codec."""
+    return [
+        pb.CodecSpeed(codec=name, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
+        for name, (encode, decode) in sorted(rates.items())
+    ]
+
+
 def ops_probed(request: int, timings: Mapping[str, OpTiming], error: str = "") -> pb.FromWorker:
     """Seconds of each op that could be timed."""
     return pb.FromWorker(

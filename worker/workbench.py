@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from protos import atoll_control_pb2 as pb
     from worker.assignment import Assignment
+    from worker.codec_speed import CodecGauge
     from worker.compute import StageRun
     from worker.link import Links
     from worker.messages import LinkRequest, OpsRequest
@@ -48,8 +49,9 @@ class Workbench:
         around: Surroundings,
         post: Callable[[events.Event], None],
         say: Callable[[pb.FromWorker], None],
+        gauge: CodecGauge,
     ) -> None:
-        self._around, self._post, self._say = around, post, say
+        self._around, self._post, self._say, self._gauge = around, post, say, gauge
         self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -114,6 +116,10 @@ class Workbench:
                 threading.Thread(target=self._time_link, args=arguments, name=name, daemon=True).start()
             case _:
                 raise TypeError(f"not for the workbench: {instruction!r}")
+
+    def tell_codecs(self) -> None:
+        """Say how fast the codecs are; measures first what is not known, while no stage is held."""
+        self._submit(self._tell_codecs)
 
     # ---------------------------------------------------------------- the threads
 
@@ -234,6 +240,8 @@ class Workbench:
             run.close()
             if self._around.device.kind == "cuda":
                 torch.cuda.empty_cache()
+            if self._gauge.left:
+                self.tell_codecs()
 
     @property
     def _loaded(self) -> StageRun:
@@ -260,6 +268,14 @@ class Workbench:
         self._post(events.Stored(job, version, step, message))
 
     # ---------------------------------------------------------------- probes
+
+    def _tell_codecs(self, cancel: Cancel) -> None:
+        try:
+            done = self._run is not None or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
+        finally:
+            self._say(messages.codec_speeds(self._gauge.rates))
+        if not done:
+            self.tell_codecs()  # behind those that wait
 
     def _time_ops(self, request: int, ops: OpsRequest) -> None:
         device = self._around.device
