@@ -77,6 +77,7 @@ class CoordinatorConfig:
     probing: Probing = field(default_factory=Probing)
     adaptation: Adaptation = field(default_factory=Adaptation)
     concurrent_jobs: int = 1  # further jobs wait in the queue
+    concurrent_federations: int = 4  # the same of federated ones: each has a process of its own
     keep_checkpoints: int = 2
     max_message_bytes: int = 64 * MIB
     blob_quota_bytes: int = 512 * GIB
@@ -95,6 +96,7 @@ class CoordinatorConfig:
             ("entry_port", self.entry_port, 0, 65535),
             ("work_port", self.work_port, 0, 65535),
             ("concurrent_jobs", self.concurrent_jobs, 1, 1000),
+            ("concurrent_federations", self.concurrent_federations, 1, 1000),
             ("keep_checkpoints", self.keep_checkpoints, 1, 1000),
             ("max_message_bytes", self.max_message_bytes, MIB, 2 * GIB - 1),
             ("blob_quota_bytes", self.blob_quota_bytes, MIB, 2**60),

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from atoll.federated import DatasetFacts
 from atoll.job import JobSpec
+from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A blob by hash and size."""
+
+    hash: str
+    size: int
+
 
 # ---------------------------------------------------------------- from a worker
 
@@ -285,6 +295,62 @@ class LinksFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AggregatorOpened:
+    """The aggregator of a federated job holds the state before ``round`` and wrote its broadcast.
+
+    ``inputs``: of the model; ``up``: the arrays of one update.
+    """
+
+    job: str
+    round: int
+    model: Blob
+    inputs: Mapping[str, TensorMeta]
+    up: tuple[TensorMeta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregated:
+    """A round's updates are summed; ``dropped``: those that could not be counted, and why.
+
+    ``state`` None: too few were left, nothing changed. ``model`` is the next broadcast, ``delta`` the
+    same against the one before.
+    """
+
+    job: str
+    round: int
+    attempt: int
+    state: Blob | None
+    model: Blob | None
+    delta: Blob | None = None
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CentrallyEvaluated:
+    """The model after ``round`` rounds on the owner's held-out data; ``loss`` None: it failed."""
+
+    job: str
+    round: int
+    loss: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    n_samples: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AggregatorBroke:
+    """Its process ended, or it cannot go on; ``hopeless``: nor could another one."""
+
+    job: str
+    reason: str
+    hopeless: bool = False
+
+
+AggregatorEvent = AggregatorOpened | Aggregated | CentrallyEvaluated | AggregatorBroke
+
+
+@dataclass(frozen=True, slots=True)
 class PlanAsked:
     """What would happen with this job now? Answered by MakePlan under ``inquiry``, nothing starts."""
 
@@ -350,4 +416,8 @@ Event = (
     | StorageFailed
     | StorageRecovered
     | PlanAsked
+    | AggregatorOpened
+    | Aggregated
+    | CentrallyEvaluated
+    | AggregatorBroke
 )

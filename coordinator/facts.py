@@ -19,6 +19,8 @@ from coordinator.journal import Record
 from protos.convert import decode, encode
 
 ENDED = ("finished", "failed", "cancelled")
+STATE, MODEL = "federated/state", "federated/model"
+"""Where the checkpoint of a federated job has the server's state and the newest global model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,57 @@ class CheckpointStored:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundClosed:
+    """A federated round is over and its state in the store: written before anybody hears of it.
+
+    ``state`` is the server's state after it, ``model`` the next broadcast. ``participants`` holds what
+    each one counted showed (``coordinator.federation_figures``), ``dropped`` why others were not.
+    """
+
+    job: str
+    round: int  # from 0; round + 1 are closed
+    state: str
+    model: str
+    model_bytes: int
+    loss: float | None
+    participants: Mapping[str, Mapping[str, Any]]
+    dropped: Mapping[str, str]
+    selector: Any  # its state, JSON-ready
+    took_s: float
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEvaluated:
+    """The model after ``round`` closed rounds; ``where``: clients | central."""
+
+    job: str
+    round: int
+    where: str
+    loss: float
+    metrics: Mapping[str, float]
+    n_samples: int
+    clients: int
+
+
+@dataclass(frozen=True, slots=True)
 class JobEnded:
     job: str
     outcome: str  # one of ENDED
     reason: str
 
 
-Fact = JobSubmitted | PlanAdopted | LinksChanged | StepCommitted | Evaluated | CheckpointStored | JobEnded
+Fact = (
+    JobSubmitted
+    | PlanAdopted
+    | LinksChanged
+    | StepCommitted
+    | Evaluated
+    | CheckpointStored
+    | RoundClosed
+    | RoundEvaluated
+    | JobEnded
+)
 _KINDS: dict[str, type[Fact]] = {
     kind.__name__: kind
     for kind in (
@@ -98,6 +144,8 @@ _KINDS: dict[str, type[Fact]] = {
         StepCommitted,
         Evaluated,
         CheckpointStored,
+        RoundClosed,
+        RoundEvaluated,
         JobEnded,
     )
 }
@@ -158,13 +206,17 @@ class JobRecord:
     loss: float | None = None
     eval_loss: float | None = None
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first, at most ``keep``
+    closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
+    evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
+    bytes_up: int = 0
+    bytes_down: int = 0
     outcome: str = ""
     reason: str = ""
 
     @property
     def has_result(self) -> bool:
         """Whether there are weights beyond the submitted ones."""
-        return bool(self.checkpoints or self.submitted.start_tensors)
+        return bool(self.checkpoints or self.closed or self.submitted.start_tensors)
 
     @property
     def last_checkpoint(self) -> Checkpoint:
@@ -172,6 +224,9 @@ class JobRecord:
         if self.checkpoints:
             return self.checkpoints[-1]
         s = self.submitted
+        if self.closed:
+            last = self.closed[-1]
+            return Checkpoint(last.round + 1, {STATE: last.state, MODEL: last.model})
         return Checkpoint(s.start_step, s.start_tensors or s.spec.tensors)
 
 
@@ -213,8 +268,24 @@ class Ledger:
                 for old in kept[: -self.keep]:
                     self.superseded.update(old.tensors.values())
                 job.checkpoints = kept[-self.keep :]
+            case RoundClosed():
+                self._close(job, fact)
+            case RoundEvaluated(_, _, where, loss, _):
+                job.evaluated[where] = fact
+                if where == "central" or "central" not in job.evaluated:
+                    job.eval_loss = loss
             case JobEnded(_, outcome, reason):
                 job.outcome, job.reason = outcome, reason
+
+    def _close(self, job: JobRecord, fact: RoundClosed) -> None:
+        kept = (*job.closed, fact)
+        for old in kept[: -self.keep]:
+            self.superseded.update((old.state, old.model))
+        job.closed = kept[-self.keep :]
+        job.steps, job.loss = fact.round + 1, fact.loss
+        for told in fact.participants.values():
+            job.bytes_up += int(told.get("bytes_up", 0))
+            job.bytes_down += int(told.get("bytes_down", 0))
 
     def take_superseded(self) -> set[str]:
         """Blobs of replaced checkpoints that nothing refers to any more; handed out once."""
@@ -235,4 +306,6 @@ class Ledger:
                     found.update(f.blob for f in data.fields)
             for checkpoint in job.checkpoints:
                 found.update(checkpoint.tensors.values())
+            for closed in job.closed:
+                found.update((closed.state, closed.model))
         return found - {""}

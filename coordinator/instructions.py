@@ -8,6 +8,7 @@ from typing import Any
 
 from atoll.job import JobSpec, TrainingSpec
 from atoll.plan import LinkSpec, Plan
+from coordinator.events import Blob, UpdateReady
 from coordinator.facts import Fact
 from coordinator.fleet import Fleet
 
@@ -116,14 +117,6 @@ class Participate:
     version: int
     spec: JobSpec
     tensors: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """A blob by hash and size."""
-
-    hash: str
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +231,52 @@ class ChooseLinks:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenAggregator:
+    """Start the process that sums a federated job's updates, or start it anew; answers AggregatorOpened
+    or AggregatorBroke. ``state`` "": the job's initial tensors."""
+
+    job: str
+    spec: JobSpec
+    round: int
+    state: str
+    n_clients: int
+
+
+@dataclass(frozen=True, slots=True)
+class AggregateRound:
+    """Sum these updates; answers Aggregated or AggregatorBroke. ``n_samples``: what each client
+    registered; with fewer than ``least`` good updates nothing changes."""
+
+    job: str
+    round: int
+    attempt: int
+    updates: Mapping[str, UpdateReady]
+    n_samples: Mapping[str, int]
+    n_clients: int
+    least: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateModel:
+    """The model after ``round`` rounds on the owner's held-out data; answers CentrallyEvaluated."""
+
+    job: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseAggregator:
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropBlobs:
+    """Updates that were counted or refused: their blobs may go, where nothing else names them."""
+
+    blobs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CloseSession:
     worker: str
     session: int
@@ -288,6 +327,20 @@ class Log:
 
 
 Instruction = (
-    SendTo | Journal | ReadJob | MakePlan | ChooseLinks | CloseSession | MemberMoved
-    | Measured | Notify | SweepBlobs | Log
+    SendTo
+    | Journal
+    | ReadJob
+    | MakePlan
+    | ChooseLinks
+    | OpenAggregator
+    | AggregateRound
+    | EvaluateModel
+    | CloseAggregator
+    | DropBlobs
+    | CloseSession
+    | MemberMoved
+    | Measured
+    | Notify
+    | SweepBlobs
+    | Log
 )

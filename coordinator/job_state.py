@@ -23,6 +23,8 @@ class Phase(StrEnum):
     TRAINING = "training"
     EVALUATING = "evaluating"
     STORING = "storing"
+    GATHERING = "gathering"  # federated: clients load, or too few are here
+    AGGREGATING = "aggregating"  # federated: updates are being summed
     PAUSED = "paused"
     FINISHED = "finished"
     FAILED = "failed"
@@ -32,6 +34,7 @@ class Phase(StrEnum):
 WAITING = frozenset({Phase.QUEUED, Phase.PAUSED})
 PREPARING = frozenset({Phase.PROFILING, Phase.PLANNING})
 RUNNING = frozenset({Phase.LOADING, Phase.TRAINING, Phase.EVALUATING, Phase.STORING})
+FEDERATING = frozenset({Phase.GATHERING, Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING})
 STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 

@@ -60,7 +60,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class AssignedTo:
-    """A stage of ``job`` was given to it."""
+    """A stage of ``job`` was given to it; with stage -1 it takes part in a federated one."""
 
     job: str
     stage: int
@@ -208,7 +208,8 @@ def _watch(member: Member, event: Event, now_s: float, timing: Liveness) -> Memb
 def _assign(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
     assert isinstance(event, AssignedTo)  # noqa: S101 - the table says so
     placed = replace(member, job=event.job, stage=event.stage)
-    return _to(placed, Phase.ASSIGNED, f"stage {event.stage} of {event.job}", now_s)
+    what = f"stage {event.stage} of {event.job}" if event.stage >= 0 else f"takes part in {event.job}"
+    return _to(placed, Phase.ASSIGNED, what, now_s)
 
 
 def _release(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:

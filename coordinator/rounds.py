@@ -26,6 +26,7 @@ from coordinator.facts import (
 from coordinator.instructions import CommitStep, DiscardStep, Relink, StartStep
 from coordinator.job_state import (
     ENDED,
+    FEDERATING,
     PREPARING,
     RUNNING,
     STEPPING,
@@ -55,6 +56,7 @@ from coordinator.job_state import (
 
 __all__ = [
     "ENDED",
+    "FEDERATING",
     "PREPARING",
     "RUNNING",
     "STEPPING",

@@ -20,6 +20,7 @@ from coordinator.adapting import Adapting
 from coordinator.assigning import assignment, stage_of
 from coordinator.config import CoordinatorConfig
 from coordinator.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger
+from coordinator.federating import Federating, Hooks
 from coordinator.holds import Hold, Holds
 from coordinator.learning import learn
 from coordinator.links import judge_timing
@@ -46,6 +47,7 @@ class Scheduler:
     preparer: Preparer = field(init=False)
     jobs: dict[str, JobState] = field(default_factory=dict)
     adapting: Adapting = field(init=False)
+    federating: Federating = field(init=False)
     holds: Holds = field(default_factory=Holds)
     dropped: dict[str, int] = field(default_factory=dict)
     storage: str = ""  # why nothing can be stored now
@@ -57,6 +59,17 @@ class Scheduler:
         self.roster = Roster(self.config.liveness, self.config.probing)
         self.preparer = Preparer(self.roster, self.config.probing, self._emit)
         self.adapting = Adapting(self.roster, self.config.adaptation, self._emit)
+        hooks = Hooks(
+            emit=self._emit,
+            record=self._record,
+            send=self._send,
+            log=self._log,
+            drop=self._drop,
+            move=self._move,
+            label=self._label,
+            shown=self._federated_shown,
+        )
+        self.federating = Federating(self.roster, hooks, self.config.concurrent_federations)
         for record in self.ledger.jobs.values():
             self._restore(record.submitted.job)
 
@@ -75,9 +88,12 @@ class Scheduler:
     def spec_of(self, job: str, worker: str | None = None) -> JobSpec | None:
         """The spec of a job; with ``worker``, only where it holds a stage of it."""
         state = self.jobs.get(job)
-        if state is None or (worker is not None and stage_of(state, worker) is None):
+        if state is None or (worker is not None and not self._uses(state, worker)):
             return None
         return state.spec
+
+    def _uses(self, state: JobState, worker: str) -> bool:
+        return stage_of(state, worker) is not None or self.federating.takes_part(state.job, worker)
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why this job cannot be accepted, None when it can."""
@@ -130,6 +146,7 @@ class Scheduler:
         """What was under way to a worker when its connection broke is said again; its own last
         words it repeats itself."""
         member = self.roster.workers[worker].member
+        self.federating.back(worker, self.now_s)
         state = self.jobs.get(member.job)
         stage = stage_of(state, worker) if state is not None else None
         if state is None or stage is None:
@@ -160,6 +177,7 @@ class Scheduler:
                 self._move(name, members.Tick())
         if self.preparer.expire(self.now_s) or self.holds.end(self.roster, self.now_s):
             self._dirty = True
+        self.federating.tick(self.now_s)
 
     def _arrived(self, event: ev.Arrived) -> None:
         worker = self.roster.workers.get(event.worker)
@@ -186,8 +204,9 @@ class Scheduler:
             case ev.StepReady():
                 self._step_ready(event.worker, event.message)
             case ev.UpdateReady() | ev.ClientEvaluated() | ev.ClientFailed():
-                kind = type(event.message).__name__
-                self._drop(kind, f"of {event.worker}, which takes no part in {event.message.job}")
+                self.federating.heard(event.worker, event.message, self.now_s)
+            case ev.Loaded(job) if job in self.federating.jobs:
+                self.federating.heard(event.worker, event.message, self.now_s)
             case _:
                 self._from_stage(event.worker, event.message)
 
@@ -197,8 +216,10 @@ class Scheduler:
         worker.memory_bytes = beat.memory_bytes
         self.roster.heard(name, beat.worker_time_s, self.now_s)
         held = (beat.job, beat.version)
-        # Twice the same: not just a release that is on its way.
-        if beat.job and beat.job != worker.member.job and held == worker.heard_job:
+        # Twice the same: not just a release that is on its way. After our restart a client keeps what it
+        # has of a federated job until that invites it again.
+        stays = beat.job == worker.member.job or self.federating.holds(beat.job)
+        if beat.job and not stays and held == worker.heard_job:
             self._send(name, do.ReleaseStage(beat.job, beat.version, "this job does not use you any more"))
         worker.heard_job = held
 
@@ -267,6 +288,9 @@ class Scheduler:
     def _restore(self, job: str) -> None:
         """A job's machine from what the ledger knows."""
         record = self.ledger.jobs[job]
+        if record.submitted.spec.federated is not None:
+            self.jobs[job] = self.federating.restore(record, self.now_s)
+            return
         checkpoint = record.last_checkpoint
         state = JobState(
             job,
@@ -295,6 +319,9 @@ class Scheduler:
         self._dirty = True
 
     def _unreadable(self, event: ev.JobUnreadable) -> None:
+        if event.job in self.federating.jobs:
+            self.federating.unreadable(event.job, event.reason, self.now_s)
+            return
         self._job(event.job, rounds.Broken(event.reason))
 
     def _plan_made(self, event: ev.PlanMade) -> None:
@@ -351,12 +378,21 @@ class Scheduler:
                 reason=new.reason,
             )
 
+    def _aggregator_moved(self, event: ev.AggregatorOpened | ev.AggregatorBroke) -> None:
+        self.federating.answered(event, self.now_s)
+        self._dirty = True
+
+    def _aggregator_answered(self, event: ev.Aggregated | ev.CentrallyEvaluated) -> None:
+        self.federating.answered(event, self.now_s)
+
     def _plan_asked(self, event: ev.PlanAsked) -> None:
         self.preparer.inquire(event.inquiry, event.spec, event.ops)
         self._dirty = True
 
     def _cancel(self, event: ev.CancelAsked) -> None:
-        if event.job in self.jobs:
+        if event.job in self.federating.jobs:
+            self.federating.cancel(event.job, event.reason, self.now_s)
+        elif event.job in self.jobs:
             self._job(event.job, rounds.Cancelled(event.reason))
 
     def _from_stage(self, worker: str, message: ev.JobMessage) -> None:
@@ -487,6 +523,9 @@ class Scheduler:
             self._lose_job(job, worker, reason)
 
     def _lose_job(self, job: str, worker: str, reason: str) -> None:
+        if job in self.federating.jobs:
+            self.federating.lost(job, worker, reason, self.now_s)
+            return
         state = self.jobs.get(job)
         if state is not None and state.phase in rounds.RUNNING and stage_of(state, worker) is not None:
             self._job(job, rounds.StageLost(reason))
@@ -513,7 +552,8 @@ class Scheduler:
             return
         self.storage = event.reason
         self._log(Name.STORAGE_FAILED, "error", reason=event.reason)
-        for state in list(self.jobs.values()):
+        self.federating.storage_failed(event.reason, self.now_s)
+        for state in self._pipeline().values():
             if state.phase in rounds.RUNNING:
                 self._job(state.job, rounds.StageLost(event.reason))
             elif state.phase not in rounds.ENDED:
@@ -531,8 +571,9 @@ class Scheduler:
         """Pick jobs while there is room, measure what they need, plan them."""
         if self.storage:
             return
-        busy = [s for s in self.jobs.values() if s.phase in rounds.RUNNING | rounds.PREPARING]
-        waiting = [s for s in self.jobs.values() if s.phase in rounds.WAITING]
+        pipeline = self._pipeline()
+        busy = [s for s in pipeline.values() if s.phase in rounds.RUNNING | rounds.PREPARING]
+        waiting = [s for s in pipeline.values() if s.phase in rounds.WAITING]
         for state in sorted(waiting, key=lambda s: s.created_s):
             if len(busy) < self.config.concurrent_jobs and self._may_start(state):
                 self._job(state.job, rounds.Picked("measuring devices and links"))
@@ -543,6 +584,18 @@ class Scheduler:
                 if not state.reason.startswith(f"waits for {first.job} "):
                     self._job(state.job, rounds.Waits(reason))
         self._prepare()
+        self.federating.advance(self._pipeline(), self.now_s)
+
+    def _pipeline(self) -> dict[str, JobState]:
+        """The jobs that are cut into stages."""
+        return {job: state for job, state in self.jobs.items() if job not in self.federating.jobs}
+
+    def _federated_shown(self, face: JobState) -> None:
+        """A federated job has changed: its next part may be due, and its watchers want to know."""
+        if self.jobs[face.job].phase is not face.phase:
+            self._dirty = True
+        self.jobs[face.job] = face
+        self._emit(do.Notify(face.job))
 
     def _may_start(self, state: JobState) -> bool:
         if not self.roster.idle():
@@ -554,8 +607,8 @@ class Scheduler:
         return state.job not in self.holds and self.preparer.changed(state.job)
 
     def _prepare(self) -> None:
-        training = any(s.phase in rounds.RUNNING for s in self.jobs.values())
-        for state in list(self.jobs.values()):
+        training = any(s.phase in rounds.RUNNING | rounds.FEDERATING for s in self.jobs.values())
+        for state in self._pipeline().values():
             if state.phase is rounds.Phase.PROFILING and self.preparer.profile(
                 state.job, state.spec, training, self.now_s
             ):
@@ -611,4 +664,6 @@ _HANDLERS: Mapping[type, Callable[[Scheduler, Any], None]] = {
     ev.KickAsked: Scheduler._kick,
     ev.StorageFailed: Scheduler._storage_failed,
     ev.StorageRecovered: Scheduler._storage_recovered,
+    **dict.fromkeys((ev.AggregatorOpened, ev.AggregatorBroke), Scheduler._aggregator_moved),
+    **dict.fromkeys((ev.Aggregated, ev.CentrallyEvaluated), Scheduler._aggregator_answered),
 }

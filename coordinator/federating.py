@@ -1,0 +1,340 @@
+"""Federated jobs in the scheduler: workers for them, their machines' wishes as instructions.
+
+Beside the pipeline's path: no profiling, no plan. A worker that takes part is reserved (a member
+that is assigned), so no plan uses it; a worker takes part in one job at a time. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coordinator import events as ev
+from coordinator import federation, members
+from coordinator import federation_state as fed
+from coordinator import instructions as do
+from coordinator.facts import STATE, JobRecord, RoundClosed
+from coordinator.federation_figures import CENTRAL, CLIENTS, evaluation_of
+from coordinator.federation_state import VERSION, FederationState
+from coordinator.job_state import ENDED, PREPARING, Broken, Cancelled, Dropped, Phase, Point, Record, Waits
+from coordinator.roster import Roster
+from coordinator.selecting import selector_from_json
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from atoll.federated import DatasetFacts, FederatedSpec
+    from atoll.opdag import TensorMeta
+    from coordinator.facts import Fact
+    from coordinator.job_state import JobState
+
+NO_STAGE = -1
+RESTART_GRACE_S = 15.0  # for the clients of a running job to come back after our restart
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What the scheduler does for federated jobs."""
+
+    emit: Callable[[do.Instruction], None]
+    record: Callable[[Fact], None]
+    send: Callable[[str, do.Message], None]
+    log: Callable[..., None]
+    drop: Callable[[str, str, str], None]
+    move: Callable[[str, members.Event], None]
+    label: Callable[[str], str]
+    shown: Callable[[JobState], None]  # the job's face has changed
+
+
+@dataclass(slots=True)
+class Federating:
+    """All federated jobs of a coordinator. ``at_once``: further ones wait in the queue."""
+
+    roster: Roster
+    hooks: Hooks
+    at_once: int
+    jobs: dict[str, FederationState] = field(default_factory=dict)
+    unfit: dict[str, dict[str, str]] = field(default_factory=dict)  # job -> worker -> why not
+    _let: dict[tuple[str, str], int] = field(default_factory=dict)  # (job, worker) -> incarnation set aside
+
+    # ------------------------------------------------------------ jobs
+
+    def restore(self, record: JobRecord, now_s: float) -> JobState:
+        """A job's machine from what the ledger knows; returns its face."""
+        submitted, closed = record.submitted, record.closed[-1] if record.closed else None
+        state = FederationState(
+            submitted.job,
+            submitted.spec,
+            submitted.created_s,
+            round=submitted.start_step,
+            state=submitted.start_tensors.get(STATE, ""),
+            loss=record.loss,
+            bytes_up=record.bytes_up,
+            bytes_down=record.bytes_down,
+        )
+        evaluated = {where: evaluation_of(fact) for where, fact in record.evaluated.items()}
+        state = replace(state, evaluation=evaluated.get(CLIENTS), central_evaluation=evaluated.get(CENTRAL))
+        if closed is not None:
+            took_part = frozenset((*closed.participants, *closed.dropped))
+            state = replace(
+                state,
+                round=closed.round + 1,
+                state=closed.state,
+                last=closed,
+                selector=selector_from_json(closed.selector),
+                verdicts={**dict.fromkeys(closed.participants, ""), **closed.dropped},
+                clients={name: self._remembered(name, closed.participants) for name in took_part},
+                awaited=frozenset(closed.participants),
+                hold_until_s=now_s + RESTART_GRACE_S,
+            )
+        if record.outcome:
+            state = replace(state, phase=Phase(record.outcome), reason=record.reason)
+        elif closed is not None:
+            reason = f"the coordinator was restarted; goes on at round {state.round + 1}"
+            state = replace(state, phase=Phase.PAUSED, reason=reason)
+        self.jobs[state.job] = state
+        return state.face()
+
+    def _remembered(self, name: str, told: Mapping[str, Mapping[str, Any]]) -> fed.Client:
+        figures = told.get(name, {})
+        client = fed.Client(name, int(figures.get("n_samples", 1)), present=False)
+        return replace(
+            client,
+            uplink_bps=float(figures.get("uplink_bps", 0.0)),
+            train_s=float(figures.get("train_s", 0.0)),
+            round_s=float(figures.get("train_s", 0.0)) + float(figures.get("upload_s", 0.0)),
+            metrics=dict(figures.get("metrics", {})),
+        )
+
+    def step(self, job: str, event: fed.Event, now_s: float) -> None:
+        """Step a job's machine and carry over what it wants."""
+        before = self.jobs[job]
+        state, todo = federation.step(before, event, now_s)
+        self.jobs[job] = state
+        changed = (before.phase, before.reason) != (state.phase, state.reason)
+        for item in todo:
+            self._obey(state, item)
+        if before.phase is not state.phase:
+            level = "warning" if state.phase in (Phase.PAUSED, Phase.FAILED) else "info"
+            busy = {Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING}
+            quiet = {before.phase, state.phase} <= busy
+            self.hooks.log(
+                Name.JOB_STATE, "debug" if quiet else level, job=job, state=state.phase, reason=state.reason
+            )
+        if changed or before.round != state.round or before.evaluation != state.evaluation:
+            self.hooks.shown(state.face())
+
+    def answered(self, event: ev.AggregatorEvent, now_s: float) -> None:
+        """The aggregator has done what it was asked."""
+        if event.job in self.jobs:
+            self.step(event.job, event, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Deadlines."""
+        for job, state in list(self.jobs.items()):
+            if not state.ended:
+                self.step(job, fed.Tick(), now_s)
+
+    def cancel(self, job: str, reason: str, now_s: float) -> None:
+        """Asked by its owner."""
+        self.step(job, Cancelled(reason), now_s)
+
+    def unreadable(self, job: str, reason: str, now_s: float) -> None:
+        """Its blobs cannot be read."""
+        self.step(job, Broken(reason), now_s)
+
+    def storage_failed(self, reason: str, now_s: float) -> None:
+        """Nothing can be made durable: every job stops where it is."""
+        for job, state in list(self.jobs.items()):
+            if not state.ended:
+                self.step(job, fed.Interrupted(reason), now_s)
+
+    # ------------------------------------------------------------ clients
+
+    def heard(self, worker: str, message: ev.ClientMessage | ev.Loaded, now_s: float) -> None:
+        """A message of a worker about a federated job."""
+        member = self.roster.workers[worker].member
+        state = self.jobs.get(message.job)
+        if state is None or (member.job != message.job and not isinstance(message, ev.UpdateReady)):
+            self.hooks.drop(type(message).__name__, f"of {worker}, which takes no part in it", message.job)
+            return
+        if isinstance(message, ev.Loaded) and message.version != VERSION:
+            self.hooks.drop("Loaded", f"version {message.version} of {message.job}", message.job)
+            return
+        self.step(message.job, fed.FromClient(worker, message), now_s)
+
+    def back(self, worker: str, now_s: float) -> None:
+        """The same process is connected again."""
+        job = self.roster.workers[worker].member.job
+        if job in self.jobs:
+            self.step(job, fed.ClientBack(worker), now_s)
+
+    def lost(self, job: str, worker: str, reason: str, now_s: float) -> None:
+        """A client is gone, or must not be used any more."""
+        state = self.jobs.get(job)
+        if state is None:
+            return
+        self.step(job, fed.ClientLost(worker, reason), now_s)
+        if self.roster.workers[worker].member.job == job:  # it leaves, or was set aside
+            self._free(state, worker, reason)
+
+    def holds(self, job: str) -> bool:
+        """Whether a worker that says it works for ``job`` may go on."""
+        state = self.jobs.get(job)
+        return state is not None and not state.ended
+
+    def takes_part(self, job: str, worker: str) -> bool:
+        """Whether ``worker`` is a client of ``job`` now."""
+        state = self.jobs.get(job)
+        return state is not None and worker in state.clients and state.clients[worker].present
+
+    # ------------------------------------------------------------ what runs next
+
+    def advance(self, pipeline: Mapping[str, JobState], now_s: float) -> None:
+        """Begin jobs whose turn it is, and give each the idle workers that hold its data."""
+        alive = sorted((s for s in self.jobs.values() if not s.ended), key=lambda s: s.created_s)
+        for at, state in enumerate(alive):
+            if state.phase not in (Phase.QUEUED, Phase.PAUSED):
+                continue
+            if at < self.at_once:
+                self.step(state.job, fed.Begin(), now_s)
+            elif state.phase is Phase.QUEUED and not state.reason.startswith("waits for "):
+                self.step(state.job, Waits(f"waits for {alive[0].job}"), now_s)
+        # A plan in the making counts on the workers that were idle when it was begun.
+        if any(s.phase in PREPARING for s in pipeline.values()):
+            return
+        for state in alive:
+            self._recruit(state.job, now_s)
+
+    def _recruit(self, job: str, now_s: float) -> None:
+        for worker in self.roster.idle():
+            state = self.jobs[job]
+            if state.ended or not state.opened:
+                return
+            known = self.roster.workers[worker]
+            if self._let.get((job, worker)) == known.member.incarnation:
+                continue
+            facts = next((d for d in known.introduction.datasets if d.name == state.federated.data), None)
+            if facts is None:
+                continue
+            wrong = misfit(facts, state.federated, state.inputs, state.spec.data.batch)
+            if wrong is not None:
+                self._turn_down(job, worker, wrong)
+                continue
+            self.hooks.move(worker, members.AssignedTo(job, NO_STAGE))
+            trip = self.roster.ops.rtt_s.get(worker)
+            latency_s = min(trip) / 2 if trip else 0.0
+            self.step(job, fed.Invited(worker, facts.n_samples, latency_s), now_s)
+
+    def _turn_down(self, job: str, worker: str, why: str) -> None:
+        known = self.unfit.setdefault(job, {})
+        if known.get(worker) != why:
+            known[worker] = why
+            self.hooks.log(Name.CLIENT_UNFIT, "warning", job=job, worker=worker, reason=why)
+
+    # ------------------------------------------------------------ what a machine wants
+
+    def _obey(self, state: FederationState, todo: fed.Todo) -> None:
+        hooks, job = self.hooks, state.job
+        match todo:
+            case Record(fact):
+                hooks.record(fact)
+            case fed.Say(worker, message):
+                hooks.send(worker, message)
+            case fed.Invite(worker):
+                hooks.send(worker, do.Participate(job, VERSION, state.spec, dict(state.spec.tensors)))
+            case fed.Let(worker, reason):
+                self._release(state, worker, reason)
+            case fed.Open(at_round, blob):
+                hooks.emit(do.OpenAggregator(job, state.spec, at_round, blob, max(1, len(state.clients))))
+            case fed.Aggregate():
+                hooks.emit(
+                    do.AggregateRound(
+                        job,
+                        todo.round,
+                        todo.attempt,
+                        todo.updates,
+                        todo.n_samples,
+                        todo.n_clients,
+                        todo.least,
+                    )
+                )
+            case fed.EvaluateCentrally(at_round):
+                hooks.emit(do.EvaluateModel(job, at_round))
+            case fed.Close():
+                hooks.emit(do.CloseAggregator(job))
+            case fed.Forget(blobs):
+                hooks.emit(do.DropBlobs(blobs))
+            case fed.Without(at_round, worker, reason):
+                hooks.log(
+                    Name.CLIENT_DROPPED, "warning", job=job, round=at_round, worker=worker, reason=reason
+                )
+            case fed.Closed(fact):
+                self._say_closed(state, fact)
+            case Point(step, name, value):
+                hooks.emit(do.Measured(job, step, name, value))
+            case Dropped(why):
+                hooks.drop("client message", why, job)
+
+    def _say_closed(self, state: FederationState, fact: RoundClosed) -> None:
+        told = fact.participants
+        self.hooks.emit(do.SweepBlobs())
+        self.hooks.log(
+            Name.ROUND_CLOSED,
+            job=fact.job,
+            round=fact.round,
+            arrived=len(told),
+            lost=len(fact.dropped),
+            loss=fact.loss,
+            took_s=round(fact.took_s, 4),
+            bytes_up=sum(t["bytes_up"] for t in told.values()),
+            bytes_down=sum(t["bytes_down"] for t in told.values()),
+            pace=state.pace or None,
+        )
+
+    def _release(self, state: FederationState, worker: str, reason: str) -> None:
+        for name in [worker] if worker else list(state.clients):
+            known = self.roster.workers.get(name)
+            if known is None or known.member.job != state.job:
+                continue
+            if worker:
+                self._let[state.job, name] = known.member.incarnation
+            self._free(state, name, reason)
+
+    def _free(self, state: FederationState, worker: str, reason: str) -> None:
+        self.hooks.send(worker, do.ReleaseStage(state.job, VERSION, reason))
+        self.hooks.move(worker, members.Released(f"released by {state.job}"))
+
+
+def misfit(
+    facts: DatasetFacts, wanted: FederatedSpec, inputs: Mapping[str, TensorMeta], batch: int
+) -> str | None:
+    """Why a registered data set cannot feed the model, None when it can.
+
+    A field's dtype must go into the input's without loss, its shape must be that of one sample.
+    """
+    for name, meta in inputs.items():
+        found = facts.field(wanted.inputs.get(name, ""))
+        if found is None:
+            names = ", ".join(f.name for f in facts.fields)
+            return f"{facts.name} has no field {wanted.inputs.get(name)!r} for input {name!r}; it has {names}"
+        if (batch, *found.shape) != meta.shape:
+            return (
+                f"field {found.name!r} of {facts.name} has samples of shape {found.shape}, input {name!r} "
+                f"takes {meta.shape[1:]}"
+            )
+        if found.dtype != meta.dtype and not _goes_into(found.dtype, meta.dtype):
+            return f"field {found.name!r} of {facts.name} is {found.dtype}, input {name!r} takes {meta.dtype}"
+    return None
+
+
+def _goes_into(stored: str, taken: str) -> bool:
+    try:
+        return np.can_cast(np.dtype(stored), np.dtype(taken), "safe")
+    except TypeError:  # bfloat16
+        return False
+
+
+__all__ = ["ENDED", "Federating", "Hooks", "misfit"]

@@ -1,0 +1,133 @@
+"""What a federated round showed, as facts, metric points and a client's newest figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import fsum, isfinite
+from typing import Any
+
+from coordinator.events import ClientEvaluated, UpdateReady
+from coordinator.facts import RoundClosed, RoundEvaluated
+from coordinator.federation_state import Client, Evaluation, FederationState
+from coordinator.job_state import Point
+from coordinator.selecting import smoothed
+from strategies.selection import Outcome
+
+LOSS = "loss"
+CLIENTS, CENTRAL = "clients", "central"
+RATE_FROM_BYTES = 4096  # smaller uploads tell the round trip, not the rate
+RATES_BPS = (1e3, 1e13)
+MAX_METRICS = 64
+
+
+def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict[str, Any]:
+    """One participant's entry in RoundClosed."""
+    return {
+        "n_samples": update.n_samples,
+        "steps": update.steps,
+        "metrics": {name: value for name, value in update.metrics.items() if isfinite(value)},
+        "train_s": update.train_s,
+        "upload_s": update.upload_s,
+        "bytes_up": update.upload_bytes,
+        "bytes_down": update.download_bytes,
+        "codec": codec,
+        "ratio": ratio,
+        "uplink_bps": client.uplink_bps,
+    }
+
+
+def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
+    """The client with what its update showed of its line and its speed."""
+    uplink_bps = client.uplink_bps
+    if update.upload_bytes >= RATE_FROM_BYTES and update.upload_s > 0.0:
+        rate = 8.0 * update.upload_bytes / update.upload_s
+        if RATES_BPS[0] <= rate <= RATES_BPS[1]:
+            uplink_bps = smoothed(uplink_bps, rate)
+    return replace(
+        client,
+        uplink_bps=uplink_bps,
+        train_s=smoothed(client.train_s, max(update.train_s, 1e-6)),
+        round_s=smoothed(client.round_s, max(took_s, 1e-6)),
+        bytes_up=update.upload_bytes,
+        bytes_down=update.download_bytes,
+    )
+
+
+def outcomes(updates: Mapping[str, UpdateReady], clients: Mapping[str, Client]) -> dict[str, Outcome]:
+    """What a selector learns of a round's participants."""
+    return {
+        name: Outcome(update.square_loss, update.n_samples, clients[name].round_s)
+        for name, update in updates.items()
+    }
+
+
+def mean_loss(updates: Iterable[UpdateReady]) -> float | None:
+    """The training loss over all participants, by samples; None where nobody told a finite one."""
+    known = [(u.n_samples, u.metrics[LOSS]) for u in updates if isfinite(u.metrics.get(LOSS, float("nan")))]
+    return weighted(known) if known else None
+
+
+def weighted(values: Iterable[tuple[float, float]]) -> float:
+    """sum(weight * value) / sum(weight); weights > 0."""
+    pairs = list(values)
+    return fsum(weight * value for weight, value in pairs) / fsum(weight for weight, _ in pairs)
+
+
+def over_clients(at_round: int, told: Mapping[str, ClientEvaluated]) -> Evaluation:
+    """Means by samples; a metric counts those clients that told a finite one."""
+    reports = [told[name] for name in sorted(told)]
+    names = sorted({name for report in reports for name in report.metrics})[:MAX_METRICS]
+    metrics = {}
+    for name in names:
+        known = [(r.n_samples, r.metrics[name]) for r in reports if name in r.metrics]
+        finite = [(n, value) for n, value in known if isfinite(value)]
+        if finite:
+            metrics[name] = weighted(finite)
+    loss = weighted((r.n_samples, r.loss) for r in reports)
+    return Evaluation(at_round, loss, metrics, sum(r.n_samples for r in reports), len(reports))
+
+
+def fact_of(job: str, where: str, found: Evaluation) -> RoundEvaluated:
+    """The evaluation as it is kept."""
+    return RoundEvaluated(job, found.round, where, found.loss, found.metrics, found.n_samples, found.clients)
+
+
+def evaluation_of(fact: RoundEvaluated) -> Evaluation:
+    """The evaluation that was kept."""
+    return Evaluation(fact.round, fact.loss, dict(fact.metrics), fact.n_samples, fact.clients)
+
+
+def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
+    """Metric points of a closed round."""
+    done = fact.round + 1
+    told = fact.participants
+    points = {
+        "learning_rate": state.spec.training.learning_rate(fact.round),
+        "round_s": fact.took_s,
+        "participants": float(len(told)),
+        "dropped": float(len(fact.dropped)),
+        "bytes_up": float(sum(t["bytes_up"] for t in told.values())),
+        "bytes_down": float(sum(t["bytes_down"] for t in told.values())),
+    }
+    if fact.loss is not None:
+        points = {LOSS: fact.loss, **points}
+    for name in sorted(told):
+        points |= {f"client/{name}/train_{metric}": value for metric, value in told[name]["metrics"].items()}
+        points[f"client/{name}/train_s"] = told[name]["train_s"]
+    return [Point(done, name, value) for name, value in points.items()]
+
+
+def evaluation_points(prefix: str, found: Evaluation) -> list[Point]:
+    """Metric points of an evaluation."""
+    values = {LOSS: found.loss, **found.metrics}
+    return [Point(found.round, f"{prefix}_{name}", value) for name, value in values.items()]
+
+
+def client_points(at_round: int, told: Mapping[str, ClientEvaluated]) -> list[Point]:
+    """Metric points of each client's evaluation."""
+    return [
+        Point(at_round, f"client/{worker}/{name}", value)
+        for worker in sorted(told)
+        for name, value in {LOSS: told[worker].loss, **told[worker].metrics}.items()
+    ]

@@ -1,0 +1,315 @@
+"""What a federated job's machine knows, hears and wants: state, events, instructions of ``federation``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.federated import FederatedSpec
+from atoll.job import JobSpec
+from atoll.opdag import TensorMeta
+from coordinator.events import (
+    Aggregated,
+    AggregatorBroke,
+    AggregatorOpened,
+    CentrallyEvaluated,
+    ClientEvaluated,
+    ClientFailed,
+    Loaded,
+    UpdateReady,
+)
+from coordinator.facts import Checkpoint, RoundClosed
+from coordinator.instructions import EvaluateRound, Model, RoundTaken, TrainRound
+from coordinator.job_state import ENDED, Broken, Cancelled, Dropped, JobState, Phase, Point, Record, Waits
+
+VERSION = 1  # of every Participate: one job, one participation
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client of a job, while it is here and afterwards. Figures are those of its last round."""
+
+    worker: str
+    n_samples: int  # that it registered
+    present: bool = True
+    loaded: bool = False
+    out: str = ""  # why it takes no part until it joins anew
+    strikes: int = 0  # rounds in a row in which it failed
+    model: str = ""  # the broadcast it surely holds, by its full blob's hash
+    latency_s: float = 0.0  # one way, from the coordinator's own round trips
+    uplink_bps: float = 0.0  # smoothed; 0: not measured
+    train_s: float = 0.0  # smoothed
+    round_s: float = 0.0  # smoothed, from TrainRound to UpdateReady; 0: not measured
+    codec: str = ""
+    ratio: float = 1.0
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    bytes_up: int = 0
+    bytes_down: int = 0
+    dropped: str = ""  # why its last round was closed without it
+
+    @property
+    def ready(self) -> bool:
+        return self.present and self.loaded and not self.out
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Means over the samples of those who evaluated."""
+
+    round: int  # rounds closed before it
+    loss: float
+    metrics: Mapping[str, float]
+    n_samples: int = 0
+    clients: int = 0
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Invited:
+    """A worker that holds the data was reserved for this job."""
+
+    worker: str
+    n_samples: int
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FromClient:
+    """A message of a worker that takes part."""
+
+    worker: str
+    message: Loaded | UpdateReady | ClientEvaluated | ClientFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBack:
+    """A client's connection is back: what was under way to it is said again."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLost:
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The job's turn has come: its aggregator may start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """Nothing can be stored now; the job goes on at its round afterwards."""
+
+    reason: str
+
+
+Event = (
+    Begin
+    | AggregatorOpened
+    | AggregatorBroke
+    | Aggregated
+    | CentrallyEvaluated
+    | Invited
+    | FromClient
+    | ClientBack
+    | ClientLost
+    | Tick
+    | Waits
+    | Interrupted
+    | Cancelled
+    | Broken
+)
+
+# ---------------------------------------------------------------- what is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Start the aggregator, or start it anew, at this state ("": the job's initial tensors)."""
+
+    round: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """Sum these updates; answers Aggregated."""
+
+    round: int
+    attempt: int
+    updates: Mapping[str, UpdateReady]
+    n_samples: Mapping[str, int]  # that each registered: no update may claim more
+    n_clients: int
+    least: int  # with fewer good ones nothing changes
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateCentrally:
+    """The model after ``round`` rounds on the owner's held-out data; answers CentrallyEvaluated."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The aggregator is not needed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """Say Participate."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """One message to one client."""
+
+    worker: str
+    message: TrainRound | EvaluateRound | RoundTaken
+
+
+@dataclass(frozen=True, slots=True)
+class Let:
+    """This worker, or with "" every one, takes no part any more."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Blobs of updates that were counted or refused."""
+
+    blobs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """A round goes on without this client; said in the log."""
+
+    round: int
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A round is closed; said in the log."""
+
+    fact: RoundClosed
+
+
+Todo = (
+    Record
+    | Open
+    | Aggregate
+    | EvaluateCentrally
+    | Close
+    | Invite
+    | Say
+    | Let
+    | Forget
+    | Without
+    | Closed
+    | Point
+    | Dropped
+)
+
+
+# ---------------------------------------------------------------- the state
+
+
+@dataclass(frozen=True, slots=True)
+class FederationState:
+    """One federated job; ``round`` is the round in flight, so ``round`` rounds are closed."""
+
+    job: str
+    spec: JobSpec
+    created_s: float
+    phase: Phase = Phase.QUEUED
+    reason: str = "just submitted"
+    round: int = 0
+    opened: bool = False  # the aggregator is there
+    state: str = ""  # blob of the server's state before ``round``; "": the initial one
+    model: Model | None = None  # the broadcast of ``round``
+    inputs: Mapping[str, TensorMeta] = field(default_factory=dict)  # of the model
+    up: tuple[TensorMeta, ...] = ()  # arrays of one update
+    clients: Mapping[str, Client] = field(default_factory=dict)
+    # the round in flight
+    attempt: int = 0  # of whatever is awaited of the aggregator
+    repeats: int = 0  # of this round
+    chosen: tuple[str, ...] = ()
+    ratios: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # codec and ratio by client
+    pace: str = ""  # why these ratios
+    updates: Mapping[str, UpdateReady] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    begun_s: float | None = None
+    due_s: float = 0.0
+    # an evaluation
+    asking: bool = False  # for the selector, before a round; else of what a round brought
+    asked: frozenset[str] = frozenset()
+    told: Mapping[str, ClientEvaluated] = field(default_factory=dict)  # of the broadcast of ``round``
+    central: bool = False  # the owner's held-out data are being evaluated
+    # what became of the last closed round: said again to whoever did not hear it
+    verdicts: Mapping[str, str] = field(default_factory=dict)  # "" taken, else why not
+    selector: Any = None
+    awaited: frozenset[str] = frozenset()  # after a restart: clients of the last round
+    hold_until_s: float = 0.0
+    failures: int = 0  # of the aggregator, without a closed round in between
+    # for people
+    loss: float | None = None
+    evaluation: Evaluation | None = None  # on the clients
+    central_evaluation: Evaluation | None = None
+    bytes_up: int = 0  # of all rounds
+    bytes_down: int = 0
+    round_times_s: tuple[float, ...] = ()
+    last: RoundClosed | None = None
+
+    @property
+    def federated(self) -> FederatedSpec:
+        assert self.spec.federated is not None  # noqa: S101 - the scheduler says so
+        return self.spec.federated
+
+    @property
+    def rounds(self) -> int:
+        return self.spec.training.steps
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """Clients that can take part now."""
+        return tuple(sorted(name for name, client in self.clients.items() if client.ready))
+
+    def face(self) -> JobState:
+        """The job as everything that is not about federated training sees it."""
+        evaluation = self.central_evaluation or self.evaluation
+        return JobState(
+            self.job,
+            self.spec,
+            Checkpoint(self.round, {}),
+            self.created_s,
+            self.phase,
+            self.reason,
+            version=VERSION,
+            step=self.round,
+            loss=self.loss,
+            eval_loss=evaluation.loss if evaluation is not None else None,
+            step_times_s=self.round_times_s,
+        )

@@ -1,0 +1,147 @@
+"""Who takes part in a federated round, and with which codec and ratio each sends its update. Pure.
+
+Selectors and BCRS are those of ``strategies``; this file gives them what was measured of the clients:
+expected seconds of a round (smoothed; the median of the others for a client not seen yet) and uplinks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from atoll.compression import LOSSLESS, OFF
+from atoll.errors import StorageError
+from atoll.federated import BCRS, Federated, parse_uplink
+from compressors.catalogue import codec
+from coordinator.federation_state import Client, FederationState
+from strategies.bcrs import Uplink, bcrs
+from strategies.oort import OortState, Seen
+from strategies.selection import Candidate, Outcome, Selector
+from strategies.selectors import make_selector
+
+BCRS_CODEC = "topk"
+NONE = "none"
+UNKNOWN_S = 1.0  # of a round, before any was measured
+UNKNOWN_BPS = 20e6  # of an uplink: the same for all until one is measured
+LEAST_SAMPLES = 1
+
+
+def selector_of(rule: Federated) -> Selector:
+    """The selector that a job names; UsageError for an unknown one or an option out of bounds."""
+    return make_selector(rule.selector, rule.selector_options)
+
+
+def candidates(state: FederationState) -> dict[str, Candidate]:
+    """Clients that could take part now."""
+    known = [client.round_s for client in state.clients.values() if client.round_s > 0.0]
+    unseen_s = median(known) if known else UNKNOWN_S
+    share = 1.0 - state.federated.rule.held_out
+    return {
+        name: Candidate(
+            max(LEAST_SAMPLES, int(state.clients[name].n_samples * share)),
+            state.clients[name].round_s or unseen_s,
+        )
+        for name in state.ready
+    }
+
+
+def places(state: FederationState) -> int:
+    """How many of them a round takes."""
+    wanted = state.federated.rule.clients
+    return min(wanted, len(state.ready)) if wanted else len(state.ready)
+
+
+def to_ask(state: FederationState) -> tuple[str, ...]:
+    """Whose loss the selector needs before it chooses; empty where everybody takes part anyway."""
+    count = places(state)
+    if count == len(state.ready):
+        return ()
+    selector = selector_of(state.federated.rule)
+    return selector.ask(candidates(state), count, state.round, state.spec.training.seed)
+
+
+def chosen(state: FederationState, losses: Mapping[str, float]) -> tuple[tuple[str, ...], Any]:
+    """The round's participants, ascending, and the selector's next state."""
+    selector = selector_of(state.federated.rule)
+    before = selector.init() if state.selector is None else state.selector
+    return selector.choose(
+        before, candidates(state), places(state), state.round, state.spec.training.seed, losses
+    )
+
+
+def learnt(state: FederationState, outcomes: Mapping[str, Outcome]) -> Any:
+    """The selector's state after the round's participants have answered."""
+    selector = selector_of(state.federated.rule)
+    before = selector.init() if state.selector is None else state.selector
+    return selector.learn(before, state.round, outcomes)
+
+
+# ---------------------------------------------------------------- codecs
+
+
+def codecs(state: FederationState, names: tuple[str, ...]) -> tuple[dict[str, tuple[str, float]], str]:
+    """Codec and ratio of each participant's update, and why where that was a choice."""
+    wanted = parse_uplink(state.federated.rule.uplink)
+    if wanted.mode == OFF:
+        return dict.fromkeys(names, (NONE, 1.0)), ""
+    if wanted.mode != BCRS:
+        ratio = wanted.ratio or 1.0
+        return dict.fromkeys(names, (LOSSLESS if wanted.mode == LOSSLESS else wanted.mode, ratio)), ""
+    facts, base = codec(BCRS_CODEC), wanted.ratio or 1.0
+    dense = float(sum(meta.nbytes for meta in state.up))
+
+    def wire(ratio: float) -> float:
+        return sum(facts.payload_bytes(meta, ratio) for meta in state.up)
+
+    if not dense or not names:
+        return dict.fromkeys(names, (BCRS_CODEC, base)), ""
+    found = bcrs({name: _uplink(state, name) for name in names}, dense, base, wire)
+    return {name: (BCRS_CODEC, found.ratios[name]) for name in names}, found.reason
+
+
+def _uplink(state: FederationState, name: str) -> Uplink:
+    """What is known of a client's line; one not measured yet is taken for a middling one."""
+    client = state.clients[name]
+    rates = [c.uplink_bps for c in state.clients.values() if c.uplink_bps > 0.0]
+    times = [c.train_s for c in state.clients.values() if c.train_s > 0.0]
+    return Uplink(
+        client.uplink_bps or (median(rates) if rates else UNKNOWN_BPS),
+        client.latency_s,
+        client.train_s or (median(times) if times else 0.0),
+    )
+
+
+# ---------------------------------------------------------------- a selector's state in the journal
+
+
+def selector_to_json(state: Any) -> Any:
+    """A selector's state as JSON-ready values."""
+    if isinstance(state, OortState):
+        return {"oort": dataclasses.asdict(state)}
+    return {"last": dict(state)} if isinstance(state, Mapping) else None
+
+
+def selector_from_json(value: Any) -> Any:
+    """What ``selector_to_json`` wrote; StorageError when it is damaged."""
+    if value is None:
+        return None
+    try:
+        if "last" in value:
+            return {str(name): int(at) for name, at in value["last"].items()}
+        oort = value["oort"]
+        seen = {name: Seen(**known) for name, known in oort["seen"].items()}
+        return OortState(seen, float(oort["percentile"]), tuple(oort["gathered"]))
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise StorageError(f"the journal holds a damaged selector state: {error}") from error
+
+
+def smoothed(before: float, measured: float, weight: float = 0.3) -> float:
+    """Exponential mean; the first measurement counts whole."""
+    return measured if before <= 0.0 else (1.0 - weight) * before + weight * measured
+
+
+def learn_of(client: Client, **figures: Any) -> Client:
+    """The client with newer figures."""
+    return dataclasses.replace(client, **figures)
