@@ -34,7 +34,8 @@ class LocalGrid(Grid):
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterable[Message]:
         replies = []
-        for message in messages:
+        # Flower draws the nodes without a seed: one order here, so that sums repeat to the bit.
+        for message in sorted(messages, key=lambda message: message.metadata.dst_node_id):
             self.requests.append(message)
             node = message.metadata.dst_node_id
             try:
