@@ -196,8 +196,8 @@ class Executor:
         received: Mapping[int, Tensor],
         observe: Observer | None = None,
     ) -> dict[int, Tensor]:
-        """Run one micro-batch; return the produced values, and the loss where it is computed,
-        detached, by op position. ``observe(position, value)`` sees every op's value."""
+        """Run one micro-batch; return the produced values, and the loss and metrics where they are
+        computed, detached, by op position. ``observe(position, value)`` sees every op's value."""
         record = _Micro(step)
         if self._recompute:
             self._fresh = None
@@ -211,6 +211,7 @@ class Executor:
         out = {p.op: self._value(p.op).detach() for p in self.program.produced}
         if self.program.loss is not None:
             out[self.program.loss] = self._value(self.program.loss).detach()
+        out.update((op, self._value(op).detach()) for _, op in self.program.metrics)
         self._values: Values = []
         if self._recompute:
             self._live[micro], self._fresh = record, (micro, graph)

@@ -99,6 +99,7 @@ class Compiler:
     def last_uses(self) -> dict[int, list[int]]:
         """Op -> ops whose values nothing in this stage reads after it."""
         kept = {p.op for p in self.program.produced} | self.cached
+        kept |= {op for _, op in self.program.metrics}
         if self.program.loss is not None:
             kept.add(self.program.loss)
         last: dict[int, int] = {}

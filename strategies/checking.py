@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import BadUpdate, UsageError
+from atoll.federated import parse_uplink
 from atoll.job import OptimizerName
 from strategies.layout import SHARED, Role, meta_of
 
 if TYPE_CHECKING:
+    from atoll.federated import Federated
     from atoll.job import Optimizer
     from atoll.opdag import TensorMeta
     from strategies.base import Broadcast, ClientUpdate, ServerState, Strategy
@@ -96,6 +98,16 @@ def check_optimizer(rule: Strategy, optimizer: Optimizer) -> None:
         raise UsageError(
             f"{rule.name} reads one learning rate for all tensors, the group {scaled[0][:3]} has its own; "
             "drop its lr_scale or take another strategy"
+        )
+
+
+def check_feedback(rule: Strategy, federated: Federated) -> None:
+    """UsageError for a rule that itself restores what sparse updates leave out, beside error feedback."""
+    lossy = not parse_uplink(federated.uplink).exact
+    if rule.core.name == "opwa" and lossy and federated.error_feedback:
+        raise UsageError(
+            "opwa and error feedback both restore what the uplink's codec leaves out, so together it counts "
+            "twice; set error_feedback=False, or take fedavg for clients that return"
         )
 
 

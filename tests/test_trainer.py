@@ -17,7 +17,7 @@ from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.sampling import epoch_batches
 from coordinator.capture import capture
 from worker.federation_local import LocalFederation, local_model
-from worker.trainer import Client, LocalModel
+from worker.local_model import Client, LocalModel
 
 BATCH = 8
 SGD = Optimizer(OptimizerName.SGD, lr=0.05)

@@ -1,22 +1,32 @@
 """A whole federation in one process: real rules, the real trainer, no network.
 
-What the workers and the coordinator do in a round, in memory: the reference that their runs are held
-to, and what experiments on heterogeneity and rules use. One trainer serves all clients in turn.
+What the workers and the coordinator do in a round: the reference that their runs are held to, and what
+experiments on heterogeneity, rules and codecs use. One trainer serves all clients in turn; updates go
+through the files that would travel where the uplink has a codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from atoll.compression import OFF
 from atoll.errors import UsageError
+from atoll.federated import BCRS, parse_uplink
 from atoll.program import stage_programs
+from atoll.sampling import client_key
+from compressors.model_file import NONE, Coding, read_update, write_update
 from strategies import make_strategy
 from strategies.base import Broadcast, ClientState, ClientUpdate
+from strategies.checking import check_feedback
+from strategies.files import lossy_names, parted, update_arrays, update_metas
 from strategies.selection import Candidate
 from strategies.selectors import SELECTORS
-from worker.trainer import LOSS, Client, Evaluated, LocalData, LocalModel, LocalTrainer
+from worker.local_model import Client, LocalData, LocalModel
+from worker.trainer import LOSS, Evaluated, LocalTrainer
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +43,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoundMetrics:
-    """What came of one round. ``loss``: of local training, mean over the participants' samples."""
+    """What came of one round. ``loss``: of local training, mean over the participants' samples; bytes are
+    those of the files that would travel."""
 
     round: int
     participants: tuple[str, ...]
@@ -49,7 +60,6 @@ def local_model(
     evaluation: OpDag | None,
     tensors: Mapping[str, Tensor],
     training: TrainingSpec,
-    metrics: Mapping[str, int] | None = None,
 ) -> LocalModel:
     """What clients compute with, from a capture's two graphs and its state."""
     graphs = [train] if evaluation is None else [train, evaluation]
@@ -59,7 +69,7 @@ def local_model(
     programs = [stage_programs(graph, (0,))[0] for graph in graphs]
     ordered = {name: states[name] for name in tensors if name in states}
     evaluator = programs[1] if evaluation is not None else None
-    return LocalModel(programs[0], evaluator, training, ordered, tensors, train.inputs, metrics or {})
+    return LocalModel(programs[0], evaluator, training, ordered, tensors, train.inputs)
 
 
 class LocalFederation:
@@ -103,21 +113,27 @@ class LocalFederation:
             raise UsageError(f"no selector {federated.selector!r}; there are {', '.join(SELECTORS)}")
         self.selector = selector(**federated.selector_options)
         self._selection = self.selector.init()
+        check_feedback(self.rule, federated)
+        self._uplink = parse_uplink(federated.uplink)
+        self._residuals: dict[str, dict[str, Tensor | None]] = {name: {} for name in clients}
 
     @property
     def weights(self) -> Arrays:
         """The common model: what an owner exports, by state-dict name."""
         return {**self._still(), **self.state.weights}
 
-    def run_round(self) -> RoundMetrics:
-        """Choose, train, aggregate."""
+    def run_round(self, ratios: Mapping[str, float] | None = None) -> RoundMetrics:
+        """Choose, train, aggregate. ``ratios``: by client, instead of the uplink's own (BCRS)."""
         chosen = self.choose()
         broadcast = self.rule.configure(self.state)
         updates: list[ClientUpdate] = []
+        up_bytes: dict[str, int] = {}
         for name in chosen:
-            update, after = self.trainer.train(self.clients[name], broadcast, self.client_states[name])
+            found = self.trainer.train(self.clients[name], broadcast, self.client_states[name])
+            coding = self._coding((ratios or {}).get(name))
+            update, up_bytes[name] = self._sent(name, found.update, coding)
             updates.append(replace(update, client=name))
-            self.client_states[name] = after
+            self.client_states[name] = found.state
         self.state = self.rule.aggregate(self.state, updates)
         total = sum(update.n_samples for update in updates)
         return RoundMetrics(
@@ -125,10 +141,31 @@ class LocalFederation:
             chosen,
             sum(u.metrics[LOSS] * u.n_samples for u in updates) / total,
             {u.client: u.steps for u in updates},
-            {u.client: _nbytes(u.delta, *u.extra.values()) for u in updates},
+            up_bytes,
             _nbytes(broadcast.weights, *broadcast.extra.values()),
             {u.client: u.metrics for u in updates},
         )
+
+    def _coding(self, ratio: float | None) -> Coding:
+        mode = self._uplink.mode
+        name = {OFF: NONE, BCRS: "topk"}.get(mode, mode)
+        lossy = lossy_names(self.trainer.layout)
+        wanted = ratio or self._uplink.ratio or 1.0
+        return Coding(name, wanted, lossy, self.federated.error_feedback)
+
+    def _sent(self, name: str, update: ClientUpdate, coding: Coding) -> tuple[ClientUpdate, int]:
+        """``update`` as the server reads it, and the bytes that took."""
+        arrays = update_arrays(update)
+        if coding.codec == NONE:
+            return update, _nbytes(arrays)
+        left_out = self._residuals[name]
+        seed = client_key(f"{name}/{update.round}")
+        with TemporaryDirectory(prefix="atoll-") as folder:
+            path = Path(folder) / "update"
+            stored = write_update(path, arrays, coding, seed, left_out.get, left_out.__setitem__)
+            metas = update_metas(self.rule, self.trainer.layout)
+            weights, slots = parted(read_update(path, metas, coding))
+        return replace(update, delta=weights, extra=slots), stored.size
 
     def choose(self) -> tuple[str, ...]:
         """The participants of the next round."""

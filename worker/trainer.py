@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,115 +21,36 @@ import torch
 from torch import Tensor
 
 from atoll.errors import JobFailed, UsageError
-from atoll.execute import DTYPES, Executor
-from atoll.job import OptimizerName, stepwise_groups
+from atoll.execute import Executor
+from atoll.job import OptimizerName
 from atoll.ops import check_node
-from atoll.sampling import Split, epoch_batches, held_out_batches, local_steps, op_seed_of, split
+from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
 from strategies.base import Done
 from strategies.checking import check_broadcast, check_optimizer, check_update
-from strategies.layout import Layout
+from strategies.layout import SHARED, Role
 from worker.cancel import Cancel
 from worker.optimizers import make_optimizer
 from worker.stage import MAX_OUTPUT_BYTES
 
 if TYPE_CHECKING:
     from atoll.federated import Federated
-    from atoll.job import TrainingSpec
-    from atoll.opdag import StateMeta, TensorMeta
     from atoll.program import StageProgram
     from strategies.base import Broadcast, ClientState, ClientUpdate, Correction, Phase, Strategy
     from strategies.layout import Array, Arrays
-
-    Fields = Mapping[str, Array]
+    from worker.local_model import Client, LocalModel
 
 ROUND_STEPS = 1 << 32  # a round's steps have keys of their own among random draws
 LOSS = "loss"  # the metric every update carries: mean over the first phase's steps
 
 
-@dataclass(frozen=True)
-class LocalModel:
-    """What every client of a job computes with. ``tensors``: the job's own values by name, on the CPU,
-    perhaps memory-mapped, never written; ``states`` describes parameters and buffers in the state dict's
-    order, ``inputs`` the model's inputs."""
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A client's answer, and its next state, to be kept once the answer is taken. ``square_loss``: mean
+    of the squared losses of the first phase's micro-batches (Oort's utility)."""
 
-    program: StageProgram
-    eval_program: StageProgram | None
-    training: TrainingSpec
-    states: Mapping[str, StateMeta]
-    tensors: Mapping[str, Tensor]
-    inputs: Mapping[str, TensorMeta]
-    metrics: Mapping[str, int] = field(default_factory=dict)  # name -> op of the evaluation program
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """Parameters and buffers of both programs, in the order of ``states``."""
-        programs = [p for p in (self.program, self.eval_program) if p is not None]
-        used = {name for p in programs for name in (*p.parameters, *p.buffers)}
-        return tuple(name for name in self.states if name in used)
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """Parameters that the optimizer's groups hold fixed."""
-        groups = stepwise_groups(self.program.parameters, self.training.optimizer)
-        return frozenset(name for name, group in groups.items() if group.frozen)
-
-    def layout(self) -> Layout:
-        """Roles of the leaves, before a rule adapts them."""
-        return Layout.of_state({name: self.states[name] for name in self.leaves}, self.frozen)
-
-
-class LocalData:
-    """One client's samples: arrays by field, each with the samples along its first axis, perhaps
-    memory-mapped. ``inputs``: input of the model -> field.
-
-    UsageError when a field is missing, has another shape or dtype than the input, or another length.
-    """
-
-    def __init__(self, fields: Fields, inputs: Mapping[str, str], metas: Mapping[str, TensorMeta]) -> None:
-        missing = [name for name in metas if inputs.get(name) not in fields]
-        if missing:
-            raise UsageError(
-                f"input {missing[0]!r} takes field {inputs.get(missing[0])!r}; the data has {sorted(fields)}"
-            )
-        self._sources = {name: (fields[inputs[name]], meta) for name, meta in metas.items()}
-        lengths = {len(array) for array, _ in self._sources.values()}
-        if len(lengths) != 1:
-            raise UsageError(f"fields of one data set have {sorted(lengths)} samples; give each as many")
-        for name, (array, meta) in self._sources.items():
-            if array.shape[1:] != meta.shape[1:] or (array.dtype.kind == "f" and "float" not in meta.dtype):
-                raise UsageError(
-                    f"field {inputs[name]!r} holds {array.dtype} samples of shape {array.shape[1:]}, input "
-                    f"{name!r} takes {meta.dtype} {meta.shape[1:]}; register the data in that form"
-                )
-        self.n_samples = lengths.pop()
-        self.batch = next(iter(metas.values())).shape[0]
-
-    def take(self, samples: Array, device: torch.device) -> dict[str, Tensor]:
-        """The micro-batch of these samples, in memory of torch's own: kernels look at alignment."""
-        return {
-            name: torch.from_numpy(array[samples]).to(device, DTYPES[meta.dtype], copy=True)
-            for name, (array, meta) in self._sources.items()
-        }
-
-
-@dataclass(frozen=True)
-class Client:
-    """Who trains on what. ``name`` is part of every seed."""
-
-    name: str
-    data: LocalData
-    split: Split
-
-    @classmethod
-    def of(cls, name: str, data: LocalData, held_out: float, seed: int) -> Client:
-        """The client ``name`` with its own share held out."""
-        return cls(name, data, split(data.n_samples, held_out, seed, name))
-
-    @classmethod
-    def whole(cls, name: str, data: LocalData) -> Client:
-        """All of ``data`` for evaluation."""
-        every = np.arange(data.n_samples)
-        return cls(name, data, Split(every, every))
+    update: ClientUpdate
+    state: ClientState
+    square_loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +93,7 @@ class LocalTrainer:
         self.device = torch.device(device)
         self.layout = rule.adapt(model.layout())
         self._tick = tick
+        self._sent = frozenset(self.layout.names(*SHARED, Role.TOLD))
         names = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
         self._values = self._own(names)
         self._frozen = model.frozen | {
@@ -198,8 +121,8 @@ class LocalTrainer:
         cancel: Cancel | None = None,
         *,
         noise_seed: int = 0,
-    ) -> tuple[ClientUpdate, ClientState]:
-        """This client's answer to ``broadcast`` and its next state, to be kept once the answer is taken.
+    ) -> Trained:
+        """This client's answer to ``broadcast``.
 
         ``noise_seed``: of what the rule draws on the client, known to it alone. BadUpdate for a
         broadcast that is not the rule's or an answer nobody would count, JobFailed when the loss is
@@ -208,14 +131,16 @@ class LocalTrainer:
         check_broadcast(self.rule, self.layout, broadcast)
         cancel = cancel or Cancel()
         phases = self.rule.begin(self.layout, broadcast, state)
-        done = []
+        done: list[Done] = []
+        square_losses = []
         for at, phase in enumerate(phases):
-            found = self._run_phase(client, broadcast, phase, at, cancel)
+            found, square_loss = self._run_phase(client, broadcast, phase, at, cancel)
+            square_losses.append(square_loss)
             # The next phase trains in the same memory.
             done.append(found if at == len(phases) - 1 else self._kept(found))
         update, after = self.rule.end(self.layout, broadcast, done, state, noise_seed)
         check_update(self.rule, self.layout, broadcast.round, update)
-        return update, after
+        return Trained(update, after, square_losses[0])
 
     def evaluate(
         self, client: Client, broadcast: Broadcast, state: ClientState, cancel: Cancel | None = None
@@ -237,42 +162,51 @@ class LocalTrainer:
 
     # ---------------------------------------------------------------- one phase
 
-    def _run_phase(self, client: Client, broadcast: Broadcast, phase: Phase, at: int, cancel: Cancel) -> Done:
+    def _run_phase(
+        self, client: Client, broadcast: Broadcast, phase: Phase, at: int, cancel: Cancel
+    ) -> tuple[Done, float]:
+        """What came of it, and the mean of the squared losses."""
         self._begin(phase.start)
         wanted = self.rule.facts.needs_start_loss and at == 0
         start_loss = self._start_loss(client, broadcast, cancel) if wanted else None
-        correction = phase.correction.mapped(self._tensor)
-        rate = self.training.learning_rate(broadcast.round)
+        optimizer, rate = self.training.optimizer, self.training.learning_rate(broadcast.round)
         for group in self._optimizer.param_groups if self._optimizer else ():
             group["lr"] = rate * group["lr_scale"]
-        steps, first = self.steps_of(client), broadcast.round * ROUND_STEPS
         self._trainer.reseed(op_seed_of(self.training.seed, client.name))
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        step = 0
-        for epoch in range(self.federated.local_epochs):
-            if step == steps:
-                break
-            self._put(self.rule.at_epoch(self.layout, broadcast, epoch), self._trainer)
-            for samples in self._epoch(client, broadcast.round, epoch):
-                if step == steps:
-                    break
-                cancel.check()
-                total += self._step(first + step, at, client.data.take(samples, self.device), correction)
-                step += 1
-            self._check_finite(broadcast.round, step, float(total))
+        losses = self._learn(client, broadcast, phase.correction.mapped(self._tensor), at, cancel)
         self._forget()
-        optimizer = self.training.optimizer
         sgd = optimizer.name is OptimizerName.SGD
-        return Done(
+        done = Done(
             self._arrays(),
             len(client.split.train),
-            step,
+            len(losses),
             rate,
             optimizer.momentum if sgd else 0.0,
             sgd and optimizer.nesterov,
             start_loss,
-            {LOSS: float(total) / step},
+            {LOSS: math.fsum(losses) / len(losses)},
         )
+        return done, math.fsum(loss * loss for loss in losses) / len(losses)
+
+    def _learn(
+        self, client: Client, broadcast: Broadcast, correction: Correction, phase: int, cancel: Cancel
+    ) -> list[float]:
+        """All local steps; returns their losses."""
+        steps, first = self.steps_of(client), broadcast.round * ROUND_STEPS
+        losses: list[float] = []
+        for epoch in range(self.federated.local_epochs):
+            left = steps - len(losses)
+            if not left:
+                break
+            self._put(self.rule.at_epoch(self.layout, broadcast, epoch), self._trainer)
+            found = []
+            for at, samples in enumerate(islice(self._epoch(client, broadcast.round, epoch), left)):
+                cancel.check()
+                inputs = client.data.take(samples, self.device)
+                found.append(self._step(first + len(losses) + at, phase, inputs, correction))
+            losses += torch.stack(found).double().tolist()  # one wait for the device an epoch
+            self._check_finite(broadcast.round, losses)
+        return losses
 
     def _step(self, step: int, phase: int, inputs: Mapping[str, Tensor], correction: Correction) -> Tensor:
         executor, loss = self._trainer, self.model.program.loss
@@ -310,11 +244,12 @@ class LocalTrainer:
         seed = self.training.seed
         return epoch_batches(client.split.train, client.data.batch, seed, client.name, at_round, epoch)
 
-    def _check_finite(self, at_round: int, steps: int, total: float) -> None:
-        if not math.isfinite(total):
+    def _check_finite(self, at_round: int, losses: list[float]) -> None:
+        bad = next((at for at, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is not None:
             raise JobFailed(
-                f"round {at_round}: the local loss is not finite after {steps} steps; lower the learning "
-                "rate or set clip_norm"
+                f"round {at_round}: the local loss is {losses[bad]} at step {bad + 1} of {len(losses)}; "
+                "lower the learning rate or set clip_norm"
             )
 
     def _start_loss(self, client: Client, broadcast: Broadcast, cancel: Cancel) -> float:
@@ -330,7 +265,7 @@ class LocalTrainer:
         """Mean loss and metrics of the evaluation program over ``batches``; buffers stay as they are."""
         if self._evaluator is None or self._evaluator.program.loss is None:
             raise UsageError("the job has no evaluation program; submit it again with this version")
-        wanted = {LOSS: self._evaluator.program.loss, **self.model.metrics}
+        wanted = {**dict(self._evaluator.program.metrics), LOSS: self._evaluator.program.loss}
         found: dict[str, list[float]] = {name: [] for name in wanted}
         before = {n: self._values[n].clone() for n in self._evaluator.mutated_buffers}
         for micro, samples in enumerate(batches):
@@ -347,11 +282,18 @@ class LocalTrainer:
     # ---------------------------------------------------------------- tensors
 
     def _own(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Working copies, aligned and contiguous: the job's own may be a read-only file."""
+        """Working tensors, aligned and contiguous. What every broadcast sets is left unread: the job's
+        own value may be a file that no round needs in memory."""
         missing = sorted(n for n in names if n not in self.model.tensors)
         if missing:
             raise UsageError(f"the job lacks {len(missing)} tensors: {missing[:5]}")
-        return {n: self.model.tensors[n].detach().to(self.device, copy=True).contiguous() for n in names}
+        values = {}
+        for name in names:
+            given = self.model.tensors[name].detach()
+            values[name] = torch.empty(given.shape, dtype=given.dtype, device=self.device)
+            if name not in self._sent:
+                values[name].copy_(given)
+        return values
 
     def _executor(self, program: StageProgram, *, differentiate: bool) -> Executor:
         training = self.training
@@ -368,9 +310,8 @@ class LocalTrainer:
 
     def _begin(self, start: Arrays) -> None:
         """Every tensor as ``start`` says, else as the job gave it; no optimizer state."""
-        for name in (self._set | self._written) - start.keys():
-            if name in self._values:
-                self._values[name].copy_(self.model.tensors[name])
+        for name in sorted((self._set | self._written) - start.keys()):
+            self._values[name].copy_(self.model.tensors[name])
         self._set = set()
         self._put(start)
         self._forget()
