@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from atoll.compression import Compression
+from atoll.job import JobSpec
 from coordinator import adapt, relink
 from coordinator import instructions as do
 from coordinator.events import LinksChosen, LinksFailed
@@ -43,14 +43,14 @@ class Adapting:
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _attempts: int = 0
 
-    def adopted(self, state: JobState) -> None:
-        """A plan begins. A cap that the guard has set stays: the model is the same."""
-        before = self.of.pop(state.job, None)
+    def adopted(self, state: JobState, cap: float | None = None) -> None:
+        """A plan begins. ``cap``: what the guard has set for this job; it stays, the model is the same."""
+        self.of.pop(state.job, None)
         self._asked.pop(state.job, None)
         if state.plan is None or not relink.adapts(state.spec.training) or len(state.plan.stages) < 2:
             return
         rates = {pair: self._known_bps(pair) for pair in _pairs(state)}
-        self.of[state.job] = adapt.begin(rates, state.step, before.cap if before is not None else None)
+        self.of[state.job] = adapt.begin(rates, state.step, cap)
 
     def over(self, job: str) -> None:
         """The job has ended."""
@@ -76,11 +76,11 @@ class Adapting:
             if pair in table.estimates:
                 table.believe(pair, bps)
 
-    def evaluated(self, state: JobState) -> None:
-        """Both held-out losses are there: the guard looks at what lies between them."""
+    def evaluated(self, state: JobState) -> float | None:
+        """Both held-out losses are there: the guard looks at what lies between them; returns a new cap."""
         known = self.of.get(state.job)
         if known is None or state.eval_loss is None or state.coded_loss is None:
-            return
+            return None
         after, decision = adapt.evaluated(
             known,
             state.step,
@@ -91,6 +91,7 @@ class Adapting:
         )
         self.of[state.job] = after
         self._decided(state, decision)
+        return after.cap if after.cap != known.cap else None
 
     def _decided(self, state: JobState, decision: adapt.Decision | None) -> None:
         if decision is None or state.plan is None:
@@ -105,10 +106,7 @@ class Adapting:
             return  # it is being lost; the next plan is made with the newest figures anyway
         self._attempts += 1
         self._asked[state.job] = _Asked(self._attempts, decision, workers)
-        training = state.spec.training
-        if decision.cap is not None:
-            capped = _capped(training.compression, decision.cap)
-            training = replace(training, compress=str(capped))
+        training = capped(state.spec, decision.cap).training
         fleet = self.roster.fleet(list(workers), training.precision.value)
         fleet = believing(fleet, decision.rates_bps)
         self.emit(do.ChooseLinks(state.job, self._attempts, state.plan, training, fleet))
@@ -174,12 +172,14 @@ def believing(fleet: Fleet, rates_bps: Mapping[Pair, float]) -> Fleet:
     return replace(fleet, bandwidth_bps=bandwidth, uplinks=tuple(uplinks))
 
 
-def _capped(wanted: Compression, cap: float) -> Compression:
-    """The same compression with no ratio above ``cap``."""
-    if wanted.exact:
-        return wanted
-    ratio = cap if wanted.ratio is None else min(cap, wanted.ratio)
-    return replace(wanted, ratio=max(1.0, round(ratio, 4)))
+def capped(spec: JobSpec, cap: float | None) -> JobSpec:
+    """The job with no ratio above ``cap`` on any link; as it is where its compression is exact."""
+    wanted = spec.training.compression
+    if cap is None or wanted.exact:
+        return spec
+    ratio = max(1.0, round(cap if wanted.ratio is None else min(cap, wanted.ratio), 4))
+    compress = str(replace(wanted, ratio=ratio))
+    return replace(spec, training=replace(spec.training, compress=compress))
 
 
 def _pairs(state: JobState) -> list[Pair]:

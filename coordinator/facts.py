@@ -59,6 +59,15 @@ class LinksChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class RatioCapped:
+    """After ``step`` committed steps the guard found that codecs cost too much: no ratio above ``cap``."""
+
+    job: str
+    step: int
+    cap: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepCommitted:
     job: str
     version: int
@@ -128,6 +137,7 @@ Fact = (
     JobSubmitted
     | PlanAdopted
     | LinksChanged
+    | RatioCapped
     | StepCommitted
     | Evaluated
     | CheckpointStored
@@ -141,6 +151,7 @@ _KINDS: dict[str, type[Fact]] = {
         JobSubmitted,
         PlanAdopted,
         LinksChanged,
+        RatioCapped,
         StepCommitted,
         Evaluated,
         CheckpointStored,
@@ -205,6 +216,7 @@ class JobRecord:
     steps: int = 0  # committed
     loss: float | None = None
     eval_loss: float | None = None
+    cap: float | None = None  # largest ratio that the guard allows
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first, at most ``keep``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
@@ -259,6 +271,8 @@ class Ledger:
                 job.version = fact.version
                 if job.plan is not None:
                     job.plan = dataclasses.replace(job.plan, version=fact.version, links=fact.links)
+            case RatioCapped():
+                job.cap = fact.cap
             case StepCommitted():
                 job.steps, job.loss = fact.step + 1, fact.loss
             case Evaluated():

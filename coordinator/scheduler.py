@@ -16,10 +16,10 @@ from atoll.job import JobSpec
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import members, rounds
-from coordinator.adapting import Adapting
+from coordinator.adapting import Adapting, capped
 from coordinator.assigning import assignment, stage_of
 from coordinator.config import CoordinatorConfig
-from coordinator.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger
+from coordinator.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger, RatioCapped
 from coordinator.federating import Federating, Hooks
 from coordinator.holds import Hold, Holds
 from coordinator.learning import learn
@@ -438,7 +438,9 @@ class Scheduler:
             and state.awaiting_eval is None
             and state.phase in rounds.STEPPING
         ):
-            self.adapting.evaluated(state)
+            cap = self.adapting.evaluated(state)
+            if cap is not None:
+                self._record(RatioCapped(job, state.step, cap))
 
     def _obey(self, state: JobState, todo: rounds.Todo) -> None:
         match todo:
@@ -453,7 +455,7 @@ class Scheduler:
             case rounds.LinksDue():
                 self._links_due(state, todo)
             case rounds.AssignAll():
-                self.adapting.adopted(state)
+                self.adapting.adopted(state, self.ledger.jobs[state.job].cap)
                 for at in range(state.n_stages):
                     self._assign(state, at)
             case rounds.ReleaseAll(reason):
@@ -613,7 +615,8 @@ class Scheduler:
                 state.job, state.spec, training, self.now_s
             ):
                 self._job(state.job, rounds.Profiled())
-                self.preparer.plan(state.job, state.version + 1, state.spec)
+                cap = self.ledger.jobs[state.job].cap
+                self.preparer.plan(state.job, state.version + 1, capped(state.spec, cap))
         self.preparer.answer_inquiries(training, self.now_s)
         if not training:
             self.preparer.measure_links(fresh=False, now_s=self.now_s)

@@ -16,7 +16,15 @@ from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import relink, rounds
 from coordinator.events import EvalReady, StageFailed, StateStored
-from coordinator.facts import Ledger, LinksChanged, PlanAdopted, StepCommitted, from_record, to_record
+from coordinator.facts import (
+    Ledger,
+    LinksChanged,
+    PlanAdopted,
+    RatioCapped,
+    StepCommitted,
+    from_record,
+    to_record,
+)
 from coordinator.graphs import GraphStore
 from coordinator.instructions import CommitStep, Relink
 from coordinator.job_state import JobState
@@ -249,8 +257,10 @@ class Adapting(World):
 
     links: tuple[LinkSpec, ...] = FINE
     mbit: float = 50.0
+    planned_with = ""  # --compress of the newest plan
 
     def plan(self, request: do.MakePlan) -> ev.Event:
+        self.planned_with = request.spec.training.compress
         made = super().plan(request)
         assert isinstance(made, ev.PlanMade)
         return replace(made, plan=replace(made.plan, links=self.links))
@@ -359,7 +369,8 @@ def test_plans_to_come_start_from_what_training_measured() -> None:
     assert table.estimates["a", "b"].bandwidth_bps == pytest.approx(5e6, rel=0.05)
 
 
-def test_the_guard_asks_for_milder_codecs_when_the_gap_is_large() -> None:
+def guarded() -> Adapting:
+    """A job whose guard has found a gap of 5 % at ratio 16."""
     world = Adapting()
     world.links = COARSE
     training_spec = TrainingSpec(steps=100, n_micro=2, compress="auto:32", eval_every=5, eval_batches=1)
@@ -376,9 +387,35 @@ def test_the_guard_asks_for_milder_codecs_when_the_gap_is_large() -> None:
     world.steps(5)
     assert all(m.evaluate_coded for _, m in world.messages(do.CommitStep)[-2:])
     world.says("b", EvalReady("job-1", 1, 4, 4.2, 4.0))
+    return world
+
+
+def test_the_guard_asks_for_milder_codecs_when_the_gap_is_large() -> None:
+    world = guarded()
     (request,) = world.asked()
     assert request.training.compress == "auto:11.2"
     assert "a gap of 5.0%" in world.logged("links.judged")[0].fields["reason"]
+
+
+def test_the_guards_cap_outlives_a_lost_stage_and_a_restart_of_the_coordinator() -> None:
+    world = guarded()
+    assert world.planned_with == "auto:32"
+    assert [fact for fact in world.facts if isinstance(fact, RatioCapped)] == [RatioCapped("job-1", 5, 11.2)]
+    replayed = Ledger()
+    for fact in world.facts:
+        record = to_record(fact, 1.0)
+        back = from_record(JournalRecord(record.kind, record.at_s, json.loads(json.dumps(record.payload))))
+        assert back == fact
+        replayed.apply(back)
+    again = Adapting(ledger=replayed, now_s=500.0)
+    again.join("a", "b")
+    again.wait(0.5, ("a", "b"))
+    assert again.planned_with == "auto:11.2"
+    assert again.scheduler.adapting.of["job-1"].cap == pytest.approx(11.2)
+    again.load()
+    again.mbit = 5.0
+    again.steps(20)
+    assert again.asked()[0].training.compress == "auto:11.2"
 
 
 def test_facts_of_a_relinked_job_fold_to_its_steps() -> None:
