@@ -32,15 +32,22 @@ class BlobStore:
     """
 
     def __init__(
-        self, root: Path, max_blob_bytes: int = 16 << 30, quota_bytes: int = 1 << 40, durable: bool = True
+        self,
+        root: Path,
+        max_blob_bytes: int = 16 << 30,
+        quota_bytes: int = 1 << 40,
+        durable: bool = True,
+        *,
+        reading: bool = False,
     ) -> None:
+        """``reading``: another process keeps this store, this one only looks up paths."""
         self.root = root
         self.max_blob_bytes = max_blob_bytes
         self.quota_bytes = quota_bytes
         self.durable = durable
         self._lock = threading.Lock()
         (root / "partial").mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        self._used = 0 if reading else sum(p.stat().st_size for p in root.rglob("*") if p.is_file())
 
     @property
     def used_bytes(self) -> int:
@@ -104,6 +111,33 @@ class BlobStore:
         for offset in range(0, len(data), CHUNK_BYTES):
             self.write(name, len(data), offset, data[offset : offset + CHUNK_BYTES])
         return name
+
+    @property
+    def partial(self) -> Path:
+        """Where files lie that are no blobs yet."""
+        return self.root / "partial"
+
+    def adopt(self, file: Path, name: str, size: int) -> None:
+        """A file of our own, hashed and on the disk, becomes the blob ``name``.
+
+        UsageError for a size that it does not have, StorageError when the disk or the quota is full.
+        """
+        whole = self.path(name)
+        try:
+            if file.stat().st_size != size:
+                raise UsageError(f"blob {name[:12]} was said to have {size} bytes, it has others")
+            with self._lock:
+                known = whole.exists()
+                if not known and self._used + size > self.quota_bytes:
+                    raise StorageError(
+                        f"the blob store holds {self._used} of {self.quota_bytes} bytes; "
+                        "raise its quota or delete old jobs"
+                    )
+                whole.parent.mkdir(exist_ok=True)
+                file.replace(whole)
+                self._used += 0 if known else size
+        except OSError as error:
+            raise storage_error(error, self.root) from error
 
     def read(self, name: str) -> bytes:
         """The whole blob, for small ones."""

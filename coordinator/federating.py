@@ -256,6 +256,7 @@ class Federating:
                         todo.round,
                         todo.attempt,
                         todo.updates,
+                        {name: state.ratios[name] for name in todo.updates},
                         todo.n_samples,
                         todo.n_clients,
                         todo.least,

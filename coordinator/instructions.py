@@ -244,13 +244,15 @@ class OpenAggregator:
 
 @dataclass(frozen=True, slots=True)
 class AggregateRound:
-    """Sum these updates; answers Aggregated or AggregatorBroke. ``n_samples``: what each client
-    registered; with fewer than ``least`` good updates nothing changes."""
+    """Sum these updates; answers Aggregated or AggregatorBroke. ``codecs``: codec and ratio that each
+    client was told; ``n_samples``: what it registered; with fewer than ``least`` good updates nothing
+    changes."""
 
     job: str
     round: int
     attempt: int
     updates: Mapping[str, UpdateReady]
+    codecs: Mapping[str, tuple[str, float]]
     n_samples: Mapping[str, int]
     n_clients: int
     least: int

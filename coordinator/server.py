@@ -158,6 +158,7 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.exporter is not None:
             self.exporter.close()
+        await self.shell.aggregators.stop()
         self.shell.stop()
         self.journal.close()
         log.info(Event.SERVER_STOPPED.value)

@@ -23,6 +23,7 @@ from atoll.plan import LinkSpec, Plan
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import rounds
+from coordinator.aggregator import Aggregators
 from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
 from coordinator.facts import Fact, to_record
@@ -39,7 +40,15 @@ BATCH = 256
 RETRY_STORAGE_S = 1.0
 COMMITS_KEPT = 64
 _FOR_PEOPLE = (do.Measured, do.Notify, do.Log, do.SweepBlobs)
-_CONSEQUENCES = (do.CommitStep, do.StartStep, do.AssignStage)
+_CONSEQUENCES = (
+    do.CommitStep,
+    do.StartStep,
+    do.AssignStage,
+    do.Participate,
+    do.TrainRound,
+    do.EvaluateRound,
+    do.RoundTaken,
+)
 
 log = structlog.get_logger()
 
@@ -85,11 +94,15 @@ class Shell:
     inquiries: dict[str, tuple[JobSpec, asyncio.Future[Plan]]] = field(default_factory=dict)
     observe: Callable[[do.Instruction], None] = lambda instruction: None
     moved: Callable[[do.MemberMoved], None] = lambda moved: None
+    aggregators: Aggregators = field(init=False)
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)
     _retry_s: float = 0.0
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "atoll-plan"))
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.aggregators = Aggregators(self.blobs, self.post)
 
     # ------------------------------------------------------------ events
 
@@ -234,6 +247,12 @@ class Shell:
                 self._spawn(self._read_job(job, spec))
             case do.SweepBlobs():
                 self._spawn(self._sweep())
+            case do.OpenAggregator() | do.AggregateRound() | do.EvaluateModel():
+                self.aggregators.ask(instruction)
+            case do.CloseAggregator(job):
+                self.aggregators.close(job)
+            case do.DropBlobs(blobs):
+                self._spawn(self._drop_blobs(blobs))
             case do.Journal():
                 pass  # written before anything of its batch was carried out
 
@@ -362,6 +381,12 @@ class Shell:
             {"blobs": len(superseded), "freed_bytes": freed},
             self.clock(),
         )
+
+    async def _drop_blobs(self, blobs: tuple[str, ...]) -> None:
+        """Updates that are counted or refused may go, unless a job names the same bytes."""
+        unneeded = set(blobs) - self.scheduler.ledger.referenced_blobs()
+        if unneeded:
+            await asyncio.to_thread(self.blobs.delete, unneeded)
 
     def restored(self, records: int) -> None:
         """Log what a replay brought back."""

@@ -1,0 +1,240 @@
+"""The coordinator's side of the processes that sum updates: one a federated job, kept warm.
+
+A job's requests are answered one after another; a process that ends or talks nonsense is an event
+(``AggregatorBroke``), never an exception. Files it wrote become blobs here, so the store's figures
+have one keeper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+import atoll
+from atoll.errors import AtollError, BadFrame, StorageError
+from atoll.opdag import TensorMeta
+from coordinator import events as ev
+from coordinator import instructions as do
+from coordinator.aggregating import AGGREGATE, EVALUATE, LENGTH, OPEN, body_length, frame, parsed
+from coordinator.blobs import BlobStore
+from protos.convert import encode
+
+CLOSE_WITHIN_S = 1.0
+_ROOT = str(Path(atoll.__file__).resolve().parent.parent)
+
+log = structlog.get_logger()
+
+Asked = do.OpenAggregator | do.AggregateRound | do.EvaluateModel
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One job's process and what it was asked."""
+
+    asked: asyncio.Queue[Asked]
+    task: asyncio.Task[None] | None = None
+    process: Process | None = None
+
+
+@dataclass(slots=True)
+class Aggregators:
+    """All processes of a coordinator; every method belongs to the event loop's thread."""
+
+    blobs: BlobStore
+    post: Callable[[ev.AggregatorEvent], None]
+    workers: dict[str, _Worker] = field(default_factory=dict)
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def ask(self, request: Asked) -> None:
+        """Queue a request; its answer is posted."""
+        worker = self.workers.get(request.job)
+        if worker is None:
+            worker = self.workers[request.job] = _Worker(asyncio.Queue())
+            worker.task = asyncio.get_running_loop().create_task(self._run(request.job, worker))
+        worker.asked.put_nowait(request)
+
+    def close(self, job: str) -> None:
+        """End a job's process; nothing of it is posted any more."""
+        worker = self.workers.pop(job, None)
+        if worker is not None:
+            self._later(_ended(worker))
+
+    async def stop(self) -> None:
+        """End them all."""
+        for job in list(self.workers):
+            self.close(job)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _run(self, job: str, worker: _Worker) -> None:
+        while True:
+            request = await worker.asked.get()
+            try:
+                answer = await self._answer(worker, request)
+            except (OSError, EOFError, asyncio.IncompleteReadError, BadFrame) as error:
+                code = await _killed(worker)
+                words = f"its process ended ({code})" if not isinstance(error, BadFrame) else str(error)
+                answer = ev.AggregatorBroke(job, words)
+            except AtollError as error:
+                answer = ev.AggregatorBroke(job, str(error))
+            except Exception as error:
+                log.exception("aggregator.crashed", job=job)
+                answer = ev.AggregatorBroke(job, repr(error))
+            if isinstance(answer, ev.AggregatorBroke):
+                # What was asked of it it cannot do any more; the job's machine asks anew.
+                while not worker.asked.empty():
+                    worker.asked.get_nowait()
+            if self.workers.get(job) is worker:
+                self.post(answer)
+
+    async def _answer(self, worker: _Worker, request: Asked) -> ev.AggregatorEvent:
+        if worker.process is None or worker.process.returncode is not None:
+            worker.process = await _started()
+        reply = await _exchange(worker.process, self._message(request))
+        job = request.job
+        error = reply.get("error")
+        match request:
+            case do.EvaluateModel(_, at_round):
+                if error is not None:
+                    return ev.CentrallyEvaluated(job, at_round, None, error=str(error))
+                metrics = {str(name): float(value) for name, value in reply["metrics"].items()}
+                return ev.CentrallyEvaluated(
+                    job, at_round, float(reply["loss"]), metrics, int(reply["n_samples"])
+                )
+            case _ if error is not None:
+                return ev.AggregatorBroke(job, str(error), bool(reply.get("hopeless")))
+            case do.OpenAggregator():
+                return await self._opened(job, reply)
+            case do.AggregateRound():
+                return await self._summed(request, reply)
+
+    def _message(self, request: Asked) -> dict[str, Any]:
+        match request:
+            case do.OpenAggregator():
+                return {
+                    "what": OPEN,
+                    "job": request.job,
+                    "spec": base64.b64encode(encode(request.spec)).decode(),
+                    "state": request.state,
+                    "n_clients": request.n_clients,
+                    "blobs": str(self.blobs.root),
+                    "scratch": str(self.blobs.partial),
+                }
+            case do.AggregateRound():
+                return {
+                    "what": AGGREGATE,
+                    "round": request.round,
+                    "n_clients": request.n_clients,
+                    "least": request.least,
+                    "updates": {name: _offered(request, name) for name in request.updates},
+                }
+            case do.EvaluateModel():
+                return {"what": EVALUATE}
+
+    async def _opened(self, job: str, reply: Mapping[str, Any]) -> ev.AggregatorEvent:
+        model = await self._taken(reply["model"])
+        if model is None:
+            return ev.AggregatorBroke(job, "it opened without a model")
+        inputs = {name: TensorMeta(tuple(shape), dtype) for name, (dtype, shape) in reply["inputs"].items()}
+        up = tuple(TensorMeta(tuple(shape), dtype) for dtype, shape in reply["up"])
+        return ev.AggregatorOpened(job, int(reply["round"]), model, inputs, up)
+
+    async def _summed(self, request: do.AggregateRound, reply: Mapping[str, Any]) -> ev.AggregatorEvent:
+        state, model, delta = [await self._taken(reply[name]) for name in ("state", "model", "delta")]
+        dropped = {str(name): str(why) for name, why in reply["dropped"].items()}
+        return ev.Aggregated(
+            request.job,
+            request.round,
+            request.attempt,
+            state,
+            model,
+            delta,
+            dropped,
+            float(reply["took_s"]),
+        )
+
+    async def _taken(self, told: Mapping[str, Any] | None) -> ev.Blob | None:
+        """A file of the process becomes a blob."""
+        if told is None:
+            return None
+        blob = ev.Blob(str(told["hash"]), int(told["size"]))
+        await asyncio.to_thread(self.blobs.adopt, Path(told["path"]), blob.hash, blob.size)
+        return blob
+
+
+def _offered(request: do.AggregateRound, name: str) -> dict[str, Any]:
+    update = request.updates[name]
+    codec, ratio = request.codecs[name]
+    return {
+        "blob": update.update,
+        "n_samples": update.n_samples,
+        "steps": update.steps,
+        "registered": request.n_samples[name],
+        "codec": codec,
+        "ratio": ratio,
+        "scalars": dict(update.scalars),
+        "metrics": dict(update.metrics),
+    }
+
+
+async def _started() -> Process:
+    # -P and PYTHONPATH: a file called coordinator.py where we were started must not be taken for ours.
+    paths = [_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",
+        "-m",
+        "coordinator.aggregating",
+        stdin=PIPE,
+        stdout=PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        limit=1 << 20,
+    )
+
+
+async def _exchange(process: Process, message: Mapping[str, Any]) -> dict[str, Any]:
+    if process.stdin is None or process.stdout is None:
+        raise StorageError("the aggregator has no pipes")
+    process.stdin.write(frame(message))
+    await process.stdin.drain()
+    length = body_length(await process.stdout.readexactly(LENGTH.size))
+    return parsed(await process.stdout.readexactly(length))
+
+
+async def _killed(worker: _Worker) -> int | None:
+    """Make sure that a process which broke is gone; its exit code."""
+    process, worker.process = worker.process, None
+    if process is None:
+        return None
+    if process.returncode is None:
+        process.kill()
+    return await process.wait()
+
+
+async def _ended(worker: _Worker) -> None:
+    if worker.task is not None:
+        worker.task.cancel()
+        await asyncio.gather(worker.task, return_exceptions=True)
+    process = worker.process
+    if process is None or process.returncode is not None:
+        return
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), CLOSE_WITHIN_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

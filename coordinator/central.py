@@ -1,0 +1,77 @@
+"""The global model on the owner's held-out data: mean loss and metrics over micro-batches. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import fsum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from atoll.data import sample_indices, take
+from atoll.errors import UsageError
+from atoll.execute import Executor
+from atoll.program import stage_programs
+from coordinator.dataprovider import map_value
+
+if TYPE_CHECKING:
+    from atoll.job import JobSpec
+    from atoll.opdag import OpDag
+    from coordinator.blobs import BlobStore
+    from strategies.layout import Array
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Means over ``n_samples``."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    n_samples: int
+
+
+class CentralEvaluation:
+    """The evaluation graph as one stage, compiled once."""
+
+    def __init__(self, spec: JobSpec, dag: OpDag | None, blobs: BlobStore) -> None:
+        """UsageError for a job without an evaluation graph or held-out data."""
+        if dag is None or spec.eval_data is None or not spec.training.eval_batches:
+            raise UsageError("the job has nothing to evaluate centrally")
+        (program,) = stage_programs(dag, [0])
+        self._spec, self._dag, self._data = spec, dag, spec.eval_data
+        names = (*program.parameters, *program.buffers, *program.constants)
+        self._initial = {n: torch.from_numpy(np.array(map_value(blobs.path(spec.tensors[n])))) for n in names}
+        self._values = {name: tensor.clone() for name, tensor in self._initial.items()}
+        self._arrays = {f.blob: map_value(blobs.path(f.blob)) for f in self._data.fields}
+        self._executor = Executor(
+            program, "cpu", spec.training.precision, spec.training.seed, differentiate=False
+        )
+        self._executor.load(self._values)
+        self._wanted = {**dag.metrics, LOSS: dag.loss}
+
+    def run(self, weights: Mapping[str, Array]) -> Measured:
+        """The model with ``weights``; every other tensor as the job gave it."""
+        for name, value in self._values.items():
+            value.copy_(torch.from_numpy(np.array(weights[name])) if name in weights else self._initial[name])
+        self._executor.refresh()
+        found: dict[str, list[float]] = {name: [] for name in self._wanted}
+        batches = self._spec.training.eval_batches
+        for micro in range(batches):
+            out = self._executor.forward(0, micro, self._batch(micro), {})
+            for name, op in self._wanted.items():
+                found[name].append(float(out[op]))
+        means = {name: fsum(values) / batches for name, values in found.items()}
+        return Measured(means.pop(LOSS), means, batches * self._data.batch)
+
+    def _batch(self, micro: int) -> dict[str, torch.Tensor]:
+        samples = sample_indices(self._data, self._spec.training.eval_batches, 0, micro)
+        return {
+            f.input: torch.from_numpy(np.array(take(self._arrays[f.blob], f, samples))).to(
+                getattr(torch, self._dag.inputs[f.input].dtype)
+            )
+            for f in self._data.fields
+        }

@@ -1,0 +1,242 @@
+"""The server half of a federated job on files: blobs of updates in, blobs of state and broadcast out.
+
+The state's file holds ``weights/NAME`` and ``extra/SLOT/NAME`` as a broadcast's does, and the two
+numbers ``about/round`` and ``about/clients``. Updates are taken one at a time in the order of their
+clients' names, so that the sum's last bit depends on nothing else; where the rule is linear, only the
+sums and one update are in memory. What an update claims is judged before it counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from atoll.errors import BadFrame, StorageError, UsageError
+from atoll.federated import Downlink
+from atoll.job import stepwise_groups
+from atoll.opdag import OpDag, StateMeta, TensorMeta
+from atoll.program import stage_programs
+from compressors.container import Stored, dense_metas, read_dense, write_dense
+from compressors.model_file import Coding, read_update, write_delta, write_model
+from coordinator.dataprovider import map_value
+from coordinator.graphs import Graphs
+from strategies import make_strategy
+from strategies.base import ClientUpdate, ServerState
+from strategies.checking import Limits, check_update
+from strategies.files import broadcast_arrays, joined, lossy_names, parted, update_metas
+from strategies.layout import Layout
+from strategies.linear import Linear
+from strategies.sums import Contribution, total
+
+if TYPE_CHECKING:
+    from atoll.job import JobSpec
+    from coordinator.blobs import BlobStore
+    from strategies.layout import Array
+
+ABOUT_ROUND, ABOUT_CLIENTS = "about/round", "about/clients"
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """One client's update as the coordinator knows it."""
+
+    blob: str
+    n_samples: int
+    steps: int
+    registered: int
+    codec: str
+    ratio: float
+    scalars: Mapping[str, float]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file that is to become a blob."""
+
+    path: Path
+    stored: Stored
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What came of a round. ``state`` None: too few updates could be counted, nothing changed."""
+
+    state: Written | None
+    model: Written | None
+    delta: Written | None
+    dropped: Mapping[str, str]
+
+
+class ServerHalf:
+    """One job's rule and its state. Files appear under ``scratch``, named after the job."""
+
+    def __init__(self, job: str, spec: JobSpec, graphs: Graphs, blobs: BlobStore, scratch: Path) -> None:
+        """UsageError for a job that is not federated, or a rule that the model does not fit."""
+        if spec.federated is None:
+            raise UsageError(f"{job} is no federated job")
+        self.job, self.spec, self.graphs = job, spec, graphs
+        self._blobs, self._scratch = blobs, scratch
+        self.rule_spec = spec.federated.rule
+        self.rule = make_strategy(self.rule_spec.strategy, self.rule_spec.options)
+        self.layout = self.rule.adapt(layout_of(spec, graphs))
+        self.state: ServerState | None = None
+        self._model = ("", {})  # type: tuple[str, dict[str, Array]]
+
+    @property
+    def update_metas(self) -> dict[str, TensorMeta]:
+        return update_metas(self.rule, self.layout)
+
+    def open(self, state: str, n_clients: int) -> Written:
+        """Go on at a stored state, or with "" at the job's initial tensors; returns the broadcast."""
+        self.state = self._stored(state) if state else self._initial(n_clients)
+        written, _ = self._write_model(self.state)
+        return written
+
+    def aggregate(self, at_round: int, offered: Mapping[str, Offered], n_clients: int, least: int) -> Summed:
+        """Sum what can be counted, if that is at least ``least``; the next state and broadcast.
+
+        UsageError when this is not the round in flight; JobFailed when the result is not finite.
+        """
+        state = self.state
+        if state is None or state.round != at_round:
+            here = "none" if state is None else state.round
+            raise UsageError(f"asked to sum round {at_round}; the round in flight is {here}")
+        state = replace(state, n_clients=max(state.n_clients, n_clients))
+        dropped: dict[str, str] = {}
+        after = self._summed(state, offered, dropped, least)
+        if after is None:
+            return Summed(None, None, None, dropped)
+        self.state = after
+        kept = self._write_state(after)
+        model, delta = self._write_model(after)
+        return Summed(kept, model, delta, dropped)
+
+    def weights(self) -> dict[str, Array]:
+        """What central evaluation sets: the global model as a client without a past would use it."""
+        assert self.state is not None  # noqa: S101 - opened before it is evaluated
+        broadcast = self.rule.configure(self.state)
+        return dict(self.rule.evaluate_with(broadcast, self.rule.client_init(self.layout)))
+
+    # ------------------------------------------------------------ sums
+
+    def _summed(
+        self, state: ServerState, offered: Mapping[str, Offered], dropped: dict[str, str], least: int
+    ) -> ServerState | None:
+        core = self.rule.core
+        if self.rule.facts.linear and isinstance(core, Linear):
+            return self._streamed(core, state, offered, dropped, least)
+        updates = list(self._good(offered, state.round, dropped))
+        return self.rule.aggregate(state, updates) if len(updates) >= least else None
+
+    def _streamed(
+        self,
+        core: Linear,
+        state: ServerState,
+        offered: Mapping[str, Offered],
+        dropped: dict[str, str],
+        least: int,
+    ) -> ServerState | None:
+        def contributions() -> Iterator[Contribution]:
+            for update in self._good(offered, state.round, dropped):
+                yield core.contribute(self.layout, update)
+
+        sums = total(contributions())
+        return core.finish(state, sums) if sums.clients >= max(1, least) else None
+
+    def _good(
+        self, offered: Mapping[str, Offered], at_round: int, dropped: dict[str, str]
+    ) -> Iterator[ClientUpdate]:
+        """Updates that can be counted, one at a time; the reasons of the others go into ``dropped``."""
+        for client in sorted(offered):
+            try:
+                yield self._judged(client, offered[client], at_round)
+            except (BadFrame, StorageError, UsageError) as error:
+                dropped[client] = str(error)
+
+    def _judged(self, client: str, told: Offered, at_round: int) -> ClientUpdate:
+        coding = Coding(told.codec, told.ratio, lossy_names(self.layout), self.rule_spec.error_feedback)
+        arrays = read_update(self._blobs.path(told.blob), self.update_metas, coding)
+        delta, extra = parted(arrays)
+        slots = {slot: extra.get(slot, {}) for slot in self.rule.extra_up(self.layout)}
+        update = ClientUpdate(
+            at_round, told.n_samples, told.steps, delta, slots, told.scalars, told.metrics, client
+        )
+        check_update(self.rule, self.layout, at_round, update, Limits(samples=told.registered))
+        return update
+
+    # ------------------------------------------------------------ files
+
+    def _initial(self, n_clients: int) -> ServerState:
+        values = {name: self._tensor(name) for name in self.layout.metas}
+        return self.rule.init(layout_of(self.spec, self.graphs), values, max(1, n_clients))
+
+    def _tensor(self, name: str) -> Array:
+        return np.array(map_value(self._blobs.path(self.spec.tensors[name])))
+
+    def _stored(self, blob: str) -> ServerState:
+        path = self._blobs.path(blob)
+        arrays = read_dense(path, dense_metas(path))
+        about = {name: int(arrays.pop(name)) for name in (ABOUT_ROUND, ABOUT_CLIENTS)}
+        weights, slots = parted(arrays)
+        wanted = set(self.rule.init(self.layout, _zeros(self.layout), about[ABOUT_CLIENTS]).weights)
+        if set(weights) != wanted:
+            odd = sorted(set(weights) ^ wanted)
+            raise StorageError(f"the stored state is of another model: {len(odd)} tensors, first {odd[0]}")
+        return ServerState(about[ABOUT_ROUND], self.layout, weights, slots, about[ABOUT_CLIENTS])
+
+    def _write_state(self, state: ServerState) -> Written:
+        arrays: dict[str, Array] = joined(state.weights, state.slots)
+        arrays[ABOUT_ROUND] = np.asarray(state.round, np.int64)
+        arrays[ABOUT_CLIENTS] = np.asarray(state.n_clients, np.int64)
+        path = self._path("state")
+        return Written(path, write_dense(path, arrays, durable=True))
+
+    def _write_model(self, state: ServerState) -> tuple[Written, Written | None]:
+        """The broadcast of ``state``, and what leads to it from the one before where that is wanted."""
+        arrays = broadcast_arrays(self.rule.configure(state))
+        path = self._path("model")
+        downlink = self.rule_spec.downlink
+        stored = write_model(path, arrays, lossless=downlink != Downlink.OFF)
+        _sync(path)
+        delta = None
+        if downlink == Downlink.DELTA:
+            base_hash, base = self._model
+            if base_hash and base_hash != stored.hash:
+                where = self._path("delta")
+                delta = Written(where, write_delta(where, arrays, base, base_hash))
+            self._model = (stored.hash, arrays)
+        return Written(path, stored), delta
+
+    def _path(self, what: str) -> Path:
+        return self._scratch / f"aggregator-{self.job}-{what}"
+
+
+def layout_of(spec: JobSpec, graphs: Graphs) -> Layout:
+    """Roles of the model's tensors before a rule adapts them: the same that every client derives."""
+    programs = [stage_programs(dag, [0])[0] for dag in _dags(graphs)]
+    used = {name for p in programs for name in (*p.parameters, *p.buffers)}
+    states: dict[str, StateMeta] = {}
+    for dag in reversed(_dags(graphs)):  # which is frozen or mutated, training decides
+        states |= dag.buffers | dag.parameters
+    groups = stepwise_groups(programs[0].parameters, spec.training.optimizer)
+    frozen = frozenset(name for name, group in groups.items() if group.frozen)
+    return Layout.of_state({name: states[name] for name in sorted(used)}, frozen)
+
+
+def _dags(graphs: Graphs) -> list[OpDag]:
+    return [dag for dag in (graphs.train, graphs.evaluation) if dag is not None]
+
+
+def _zeros(layout: Layout) -> dict[str, Any]:
+    return {name: np.zeros(meta.shape, meta.dtype) for name, meta in layout.metas.items()}
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
