@@ -126,27 +126,58 @@ class HashingFile:
 # ---------------------------------------------------------------- dense
 
 
+class DenseWriter:
+    """A safetensors file whose tensors are given one after another, in the order of ``names``."""
+
+    def __init__(self, path: Path, metas: Metas) -> None:
+        self.names = sorted(metas, key=lambda name: (-DTYPE_BYTES[metas[name].dtype], name))
+        self._metas = metas
+        self._due = iter(self.names)
+        header: dict[str, Any] = {}
+        at = 0
+        for name in self.names:
+            meta = metas[name]
+            header[name] = {
+                "dtype": SAFETENSORS[meta.dtype],
+                "shape": list(meta.shape),
+                "data_offsets": [at, at + meta.nbytes],
+            }
+            at += meta.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(_SIZE.size + len(text)) % ALIGNMENT)
+        self._file = HashingFile(path)
+        self._file.write(_SIZE.pack(len(text)))
+        self._file.write(text)
+
+    def add(self, name: str, array: Array) -> None:
+        """The next tensor; ValueError when it is another than the next, or not what was announced."""
+        due, meta = next(self._due, None), TensorMeta(tuple(array.shape), str(array.dtype))
+        if name != due or meta != self._metas[name]:
+            raise ValueError(f"{name!r} of {meta}; next is {due!r}")
+        self._file.write(bytes_of(array))
+
+    def finish(self, *, durable: bool = False) -> Stored:
+        """Put the file in place; ValueError when tensors are missing."""
+        left = next(self._due, None)
+        if left is not None:
+            raise ValueError(f"{left!r} was not written")
+        return self._file.finish(durable=durable)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+
+
 def write_dense(path: Path, arrays: Mapping[str, Array], *, durable: bool = False) -> Stored:
     """``arrays`` as a safetensors file. Streams: no second copy of a contiguous array is made."""
-    names = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
-    header: dict[str, Any] = {}
-    at = 0
-    for name in names:
-        array = arrays[name]
-        kind = SAFETENSORS[str(array.dtype)]
-        header[name] = {
-            "dtype": kind,
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(_SIZE.size + len(text)) % ALIGNMENT)
-    with HashingFile(path) as file:
-        file.write(_SIZE.pack(len(text)))
-        file.write(text)
-        for name in names:
-            file.write(bytes_of(arrays[name]))
+    metas = {name: TensorMeta(tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}
+    with DenseWriter(path, metas) as file:
+        for name in file.names:
+            file.add(name, arrays[name])
         return file.finish(durable=durable)
 
 

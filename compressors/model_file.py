@@ -96,6 +96,12 @@ class Coding:
         named = self.codec == ErrorFeedback.name
         return named or (self.feedback and (not codec(self.codec).unbiased or self.codec == RandomK.name))
 
+    def left_out(self, metas: Metas) -> dict[str, TensorMeta]:
+        """The tensors whose residual a client keeps."""
+        if not self.keeps_residual:
+            return {}
+        return {name: meta for name, meta in metas.items() if self.of(name, meta) is self._lossy}
+
     def of(self, name: str, meta: TensorMeta) -> Compressor:
         """The codec of one tensor, the same on both ends."""
         if self.codec != NONE:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atoll.opdag import StateMeta
+    from compressors.container import Stored
 
 CHUNK_BYTES = 1 << 20
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
@@ -208,6 +209,44 @@ def upload(
             cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
         if failures >= ATTEMPTS:
             raise ConnectionFailed(f"{len(blobs)} blobs could not be stored in {ATTEMPTS} attempts")
+
+
+def upload_file(
+    port: BlobPort,
+    path: Path,
+    stored: Stored,
+    cancel: Cancel,
+    max_bytes_per_s: float | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> int:
+    """Store a file that is too large for memory; returns the bytes that travelled, 0 when the store had
+    it. Raises as ``upload``."""
+    pace, failures, sent = _Pace(max_bytes_per_s), 0, 0
+
+    def chunks(offset: int) -> Iterator[Chunk]:
+        nonlocal sent
+        with path.open("rb") as file:
+            file.seek(offset)
+            while piece := file.read(CHUNK_BYTES):
+                cancel.wait(pace.delay_s(len(piece)))
+                yield Chunk(stored.hash, stored.size, file.tell() - len(piece), piece)
+                sent += len(piece)
+                progress()
+
+    while True:
+        try:
+            missing = port.missing([stored.hash])
+            if stored.hash not in missing:
+                return sent
+            port.put(chunks(min(missing[stored.hash], stored.size)))
+            failures += 1
+        except ConnectionFailed:
+            failures += 1
+            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
+        if failures >= ATTEMPTS:
+            raise ConnectionFailed(
+                f"an update of {stored.size} bytes could not be stored in {ATTEMPTS} attempts"
+            )
 
 
 def tensor_bytes(snapshot: Mapping[str, Mapping[str, Tensor]]) -> int:

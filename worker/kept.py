@@ -1,0 +1,194 @@
+"""What a client keeps of a federated job from round to round, across restarts.
+
+    STATE/federated/JOB/kept.json         which folder counts: that of the last round that was taken
+    STATE/federated/JOB/pending.json      which folder will count if the round's update is taken
+    STATE/federated/JOB/ROUND-XXXX/state  the rule's own arrays (``ClientState``)
+    STATE/federated/JOB/ROUND-XXXX/left   what the codec left out of the deltas: the residual
+
+A round's answer changes both at once or neither: the pointer is replaced atomically, and only when the
+coordinator says that the update was taken. A round that was lost, late or refused leaves all as it was,
+so that training it again gives the same update. What is damaged on disk counts as never kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from atoll.errors import BadFrame, StorageError
+from atoll.opdag import TensorMeta
+from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
+from strategies.base import ClientState
+from strategies.files import client_state_of, slot_arrays
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from strategies.layout import Array
+
+log = structlog.get_logger()
+
+FOLDER = "federated"
+MAX_JOBS = 64  # whose kept state stays; the least recently used go
+MAX_POINTER_BYTES = 4096
+KEPT, PENDING, STATE, LEFT = "kept.json", "pending.json", "state", "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """``folder`` holds what came of ``round``; its residual is that of ``codec``."""
+
+    round: int
+    folder: str
+    codec: str
+
+
+class ClientStore:
+    """One job's folder. StorageError when the disk refuses."""
+
+    def __init__(self, state_dir: Path, job: str) -> None:
+        everything = state_dir / FOLDER
+        self.folder = everything / sha256(job.encode()).hexdigest()[:24]
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.utime(self.folder)
+            _trim(everything)
+        except OSError as error:
+            raise _refused(self.folder, error) from None
+
+    def load(self, codec: str) -> tuple[ClientState, dict[str, Tensor]]:
+        """What counts now, mapped: the rule's state, and the residual by tensor where it is of ``codec``."""
+        pointer = self._pointer(KEPT)
+        if pointer is None:
+            return ClientState(), {}
+        try:
+            place = self.folder / Path(pointer.folder).name
+            state = _read(place / STATE)
+            left = _read(place / LEFT) if pointer.codec == codec else {}
+        except (BadFrame, StorageError) as error:
+            log.warning("client.state_lost", round=pointer.round, reason=str(error))
+            return ClientState(), {}
+        return client_state_of(state), {name: torch.from_numpy(array) for name, array in left.items()}
+
+    def begin(self, at_round: int, codec: str, left: Mapping[str, TensorMeta]) -> Draft:
+        """What may count after ``at_round``; replaces an earlier draft. ``left``: residuals to come."""
+        self._clear(PENDING)
+        return Draft(self, Pointer(at_round, f"{at_round}-{secrets.token_hex(4)}", codec), left)
+
+    def settle(self, at_round: int, taken: bool) -> bool:
+        """The coordinator's word on the update of ``at_round``; False when no draft is of that round."""
+        pointer = self._pointer(PENDING)
+        if pointer is None or pointer.round != at_round:
+            return False
+        if taken:
+            before = self._pointer(KEPT)
+            self.point(KEPT, pointer)
+            (self.folder / PENDING).unlink(missing_ok=True)
+            if before is not None:
+                shutil.rmtree(self.folder / before.folder, ignore_errors=True)
+        else:
+            self._clear(PENDING)
+        return True
+
+    def point(self, name: str, pointer: Pointer) -> None:
+        """Replace a pointer atomically, and so that it survives a power cut."""
+        path = self.folder / name
+        scratch = path.with_suffix(".part")
+        try:
+            with scratch.open("w") as file:
+                json.dump(asdict(pointer), file)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(path)
+        except OSError as error:
+            raise _refused(path, error) from None
+
+    def _pointer(self, name: str) -> Pointer | None:
+        path = self.folder / name
+        try:
+            if path.stat().st_size > MAX_POINTER_BYTES:
+                return None
+            found = json.loads(path.read_text())
+            pointer = Pointer(int(found["round"]), str(found["folder"]), str(found["codec"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return pointer if (self.folder / Path(pointer.folder).name).is_dir() else None
+
+    def _clear(self, name: str) -> None:
+        pointer = self._pointer(name)
+        (self.folder / name).unlink(missing_ok=True)
+        kept = self._pointer(KEPT)
+        if pointer is not None and (kept is None or kept.folder != pointer.folder):
+            shutil.rmtree(self.folder / Path(pointer.folder).name, ignore_errors=True)
+
+
+class Draft:
+    """What a round leaves behind, written while its update is; nothing for rules and codecs that keep
+    nothing. ``finish`` makes it pending; left without, it is deleted."""
+
+    def __init__(self, store: ClientStore, pointer: Pointer, left: Mapping[str, TensorMeta]) -> None:
+        self._store, self._pointer = store, pointer
+        self._place = store.folder / pointer.folder
+        self._sizes = {name: meta.elements for name, meta in left.items()}
+        self._left: DenseWriter | None = None
+        if left:
+            self._make_place()
+            flat = {name: TensorMeta((meta.elements,), "float32") for name, meta in left.items()}
+            self._left = DenseWriter(self._place / LEFT, flat)
+        self._done = False
+
+    def keep(self, name: str, error: Tensor | None) -> None:
+        """The residual of one tensor, in the order of their names."""
+        if self._left is None:
+            raise ValueError(f"no residual of {name!r} was announced")
+        flat = torch.zeros(self._sizes[name]) if error is None else error.reshape(-1)
+        self._left.add(name, flat.numpy())
+
+    def finish(self, state: ClientState) -> None:
+        if self._left is not None:
+            self._left.finish(durable=True)
+        if state.slots:
+            self._make_place()
+            write_dense(self._place / STATE, slot_arrays(state.slots), durable=True)
+        if self._place.is_dir():
+            self._store.point(PENDING, self._pointer)
+        self._done = True
+
+    def _make_place(self) -> None:
+        try:
+            self._place.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise _refused(self._place, error) from None
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._done:
+            if self._left is not None:
+                self._left.__exit__(None, None, None)
+            shutil.rmtree(self._place, ignore_errors=True)
+
+
+def _read(path: Path) -> dict[str, Array]:
+    return read_dense(path, dense_metas(path)) if path.is_file() else {}
+
+
+def _trim(everything: Path) -> None:
+    folders = sorted(everything.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)
+    for stale in [p for p in folders if p.is_dir()][MAX_JOBS:]:
+        shutil.rmtree(stale, ignore_errors=True)
+
+
+def _refused(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"cannot write {path}: {error.strerror}; free space or choose another --state-dir")

@@ -1,0 +1,122 @@
+"""A job's broadcasts on this machine: fetched once, kept dense under the full form's hash.
+
+The model that is evaluated after a round is the one that the next round starts from, so it comes
+down once; a delta comes down where the model before is still here. The last two are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from atoll.errors import BadFrame, StorageError
+from compressors.container import is_coded, most_file_bytes, read_dense, write_dense
+from compressors.model_file import read_delta, read_model
+from worker import checkpoint
+
+if TYPE_CHECKING:
+    from compressors.container import Metas
+    from worker.cancel import Cancel
+    from worker.checkpoint import BlobCache, BlobPort
+
+log = structlog.get_logger()
+
+KEPT_MODELS = 2  # the one in use and the one before, which deltas start from
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A broadcast: blob ``full``, or blob ``delta`` from the broadcast known as ``base``."""
+
+    full: str
+    delta: str = ""
+    base: str = ""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A broadcast's arrays, mapped, and what bringing it here took; 0 bytes when it was at hand."""
+
+    arrays: dict[str, Any]
+    bytes: int
+    seconds: float
+
+
+class Models:
+    """The models of one job below ``folder``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        port: BlobPort,
+        blobs: BlobCache,
+        expected: Metas,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder, self._port, self._blobs, self._expected = folder, port, blobs, expected
+        self._progress = progress
+        self._arrived = 0
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {folder}: {error.strerror}; choose another --state-dir"
+            ) from None
+
+    def fetch(self, ref: ModelRef, cancel: Cancel) -> Fetched:
+        """The broadcast's arrays. BadFrame when it is not what the rule sends down, ConnectionFailed,
+        StorageError, Cancelled."""
+        path, self._arrived, began_s = self._path(ref.full), 0, time.perf_counter()
+        if not path.is_file():
+            self._bring(ref, path, cancel)
+        arrays = read_dense(path, self._expected)
+        seconds = time.perf_counter() - began_s if self._arrived else 0.0
+        self._trim(ref.full)
+        return Fetched(arrays, self._arrived, seconds)
+
+    def clear(self) -> None:
+        """Forget every model."""
+        for path in self._folder.iterdir():
+            path.unlink(missing_ok=True)
+
+    def _bring(self, ref: ModelRef, path: Path, cancel: Cancel) -> None:
+        base = self._path(ref.base) if ref.base else None
+        if ref.delta and base is not None and base.is_file():
+            try:
+                blob = self._download(ref.delta, cancel)
+                known = read_dense(base, self._expected)
+                write_dense(path, read_delta(blob, self._expected, known, ref.base))
+                blob.unlink(missing_ok=True)
+            except BadFrame as error:
+                log.warning("model.delta_refused", reason=str(error))
+            else:
+                return
+        blob = self._download(ref.full, cancel)
+        if is_coded(blob):
+            write_dense(path, read_model(blob, self._expected))
+            blob.unlink(missing_ok=True)
+        else:
+            blob.replace(path)
+
+    def _download(self, blob: str, cancel: Cancel) -> Path:
+        def progress(nbytes: int) -> None:
+            self._arrived += nbytes
+            self._progress()
+
+        wanted = {blob: most_file_bytes(self._expected)}
+        checkpoint.download(self._port, self._blobs, wanted, cancel, progress)
+        return self._blobs.path(blob)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / Path(name).name
+
+    def _trim(self, current: str) -> None:
+        self._path(current).touch()
+        newest = sorted(self._folder.iterdir(), key=lambda p: p.stat().st_mtime_ns, reverse=True)
+        for path in newest[KEPT_MODELS:]:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,264 @@
+"""Taking part in a federated job: fetch the model, train on this machine's own data, send the update.
+
+The data stays here; what leaves is the update's file, a few numbers, and the mean loss and metrics on
+the held-out share. What the rule and the codec keep for the next round is on disk before the update is
+announced, and counts only once the coordinator says that it was taken (``worker.kept``).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.errors import BadFrame, JobFailed
+from atoll.federated import FederatedSpec
+from atoll.job import TrainingSpec
+from atoll.opdag import StateMeta
+from atoll.program import StageProgram
+from atoll.rehearse import rehearse
+from compressors.model_file import Coding, packet_seed, write_update
+from strategies import make_strategy
+from strategies.checking import check_feedback
+from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
+from worker import checkpoint
+from worker.kept import ClientStore
+from worker.local_model import Client, LocalData, LocalModel
+from worker.models import ModelRef, Models
+from worker.trainer import Evaluated, LocalTrainer, Trained
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from compressors.container import Stored
+    from strategies.layout import Array
+    from worker.cancel import Cancel
+    from worker.checkpoint import BlobCache, BlobPort
+
+SECRET_FILE = "secret"  # noqa: S105 - a file's name
+SECRET_BYTES = 32
+UPDATE = "update"
+MODELS = "models"
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A federated job as a client is told of it. ``states`` describes every leaf of the programs, inputs
+    included; ``tensors`` maps every other leaf to its blob."""
+
+    job: str
+    version: int
+    training: TrainingSpec
+    federated: FederatedSpec
+    program: StageProgram
+    eval_program: StageProgram | None
+    states: Mapping[str, StateMeta]
+    tensors: Mapping[str, str]
+    batch: int
+
+    @property
+    def programs(self) -> tuple[StageProgram, ...]:
+        return (self.program,) if self.eval_program is None else (self.program, self.eval_program)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOrder:
+    """``seed``: of what codec and rule draw on this client in this round."""
+
+    round: int
+    model: ModelRef
+    codec: str
+    ratio: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOrder:
+    round: int
+    model: ModelRef
+
+
+@dataclass(frozen=True)
+class Update:
+    """A round's answer, stored."""
+
+    trained: Trained
+    stored: Stored
+    train_s: float
+    upload_bytes: int
+    upload_s: float
+    download_bytes: int
+    download_s: float
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """An evaluation's answer."""
+
+    found: Evaluated
+    took_s: float
+    download_bytes: int
+    download_s: float
+
+
+@dataclass(frozen=True)
+class Site:
+    """This machine as a participation needs it. ``open_data(name)``: the arrays of a registered data set
+    by field, samples along the first axis, perhaps memory-mapped."""
+
+    worker: str
+    device: torch.device
+    state_dir: Path
+    blobs: BlobPort
+    cache: BlobCache
+    open_data: Callable[[str], Mapping[str, Array]]
+    max_upload_bytes_per_s: float | None = None
+    tick: Callable[[], None] = lambda: None
+
+
+class Participation:
+    """One federated job on this machine, from Participate to Release; not thread-safe."""
+
+    def __init__(self, joining: Joining, site: Site, cancel: Cancel) -> None:
+        """Check, fetch, build. Raises the error that the coordinator is told: BadFrame, UnsupportedOp or
+        UsageError for what cannot run here, StorageError, ConnectionFailed."""
+        check(joining)
+        self.joining, self._site = joining, site
+        rule = make_strategy(joining.federated.rule.strategy, joining.federated.rule.options)
+        check_feedback(rule, joining.federated.rule)
+        _rehearse(joining, site.device)
+        inputs = {name: joining.states[name].meta for p in joining.programs for name in p.inputs}
+        data = LocalData(site.open_data(joining.federated.data), joining.federated.inputs, inputs)
+        held_out = joining.federated.rule.held_out
+        self._client = Client.of(site.worker, data, held_out, joining.training.seed)
+        leaves = {n: s for n, s in joining.states.items() if n not in inputs}
+        model = LocalModel(
+            joining.program,
+            joining.eval_program,
+            joining.training,
+            leaves,
+            _tensors(joining, site, cancel),
+            inputs,
+        )
+        self._trainer = LocalTrainer(model, rule, joining.federated.rule, site.device, tick=site.tick)
+        layout = self._trainer.layout
+        self._up, self._lossy = update_metas(rule, layout), lossy_names(layout)
+        self._store = ClientStore(site.state_dir, joining.job)
+        self._models = Models(
+            self._store.folder / MODELS, site.blobs, site.cache, broadcast_metas(rule, layout), site.tick
+        )
+        self._secret = _secret(self._store.folder.parent)
+
+    def train(self, order: TrainOrder, cancel: Cancel) -> Update:
+        """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
+        fetched = self._models.fetch(order.model, cancel)
+        coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
+        state, left = self._store.load(order.codec)
+        began_s = time.perf_counter()
+        trained = self._trainer.train(
+            self._client,
+            broadcast_of(order.round, fetched.arrays),
+            state,
+            cancel,
+            noise_seed=self._noise_seed(order),
+        )
+        path = self._store.folder / UPDATE
+        with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
+            arrays = update_arrays(trained.update)
+            stored = write_update(path, arrays, coding, order.seed, left.get, draft.keep)
+            draft.finish(trained.state)
+        train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
+        site = self._site
+        sent = checkpoint.upload_file(
+            site.blobs, path, stored, cancel, site.max_upload_bytes_per_s, site.tick
+        )
+        upload_s = time.perf_counter() - began_s
+        path.unlink(missing_ok=True)
+        return Update(trained, stored, train_s, sent, upload_s, fetched.bytes, fetched.seconds)
+
+    def evaluate(self, order: EvaluateOrder, cancel: Cancel) -> Assessment:
+        """Mean loss and metrics of what this client would use, on its held-out share."""
+        fetched = self._models.fetch(order.model, cancel)
+        began_s = time.perf_counter()
+        state, _ = self._store.load("")
+        broadcast = broadcast_of(order.round, fetched.arrays)
+        found = self._trainer.evaluate(self._client, broadcast, state, cancel)
+        if not all(map(isfinite, (found.loss, *found.metrics.values()))):
+            raise JobFailed(f"round {order.round}: the held-out loss is {found.loss}")
+        return Assessment(found, time.perf_counter() - began_s, fetched.bytes, fetched.seconds)
+
+    def settle(self, at_round: int, taken: bool) -> None:
+        """The coordinator's word on the update of ``at_round``."""
+        self._store.settle(at_round, taken)
+
+    def close(self) -> None:
+        """The job is over here, or another takes its place; what the rule keeps stays on disk."""
+        self._models.clear()
+
+    def _noise_seed(self, order: TrainOrder) -> int:
+        """Not to be guessed by whoever knows the order: noise that can be subtracted hides nothing."""
+        return packet_seed(int.from_bytes(self._secret[:8], "little") ^ order.seed, self.joining.job)
+
+
+def check(joining: Joining) -> None:
+    """The rules that coordinator and client both check; BadFrame says which is broken."""
+    for program in joining.programs:
+        if program.n_stages != 1 or program.received or program.produced:
+            raise BadFrame(f"stage {program.stage} of {program.n_stages}; a client runs the whole model")
+        if program.loss is None:
+            raise BadFrame("a program without its loss")
+    if joining.training.n_micro != 1:
+        raise BadFrame(f"{joining.training.n_micro} micro-batches a step; a client takes one")
+    tensors = {n for p in joining.programs for n in (*p.parameters, *p.buffers, *p.constants)}
+    inputs = {n for p in joining.programs for n in p.inputs}
+    undescribed = sorted((tensors | inputs) - set(joining.states))
+    missing = sorted(tensors - set(joining.tensors))
+    if undescribed or missing or tensors & inputs:
+        raise BadFrame(f"no shape for {undescribed[:3]}, no blob for {missing[:3]}")
+    for name in sorted(inputs):
+        shape = joining.states[name].meta.shape
+        if not shape or shape[0] != joining.batch or name not in joining.federated.inputs:
+            raise BadFrame(f"input {name!r} of shape {shape}, micro-batches of {joining.batch}")
+
+
+def _rehearse(joining: Joining, device: torch.device) -> None:
+    for program in joining.programs:
+        names = (*program.parameters, *program.buffers, *program.constants)
+        leaves = {name: joining.states[name].meta for name in names}
+        inputs = {name: joining.states[name].meta for name in program.inputs}
+        rehearse(program, leaves, inputs, joining.training.precision, device)
+
+
+def _tensors(joining: Joining, site: Site, cancel: Cancel) -> dict[str, Tensor]:
+    """The job's own values, mapped."""
+    names = sorted({n for p in joining.programs for n in (*p.parameters, *p.buffers, *p.constants)})
+    wanted: dict[str, int] = {}
+    for name in names:
+        blob = joining.tensors[name]
+        wanted[blob] = max(wanted.get(blob, 0), checkpoint.most_bytes(joining.states[name]))
+    checkpoint.download(site.blobs, site.cache, wanted, cancel, lambda _: site.tick())
+    found = {}
+    for name in names:
+        loaded = checkpoint.load(site.cache, name, joining.tensors[name], joining.states[name])
+        found[name] = loaded["value"]
+    return found
+
+
+def _secret(folder: Path) -> bytes:
+    """This machine's own, made once."""
+    path = folder / SECRET_FILE
+    try:
+        found = path.read_bytes()
+    except OSError:
+        found = b""
+    if len(found) != SECRET_BYTES:
+        found = secrets.token_bytes(SECRET_BYTES)
+        path.touch(mode=0o600)
+        path.write_bytes(found)
+    return blake2b(found, digest_size=SECRET_BYTES).digest()
