@@ -84,9 +84,8 @@ def local_round(
     done = []
     for at, phase in enumerate(asked.rule.begin(asked.layout, asked.broadcast, state)):
         start = {name: np.array(array) for name, array in {**model, **phase.start}.items()}
-        work = LocalWork(
-            asked.broadcast.round, at, start, phase.correction, dict(asked.config), _epochs(asked)
-        )
+        correction = phase.correction.mapped(np.array)  # torch wants memory that it may write to
+        work = LocalWork(asked.broadcast.round, at, start, correction, dict(asked.config), _epochs(asked))
         done.append(train(work))
     own = secrets.randbits(63) if seed is None else seed
     update, after = asked.rule.end(asked.layout, asked.broadcast, done, state, own)

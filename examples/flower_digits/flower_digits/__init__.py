@@ -1,0 +1,1 @@
+"""Handwritten digits with a small MLP, as a Flower app."""

@@ -1,0 +1,89 @@
+"""A client: trains and evaluates on its own part of the images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from . import task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def packed(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+    """A mod that compresses what is uploaded, where the run's `codec` says so."""
+    codec = str(context.run_config["codec"])
+    if not codec:
+        return call_next(message, context)
+    from compressors.flower import compress_mod
+
+    return compress_mod(codec)(message, context, call_next)
+
+
+app = ClientApp(mods=[packed])
+
+
+def data_of(context: Context) -> tuple[Tensor, Tensor]:
+    """This node's images."""
+    run, node = context.run_config, context.node_config
+    return task.partition(
+        int(node["partition-id"]), int(node["num-partitions"]), float(run["alpha"]), int(run["seed"])
+    )
+
+
+def ours(context: Context) -> bool:
+    """Whether the run uses a strategy of Atoll."""
+    return str(context.run_config["strategy"]).startswith("atoll.")
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """Local epochs from the received weights."""
+    data = data_of(context)
+    if ours(context):
+        from . import rules
+
+        return rules.train(message, context, data)
+    run, request = context.run_config, message.content.config_records["config"]
+    model = task.make_model(int(run["seed"]))
+    received = message.content.array_records["arrays"].to_torch_state_dict()
+    model.load_state_dict(received)
+    pull = float(str(request.get("proximal-mu", 0.0)))  # FedProx: mu (w - received) on top of each gradient
+
+    def towards_received() -> None:
+        for name, parameter in model.named_parameters():
+            if pull and parameter.grad is not None:
+                parameter.grad += pull * (parameter.detach() - received[name])
+
+    loss, _ = task.train(
+        model,
+        data,
+        epochs=int(run["local-epochs"]),
+        lr=float(run["lr"]),
+        seed=int(str(request["server-round"])),
+        before_step=towards_received,
+    )
+    metrics = MetricRecord({"train_loss": loss, "num-examples": len(data[0])})
+    return Message(
+        RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message
+    )
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """The received weights on this node's images."""
+    data = data_of(context)
+    if ours(context):
+        from . import rules
+
+        return rules.evaluate(message, context, data)
+    model = task.make_model(int(context.run_config["seed"]))
+    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
+    loss, accuracy = task.evaluate(model, data)
+    metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(data[0])})
+    return Message(RecordDict({"metrics": metrics}), reply_to=message)
