@@ -145,19 +145,7 @@ def with_overrides(config: Mapping[str, ConfigValue], items: Sequence[str]) -> d
 
     UsageError for an unknown key or a value that is no TOML.
     """
-    changed: dict[str, ConfigValue] = {}
-    for item in items:
-        if item.endswith(".toml"):
-            try:
-                changed |= flat(tomllib.loads(Path(item).expanduser().read_text()))
-            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-                raise UsageError(f"--run-config {item}: {error}") from None
-            continue
-        rest = _PAIR.sub("", item).strip()
-        if rest:
-            raise UsageError(f"--run-config: {rest[:80]!r} is no KEY=VALUE; write 'lr=0.1 name=\"a b\"'")
-        for key, value in _PAIR.findall(item):
-            changed[key] = _value(key, value)
+    changed = parse_pairs(items, "--run-config")
     unknown = sorted(changed.keys() - config.keys())
     if unknown:
         known = ", ".join(sorted(config)) or "none"
@@ -167,12 +155,30 @@ def with_overrides(config: Mapping[str, ConfigValue], items: Sequence[str]) -> d
     return {**config, **changed}
 
 
-def _value(key: str, text: str) -> ConfigValue:
+def parse_pairs(items: Sequence[str], option: str) -> dict[str, ConfigValue]:
+    """What an option's items say: 'key=value key2="a b"', or the name of a .toml file. UsageError."""
+    found: dict[str, ConfigValue] = {}
+    for item in items:
+        if item.endswith(".toml") and "=" not in item:
+            try:
+                found |= flat(tomllib.loads(Path(item).expanduser().read_text()))
+            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+                raise UsageError(f"{option} {item}: {error}") from None
+            continue
+        rest = _PAIR.sub("", item).strip()
+        if rest:
+            raise UsageError(f"{option}: {rest[:80]!r} is no KEY=VALUE; write 'lr=0.1 name=\"a b\"'")
+        for key, value in _PAIR.findall(item):
+            found[key] = _value(key, value, option)
+    return found
+
+
+def _value(key: str, text: str, option: str) -> ConfigValue:
     try:
         return flat(tomllib.loads(f"value = {text}"))["value"]
     except (tomllib.TOMLDecodeError, KeyError):
         raise UsageError(
-            f"--run-config {key}={text[:60]}: a number, true, false or a quoted string is possible"
+            f"{option} {key}={text[:60]}: a number, true, false or a quoted string is possible"
         ) from None
 
 

@@ -878,12 +878,34 @@ class ChildSetup(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class NodeConfigEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___AppValue: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___AppValue | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_FIELD_NUMBER: _builtins.int
     CODE_DIR_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     PARTS_DIR_FIELD_NUMBER: _builtins.int
     OUTBOX_DIR_FIELD_NUMBER: _builtins.int
-    STATE_DIR_FIELD_NUMBER: _builtins.int
+    RUNS_DIR_FIELD_NUMBER: _builtins.int
+    NODE_CONFIG_FIELD_NUMBER: _builtins.int
     run: _builtins.int
     code_dir: _builtins.str
     client: _builtins.str
@@ -892,8 +914,12 @@ class ChildSetup(_message.Message):
     """what arrived, one file a hash"""
     outbox_dir: _builtins.str
     """what replies refer to, one file a hash"""
-    state_dir: _builtins.str
-    """Context.state of this run and node"""
+    runs_dir: _builtins.str
+    """Context.state of each run and node"""
+    @_builtins.property
+    def node_config(self) -> _containers.MessageMap[_builtins.str, Global___AppValue]:
+        """from this machine's owner"""
+
     def __init__(
         self,
         *,
@@ -902,11 +928,12 @@ class ChildSetup(_message.Message):
         client: _builtins.str = ...,
         parts_dir: _builtins.str = ...,
         outbox_dir: _builtins.str = ...,
-        state_dir: _builtins.str = ...,
+        runs_dir: _builtins.str = ...,
+        node_config: _abc.Mapping[_builtins.str, Global___AppValue] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "code_dir", b"code_dir", "outbox_dir", b"outbox_dir", "parts_dir", b"parts_dir", "run", b"run", "state_dir", b"state_dir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "code_dir", b"code_dir", "node_config", b"node_config", "outbox_dir", b"outbox_dir", "parts_dir", b"parts_dir", "run", b"run", "runs_dir", b"runs_dir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,8 +19,9 @@ from rich.markup import escape
 
 import atoll
 from atoll.errors import AtollError
+from protos.app_bundle import parse_pairs
 from protos.installation import check_installation
-from worker import cli_data
+from worker import cli_apps, cli_data
 from worker.config import (
     WorkerConfig,
     default_state_dir,
@@ -49,6 +50,7 @@ app = typer.Typer(
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 cli_data.register(app)
+cli_apps.register(app)
 
 Coordinator = Annotated[
     str | None,
@@ -111,11 +113,27 @@ def join(
     shaper: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Slow, distant links on loopback, for experiments.")
     ] = None,
+    allow_apps: Annotated[
+        bool,
+        typer.Option(
+            "--allow-apps",
+            help="This time, run those Flower apps that `atoll-worker apps accept` was told of.",
+        ),
+    ] = False,
+    accept_app: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HASH", help="Accept this app for this time; for scripts; may repeat."),
+    ] = None,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(metavar="K=V", help="Told to apps as Context.node_config, as in 'data=\"/data\"'."),
+    ] = None,
 ) -> int:
     """Join a coordinator's fleet and compute what it plans, within the limits given here.
 
-    What runs are tensor operations from a fixed list: no code of anybody else's. Settings are
-    remembered; the token is exchanged for a certificate once and not kept.
+    What runs are tensor operations from a fixed list: no code of anybody else's, unless --allow-apps
+    and `atoll-worker apps accept` say otherwise. Settings are remembered; the token is exchanged for a
+    certificate once and not kept.
     """
     given: dict[str, Any] = {
         "token": token,
@@ -130,6 +148,9 @@ def join(
         "insecure": insecure,
         "log_json": log_json,
         "shaper_file": str(shaper) if shaper else None,
+        "allow_apps": allow_apps,
+        "accept_apps": tuple(accept_app or ()),
+        "node_config": tuple(parse_pairs(node_config, "--node-config").items()) if node_config else None,
         **_address("host", "port", coordinator),
         **_address("listen_host", "listen_port", listen, default_port=0),
     }

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StorageError, UsageError
+from protos.app_bundle import ConfigValue
 
 DEFAULT_PORT = 7700
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
@@ -27,7 +28,7 @@ _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "insecure", "max_upload_mbit",
+    "advertise", "inbound", "site", "insecure", "max_upload_mbit", "node_config",
 )  # fmt: skip
 
 
@@ -60,6 +61,10 @@ class WorkerConfig:
     feed_bytes: int = 256 << 20
     max_message_bytes: int = 64 << 20  # of one control message
     outgoing_messages: int = 4096  # queued for the coordinator while it is away
+    allow_apps: bool = False  # run the Python of Flower apps that were accepted here; never remembered
+    accept_apps: tuple[str, ...] = ()  # hashes accepted for this process only
+    node_config: tuple[tuple[str, ConfigValue], ...] = ()  # what apps are told of this machine
+    app_cache_bytes: int = 8 << 30  # of arrays that apps were sent
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
@@ -72,11 +77,19 @@ class WorkerConfig:
             ("--memory", self.memory_bytes, 0, 2**50),
             ("--listen port", self.listen_port, 0, 65535),
             ("cache_bytes", self.cache_bytes, 0, 2**60),
+            ("app_cache_bytes", self.app_cache_bytes, 1 << 20, 2**60),
             ("feed_ahead_steps", self.feed_ahead_steps, 2, 1000),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        if self.accept_apps and not self.allow_apps:
+            raise UsageError("--accept-app without --allow-apps: no app would run; give both")
+        for accepted in self.accept_apps:
+            if not re.fullmatch(r"[0-9a-f]{64}", accepted):
+                raise UsageError(
+                    f"--accept-app {accepted[:80]!r}; give the app's hash, 64 hexadecimal digits"
+                )
         if 0 < self.memory_bytes < 1 << 20:
             raise UsageError(f"--memory of {self.memory_bytes} bytes; at least 1MiB is of any use")
         if not math.isfinite(self.max_upload_mbit) or self.max_upload_mbit < 0:
@@ -199,6 +212,8 @@ def _recall(state_dir: Path) -> dict[str, Any]:
     values = {name: found[name] for name in _REMEMBERED if name in found}
     if "advertise" in values:
         values["advertise"] = tuple((str(host), int(port)) for host, port in values["advertise"])
+    if "node_config" in values:
+        values["node_config"] = tuple((str(key), value) for key, value in values["node_config"])
     try:
         replace(WorkerConfig(host="localhost"), **values)
     except (AttributeError, TypeError, UsageError):

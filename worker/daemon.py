@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -23,6 +24,7 @@ from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from worker import events, instructions, messages, session
+from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
 from worker.codec_speed import CodecGauge
 from worker.compute import Progress
@@ -50,7 +52,14 @@ EXPECTED_DIAL_S = 10.0
 STEP_PHASES = frozenset(
     {session.Phase.TRAINING, session.Phase.WAITING, session.Phase.APPLYING, session.Phase.EVALUATING}
 )
-Inner = events.Event | PeerExpected
+
+
+@dataclass(frozen=True, slots=True)
+class ConsentChanged:
+    """This machine's owner accepted or revoked an app."""
+
+
+Inner = events.Event | PeerExpected | ConsentChanged
 
 
 class Daemon:
@@ -69,6 +78,7 @@ class Daemon:
         self._progress = Progress()
         self._end: AtollError | None = None
         self._welcomed = threading.Event()
+        self._apps: AppHost | None = None
         self._device: Device
         self._membership: Membership
         self._network: PeerNetwork
@@ -112,6 +122,7 @@ class Daemon:
         self._gauge = self._new_gauge()
         self._bench = Workbench(self._surroundings(bulk), self._events.put, self._say, self._gauge)
         self._introduction = self._introduce(network.port)
+        self._apps = AppHost(config) if config.allow_apps else None
         self._bench.start()
         threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
         log.info("worker.joined", worker=member.worker, coordinator=member.work_address)
@@ -128,12 +139,18 @@ class Daemon:
             if isinstance(event, PeerExpected):
                 self._expect_peer(event)
                 continue
+            if isinstance(event, ConsentChanged):
+                if self._apps is not None:
+                    self._apps.consent_changed()
+                continue
             before = self._state
             self._state, todo = session.handle(before, event)
             self._note(before, event)
             if isinstance(event, events.Welcomed):
                 self._heartbeat_s = event.heartbeat_s
                 self._welcomed.set()
+                if self._apps is not None:
+                    self._apps.attend(self._membership)
                 self._bench.tell_codecs()
             for instruction in todo:
                 self._perform(instruction)
@@ -166,6 +183,8 @@ class Daemon:
 
     def _shut_down(self, network: PeerNetwork, bulk: grpc.Channel) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
+        if self._apps is not None:
+            self._apps.stop()
         stream = self._stream
         if stream is not None:
             stream.close()
@@ -331,6 +350,8 @@ class Daemon:
             self.leave(f"stopped by {signal.Signals(number).name}")
 
         old = {n: signal.signal(n, leave) for n in (signal.SIGINT, signal.SIGTERM)}
+        # `atoll-worker apps accept` tells a running daemon that its list has changed.
+        old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: self._events.put(ConsentChanged()))
 
         def restore() -> None:
             for number, handler in old.items():

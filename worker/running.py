@@ -68,6 +68,18 @@ def ask_to_leave(state_dir: Path) -> int:
     return process
 
 
+def say_consent_changed(state_dir: Path) -> bool:
+    """Have the daemon of this folder, if one runs, look at its list of accepted apps again."""
+    process = running_process(state_dir)
+    if process is None:
+        return False
+    try:
+        os.kill(process, signal.SIGUSR1)
+    except OSError:
+        return False
+    return True
+
+
 def _read(path: Path) -> int | None:
     try:
         text = path.read_text().strip()

@@ -20,8 +20,6 @@ from worker.calls import as_atoll_error
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protos import atoll_control_pb2 as pb
-
 END_TIMEOUT_S = 0.4
 
 
@@ -33,23 +31,24 @@ class Stream:
         channel: grpc.Channel,
         metadata: Sequence[tuple[str, str]],
         address: str,
-        introduction: pb.FromWorker,
+        introduction: Any,
         max_queued: int,
-        received: Callable[[pb.ToWorker], None],
+        received: Callable[[Any], None],
         ended: Callable[[AtollError | None], None],
+        method: Callable[[grpc.Channel], Any] = lambda channel: rpc.WorkStub(channel).Session,
     ) -> None:
-        """``ended(error)`` is called once, in the stream's thread; None: the coordinator closed it."""
+        """``ended(error)`` is called once, in the stream's thread; None: the coordinator closed it.
+        ``method``: the call, the session's unless another is named."""
         self._channel, self._address = channel, address
-        self._queue: queue.Queue[pb.FromWorker | None] = queue.Queue(max_queued)
+        self._queue: queue.Queue[Any] = queue.Queue(max_queued)
         self._queue.put_nowait(introduction)
         self._received, self._ended = received, ended
         self._closing = False
-        stub: Any = rpc.WorkStub(channel)
-        self._call: Any = stub.Session(self._outgoing(), metadata=metadata)
+        self._call: Any = method(channel)(self._outgoing(), metadata=metadata)
         self._thread = threading.Thread(target=self._read, name="atoll-session", daemon=True)
         self._thread.start()
 
-    def say(self, message: pb.FromWorker) -> bool:
+    def say(self, message: Any) -> bool:
         """Queue a message; False when the queue is full, which ends the stream."""
         try:
             self._queue.put_nowait(message)
@@ -70,7 +69,7 @@ class Stream:
             self._thread.join(END_TIMEOUT_S)
         self._call.cancel()
 
-    def _outgoing(self) -> Iterator[pb.FromWorker]:
+    def _outgoing(self) -> Iterator[Any]:
         while (message := self._queue.get()) is not None:
             yield message
 

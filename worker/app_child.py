@@ -1,0 +1,186 @@
+"""The process that a ClientApp runs in, one for each run, warm from message to message.
+
+It imports the app once, keeps its Context, and answers one task after another over a pipe to the
+worker's daemon. Arrays come and go as files named by their hash; Context.state is on the disk
+before the reply is said. It has no connection of its own and dies with the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+
+from atoll.errors import BadFrame
+from protos import atoll_apps_pb2 as pb
+from protos import flower_content as content
+from protos import flower_internals as flower
+from protos.app_pipe import Gone, Pipe, die_with_parent, pipe_from
+
+MAX_REASON_CHARS = 4000
+STATE_FILE = "state"
+
+
+class Child:
+    """One ClientApp and its Context."""
+
+    def __init__(self, pipe: Pipe, setup: pb.ChildSetup) -> None:
+        self._pipe = pipe
+        self._setup = setup
+        self._app: Any = None
+        self._context: Context | None = None
+        self._saved = b""
+
+    def load(self) -> None:
+        """Import the ClientApp; what goes wrong is said."""
+        started_s = time.perf_counter()
+        error = ""
+        try:
+            self._app = flower.find_app(self._setup.client, Path(self._setup.code_dir))
+            if not callable(self._app):
+                error = f"{self._setup.client} is {type(self._app).__name__}, no ClientApp"
+        except (Exception, SystemExit) as failure:  # noqa: BLE001 - anything may go wrong in foreign code
+            error = _words(failure)
+        took_s = time.perf_counter() - started_s
+        self._pipe.send(pb.FromChild(loaded=pb.ChildLoaded(error=error, took_s=took_s)))
+
+    def serve(self) -> None:
+        """Answer until the daemon is gone."""
+        while True:
+            message = self._pipe.receive(pb.ToChild())
+            if message.HasField("start"):
+                self._start(message.start)
+            elif message.HasField("task"):
+                reply = self._answer(message.task)
+                del message
+                self._pipe.send(pb.FromChild(reply=reply))
+                del reply
+
+    def _start(self, start: pb.AppStart) -> None:
+        flower.take_identity(start.run, start.node)
+        config = {key: content.value_from_proto(value) for key, value in self._setup.node_config.items()}
+        self._folder = Path(self._setup.runs_dir) / f"{start.run:x}-{start.node:x}"
+        self._context = Context(
+            run_id=start.run,
+            node_id=start.node,
+            node_config={**config, "partition-id": start.partition, "num-partitions": start.partitions},
+            state=self._load_state(),
+            run_config={key: content.value_from_proto(value) for key, value in start.run_config.items()},
+        )
+
+    def _answer(self, task: pb.AppTask) -> pb.AppReply:
+        started_s = time.perf_counter()
+        try:
+            reply = self._reply(task)
+        except (Exception, SystemExit) as failure:  # noqa: BLE001 - the app's errors are its replies
+            traceback.print_exception(failure)
+            self._roll_back()
+            reply = pb.AppReply(error=flower.APP_RAISED, reason=_words(failure))
+        reply.run, reply.message, reply.created_s = task.run, task.message, time.time()
+        reply.took_s = time.perf_counter() - started_s
+        return reply
+
+    def _reply(self, task: pb.AppTask) -> pb.AppReply:
+        if self._context is None:
+            raise BadFrame("a task before the start of its run")
+        message = flower.task_message(
+            content.decode(task.content, self._read),
+            run=task.run,
+            message_id=task.message,
+            node=task.node,
+            kind=task.kind,
+            group=task.group,
+            created_s=task.created_s,
+            ttl_s=task.ttl_s,
+        )
+        answer = self._app(message, self._context)
+        if not isinstance(answer, Message):
+            raise TypeError(f"the ClientApp returned {type(answer).__name__}, no Message")
+        self._save_state(self._context.state)
+        if answer.has_error():
+            found: Error = answer.error
+            return pb.AppReply(
+                error=found.code or flower.APP_RAISED, reason=(found.reason or "")[:MAX_REASON_CHARS]
+            )
+        encoded = content.encode(answer.content)
+        parts = content.inlined(encoded.parts, (part.hash for part in task.parts))
+        came = {part.hash for part in task.parts}
+        for part in parts:
+            if part.size and not part.data and part.hash not in came:
+                _write(Path(self._setup.outbox_dir) / part.hash, encoded.parts[part.hash])
+        return pb.AppReply(content=encoded.content, parts=parts)
+
+    def _read(self, name: str, size: int) -> bytes:
+        return _read(Path(self._setup.parts_dir) / name, size)
+
+    # ------------------------------------------------------------ Context.state
+
+    def _load_state(self) -> RecordDict:
+        try:
+            self._saved = (self._folder / STATE_FILE).read_bytes()
+        except FileNotFoundError:
+            self._saved = b""
+            return RecordDict()
+        return content.decode(self._saved, lambda name, size: _read(self._folder / name, size))
+
+    def _save_state(self, state: RecordDict) -> None:
+        """Write what changed, the arrays first; then forget those of the state before."""
+        encoded = content.encode(state)
+        if encoded.content == self._saved:
+            return
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, data in encoded.parts.items():
+            if not (self._folder / name).exists():
+                _write(self._folder / name, data)
+        _write(self._folder / STATE_FILE, encoded.content)
+        self._saved = encoded.content
+        for path in self._folder.iterdir():
+            if path.name not in encoded.parts and path.name != STATE_FILE:
+                path.unlink(missing_ok=True)
+
+    def _roll_back(self) -> None:
+        """A task that failed leaves the state as it found it."""
+        if self._context is not None:
+            self._context.state = self._load_state()
+
+
+def _read(path: Path, size: int) -> bytes:
+    data = path.read_bytes()
+    if len(data) != size:
+        raise BadFrame(f"part {path.name[:12]} has {len(data)} bytes, announced were {size}")
+    return data
+
+
+def _write(path: Path, data: bytes) -> None:
+    scratch = path.with_name(f".{path.name}.new")
+    scratch.write_bytes(data)
+    scratch.replace(path)
+
+
+def _words(failure: BaseException) -> str:
+    """The reason as Flower words it, then the end of the traceback."""
+    lines = "".join(traceback.format_exception(failure))
+    return f"{type(failure)}:<'{failure}'>\n{lines[-MAX_REASON_CHARS // 2 :]}"[:MAX_REASON_CHARS]
+
+
+def main() -> None:
+    """Entry: the pipe's descriptor is the only argument."""
+    die_with_parent()
+    pipe = pipe_from(int(sys.argv[1]))
+    with contextlib.suppress(Gone):
+        child = Child(pipe, pipe.receive(pb.ToChild()).setup)
+        child.load()
+        child.serve()
+    # Threads of the app must not hold up the end.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

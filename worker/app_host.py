@@ -1,0 +1,175 @@
+"""The worker's part in Flower apps: a stream to the coordinator beside the session, and the runs.
+
+Only a worker whose owner said --allow-apps has one, and it runs only apps whose hash its owner
+accepted. Losing the coordinator stops nothing: runs go on and answer once it is back.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from atoll.errors import AtollError, BadFrame
+from protos import atoll_apps_pb2 as pb
+from protos import atoll_apps_pb2_grpc as rpc
+from worker.app_parts import Parts
+from worker.app_run import Around, HostedRun
+from worker.app_store import AppStore
+from worker.checkpoint import BlobCache
+from worker.stream import Stream
+
+if TYPE_CHECKING:
+    import grpc
+
+    from worker.config import WorkerConfig
+    from worker.enroll import Membership
+
+log = structlog.get_logger()
+
+MAX_RUNS = 16
+BACKOFF_FIRST_S = 0.2
+BACKOFF_MOST_S = 4.0
+_STOP_S = 0.5
+
+
+class AppHost:
+    """All app runs of this worker."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._store = AppStore(config.state_dir)
+        self._store.sweep(time.time())
+        self._cache = BlobCache(self._store.parts_dir, config.app_cache_bytes)
+        self._around = Around(config, self._store, self._accepts, self._say, lambda: self._epoch)
+        self._incarnation = secrets.randbits(63)
+        self._lock = threading.Lock()
+        self._runs: dict[int, HostedRun] = {}
+        self._stream: Stream | None = None
+        self._member: Membership | None = None
+        self._channels: dict[int, grpc.Channel] = {}
+        self._stopping = threading.Event()
+        self._epoch = 0
+        self._failures = 0
+
+    def attend(self, member: Membership) -> None:
+        """Open the stream, if none is open; the session was just welcomed."""
+        with self._lock:
+            self._member = member
+            if self._stream is None and not self._stopping.is_set():
+                self._open()
+
+    def consent_changed(self) -> None:
+        """The list of accepted apps was changed on the disk."""
+        for run in self._all():
+            run.consent_changed()
+
+    def stop(self) -> None:
+        """End every run's process now; states stay for a return."""
+        self._stopping.set()
+        runs = self._all()
+        for run in runs:
+            run.end("the worker leaves", for_good=False)
+        deadline_s = time.monotonic() + _STOP_S
+        for run in runs:
+            run.join(max(0.0, deadline_s - time.monotonic()))
+        stream = self._stream
+        if stream is not None:
+            stream.close(wait=False)
+
+    # ------------------------------------------------------------ the stream
+
+    def _open(self) -> None:
+        """The lock is held."""
+        member = self._member
+        assert member is not None  # noqa: S101 - set before
+        self._epoch += 1
+        hello = pb.FromNode(hello=pb.AppHello(incarnation=self._incarnation, runs=list(self._runs)))
+        self._stream = Stream(
+            member.channel(self._config),
+            member.metadata,
+            member.work_address,
+            hello,
+            self._config.outgoing_messages,
+            self._receive,
+            self._ended,
+            lambda channel: rpc.AppWorkStub(channel).Attend,
+        )
+        for run in self._runs.values():
+            run.greet()
+
+    def _ended(self, error: AtollError | None) -> None:
+        """The stream's thread: try again after a pause, as long as the worker lives."""
+        with self._lock:
+            self._stream = None
+            self._failures += 1
+            pause_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(self._failures - 1, 16))
+        if self._stopping.wait(pause_s):
+            return
+        with self._lock:
+            if self._stream is None and not self._stopping.is_set():
+                self._open()
+
+    def _say(self, message: pb.FromNode) -> None:
+        stream = self._stream
+        if stream is not None:
+            stream.say(message)
+
+    def _receive(self, message: pb.ToNode) -> None:
+        self._failures = 0
+        try:
+            self._handle(message)
+        except AtollError as error:
+            log.error("app.message_refused", reason=str(error))
+
+    def _handle(self, message: pb.ToNode) -> None:
+        kind = message.WhichOneof("body")
+        if kind is None:
+            raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
+        body: Any = getattr(message, kind)
+        if kind == "offer":
+            self._offered(body)
+            return
+        run = self._runs.get(body.run)
+        if run is None:
+            return  # ended here, or never offered: the coordinator hears of it when we attend
+        match kind:
+            case "start":
+                run.start(body)
+            case "task":
+                run.task(body)
+            case "cancel":
+                run.cancel(list(body.messages))
+            case "forget":
+                run.forget(list(body.hashes))
+            case "end":
+                with self._lock:
+                    self._runs.pop(body.run, None)
+                run.end(body.reason[:1000])
+
+    def _offered(self, offer: pb.AppOffer) -> None:
+        known = self._runs.get(offer.run)
+        if known is not None:
+            known.greet()
+            return
+        if len(self._runs) >= MAX_RUNS:
+            reason = f"{MAX_RUNS} apps are open on this worker already"
+            self._say(pb.FromNode(refused=pb.AppRefused(run=offer.run, reason=reason)))
+            return
+        log.info("app.offered", app=offer.app.name, version=offer.app.version, hash=offer.app.hash)
+        member = self._member
+        assert member is not None  # noqa: S101 - a stream is open
+        channel = member.channel(self._config)  # of its own: arrays must not hold up messages
+        parts = Parts(channel, member.metadata, member.work_address, self._cache)
+        with self._lock:
+            self._runs[offer.run] = HostedRun(offer, parts, self._around)
+
+    def _accepts(self, name: str) -> bool:
+        return name in self._config.accept_apps or self._store.is_accepted(name)
+
+    def _all(self) -> list[HostedRun]:
+        with self._lock:
+            return list(self._runs.values())

@@ -1,0 +1,87 @@
+"""Starting, asking and killing the process of a ClientApp."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from protos import atoll_apps_pb2 as pb
+from protos.app_pipe import Pipe
+
+TAIL_LINES = 40
+MAX_LINE_BYTES = 4000
+_HIDDEN = ("ATOLL_TOKEN",)  # what the app must not see
+
+
+class AppProcess:
+    """A child that runs one ClientApp; it and all it started die together."""
+
+    def __init__(self, setup: pb.ChildSetup, threads: int, said: Callable[[str], None]) -> None:
+        """``said`` is told every line that the app prints."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "worker.app_child", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=_environment(threads),
+                start_new_session=True,
+            )
+        self.pipe = Pipe(ours)
+        self._said = said
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._reader = threading.Thread(target=self._read, name="atoll-app-output", daemon=True)
+        self._reader.start()
+        self.pipe.send(pb.ToChild(setup=setup))
+
+    @property
+    def process(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it and its own children at once; safe from any thread and more than once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.pipe.close()
+
+    def last_words(self) -> str:
+        """How it ended and what it printed last, once it is gone."""
+        code = self._process.wait()
+        self._reader.join(1.0)
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "\n".join([f"its process ended with {how}", *self._tail])
+
+    def _read(self) -> None:
+        output = self._process.stdout
+        assert output is not None  # noqa: S101 - a pipe was asked for
+        with output:
+            while line := output.readline(MAX_LINE_BYTES):
+                text = line.decode(errors="replace").rstrip()
+                if text:
+                    self._tail.append(text)
+                    self._said(text)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+    root = str(Path(__file__).resolve().parent.parent)
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
+    if threads:
+        kept["OMP_NUM_THREADS"] = kept["MKL_NUM_THREADS"] = str(threads)
+    # An app on a guest's machine calls nobody, and its prints come at once.
+    return {**kept, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}

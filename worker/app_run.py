@@ -1,0 +1,386 @@
+"""One app run on this worker: its owner's consent, the warm process, one task after another.
+
+Everything that takes time happens in the run's own thread. From outside, ``cancel`` and ``end`` act
+at once: they kill the process or break off the transfer that the thread waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import queue
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from atoll.errors import AtollError, BadFrame, StorageError
+from protos import app_bundle
+from protos import atoll_apps_pb2 as pb
+from protos.app_pipe import Gone
+from worker.app_parts import Parts
+from worker.app_process import AppProcess
+from worker.app_store import AppStore, KnownApp
+from worker.cancel import Cancel, Cancelled
+from worker.config import WorkerConfig, default_state_dir
+
+log = structlog.get_logger()
+
+LOAD_WITHIN_S = 600.0  # importing an app and all it needs
+MAX_REASON_CHARS = 4000
+# Flower's error codes.
+APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What every run on this worker shares."""
+
+    config: WorkerConfig
+    store: AppStore
+    accepts: Callable[[str], bool]  # an app's hash
+    say: Callable[[pb.FromNode], None]
+    epoch: Callable[[], int]  # rises with every new stream: what was under way is said again
+
+
+@dataclass(slots=True)
+class _Task:
+    task: pb.AppTask
+    epoch: int
+    due_s: float  # monotonic
+    cancel: Cancel = field(default_factory=Cancel)
+
+
+class HostedRun:
+    """A run that was offered to this worker; every public method returns at once."""
+
+    def __init__(self, offer: pb.AppOffer, parts: Parts, around: Around) -> None:
+        self.run = offer.run
+        self._app = offer.app
+        self._parts, self._around = parts, around
+        self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._tasks: dict[str, _Task] = {}  # not yet answered
+        self._working: _Task | None = None
+        self._ended = Cancel()
+        self._process: AppProcess | None = None
+        self._outbox = around.store.root / "outbox" / f"{offer.run:x}.{secrets.token_hex(4)}"
+        self._standing: pb.FromNode | None = None
+        self._start: pb.AppStart | None = None
+        self._last: pb.AppReply | None = None
+        self._thread = threading.Thread(target=self._work, name=f"atoll-app-{offer.run:x}", daemon=True)
+        self._todo.put(self._prepare)
+        self._thread.start()
+
+    # ------------------------------------------------------------ from the stream
+
+    def start(self, start: pb.AppStart) -> None:
+        """The run begins with this worker as a node."""
+        self._todo.put(lambda: self._begin(start))
+
+    def task(self, task: pb.AppTask) -> None:
+        """A message for the ClientApp; one that is known already is not done twice."""
+        entry = _Task(task, self._around.epoch(), time.monotonic() + max(0.0, task.left_s))
+        with self._lock:
+            known = self._tasks.get(task.message)
+            if known is not None:
+                known.epoch = entry.epoch
+                return
+            self._tasks[task.message] = entry
+        self._todo.put(lambda: self._serve(entry))
+
+    def cancel(self, messages: list[str]) -> None:
+        """Nobody waits for these replies any more."""
+        with self._lock:
+            entries = [self._tasks.pop(m) for m in messages if m in self._tasks]
+            working = self._working
+        for entry in entries:
+            entry.cancel.set("cancelled")
+            if entry is working:
+                self._break_off()
+
+    def forget(self, hashes: list[str]) -> None:
+        """These parts are needed no more."""
+
+        def remove() -> None:
+            for name in hashes:
+                self._parts.cache.path(name).unlink(missing_ok=True)
+
+        self._todo.put(remove)
+
+    def consent_changed(self) -> None:
+        """This machine's owner accepted or revoked an app."""
+        self._todo.put(self._reconsider)
+
+    def greet(self) -> None:
+        """Say again what may have been lost with the stream before."""
+        if self._standing is not None:
+            self._around.say(self._standing)
+
+    def end(self, reason: str, *, for_good: bool = True) -> None:
+        """Stop at once; ``for_good``: the run is over, its state goes too."""
+        if self._ended.is_set:
+            return
+        log.info("app.ended", run=f"{self.run:x}", reason=reason)
+        self._ended.set(reason)
+        with self._lock:
+            entries = list(self._tasks.values())
+        for entry in entries:
+            entry.cancel.set(reason)
+        if for_good:
+            self._todo.put(self._remove_state)
+        self._todo.put(None)
+        self._break_off()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until its thread has ended."""
+        self._thread.join(timeout_s)
+
+    def _break_off(self) -> None:
+        self._parts.abort()
+        process = self._process
+        if process is not None:
+            process.kill()
+
+    # ------------------------------------------------------------ the thread
+
+    def _work(self) -> None:
+        try:
+            while (work := self._todo.get()) is not None:
+                try:
+                    work()
+                except (Cancelled, Gone):
+                    continue
+                except AtollError as error:
+                    log.warning("app.failed", run=f"{self.run:x}", reason=str(error))
+        finally:
+            self._drop_process()
+            self._parts.close()
+            shutil.rmtree(self._outbox, ignore_errors=True)
+
+    def _prepare(self) -> None:
+        """Fetch and unpack the app, ask for consent, load it; say which of these failed."""
+        if self._ended.is_set:
+            return
+        try:
+            self._fetch_code()
+        except AtollError as error:
+            self._refuse(pb.APP_REFUSAL_OTHER, str(error))
+            return
+        if not self._around.accepts(self._app.hash):
+            self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
+            return
+        if importlib.util.find_spec("flwr") is None:
+            self._refuse(pb.APP_REFUSAL_OTHER, "flwr is not installed there; `pip install 'atoll[flower]'`")
+            return
+        started_s = time.monotonic()
+        wrong = self._load()
+        if wrong:
+            self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong)
+            return
+        took_s = time.monotonic() - started_s
+        log.info("app.loaded", run=f"{self.run:x}", app=self._app.name, took_s=round(took_s, 2))
+        self._stand(pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s)))
+
+    def _fetch_code(self) -> None:
+        app, store = self._app, self._around.store
+        most = app_bundle.MAX_BUNDLE_BYTES + app_bundle.MAX_FILES * 2 * app_bundle.MAX_PATH_CHARS
+        if app.size > most:
+            raise BadFrame(f"an app bundle of {app.size} bytes; at most {most} are accepted")
+        self._parts.fetch(self.run, {app.hash: app.size}, self._ended)
+        folder = store.code_dir(app.hash)
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._outbox.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot create {folder}: {error.strerror}") from None
+        spec = app_bundle.unpack(self._parts.cache.path(app.hash).read_bytes(), app.hash, folder)
+        if spec.client != app.client:
+            raise BadFrame(f"the app's ClientApp is {spec.client}, announced was {app.client[:200]}")
+        store.asked(KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time()))
+
+    def _how_to_accept(self) -> str:
+        folder = self._around.config.state_dir
+        option = "" if folder == default_state_dir() else f" --state-dir {folder}"
+        return (
+            "its owner has not accepted this app; read it and accept it there: "
+            f"`atoll-worker apps accept {self._app.hash[:16]}{option}`"
+        )
+
+    def _load(self) -> str:
+        """Start the process and have it import the app; returns what went wrong."""
+        self._drop_process()
+        store, config = self._around.store, self._around.config
+        setup = pb.ChildSetup(
+            run=self.run,
+            code_dir=str(store.code_dir(self._app.hash)),
+            client=self._app.client,
+            parts_dir=str(store.parts_dir),
+            outbox_dir=str(self._outbox),
+            runs_dir=str(store.root / "runs"),
+            node_config={key: _to_value(value) for key, value in config.node_config},
+        )
+        process = self._process = AppProcess(setup, config.threads, self._printed)
+        if self._ended.is_set:
+            raise Cancelled("ended")
+        try:
+            loaded = process.pipe.receive(pb.FromChild(), LOAD_WITHIN_S).loaded
+        except Gone:
+            self._ended.check()
+            self._process = None
+            return process.last_words()[-MAX_REASON_CHARS:]
+        except TimeoutError:
+            self._drop_process()
+            return f"it was not loaded within {LOAD_WITHIN_S:.0f} s"
+        if loaded.error:
+            self._drop_process()
+        elif self._start is not None:
+            process.pipe.send(pb.ToChild(start=self._start))
+        return loaded.error[:MAX_REASON_CHARS]
+
+    def _begin(self, start: pb.AppStart) -> None:
+        if self._start == start:
+            return
+        self._start = start
+        log.info("app.started", run=f"{self.run:x}", partition=start.partition, partitions=start.partitions)
+        if self._process is not None:
+            self._process.pipe.send(pb.ToChild(start=start))
+
+    def _reconsider(self) -> None:
+        accepted = self._around.accepts(self._app.hash)
+        refused = self._standing is not None and self._standing.HasField("refused")
+        if accepted and refused:
+            self._prepare()
+        elif not accepted and not refused:
+            self._drop_process()
+            self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
+
+    # ------------------------------------------------------------ one task
+
+    def _serve(self, entry: _Task) -> None:
+        if self._last is not None and self._last.message == entry.task.message:
+            self._answered(entry, self._last)  # its reply was lost on the way
+            return
+        with self._lock:
+            if entry.cancel.is_set:
+                return
+            self._working = entry
+        try:
+            reply = self._reply(entry)
+        except (Cancelled, Gone):
+            # Nobody waits for the reply, but others for a process.
+            self._todo.put(self._warm)
+            return
+        except AtollError as error:
+            if entry.epoch != self._around.epoch():
+                return  # of a coordinator that is gone; it comes again
+            reply = pb.AppReply(error=REPLY_UNAVAILABLE, reason=str(error))
+        finally:
+            with self._lock:
+                self._working = None
+                self._tasks.pop(entry.task.message, None)
+        reply.run, reply.message = self.run, entry.task.message
+        self._answered(entry, reply)
+
+    def _reply(self, entry: _Task) -> pb.AppReply:
+        task, parts = entry.task, self._parts
+        down = len(task.content) + parts.take(task.parts)
+        down += parts.fetch(self.run, {p.hash: p.size for p in task.parts}, entry.cancel)
+        for part in task.parts:
+            part.data = b""
+        reply = self._asked(entry)
+        came = {part.hash for part in task.parts}
+        files = {
+            p.hash: self._outbox / p.hash for p in reply.parts if p.size and not p.data and p.hash not in came
+        }
+        try:
+            sent = parts.send(self.run, files, entry.cancel)
+        finally:
+            for path in files.values():
+                path.unlink(missing_ok=True)
+        reply.down_bytes = down
+        reply.up_bytes = sent + len(reply.content) + sum(len(part.data) for part in reply.parts)
+        return reply
+
+    def _asked(self, entry: _Task) -> pb.AppReply:
+        """The ClientApp's answer; a process that dies or is too slow is replaced by a fresh one."""
+        if error := self._warm():
+            return pb.AppReply(error=APP_CRASHED, reason=error)
+        process = self._process
+        assert process is not None  # noqa: S101 - just loaded
+        try:
+            process.pipe.send(pb.ToChild(task=entry.task))
+            left_s = entry.due_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            return process.pipe.receive(pb.FromChild(), left_s).reply
+        except TimeoutError:
+            self._renew()
+            return pb.AppReply(error=REPLY_UNAVAILABLE, reason="no reply within the message's time to live")
+        except (Gone, BadFrame) as error:
+            self._ended.check()
+            words = process.last_words() if isinstance(error, Gone) else str(error)
+            self._renew()
+            entry.cancel.check()
+            return pb.AppReply(error=APP_CRASHED, reason=words[-MAX_REASON_CHARS:])
+
+    def _renew(self) -> None:
+        """A fresh process for the next task, started while the reply is on its way."""
+        self._drop_process()
+        self._todo.put(self._warm)
+
+    def _warm(self) -> str:
+        """Have a living process; returns why there is none."""
+        self._ended.check()
+        alive = self._process is not None and self._process.alive
+        return "" if alive else self._load()
+
+    def _answered(self, entry: _Task, reply: pb.AppReply) -> None:
+        with self._lock:
+            self._tasks.pop(entry.task.message, None)
+        self._last = reply
+        self._around.say(pb.FromNode(reply=reply))
+
+    # ------------------------------------------------------------ helpers
+
+    def _refuse(self, kind: Any, reason: str) -> None:
+        if self._ended.is_set:
+            return
+        log.warning("app.refused", run=f"{self.run:x}", app=self._app.name, reason=reason)
+        self._stand(pb.FromNode(refused=pb.AppRefused(run=self.run, kind=kind, reason=reason)))
+
+    def _stand(self, standing: pb.FromNode) -> None:
+        self._standing = standing
+        self._around.say(standing)
+
+    def _printed(self, line: str) -> None:
+        log.info("app.printed", run=f"{self.run:x}", line=line)
+
+    def _drop_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+
+    def _remove_state(self) -> None:
+        self._drop_process()
+        if self._start is not None:
+            folder: Path = self._around.store.run_dir(self.run, self._start.node)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _to_value(value: app_bundle.ConfigValue) -> pb.AppValue:
+    """A configuration value as it goes to the process; flwr itself is not imported here."""
+    if isinstance(value, bool):
+        return pb.AppValue(flag=value)
+    if isinstance(value, int):
+        return pb.AppValue(integer=value)
+    if isinstance(value, float):
+        return pb.AppValue(number=value)
+    return pb.AppValue(text=value)

@@ -1,0 +1,163 @@
+"""What this machine keeps of apps: which ones its owner accepted, their code, parts and states.
+
+Layout in the state folder: ``apps/apps.json`` (bundle hash -> facts, accepted or not),
+``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts`` (arrays that came),
+``apps/runs/RUN-NODE`` (Context.state of a run, kept until the run ends).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import StorageError, UsageError
+
+MAX_FILE_BYTES = 1 << 20
+MAX_APPS = 1000  # remembered; the oldest are forgotten
+STALE_RUN_S = 7 * 86400.0  # a run's state that nobody asked for so long is removed
+LEAST_PREFIX = 8
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownApp:
+    """An app that somebody asked this machine to run."""
+
+    hash: str
+    name: str = ""
+    version: str = ""
+    publisher: str = ""
+    asked_s: float = 0.0  # wall clock, last time
+    accepted_s: float = 0.0  # 0: not accepted
+
+    @property
+    def accepted(self) -> bool:
+        return self.accepted_s > 0
+
+
+class AppStore:
+    """The ``apps`` folder of one worker's state folder."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.root = state_dir / "apps"
+
+    @property
+    def parts_dir(self) -> Path:
+        return self.root / "parts"
+
+    def code_dir(self, name: str) -> Path:
+        """Where the app's files lie unpacked."""
+        return self.root / "code" / name
+
+    def run_dir(self, run: int, node: int) -> Path:
+        """Where Context.state of this run and node is kept."""
+        return self.root / "runs" / f"{run:x}-{node:x}"
+
+    # ------------------------------------------------------------ consent
+
+    def known(self) -> list[KnownApp]:
+        """Every app asked for or accepted, the newest first."""
+        found = self._read()
+        return sorted(found.values(), key=lambda app: max(app.asked_s, app.accepted_s), reverse=True)
+
+    def is_accepted(self, name: str) -> bool:
+        """Whether this machine's owner accepted the app of this hash."""
+        app = self._read().get(name)
+        return app is not None and app.accepted
+
+    def asked(self, app: KnownApp) -> None:
+        """Remember that somebody wants this app to run here."""
+        with self._changing() as found:
+            before = found.get(app.hash)
+            facts = asdict(app) | {"accepted_s": before.accepted_s if before else 0.0}
+            found[app.hash] = KnownApp(**facts)
+
+    def accept(self, name: str) -> KnownApp:
+        """Accept an app by its hash, or by the first digits of one that was asked for.
+
+        UsageError when that names no app, or several.
+        """
+        with self._changing() as found:
+            full = self._full(name, found)
+            before = found.get(full, KnownApp(full))
+            found[full] = KnownApp(**(asdict(before) | {"accepted_s": time.time()}))
+            return found[full]
+
+    def revoke(self, name: str) -> KnownApp:
+        """Take an acceptance back. UsageError when there is none."""
+        with self._changing() as found:
+            full = self._full(name, found)
+            before = found.get(full)
+            if before is None or not before.accepted:
+                raise UsageError(f"app {full[:12]} is not accepted; `atoll-worker apps list` shows what is")
+            found[full] = KnownApp(**(asdict(before) | {"accepted_s": 0.0}))
+            return found[full]
+
+    def _full(self, name: str, found: Mapping[str, KnownApp]) -> str:
+        name = name.strip().lower()
+        if _HASH.fullmatch(name):
+            return name
+        matches = [h for h in found if h.startswith(name)] if len(name) >= LEAST_PREFIX else []
+        if len(matches) != 1:
+            raise UsageError(
+                f"{name[:80]!r} names {len(matches)} of the apps that were asked for here; give at least "
+                f"{LEAST_PREFIX} digits as `atoll-worker apps list` shows them, or all 64"
+            )
+        return matches[0]
+
+    def _read(self) -> dict[str, KnownApp]:
+        path = self.root / "apps.json"
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                return {}
+            items = json.loads(path.read_text())
+            return {name: KnownApp(**{**_facts(item), "hash": name}) for name, item in items.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError):
+            # Nothing is accepted by a file that cannot be read.
+            return {}
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[dict[str, KnownApp]]:
+        """The apps to change, written back afterwards; the command and the daemon take turns."""
+        path = self.root / "apps.json"
+        scratch = path.with_name(f".apps.{secrets.token_hex(4)}")
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with (self.root / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                found = self._read()
+                yield found
+                newest = sorted(found.values(), key=lambda a: (a.accepted, a.asked_s), reverse=True)[
+                    :MAX_APPS
+                ]
+                scratch.write_text(json.dumps({app.hash: asdict(app) for app in newest}, indent=1) + "\n")
+                scratch.replace(path)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise StorageError(f"cannot write {path}: {error.strerror}; free space there") from None
+
+    # ------------------------------------------------------------ states of runs
+
+    def sweep(self, now_s: float) -> None:
+        """Remove what runs left that ended without a word long ago."""
+        runs = self.root / "runs"
+        for folder in runs.iterdir() if runs.is_dir() else ():
+            with contextlib.suppress(OSError):
+                if now_s - folder.stat().st_mtime > STALE_RUN_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _facts(item: Any) -> dict[str, Any]:
+    kinds = {"name": str, "version": str, "publisher": str, "asked_s": float, "accepted_s": float}
+    return {key: kind(item[key]) for key, kind in kinds.items() if key in item}

@@ -1,0 +1,90 @@
+"""`atoll-worker apps`: which apps may run on this machine."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from worker.app_store import AppStore
+from worker.config import default_state_dir
+from worker.running import say_consent_changed
+
+if TYPE_CHECKING:
+    from worker.app_store import KnownApp
+
+out = Console(highlight=False)
+apps = typer.Typer(help="Which apps (other people's Python) may run on this machine.", no_args_is_help=True)
+
+Hash = Annotated[
+    str, typer.Argument(metavar="HASH", help="As `apps list` shows it; its first digits are enough.")
+]
+StateDir = Annotated[
+    Path | None,
+    typer.Option(help="Identity, settings, cached blobs; default ~/.local/state/atoll-worker."),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll-worker` command."""
+    app.add_typer(apps, name="apps")
+
+
+@apps.command("list", epilog="Example: atoll-worker apps list --json")
+def list_apps(
+    state_dir: StateDir = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")] = False,
+) -> int:
+    """Apps that somebody asked this machine to run, and which of them it may."""
+    store = AppStore(state_dir or default_state_dir())
+    known = store.known()
+    if json:
+        found = [asdict(a) | {"accepted": a.accepted, "files": str(store.code_dir(a.hash))} for a in known]
+        sys.stdout.write(json_module.dumps(found) + "\n")
+        return 0
+    table = Table("hash", "app", "publisher", "asked for", "accepted", "its files, to read", box=None)
+    for app in known:
+        word = "[green]yes[/]" if app.accepted else "no"
+        files = store.code_dir(app.hash)
+        where = escape(str(files)) if files.is_dir() else "-"
+        named = escape(f"{app.name} {app.version}".strip() or "-")
+        table.add_row(app.hash[:16], named, escape(app.publisher or "-"), _when(app.asked_s), word, where)
+    out.print(table if known else "no app was asked for; a worker started with --allow-apps is asked")
+    return 0
+
+
+@apps.command(epilog="Example: atoll-worker apps accept 3f6c0a91d2e47b58")
+def accept(name: Hash, state_dir: StateDir = None) -> int:
+    """Let this app's Python run here from now on; any change to its files needs a new word.
+
+    A worker that runs with --allow-apps and was asked for the app loads it at once.
+    """
+    folder = state_dir or default_state_dir()
+    _say("accepted", AppStore(folder).accept(name), folder)
+    return 0
+
+
+@apps.command(epilog="Example: atoll-worker apps revoke 3f6c0a91d2e47b58")
+def revoke(name: Hash, state_dir: StateDir = None) -> int:
+    """Do not run this app here any more; where it runs now, it is stopped."""
+    folder = state_dir or default_state_dir()
+    _say("revoked", AppStore(folder).revoke(name), folder)
+    return 0
+
+
+def _say(what: str, app: KnownApp, folder: Path) -> None:
+    named = f" ({app.name} {app.version})" if app.name else ""
+    told = "; the running worker was told" if say_consent_changed(folder) else ""
+    out.print(escape(f"{what} {app.hash}{named}{told}"), soft_wrap=True)
+
+
+def _when(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s)) if at_s else "-"
