@@ -135,6 +135,16 @@ CODECS: dict[str, Codec] = {
             valid_for=EVERYTHING - {Use.MODEL},
         ),
         Codec(
+            name="eden",
+            summary="1/32 to 4 bits a value: blocks turned until they look Gaussian, then Lloyd-Max levels",
+            module="eden",
+            builder="Eden",
+            source="EDEN, arXiv 2108.08842 (not checked against the paper); scale and rates our own",
+            size=rates.eden_size,
+            rated=True,
+            valid_for=frozenset({Use.ACTIVATION, Use.GRADIENT, Use.DELTA}),
+        ),
+        Codec(
             name="sign",
             summary="1 bit a value and the mean magnitude; behind an error feedback",
             module="sign",

@@ -11,6 +11,9 @@ CHUNK = 1 << 16
 INT8_BLOCK, INT4_BLOCK, QSGD_BUCKET = 256, 64, 512
 SCALE_BYTES = 4
 NIBBLES, TRITS = 2, 5  # digits of base 16 and 3 that a byte holds
+EDEN_BLOCK, EDEN_SCALE_BYTES, EDEN_MOST_BITS = 256, 2, 4
+SEED_BYTES = 4
+EDEN_ROWS = CHUNK // EDEN_BLOCK  # blocks that are coded together
 MAX_RATIO_8_BIT = 4.0
 """``qsgd`` sends bytes up to this ratio, above it halves of bytes."""
 
@@ -65,6 +68,29 @@ def terngrad_bytes(elements: int) -> int:
 def natural_bytes(elements: int) -> int:
     """A byte an element, a first exponent a chunk."""
     return elements + ceil_div(elements, CHUNK)
+
+
+def eden_widths(ratio: float) -> tuple[int, int]:
+    """(bits a coordinate, how many of a block's 256 take one more) in 32 / ratio bits a value.
+
+    The scale counts. Coordinates by eights, so that planes of bits are whole bytes; at least eight
+    coordinates of one bit.
+    """
+    room = EDEN_BLOCK * 32.0 / ratio - 8.0 * EDEN_SCALE_BYTES
+    bits, rest = divmod(max(8.0, min(room, EDEN_MOST_BITS * EDEN_BLOCK)), EDEN_BLOCK)
+    return int(bits), int(rest) // 8 * 8
+
+
+def eden_bytes(elements: int, bits: int, longer: int) -> int:
+    """A seed; a bfloat16 a block and so many bits a coordinate, the last block whole."""
+    return (SEED_BYTES if elements else 0) + ceil_div(elements, EDEN_BLOCK) * (
+        EDEN_SCALE_BYTES + (EDEN_BLOCK * bits + longer) // 8
+    )
+
+
+def eden_size(meta: TensorMeta, ratio: float) -> float:
+    """Of ``eden``."""
+    return float(eden_bytes(meta.elements, *eden_widths(ratio)))
 
 
 def size_of(length: Callable[[int], int]) -> Callable[[TensorMeta, float], float]:

@@ -31,6 +31,7 @@ DEFAULT_SPEEDS: Mapping[str, Speed] = {
     "bf16": (4.7e9, 3.0e9),
     "int8_block": (1.2e9, 3.1e9),
     "int4_block": (0.9e9, 2.0e9),
+    "eden": (0.2e9, 0.4e9),
     "topk": (0.25e9, 15e9),
     "topk2": (0.2e9, 6e9),
     "chain": (0.25e9, 10e9),

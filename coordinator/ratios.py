@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 DEFAULT_RATIO = 32.0
 """R of ``adatopk`` and ``auto``, and of a codec that takes a ratio, when none is given: between the 10
 by which a slow link is to shrink at least and the 100 of decentralized.md 1.8."""
-SPARSE = "topk"  # what adatopk and the strongest rung of auto select with
+FINE, SPARSE = "eden", "topk"
+"""What adatopk and the strongest rung of auto shrink with: within FINE_RATIOS every element in
+four to two bits, which at equal bytes costs the trained model far less than leaving elements out; for
+more the largest elements alone (decision 009)."""
+FINE_RATIOS = (8.0, 16.0)
 TOLERANCE = 1e-3  # of tau, when a ratio is solved for
 ENOUGH = 0.95  # of tau: the ratio that follows from the times alone is near enough
 DIGITS = 4  # of a solved ratio: more would only look exact
@@ -168,14 +172,16 @@ def choose(links: Sequence[Link], wanted: Compression) -> tuple[LinkSpec, ...]:
 
 
 def adatopk(
-    links: Sequence[Link], ratio: float, mask: Mask = Mask.SAME, name: str = SPARSE
+    links: Sequence[Link], ratio: float, mask: Mask = Mask.SAME, names: Sequence[str] = (FINE, SPARSE)
 ) -> tuple[LinkSpec, ...]:
-    """Equalise: every link just within tau = max_j R_j / ``ratio``, dense where that suffices."""
+    """Equalise: every link just within tau = max_j R_j / ``ratio``, dense where that suffices.
+
+    ``names``: of the codecs, the gentlest first, each taken where it reaches."""
     slowest = max((link.dense_s for link in links), default=0.0)
     tau = slowest / ratio
     found = []
     for specs in _pairs(links):
-        sparse = _sparse(specs, tau, ratio, mask, name)
+        sparse = _harsh(specs, tau, ratio, mask, names)
         for link in specs:
             spec = sparse[link.pair]
             found.append(replace(spec, reason=_equalised(link, spec, tau, slowest, ratio)))
@@ -195,15 +201,16 @@ def uniform(links: Sequence[Link], name: str, ratio: float, mask: Mask = Mask.SA
 
 def within(links: Sequence[Link], tau: float, limit: float, mask: Mask = Mask.SAME) -> tuple[LinkSpec, ...]:
     """The mildest codec that brings each link within ``tau`` seconds a micro-batch and pays there:
-    none, lossless, half precision, int8, else the sparse codec at the ratio needed, at most
-    ``limit``. Where one direction of a pair must be sparse, both are, so that the gradient is the
-    true one of the masked net. Reasons are left to the caller, who knows what was compared."""
+    none, lossless, half precision, int8, else a few bits an element or the sparse codec at the ratio
+    needed, at most ``limit``. Where one direction of a pair must be sparse, both are, so that the
+    gradient is the true one of the masked net. Reasons are left to the caller, who knows what was
+    compared."""
     found: list[LinkSpec] = []
     for pair in _pairs(links):
         mild = {link.pair: _mildest(link, tau, limit) for link in pair}
         short = [link for link in pair if link.coded_s(mild[link.pair]) > tau * (1 + TOLERANCE)]
         if short and _for_links(CODECS.get(SPARSE, CODECS[DENSE])):
-            sparse = _sparse(pair, tau, limit, mask, SPARSE)
+            sparse = _harsh(pair, tau, limit, mask)
             better = all(
                 link.coded_s(sparse[link.pair]) < link.coded_s(mild[link.pair])
                 and link.pays(sparse[link.pair])
@@ -248,6 +255,21 @@ def _lossless(link: Link) -> LinkSpec:
     if taken(link.load, "lossless") and link.pays(spec):
         return replace(spec, reason=f"lossless pays: {told}")
     return LinkSpec(*link.pair, reason=f"dense: lossless would take {told}")
+
+
+def _harsh(
+    pair: Sequence[Link], tau: float, limit: float, mask: Mask, names: Sequence[str] = (FINE, SPARSE)
+) -> dict[tuple[int, int], LinkSpec]:
+    """Both directions under the first codec that brings them within ``tau``, else under the last."""
+    found: dict[tuple[int, int], LinkSpec] = {}
+    for name in names:
+        if name == FINE and limit < FINE_RATIOS[0]:
+            continue
+        reach = min(limit, FINE_RATIOS[1]) if name == FINE else limit
+        found = _sparse(pair, tau, reach, mask, name)
+        if reach == limit or all(x.coded_s(found[x.pair]) <= tau * (1 + TOLERANCE) for x in pair):
+            break
+    return found
 
 
 def _sparse(

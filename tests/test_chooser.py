@@ -70,7 +70,7 @@ def test_auto_compresses_the_slow_link_and_spares_the_others():
 
 def test_slow_codecs_keep_auto_off():
     fleet = two_islands()
-    crawl = dict.fromkeys(("lossless", "fp16", "bf16", "int8_block", "topk"), (2e5, 2e5))
+    crawl = dict.fromkeys(("lossless", "fp16", "bf16", "int8_block", "eden", "topk"), (2e5, 2e5))
     slow = replace(fleet, devices=tuple(replace(d, codec_speeds=crawl) for d in fleet.devices))
     assert {link.codec for link in plan_for("auto", slow, partitioner="even").links} == {"none"}
 

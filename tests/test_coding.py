@@ -8,7 +8,7 @@ from coordinator.coding import CALL_S, DEFAULT_SPEEDS, UNKNOWN_SPEED, ends_s, ju
 from coordinator.config import Liveness, Probing
 from coordinator.events import CodecSpeeds
 from coordinator.fleet import Device
-from coordinator.ratios import BACKWARD_RUNGS, FORWARD_RUNGS, SPARSE, link_codecs
+from coordinator.ratios import BACKWARD_RUNGS, FINE, FORWARD_RUNGS, SPARSE, link_codecs
 from coordinator.roster import Roster, refusal
 from coordinator.traffic import Crossing, LinkLoad
 from coordinator.wire import MAX_CODECS, introduction_from, message_from
@@ -86,5 +86,5 @@ def test_a_gradient_at_known_positions_needs_no_selection() -> None:
 
 
 def test_every_codec_that_is_chosen_unasked_has_a_default_speed() -> None:
-    assert {SPARSE, *FORWARD_RUNGS, *BACKWARD_RUNGS} <= set(DEFAULT_SPEEDS) & set(link_codecs())
+    assert {FINE, SPARSE, *FORWARD_RUNGS, *BACKWARD_RUNGS} <= set(DEFAULT_SPEEDS) & set(link_codecs())
     assert set(DEFAULT_SPEEDS) <= set(CODECS)

@@ -73,7 +73,7 @@ def by_pair(specs):
 
 def test_every_compressed_link_takes_the_slowest_link_s_time_over_the_ratio():
     links = chain(1.0, 0.4, 0.11)
-    specs = by_pair(adatopk(links, 20.0))
+    specs = by_pair(adatopk(links, 20.0, names=("topk",)))
     for one in links:
         spec = specs[one.pair]
         assert (spec.codec, spec.ratio) == ("topk", pytest.approx(20 * one.dense_s, rel=1e-3))
@@ -116,7 +116,7 @@ def test_no_link_ever_carries_more_than_dense(seed, mode):
 
 
 def test_a_link_that_is_fast_enough_stays_dense_and_says_so():
-    specs = by_pair(adatopk(chain(1.0, 0.09), 10.0))
+    specs = by_pair(adatopk(chain(1.0, 0.09), 10.0, names=("topk",)))
     assert [specs[pair].codec for pair in ((0, 1), (1, 0), (1, 2), (2, 1))] == [
         "topk",
         "topk",
@@ -182,7 +182,7 @@ def test_independent_gradients_have_a_ratio_of_their_own():
 
 
 def test_a_gradient_that_folds_over_another_pair_chooses_for_itself():
-    specs = by_pair(adatopk([link(0, 1, 1.0), link(1, 0, 1.0), link(3, 2, 1.0)], 10.0))
+    specs = by_pair(adatopk([link(0, 1, 1.0), link(1, 0, 1.0), link(3, 2, 1.0)], 10.0, names=("topk",)))
     assert specs[3, 2].mask is Mask.INDEPENDENT
 
 
@@ -301,3 +301,11 @@ def test_codecs_count_as_work_of_both_ends_and_shrink_the_hops():
         more = coded_stage.forward_s + coded_stage.backward_s - stage.forward_s - stage.backward_s
         assert coded_stage.codec_s == pytest.approx(more)
     assert np.isclose(sum(s.codec_s for s in dense.stages), 0.0)
+
+
+def test_what_a_few_bits_an_element_can_do_is_not_left_to_the_largest_ones():
+    specs = by_pair(adatopk(chain(1.0, 0.4, 0.11), 40.0))
+    assert [specs[i, i + 1].codec for i in range(3)] == ["topk", "eden", "eden"]
+    assert specs[0, 1].ratio == pytest.approx(40.0, rel=0.01)
+    assert specs[1, 2].ratio == pytest.approx(16.0, rel=0.01)
+    assert specs[2, 3].ratio == pytest.approx(4.4, rel=0.01)  # its four bits are an eighth all the same
