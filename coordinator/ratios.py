@@ -37,7 +37,7 @@ by which a slow link is to shrink at least and the 100 of decentralized.md 1.8."
 FINE, SPARSE = "eden", "topk"
 """What adatopk and the strongest rung of auto shrink with: within FINE_RATIOS every element in
 four to two bits, which at equal bytes costs the trained model far less than leaving elements out; for
-more the largest elements alone (decision 009)."""
+more the largest elements alone (decision 010)."""
 FINE_RATIOS = (8.0, 16.0)
 TOLERANCE = 1e-3  # of tau, when a ratio is solved for
 ENOUGH = 0.95  # of tau: the ratio that follows from the times alone is near enough
