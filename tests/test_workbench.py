@@ -1,0 +1,69 @@
+"""The compute thread: what it does while no stage is held."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from protos import atoll_control_pb2 as pb
+from worker import instructions
+from worker.messages import OpsRequest
+from worker.workbench import Workbench
+
+
+class Gauge:
+    """A gauge that says what it was asked, and whether something else waited."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, tuple[float, float]] = {}
+        self.waited: list[bool] = []
+        self.left: tuple[str, ...] = ()
+        self.entered: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.go_on: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(self, check: Callable[[], None], wanted_elsewhere: Callable[[], bool]) -> bool:
+        self.entered.put(None)
+        self.go_on.get(timeout=20)
+        check()
+        self.waited.append(wanted_elsewhere())
+        self.rates[f"codec{len(self.waited)}"] = (1e9, 2e9)
+        return not self.waited[-1]
+
+
+def bench_with(gauge: Gauge) -> tuple[Workbench, queue.SimpleQueue[Any], queue.SimpleQueue[pb.FromWorker]]:
+    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
+    around: Any = SimpleNamespace(device=SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30))
+    bench = Workbench(around, posted.put, said.put, gauge)  # type: ignore[arg-type]
+    bench.start()
+    return bench, posted, said
+
+
+def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_between() -> None:
+    gauge = Gauge()
+    bench, posted, said = bench_with(gauge)
+    bench.tell_codecs()
+    gauge.entered.get(timeout=20)
+    bench.do(instructions.TimeOps(7, OpsRequest((), None)))  # type: ignore[arg-type]
+    gauge.go_on.put(None)
+    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1"]
+    gauge.entered.get(timeout=20)
+    assert posted.get_nowait().message.ops_probed.request == 7  # done before the second part began
+    gauge.go_on.put(None)
+    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1", "codec2"]
+    assert gauge.waited == [True, False]
+    assert bench.stop(20.0)
+
+
+def test_a_worker_that_leaves_does_not_wait_for_the_codecs_that_are_left() -> None:
+    gauge = Gauge()
+    bench, _, said = bench_with(gauge)
+    bench.tell_codecs()
+    gauge.entered.get(timeout=20)
+    bench.interrupt("leaving")
+    gauge.go_on.put(None)
+    assert bench.stop(20.0)
+    assert gauge.waited == []
+    assert not said.get_nowait().codec_speeds.speeds
