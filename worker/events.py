@@ -67,6 +67,39 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
+class Invited:
+    """A federated job wants this worker's data."""
+
+    job: str
+    version: int
+    work: Any = field(repr=False, compare=False)  # opaque here: what JoinFederation is given
+
+
+@dataclass(frozen=True, slots=True)
+class TrainAsked:
+    job: str
+    round: int
+    order: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationAsked:
+    job: str
+    round: int
+    order: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettled:
+    """What became of our update of ``round``."""
+
+    job: str
+    round: int
+    taken: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Dismissed:
     reason: str
     for_good: bool
@@ -144,6 +177,43 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """A federated job is loaded."""
+
+    job: str
+    version: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStored:
+    """A round is trained, and its update in the blob store."""
+
+    job: str
+    round: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTested:
+    """A round's model is evaluated on our held-out share."""
+
+    job: str
+    round: int
+    message: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnBroke:
+    """``during``: load | train | evaluate."""
+
+    job: str
+    round: int
+    during: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Probed:
     """Ops or a link were measured (or could not be): the answer to say."""
 
@@ -169,5 +239,6 @@ class Drained:
 Event = (
     Welcomed | Assigned | Started | Committed | Discarded | Released | Dismissed | OpsAsked | LinkAsked
     | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
-    | PeerLost | LeaveAsked | Drained
+    | PeerLost | LeaveAsked | Drained | Invited | TrainAsked | EvaluationAsked | RoundSettled | Joined
+    | UpdateStored | ModelTested | TurnBroke
 )  # fmt: skip

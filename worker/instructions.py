@@ -76,6 +76,36 @@ class DropStage:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinFederation:
+    job: str
+    version: int
+    work: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLocally:
+    job: str
+    round: int
+    order: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateLocally:
+    job: str
+    round: int
+    order: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SettleRound:
+    """Keep what came of ``round``, or forget it."""
+
+    job: str
+    round: int
+    taken: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TimeOps:
     request: int
     ops: Any = field(repr=False, compare=False)
@@ -97,6 +127,24 @@ class Failed:
     step: int
     reason: str
     lost_peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFailed:
+    """Said to the coordinator: this client has no answer. ``during``: load | train | evaluate."""
+
+    job: str
+    round: int
+    reason: str
+    during: str
+
+
+@dataclass(frozen=True, slots=True)
+class StillHeld:
+    """Said to the coordinator: the federated job it offers is loaded here already."""
+
+    job: str
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,5 +181,6 @@ class Quit:
 
 Instruction = (
     LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
-    | TimeOps | TimeLink | Say | Reconnect | Quit
+    | TimeOps | TimeLink | Say | Reconnect | Quit | JoinFederation | TrainLocally | EvaluateLocally
+    | SettleRound
 )  # fmt: skip

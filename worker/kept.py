@@ -81,8 +81,7 @@ class ClientStore:
         return client_state_of(state), {name: torch.from_numpy(array) for name, array in left.items()}
 
     def begin(self, at_round: int, codec: str, left: Mapping[str, TensorMeta]) -> Draft:
-        """What may count after ``at_round``; replaces an earlier draft. ``left``: residuals to come."""
-        self._clear(PENDING)
+        """What may count after ``at_round``. ``left``: residuals to come."""
         return Draft(self, Pointer(at_round, f"{at_round}-{secrets.token_hex(4)}", codec), left)
 
     def settle(self, at_round: int, taken: bool) -> bool:
@@ -97,7 +96,7 @@ class ClientStore:
             if before is not None:
                 shutil.rmtree(self.folder / before.folder, ignore_errors=True)
         else:
-            self._clear(PENDING)
+            self.propose(None)
         return True
 
     def point(self, name: str, pointer: Pointer) -> None:
@@ -113,6 +112,20 @@ class ClientStore:
         except OSError as error:
             raise _refused(path, error) from None
 
+    def propose(self, pointer: Pointer | None) -> None:
+        """The draft that counts if its round is taken, instead of an earlier one; None: nothing is kept.
+
+        Only a draft that is whole replaces another: the word on an update that this machine sent before
+        it was restarted may come while the same round is trained again.
+        """
+        before, kept = self._pointer(PENDING), self._pointer(KEPT)
+        if pointer is None:
+            (self.folder / PENDING).unlink(missing_ok=True)
+        else:
+            self.point(PENDING, pointer)
+        if before is not None and before.folder not in {p.folder for p in (kept, pointer) if p is not None}:
+            shutil.rmtree(self.folder / Path(before.folder).name, ignore_errors=True)
+
     def _pointer(self, name: str) -> Pointer | None:
         path = self.folder / name
         try:
@@ -123,13 +136,6 @@ class ClientStore:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return pointer if (self.folder / Path(pointer.folder).name).is_dir() else None
-
-    def _clear(self, name: str) -> None:
-        pointer = self._pointer(name)
-        (self.folder / name).unlink(missing_ok=True)
-        kept = self._pointer(KEPT)
-        if pointer is not None and (kept is None or kept.folder != pointer.folder):
-            shutil.rmtree(self.folder / Path(pointer.folder).name, ignore_errors=True)
 
 
 class Draft:
@@ -160,8 +166,7 @@ class Draft:
         if state.slots:
             self._make_place()
             write_dense(self._place / STATE, slot_arrays(state.slots), durable=True)
-        if self._place.is_dir():
-            self._store.point(PENDING, self._pointer)
+        self._store.propose(self._pointer if self._place.is_dir() else None)
         self._done = True
 
     def _make_place(self) -> None:

@@ -17,7 +17,9 @@ from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
 from worker.compute import Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
+from worker.datasets import open_dataset
 from worker.link import Links
+from worker.participation import Site
 from worker.spans import Spans
 from worker.stage import Stage
 from worker.timed import TimedNetwork
@@ -45,6 +47,19 @@ class Surroundings:
     fetch_of: Callable[[str], feed.Fetch]  # job -> its data
     spans: Spans
     progress: Progress
+
+    def site(self) -> Site:
+        """The same as a participation in a federated job needs it."""
+        return Site(
+            self.worker,
+            self.device.torch_device,
+            self.config.state_dir,
+            self.blobs,
+            self.cache,
+            partial(open_dataset, self.config.state_dir),
+            self.config.max_upload_bytes_per_s,
+            self.progress.tick,
+        )
 
 
 def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[StageRun, Links]:

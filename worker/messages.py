@@ -16,7 +16,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert, convert_plan
 from protos.bounds import DEFAULT_LIMITS
-from worker import events, instructions
+from worker import events, instructions, round_messages
 from worker.assignment import Assignment, PeerLink
 from worker.codec import CodecUse
 from worker.optimings import OpProbe, OpTiming
@@ -36,6 +36,8 @@ MAX_SPANS_A_MESSAGE = 2000
 MAX_REASON_CHARS = 2000
 MAX_VERSION = (1 << 32) - 1
 MAX_STEP = (1 << 63) - 1
+ANSWERED = frozenset({"assign", "commit", "participate", "train_round", "evaluate_round"})
+"""What must be answered even when it is refused, or a job waits for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,18 @@ def event_from(message: pb.ToWorker) -> events.Event | PeerExpected:
     return event
 
 
-def refusal(message: pb.ToWorker, reason: str) -> instructions.Failed:
-    """The answer to an assignment or a commit that breaks a bound."""
+def refusal(message: pb.ToWorker, reason: str) -> instructions.Failed | instructions.TurnFailed:
+    """The answer to a message of ``ANSWERED`` that breaks a bound."""
+    match message.WhichOneof("body"):
+        case "participate":
+            return instructions.TurnFailed(message.participate.job, 0, reason, "load")
+        case "train_round":
+            return instructions.TurnFailed(
+                message.train_round.job, message.train_round.round, reason, "train"
+            )
+        case "evaluate_round":
+            order = message.evaluate_round
+            return instructions.TurnFailed(order.job, order.round, reason, "evaluate")
     if message.WhichOneof("body") == "commit":
         return instructions.Failed(
             message.commit.job, message.commit.plan_version, message.commit.step, reason
@@ -186,6 +198,10 @@ _READERS: Mapping[str, Any] = {
     "release": lambda m: events.Released(m.job, m.plan_version, m.reason[:MAX_REASON_CHARS]),
     "dismiss": lambda m: events.Dismissed(m.reason[:MAX_REASON_CHARS], m.for_good),
     "expect_peer": _expect_peer,
+    "participate": round_messages.invited,
+    "train_round": round_messages.train_asked,
+    "evaluate_round": round_messages.evaluation_asked,
+    "round_taken": lambda m: events.RoundSettled(m.job, m.round, m.taken, m.reason[:MAX_REASON_CHARS]),
 }
 
 
@@ -206,6 +222,11 @@ def said(message: object) -> pb.FromWorker:
                 lost_peer=message.lost_peer,
             )
             return pb.FromWorker(failed=failed)
+        case instructions.TurnFailed(job, at_round, reason, during):
+            turn = pb.ClientFailed(job=job, round=at_round, reason=reason[:MAX_REASON_CHARS], during=during)
+            return pb.FromWorker(client_failed=turn)
+        case instructions.StillHeld(job, version):
+            return loaded(job, version, 0.0)
         case instructions.Refused(request, "", reason):
             return pb.FromWorker(ops_probed=pb.OpsProbed(request=request, error=reason))
         case instructions.Refused(request, peer, reason):

@@ -10,8 +10,7 @@ their links two steps on: from that step everything carries the new version, bef
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import Any
 
 from worker.events import (
@@ -23,6 +22,7 @@ from worker.events import (
     Drained,
     EvalDone,
     Event,
+    Invited,
     LeaveAsked,
     LinkAsked,
     OpsAsked,
@@ -42,10 +42,8 @@ from worker.instructions import (
     ApplyStep,
     ChangeLinks,
     DiscardStep,
-    DropStage,
     Evaluate,
     Failed,
-    Instruction,
     Interrupt,
     Leaving,
     LoadStage,
@@ -57,65 +55,15 @@ from worker.instructions import (
     TimeLink,
     TimeOps,
 )
+from worker.session_rounds import RULES as ROUNDS
+from worker.session_rounds import invited
+from worker.session_state import RECENT, Phase, Session, Step, drop, heard, ignore, keep
+
+__all__ = ["TRANSITIONS", "Phase", "Session", "Step", "handle"]
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 4.0
-RECENT = 12  # events remembered for error messages
 MAX_ERAS = 32  # versions remembered of one assignment: a snapshot may be stored long after its step
-
-
-class Phase(StrEnum):
-    CONNECTING = "connecting"  # never welcomed yet
-    IDLE = "idle"  # in the pool
-    LOADING = "loading"
-    READY = "ready"  # holds a stage, waits for Start
-    TRAINING = "training"  # computes a step
-    WAITING = "waiting"  # step reported, waits for commit or discard
-    APPLYING = "applying"
-    EVALUATING = "evaluating"
-    FAILED = "failed"  # said why; waits for discard, release or a new plan
-    DRAINING = "draining"
-    GONE = "gone"
-
-
-# ---------------------------------------------------------------- state
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """All that decides what the next event means. ``kept`` holds one message of each kind that
-    must reach the coordinator, said again after every welcome until an answer proves it arrived."""
-
-    phase: Phase = Phase.CONNECTING
-    worker: str = ""
-    connected: bool = False
-    attempts: int = 0  # failed connections in a row
-    job: str = ""
-    eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending; the first was assigned
-    peers: frozenset[str] = frozenset()
-    step: int = 0
-    commit: Committed | None = None  # being carried out
-    spoiled: bool = False  # an apply broke half way: only a new plan can help
-    kept: tuple[tuple[str, Any], ...] = ()
-    ignored: int = 0
-    recent: tuple[str, ...] = ()
-
-    @property
-    def version(self) -> int:
-        """Of the current step; 0 without a job."""
-        return self.version_at(self.step)
-
-    def version_at(self, step: int) -> int:
-        """The plan version that ``step`` runs under, as far as it was said."""
-        return next((version for first, version in reversed(self.eras) if first <= step), 0)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """All versions of this assignment."""
-        return tuple(version for _, version in self.eras)
-
-
-Step = tuple[Session, tuple[Instruction, ...]]
 
 
 def handle(state: Session, event: Event) -> Step:
@@ -128,35 +76,24 @@ def handle(state: Session, event: Event) -> Step:
     state = replace(state, recent=recent)
     rule = TRANSITIONS.get((state.phase, type(event)))
     if rule is None or not _current(state, event):
-        return _ignore(state)
+        return ignore(state)
     return rule(state, event)
 
 
 def _current(state: Session, event: Event) -> bool:
     """Whether an event that names a plan names ours, and a step the version it runs under;
-    Assigned and probes are judged by their rule."""
-    if isinstance(event, Assigned | Released):
+    Assigned, Invited and probes are judged by their rule."""
+    if isinstance(event, Assigned | Released | Invited):
         return True
-    job, version = getattr(event, "job", None), getattr(event, "version", None)
+    job: str | None = getattr(event, "job", None)
+    version: int | None = getattr(event, "version", None)
     if job is None:
         return True
+    if version is None:  # of a federated job: its rule looks at the round
+        return job == state.job
     if isinstance(event, Discarded):
         return job == state.job and version in state.versions
     return job == state.job and version == state.version_at(getattr(event, "step", 0))
-
-
-def _ignore(state: Session) -> Step:
-    return replace(state, ignored=state.ignored + 1), ()
-
-
-def _keep(state: Session, kind: str, message: Any) -> Session:
-    others = tuple(entry for entry in state.kept if entry[0] != kind)
-    return replace(state, kept=(*others, (kind, message)))
-
-
-def _heard(state: Session, *kinds: str) -> Session:
-    """The coordinator's answer shows that messages of these kinds arrived."""
-    return replace(state, kept=tuple(entry for entry in state.kept if entry[0] not in kinds))
 
 
 # ---------------------------------------------------------------- rules: connection
@@ -176,7 +113,7 @@ def _disconnected(state: Session, event: Disconnected) -> Step:
 
 def _leave(state: Session, event: LeaveAsked) -> Step:
     return replace(state, phase=Phase.DRAINING, kept=()), (
-        *_drop(state, event.reason),
+        *drop(state, event.reason),
         Say(Leaving(event.reason)),
         Quit(event.reason, dismissed=False),
     )
@@ -185,7 +122,7 @@ def _leave(state: Session, event: LeaveAsked) -> Step:
 def _dismissed(state: Session, event: Dismissed) -> Step:
     state_after = replace(state, phase=Phase.DRAINING, kept=())
     return state_after, (
-        *_drop(state, event.reason),
+        *drop(state, event.reason),
         Quit(event.reason, dismissed=True, for_good=event.for_good),
     )
 
@@ -197,15 +134,11 @@ def _drained(state: Session, event: Drained) -> Step:
 # ---------------------------------------------------------------- rules: a job
 
 
-def _drop(state: Session, reason: str) -> tuple[Instruction, ...]:
-    return (DropStage(state.job, state.version, reason),) if state.job else ()
-
-
 def _assigned(state: Session, event: Assigned) -> Step:
     if event.job == state.job and event.version <= state.version:
-        return _ignore(state)
+        return ignore(state)
     # A newer plan, or another job, replaces what we hold: the coordinator alone decides.
-    dropped = _drop(state, f"replaced by {event.job} version {event.version}")
+    dropped = drop(state, f"replaced by {event.job} version {event.version}")
     state = replace(
         state,
         phase=Phase.LOADING,
@@ -223,33 +156,33 @@ def _assigned(state: Session, event: Assigned) -> Step:
 def _released(state: Session, event: Released) -> Step:
     # A release of a version that we never heard of (its Assign was lost) still ends the older one.
     if event.job != state.job or event.version < state.versions[0]:
-        return _ignore(state)
-    dropped = _drop(state, event.reason)
+        return ignore(state)
+    dropped = drop(state, event.reason)
     cleared = replace(state, phase=Phase.IDLE, job="", eras=(), peers=frozenset(), commit=None, kept=())
     return cleared, dropped
 
 
 def _loaded(state: Session, event: StageLoaded) -> Step:
-    state = _keep(replace(state, phase=Phase.READY), "loaded", event.message)
+    state = keep(replace(state, phase=Phase.READY), "loaded", event.message)
     return state, (Say(event.message),)
 
 
 def _started(state: Session, event: Started) -> Step:
-    state = _heard(replace(state, phase=Phase.TRAINING, step=event.step), "loaded", "failed")
+    state = heard(replace(state, phase=Phase.TRAINING, step=event.step), "loaded", "failed")
     return state, (RunStep(state.job, state.version, event.step),)
 
 
 def _done(state: Session, event: StepDone) -> Step:
     if event.step != state.step:
-        return _ignore(state)
-    state = _keep(replace(state, phase=Phase.WAITING), "ready", event.message)
+        return ignore(state)
+    state = keep(replace(state, phase=Phase.WAITING), "ready", event.message)
     return state, (Say(event.message),)
 
 
 def _committed(state: Session, event: Committed) -> Step:
     if event.step != state.step:
-        return _ignore(state)
-    state = _heard(replace(state, phase=Phase.APPLYING, commit=event), "ready")
+        return ignore(state)
+    state = heard(replace(state, phase=Phase.APPLYING, commit=event), "ready")
     apply = ApplyStep(state.job, state.version, event.step, event.gradient_scale, event.store)
     relink = event.relink
     if relink is None:
@@ -270,7 +203,7 @@ def _with_era(state: Session, relink: Relink) -> Session:
 
 def _applied(state: Session, event: StepApplied) -> Step:
     if event.step != state.step or state.commit is None:
-        return _ignore(state)
+        return ignore(state)
     if state.commit.evaluate:
         evaluate = Evaluate(state.job, state.version, event.step, state.commit.evaluate_coded)
         return replace(state, phase=Phase.EVALUATING), (evaluate,)
@@ -279,8 +212,8 @@ def _applied(state: Session, event: StepApplied) -> Step:
 
 def _evaluated(state: Session, event: EvalDone) -> Step:
     if event.step != state.step:
-        return _ignore(state)
-    state, todo = _next(_keep(state, "evaluated", event.message))
+        return ignore(state)
+    state, todo = _next(keep(state, "evaluated", event.message))
     return state, (Say(event.message), *todo)
 
 
@@ -296,26 +229,26 @@ def _discarded(state: Session, event: Discarded) -> Step:
     """Back to ready; a step that runs again is started again, under a new plan version where
     neighbours may have messages of the first attempt under way."""
     if event.step != state.step or state.spoiled:
-        return _ignore(state)
-    state = _heard(state, "ready", "failed")
+        return ignore(state)
+    state = heard(state, "ready", "failed")
     discard = DiscardStep(state.job, state.version, event.step, event.reason)
     return replace(state, phase=Phase.READY), (discard,)
 
 
 def _stored(state: Session, event: Stored) -> Step:
-    return _keep(state, "stored", event.message), (Say(event.message),)
+    return keep(state, "stored", event.message), (Say(event.message),)
 
 
 def _broke(state: Session, event: StageBroke) -> Step:
     failed = Failed(event.job, event.version, event.step, event.reason, event.lost_peer)
     spoiled = state.spoiled or state.phase not in (Phase.TRAINING, Phase.WAITING)
-    state = _keep(replace(state, phase=Phase.FAILED, spoiled=spoiled), "failed", failed)
+    state = keep(replace(state, phase=Phase.FAILED, spoiled=spoiled), "failed", failed)
     return state, (Say(failed),)
 
 
 def _peer_lost(state: Session, event: PeerLost) -> Step:
     if event.peer not in state.peers:
-        return _ignore(state)
+        return ignore(state)
     reason = f"lost {event.peer}: {event.reason}"
     state, said = _broke(state, StageBroke(state.job, state.version, state.step, reason, event.peer))
     return state, (Interrupt(reason), *said)
@@ -360,6 +293,8 @@ TRANSITIONS: dict[tuple[Phase, type], Rule] = {
     (Phase.DRAINING, Drained): _drained,
     **{(p, Assigned): _assigned for p in _WELCOMED},
     **{(p, Released): _released for p in _HOLDING},
+    **{(p, Invited): invited for p in _WELCOMED},
+    **ROUNDS,
     (Phase.LOADING, StageLoaded): _loaded,
     (Phase.READY, Started): _started,
     (Phase.TRAINING, StepDone): _done,

@@ -16,12 +16,14 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
-from worker import checkpoint, events, instructions, messages, optimings
+from worker import checkpoint, events, instructions, messages, optimings, round_messages
 from worker.cancel import Cancel, Cancelled
 from worker.link import LinksAborted
 from worker.loading import Surroundings, connect_one, load
+from worker.participation import Participation
 from worker.peer import PeerLost
 from worker.probe import measure_link, used_memory_bytes
+from worker.trainer import LOSS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from worker.compute import StageRun
     from worker.link import Links
     from worker.messages import LinkRequest, OpsRequest
+    from worker.participation import EvaluateOrder, Joining, TrainOrder
 
 log = structlog.get_logger()
 
@@ -57,6 +60,7 @@ class Workbench:
         self._lock = threading.Lock()
         self._pending: list[Cancel] = []
         self._run: StageRun | None = None
+        self._part: Participation | None = None
         self._links: Links | None = None
         self._threads = [
             threading.Thread(target=self._work, args=(self._tasks,), name="atoll-compute", daemon=True),
@@ -100,6 +104,14 @@ class Workbench:
                 self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, coded, c)))
             case instructions.ChangeLinks(job, version, step, relink):
                 self._submit(self._guarded(job, version, step, lambda c: self._relink(relink)))
+            case instructions.JoinFederation(job, version, work):
+                self._submit(self._turn(job, 0, "load", lambda c: self._join(work, c)))
+            case instructions.TrainLocally(job, at_round, order):
+                self._submit(self._turn(job, at_round, "train", lambda c: self._train(order, c)))
+            case instructions.EvaluateLocally(job, at_round, order):
+                self._submit(self._turn(job, at_round, "evaluate", lambda c: self._test(order, c)))
+            case instructions.SettleRound(job, at_round, taken):
+                self._submit(lambda c: self._settle(job, at_round, taken))
             case instructions.DiscardStep():
                 self._cancel(instruction.reason)
                 self._submit(lambda c: self._discard())
@@ -162,6 +174,23 @@ class Workbench:
             except Exception as error:  # any op may fail in its own way
                 log.error("stage.broke", job=job, step=step, exc_info=True)
                 self._post(events.StageBroke(job, version, step, self._explained(error)))
+
+        return run
+
+    def _turn(self, job: str, at_round: int, during: str, task: Task) -> Task:
+        """``task`` of a federated job with its failures told to the session."""
+
+        def run(cancel: Cancel) -> None:
+            try:
+                cancel.check()
+                task(cancel)
+            except Cancelled:
+                raise
+            except AtollError as error:
+                self._post(events.TurnBroke(job, at_round, during, str(error)))
+            except Exception as error:  # any op may fail in its own way
+                log.error("turn.broke", job=job, round=at_round, during=during, exc_info=True)
+                self._post(events.TurnBroke(job, at_round, during, self._explained(error)))
 
         return run
 
@@ -233,7 +262,56 @@ class Workbench:
         if self._run is not None:
             self._run.discard()
 
+    # ---------------------------------------------------------------- a federated job
+
+    def _join(self, work: Joining, cancel: Cancel) -> None:
+        started_s = time.perf_counter()
+        self._drop()
+        self._part = Participation(work, self._around.site(), cancel)
+        took_s = time.perf_counter() - started_s
+        log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
+        message = messages.loaded(work.job, work.version, took_s)
+        self._post(events.Joined(work.job, work.version, message))
+
+    def _train(self, order: TrainOrder, cancel: Cancel) -> None:
+        job = self._taking_part.joining.job
+        update = self._taking_part.train(order, cancel)
+        log.info(
+            "round.trained",
+            job=job,
+            round=order.round,
+            loss=update.trained.update.metrics[LOSS],
+            train_s=round(update.train_s, 3),
+            upload_bytes=update.upload_bytes,
+        )
+        message = round_messages.update_ready(job, order.round, update)
+        self._post(events.UpdateStored(job, order.round, message))
+
+    def _test(self, order: EvaluateOrder, cancel: Cancel) -> None:
+        job = self._taking_part.joining.job
+        found = self._taking_part.evaluate(order, cancel)
+        message = round_messages.client_evaluated(job, order.round, found)
+        self._post(events.ModelTested(job, order.round, message))
+
+    def _settle(self, job: str, at_round: int, taken: bool) -> None:
+        """Never cancelled: what the coordinator said of an update holds whatever comes next."""
+        if self._part is None or self._part.joining.job != job:
+            return
+        try:
+            self._part.settle(at_round, taken)
+        except AtollError as error:
+            log.error("round.not_kept", job=job, round=at_round, reason=str(error))
+
+    @property
+    def _taking_part(self) -> Participation:
+        if self._part is None:
+            raise RuntimeError("no federated job is loaded")
+        return self._part
+
     def _drop(self) -> None:
+        part, self._part = self._part, None
+        if part is not None:
+            part.close()
         with self._lock:
             run, self._run, self._links = self._run, None, None
         if run is not None:
@@ -242,6 +320,10 @@ class Workbench:
                 torch.cuda.empty_cache()
             if self._gauge.left:
                 self.tell_codecs()
+
+    @property
+    def _busy(self) -> bool:
+        return self._run is not None or self._part is not None
 
     @property
     def _loaded(self) -> StageRun:
@@ -271,7 +353,7 @@ class Workbench:
 
     def _tell_codecs(self, cancel: Cancel) -> None:
         try:
-            done = self._run is not None or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
+            done = self._busy or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
         finally:
             self._say(messages.codec_speeds(self._gauge.rates))
         if not done:
