@@ -23,12 +23,14 @@ from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMis
 from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
+from protos.convert_federated import dataset_to_proto
 from worker import events, instructions, messages, session
 from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
 from worker.codec_speed import CodecGauge
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
+from worker.datasets import known_facts
 from worker.enroll import find_work_address, join
 from worker.loading import Surroundings, connect_one
 from worker.messages import PeerExpected
@@ -51,6 +53,7 @@ FATAL = (AccessDenied, ProtocolMismatch)
 EXPECTED_DIAL_S = 10.0
 STEP_PHASES = frozenset(
     {session.Phase.TRAINING, session.Phase.WAITING, session.Phase.APPLYING, session.Phase.EVALUATING}
+    | {session.Phase.TAKING_PART, session.Phase.LEARNING, session.Phase.TESTING}
 )
 
 
@@ -84,7 +87,6 @@ class Daemon:
         self._network: PeerNetwork
         self._gauge: CodecGauge
         self._bench: Workbench
-        self._introduction: pb.FromWorker
 
     # ---------------------------------------------------------------- the life of the process
 
@@ -121,7 +123,6 @@ class Daemon:
         self._network = network
         self._gauge = self._new_gauge()
         self._bench = Workbench(self._surroundings(bulk), self._events.put, self._say, self._gauge)
-        self._introduction = self._introduce(network.port)
         self._apps = AppHost(config) if config.allow_apps else None
         self._bench.start()
         threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
@@ -203,7 +204,7 @@ class Daemon:
             member.channel(config),
             member.metadata,
             member.work_address,
-            self._introduction,
+            self._introduce(self._network.port),  # anew: data may have been registered meanwhile
             config.outgoing_messages,
             self._receive,
             self._stream_ended,
@@ -228,7 +229,7 @@ class Daemon:
         except AtollError as error:
             # A faulty assignment or commit must be answered, or the job waits for ever.
             log.error("message.refused", reason=str(error))
-            if message.WhichOneof("body") in ("assign", "commit"):
+            if message.WhichOneof("body") in messages.ANSWERED:
                 self._say(messages.said(messages.refusal(message, str(error))))
 
     def _stream_ended(self, error: AtollError | None) -> None:
@@ -280,8 +281,17 @@ class Daemon:
                 codecs=sorted(CODECS),
                 incarnation=self._incarnation,
                 codec_speeds=messages.speeds_to_proto(self._gauge.rates),
+                datasets=self._datasets(),
             )
         )
+
+    def _datasets(self) -> list[pb.DatasetFacts]:
+        """What this machine's owner registered; a damaged folder must not keep the worker out."""
+        try:
+            return [dataset_to_proto(facts) for facts in known_facts(self._config.state_dir)]
+        except AtollError as error:
+            log.error("data.unreadable", reason=str(error))
+            return []
 
     def _new_gauge(self) -> CodecGauge:
         device = self._device
