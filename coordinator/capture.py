@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from atoll.errors import CaptureError, UnsupportedOp
+from atoll.errors import CaptureError, UnsupportedOp, UsageError
+from atoll.federated import MAX_METRICS, checked_name
 from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
 from atoll.ops import ALLOWED
@@ -73,6 +74,7 @@ class _Source:
     canonical: Mapping[str, str]
     frozen: frozenset[str]
     constants: Constants
+    metrics: tuple[str, ...]
 
     def export(self, training: bool) -> Exported:
         return export(
@@ -83,18 +85,22 @@ class _Source:
             frozen=self.frozen,
             canonical=self.canonical,
             constants=self.constants,
+            metrics=() if training else self.metrics,
         )
 
 
 def capture(
-    module: nn.Module, example_inputs: Mapping[str, Tensor], training: TrainingSpec | None = None
+    module: nn.Module,
+    example_inputs: Mapping[str, Tensor],
+    training: TrainingSpec | None = None,
+    metrics: tuple[str, ...] = (),
 ) -> Captured:
-    """Capture ``module(**example_inputs)`` in training and evaluation mode.
+    """Capture ``module(**example_inputs)`` in training and evaluation mode, there with ``metrics``.
 
     The module is left as it was. CaptureError names the op, module path and source line of what
     cannot be captured; UnsupportedOp lists every op outside the allow-list.
     """
-    source = _source(module, example_inputs, training)
+    source = _source(module, example_inputs, training, _metric_names(metrics))
     graphs = {mode: source.export(mode) for mode in (True, False)}
     unsupported = [use for use in _uses(graphs.values()) if not use.supported]
     if unsupported:
@@ -109,7 +115,7 @@ def capture(
     device = device_of(module, example_inputs)
     dags = {}
     for mode, graph in graphs.items():
-        region = settle(graph.nodes, graph.loss, mutated, metas.of, mode)
+        region = settle(graph.nodes, graph.loss, mutated, metas.of, mode, graph.metrics)
         dag = _dag(source, region, metas, mode)
         dags[mode] = measured(dag, example_inputs, state, source.precision, device)
     _check_trainable(dags[True])
@@ -149,7 +155,20 @@ def _unsupported(uses: list[OpUse]) -> UnsupportedOp:
     )
 
 
-def _source(module: nn.Module, inputs: Mapping[str, Tensor], training: TrainingSpec | None) -> _Source:
+def _metric_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    if type(names) is not tuple or len(names) > MAX_METRICS or len(set(names)) < len(names):
+        raise UsageError(f"metrics {names!r}; give a tuple of at most {MAX_METRICS} different names")
+    if "loss" in names:
+        raise UsageError("the loss is always told; leave it out of the job's metrics")
+    return tuple(checked_name("metric", name) for name in names)
+
+
+def _source(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    training: TrainingSpec | None,
+    metrics: tuple[str, ...] = (),
+) -> _Source:
     if not isinstance(module, nn.Module):
         raise CaptureError(f"the model is a {type(module).__name__}, not a torch.nn.Module")
     for name, value in inputs.items():
@@ -170,7 +189,8 @@ def _source(module: nn.Module, inputs: Mapping[str, Tensor], training: TrainingS
                 frozen.add(name)
     parameters = {canonical[n] for n, _ in module.named_parameters(remove_duplicate=False)}
     precision = training.precision if training is not None else Precision.FP32
-    return _Source(module, inputs, precision, canonical, frozenset(frozen & parameters), Constants())
+    frozen &= parameters
+    return _Source(module, inputs, precision, canonical, frozenset(frozen), Constants(), metrics)
 
 
 def _canonical_names(module: nn.Module) -> dict[str, str]:
@@ -242,6 +262,7 @@ def _dag(source: _Source, region: Region, metas: _Metas, training: bool) -> OpDa
         constant_ops=region.constant_ops,
         aliases={name: first for name, first in source.canonical.items() if name != first},
         training=training,
+        metrics=dict(region.metrics),
     )
 
 

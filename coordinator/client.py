@@ -196,14 +196,14 @@ class Client:
 
     def export(self, job: str, path: Path, progress: Progress = silent) -> Exported:
         """Write the newest weights to ``path`` under the module's own names, tied ones too."""
-        from coordinator.export import assemble, write_weights  # torch is slow to import
+        from coordinator.export import assemble, unwrapped, write_weights  # torch is slow to import
 
         reply = self.result(job)
         names = {t.name: t.blob for t in reply.tensors}
-        hashes = list(dict.fromkeys(names.values()))
-        tensors = assemble(
-            self._counted(hashes, progress), names, {alias.alias: alias.name for alias in reply.aliases}
-        )
+        hashes = list(dict.fromkeys([*names.values(), *filter(None, [reply.model])]))
+        aliases = {alias.alias: alias.name for alias in reply.aliases}
+        tensors = assemble(self._counted(hashes, progress), names, aliases, reply.model)
+        tensors = unwrapped(tensors, reply.prefix)
         write_weights(path, tensors, {"job": job, "step": reply.step, "name": reply.update.name})
         return Exported(path, reply.step, len(tensors), path.expanduser().stat().st_size)
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from atoll.errors import StorageError
+from strategies.files import WEIGHTS
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +23,14 @@ VALUE = "value"  # the tensor itself; a checkpoint's blob holds optimizer state 
 
 
 def assemble(
-    blobs: Iterable[tuple[str, bytes]], names: Mapping[str, str], aliases: Mapping[str, str]
+    blobs: Iterable[tuple[str, bytes]],
+    names: Mapping[str, str],
+    aliases: Mapping[str, str],
+    model: str = "",
 ) -> dict[str, torch.Tensor]:
     """Tensors by state-dict name: every name of ``names`` (name -> blob hash) and every alias.
+
+    ``model``: hash of a federated job's model, one file of ``weights/NAME`` that goes over the others.
 
     An alias gets a copy of its own, as safetensors holds no shared memory. StorageError when a
     blob is no tensor or a name has none.
@@ -33,9 +39,13 @@ def assemble(
     for name, blob in names.items():
         owners.setdefault(blob, []).append(name)
     found: dict[str, torch.Tensor] = {}
+    newest: dict[str, torch.Tensor] = {}
     for blob, data in blobs:
+        if blob == model:
+            newest = _weights(data)
         for name in owners.get(blob, []):
             found[name] = _value(data, name)
+    found |= {name: tensor for name, tensor in newest.items() if name in names}
     for alias, name in aliases.items():
         if name in found:
             found[alias] = found[name].clone()
@@ -43,6 +53,11 @@ def assemble(
     if missing:
         raise StorageError(f"{len(missing)} tensors of the checkpoint are missing, the first is {missing[0]}")
     return found
+
+
+def unwrapped(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with ``prefix``, without it: those of the owner's own module."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, object]) -> None:
@@ -63,6 +78,14 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mappin
         with suppress(OSError):
             scratch.unlink()
         raise StorageError(f"cannot write {path}: {error}; free some space or give another -o") from None
+
+
+def _weights(data: bytes) -> dict[str, torch.Tensor]:
+    try:
+        tensors = load(data)
+    except SafetensorError as error:
+        raise StorageError(f"the model's blob is no safetensors file: {error}") from None
+    return {name.removeprefix(WEIGHTS): t for name, t in tensors.items() if name.startswith(WEIGHTS)}
 
 
 def _value(data: bytes, name: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ import logging
 import operator
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from atoll.ops import GETITEM
 from coordinator.blame import blame
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterator
 
 ROOT = "module"  # the wrapper's only child; stripped from every name
 _DROPPED = re.compile(r"aten\.(_assert_|_functional_assert_|sym_constrain_range|_functional_sym_constrain)")
@@ -47,20 +48,23 @@ _TORCH_FILES = re.compile(r"[/\\]torch[/\\]|[/\\]coordinator[/\\]exported\.py$")
 
 
 class Loss(nn.Module):
-    """The module with positional inputs and nothing but its loss as output."""
+    """The module with positional inputs, its loss and the named metrics as outputs, nothing else."""
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, module: nn.Module, names: tuple[str, ...], metrics: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.module = module
         self.names = names
+        self.metrics = metrics
 
-    def forward(self, *values: Tensor) -> Tensor:
-        return loss_of(self.module(**dict(zip(self.names, values, strict=True))))
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        output = self.module(**dict(zip(self.names, values, strict=True)))
+        return loss_of(output), *(metric_of(output, name) for name in self.metrics)
 
 
 def loss_of(output: object) -> Tensor:
-    """The scalar loss a module returned, itself or as ``.loss``; CaptureError when there is none."""
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    """The scalar loss a module returned, itself or as ``.loss`` or ``["loss"]``; CaptureError when there
+    is none."""
+    loss = output if isinstance(output, Tensor) else _member(output, "loss")
     if not isinstance(loss, Tensor):
         given = "an output whose loss is None" if hasattr(output, "loss") else f"a {type(output).__name__}"
         raise CaptureError(
@@ -73,6 +77,27 @@ def loss_of(output: object) -> Tensor:
             "return one floating-point number, such as loss.mean()"
         )
     return loss
+
+
+def metric_of(output: object, name: str) -> Tensor:
+    """The scalar called ``name`` of what a module returned in evaluation mode; CaptureError when there is
+    none."""
+    found = None if isinstance(output, Tensor) else _member(output, name)
+    if not isinstance(found, Tensor):
+        raise CaptureError(
+            f"the module returned a {type(output).__name__} without a tensor {name!r} in evaluation mode; "
+            f"return an object or a dict with loss and {name}, or drop it from the job's metrics"
+        )
+    if found.ndim != 0 or found.is_complex():
+        raise CaptureError(
+            f"metric {name!r} has shape {tuple(found.shape)} and type {found.dtype}; return one number, such "
+            "as (logits.argmax(-1) == labels).float().mean()"
+        )
+    return found
+
+
+def _member(output: object, name: str) -> object:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
 @dataclass
@@ -96,6 +121,7 @@ class Exported:
 
     nodes: list[OpNode]
     loss: int
+    metrics: Mapping[str, int] = field(default_factory=dict)
 
 
 @contextmanager
@@ -129,8 +155,10 @@ def export(
     frozen: Collection[str],
     canonical: Mapping[str, str],
     constants: Constants,
+    metrics: tuple[str, ...] = (),
 ) -> Exported:
-    """Capture one graph; CaptureError where torch cannot follow the module."""
+    """Capture one graph; CaptureError where torch cannot follow the module. ``metrics``: names of scalar
+    outputs beside the loss."""
     device = device_of(module, inputs)
     with ExitStack() as stack:
         stack.enter_context(as_trained(module, training, frozen))
@@ -142,12 +170,13 @@ def export(
         if precision is Precision.BF16:
             stack.enter_context(torch.autocast(device.type, torch.bfloat16, cache_enabled=False))
         try:
-            program = torch.export.export(Loss(module, tuple(inputs)), tuple(inputs.values()), strict=False)
+            wrapped = Loss(module, tuple(inputs), metrics)
+            program = torch.export.export(wrapped, tuple(inputs.values()), strict=False)
         except CaptureError:
             raise
         except Exception as error:  # torch.export raises whatever the module raised
             raise blame(error, module) from error
-    return _Flattener(program, tuple(inputs), device, canonical, constants).flatten()
+    return _Flattener(program, tuple(inputs), device, canonical, constants).flatten(metrics)
 
 
 @contextmanager
@@ -202,13 +231,18 @@ class _Flattener:
         self.nodes: list[OpNode] = []
         self.names: set[str] = set()
 
-    def flatten(self) -> Exported:
+    def flatten(self, metrics: tuple[str, ...]) -> Exported:
         module = self.program.graph_module
         env = {node: self.leaf(node.name) for node in module.graph.nodes if node.op == "placeholder"}
-        (loss,) = self.walk(module, env, True, None)
+        loss, *others = self.walk(module, env, True, None)
         if not isinstance(loss, OpRef):
             raise CaptureError("the loss is an input or a parameter itself; nothing can be trained")
-        return Exported(self.nodes, loss.op)
+        told = {}
+        for name, value in zip(metrics, others, strict=True):
+            if not isinstance(value, OpRef):
+                raise CaptureError(f"metric {name!r} is an input or a parameter itself; drop it")
+            told[name] = value.op
+        return Exported(self.nodes, loss.op, told)
 
     def leaf(self, placeholder: str) -> LeafRef | None:
         signature = self.program.graph_signature

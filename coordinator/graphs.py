@@ -12,6 +12,7 @@ from atoll.errors import UsageError
 from atoll.opdag import OpDag, StateMeta
 from atoll.program import StageProgram, stage_programs
 from coordinator.estimate import Probe, probe_ops
+from coordinator.federated_rules import check_inputs
 from protos.convert import dag_from_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +135,11 @@ def _check_tensors(spec: JobSpec, graphs: Graphs) -> None:
 
 def _check_inputs(spec: JobSpec, graphs: Graphs) -> None:
     """Every input of a DAG has data of its size."""
-    pairs: list[tuple[str, OpDag, DataSpec]] = [("data", graphs.train, spec.data)]
+    pairs: list[tuple[str, OpDag, DataSpec]] = []
+    if spec.federated is None:
+        pairs.append(("data", graphs.train, spec.data))
+    else:
+        check_inputs(spec.federated.inputs, graphs.train.inputs)
     if graphs.evaluation is not None and spec.eval_data is not None:
         pairs.append(("evaluation data", graphs.evaluation, spec.eval_data))
     for what, dag, data in pairs:

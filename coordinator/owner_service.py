@@ -15,6 +15,8 @@ from atoll.job import DataSpec, JobSpec, TrainingSpec
 from coordinator import events as ev
 from coordinator import rounds
 from coordinator.entry_service import Doorkeeping
+from coordinator.facts import STATE
+from coordinator.federated_rules import check_spec, exported_prefix
 from coordinator.journal import Record
 from coordinator.partition import known_partitioner
 from coordinator.ratios import check_compression
@@ -82,6 +84,7 @@ class OwnerService(rpc.OwnerServicer):
             return ledger.submissions[submission]
         known_partitioner(spec.partitioner)
         check_compression(spec.training.compression)
+        check_spec(spec)
         wrong = self._shell.scheduler.refusal(spec)
         if wrong is not None:
             raise UsageError(wrong)
@@ -202,14 +205,16 @@ class OwnerService(rpc.OwnerServicer):
             )
         except AtollError as error:
             await refuse(context, error)
-        checkpoint, hidden = state.checkpoint, set(state.spec.hidden)
+        checkpoint, hidden = shell.scheduler.ledger.jobs[request.job].last_checkpoint, set(state.spec.hidden)
+        # A federated job's newest model is one file over the tensors that it began with; the server's
+        # state holds it too, uncoded.
+        model = checkpoint.tensors.get(STATE, "")
+        tensors = state.spec.tensors if model else checkpoint.tensors
         return pb.ResultReply(
             step=checkpoint.step,
-            tensors=[
-                job_pb.TensorBlob(name=n, blob=checkpoint.tensors[n])
-                for n in sorted(checkpoint.tensors)
-                if n not in hidden
-            ],
+            model=model,
+            prefix=exported_prefix(state.spec.federated),
+            tensors=[job_pb.TensorBlob(name=n, blob=tensors[n]) for n in sorted(tensors) if n not in hidden],
             aliases=[
                 job_pb.Alias(alias=alias, name=name)
                 for alias, name in sorted(graphs.train.aliases.items())

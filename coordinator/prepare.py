@@ -17,9 +17,11 @@ import torch
 
 from atoll.data import Materialised, sample_indices, take
 from atoll.errors import UsageError
+from atoll.federated import FederatedSpec, Registered
 from atoll.job import DataSpec, Job, JobSpec, TrainingSpec
 from atoll.opdag import OpDag, TensorMeta
 from coordinator.capture import Captured, capture
+from coordinator.federated_rules import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.ratios import check_compression
 from coordinator.selfcheck import self_check
 from coordinator.transfer import LocalBlob
@@ -78,12 +80,14 @@ def prepare(
     not fit the model's inputs or for a compression that links cannot do.
     """
     check_compression(job.training.compression)
+    federated = federated_spec(job)
     tell("capturing the model as an op-DAG")
-    captured = capture(job.module, job.example_inputs, job.training)
+    captured = capture(job.module, job.example_inputs, job.training, job.metrics)
     tell("materialising the data")
     data, held_out = materialised(job, captured)
     tell(f"checking {len(captured.train.ops)} ops against the module")
-    self_check(job.module, captured, first_batch(data, captured.train.inputs))
+    batch = dict(job.example_inputs) if federated else first_batch(data, captured.train.inputs)
+    self_check(job.module, captured, batch)
     tell("hashing weights and data")
     blobs: list[LocalBlob] = []
     graphs = Graphs.of(captured)
@@ -102,20 +106,47 @@ def prepare(
         schedule=schedule,
         resume_of=resume_of,
         hidden=tuple(sorted(set(tensors) - set(job.module.state_dict()))),
+        federated=federated,
     )
+    check_spec(spec)
     return Prepared(spec, (graphs.blob, graphs.eval_blob, *tensors.values(), *blobs), graphs)
 
 
 def capture_graphs(job: Job) -> Graphs:
     """The op-DAGs of ``job``'s model, for planning; raises CaptureError."""
-    return Graphs.of(capture(job.module, job.example_inputs, job.training))
+    return Graphs.of(capture(job.module, job.example_inputs, job.training, job.metrics))
+
+
+def federated_spec(job: Job) -> FederatedSpec | None:
+    """What a federated job says to its clients; None for one that is cut into stages.
+
+    UsageError for data that are here although clients train, or the other way round, for rules that do
+    not go together, and for a wrapper that is missing.
+    """
+    if job.federated is None:
+        if isinstance(job.data, Registered):
+            raise UsageError(
+                f"data set {job.data.name} is registered on clients, so the job must be federated; "
+                "give Job(federated=Federated(...))"
+            )
+        return None
+    if not isinstance(job.data, Registered):
+        raise UsageError(
+            f"a federated job's data stay on the clients, this one brings {type(job.data).__name__}; name "
+            "the registered set with data=Registered(NAME, inputs={...})"
+        )
+    strategy = check_federated(job.federated, job.training)
+    check_inputs(job.data.inputs, job.example_inputs)
+    check_wrapped(strategy, [name for name, _ in job.module.named_parameters()])
+    return FederatedSpec(job.federated, job.data.name, dict(job.data.inputs))
 
 
 def materialised(job: Job, captured: Captured) -> tuple[Materialised, Materialised | None]:
     """The job's data, checked against the model's inputs; UsageError says which does not fit."""
     batch = batch_size(job.example_inputs)
     data, held_out = job.data.materialise(batch)
-    check_data(data, captured.train.inputs, "training data")
+    if job.federated is None:
+        check_data(data, captured.train.inputs, "training data")
     if job.training.eval_batches and held_out is None:
         raise UsageError(
             f"eval_batches = {job.training.eval_batches}, but the data source holds nothing out; give it "

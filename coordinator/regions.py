@@ -8,7 +8,7 @@ are derived. All is linear in the number of ops and arguments.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from atoll.errors import CaptureError
@@ -27,6 +27,7 @@ class Region:
     unsplittable: tuple[tuple[int, int], ...]
     constant_ops: frozenset[int]
     mutated: frozenset[str]  # buffers that these nodes write
+    metrics: Mapping[str, int]
 
 
 def written_buffers(nodes: list[OpNode]) -> frozenset[str]:
@@ -40,26 +41,32 @@ def settle(
     mutated: frozenset[str],
     meta_of: Callable[[LeafRef], TensorMeta],
     training: bool,
+    metrics: Mapping[str, int] | None = None,
 ) -> Region:
-    """Bring ``nodes`` into canonical form; ``mutated`` adds buffers that another graph writes.
+    """Bring ``nodes`` into canonical form; ``mutated`` adds buffers that another graph writes,
+    ``metrics`` outputs beside the loss.
 
     Random ops stay even when nothing uses them: the generator's stream is the module's.
     CaptureError when a parameter or a constant is written in place.
     """
-    nodes, loss = follow_in_place(nodes, loss)
+    names = tuple(metrics or ())
+    nodes, outputs = follow_in_place(nodes, [loss, *(metrics or {}).values()])
     nodes = functional_twins(nodes, Aliases(nodes), meta_of)
     aliases = Aliases(nodes)
     _refuse_writes(nodes, aliases)
     if training:
-        nodes, loss = copied_reads(nodes, loss, aliases)
+        nodes, outputs = copied_reads(nodes, outputs, aliases)
         aliases = Aliases(nodes)
-    order = _tuples_whole(nodes, _live(nodes, loss, aliases))
+    order = _tuples_whole(nodes, _live(nodes, outputs, aliases))
     place = {old: new for new, old in enumerate(order)}
     nodes = [renumber(nodes[old], place) for old in order]
     aliases = Aliases(nodes)
     mutated = mutated | aliases.written(Source.BUFFER)
     ranges = [*_tuple_ranges(nodes), *aliases.ranges(), *_buffer_ranges(nodes, aliases, mutated)]
-    return Region(tuple(nodes), place[loss], _merge(ranges), _constant_ops(nodes, aliases, mutated), mutated)
+    constant = _constant_ops(nodes, aliases, mutated)
+    loss, *others = (place[output] for output in outputs)
+    told = dict(zip(names, others, strict=True))
+    return Region(tuple(nodes), loss, _merge(ranges), constant, mutated, told)
 
 
 def _refuse_writes(nodes: list[OpNode], aliases: Aliases) -> None:
@@ -73,9 +80,9 @@ def _refuse_writes(nodes: list[OpNode], aliases: Aliases) -> None:
             )
 
 
-def _live(nodes: list[OpNode], loss: int, aliases: Aliases) -> set[int]:
-    """Ops that the loss, a written leaf or the generator's stream needs."""
-    stack = [loss, *(position for position, node in enumerate(nodes) if is_random(node))]
+def _live(nodes: list[OpNode], outputs: Sequence[int], aliases: Aliases) -> set[int]:
+    """Ops that the outputs, a written leaf or the generator's stream needs."""
+    stack = [*outputs, *(position for position, node in enumerate(nodes) if is_random(node))]
     for members in aliases.written_groups():
         if any(isinstance(m, LeafRef) and m.source is Source.BUFFER for m in members):
             stack += aliases.writers[aliases.find(members[0])]

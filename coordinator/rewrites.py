@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from atoll.opdag import LeafRef, OpNode, OpRef, Source, TensorMeta
@@ -42,10 +42,11 @@ _TWINS = frozenset(
 )
 
 
-def follow_in_place(nodes: list[OpNode], loss: int) -> tuple[list[OpNode], int]:
+def follow_in_place(nodes: list[OpNode], outputs: Sequence[int]) -> tuple[list[OpNode], list[int]]:
     """Later readers of a tensor that was written whole read the writer's result instead.
 
-    Both names are one tensor; with one name fewer values cross a cut.
+    Both names are one tensor; with one name fewer values cross a cut. ``outputs``: positions that the
+    graph returns, given back as they are called now.
     """
     newest: dict[OpRef, OpRef] = {}
 
@@ -64,7 +65,7 @@ def follow_in_place(nodes: list[OpNode], loss: int) -> tuple[list[OpNode], int]:
         written = [ref for ref in written_refs(node) if isinstance(ref, OpRef)]
         if len(written) == 1 and node.args and node.args[0] == written[0]:
             newest[written[0]] = OpRef(position)
-    return found, latest(OpRef(loss)).op
+    return found, [latest(OpRef(output)).op for output in outputs]
 
 
 def functional_twins(
@@ -91,7 +92,9 @@ def functional_twins(
     return found
 
 
-def copied_reads(nodes: list[OpNode], loss: int, aliases: Aliases) -> tuple[list[OpNode], int]:
+def copied_reads(
+    nodes: list[OpNode], outputs: Sequence[int], aliases: Aliases
+) -> tuple[list[OpNode], list[int]]:
     """Ops read a copy of a buffer that the graph writes.
 
     Autograd may keep what they read for the backward, and by then a pipeline's next micro-batch
@@ -104,7 +107,7 @@ def copied_reads(nodes: list[OpNode], loss: int, aliases: Aliases) -> tuple[list
         if isinstance(member, LeafRef) and member.source is Source.BUFFER
     }
     if not roots:
-        return nodes, loss
+        return nodes, list(outputs)
     found: list[OpNode] = []
     place: dict[int, int] = {}
     for position, node in enumerate(nodes):
@@ -119,7 +122,7 @@ def copied_reads(nodes: list[OpNode], loss: int, aliases: Aliases) -> tuple[list
                 found.append(_copy_node(original, now, len(copies)))
         place[position] = len(found)
         found.append(_substituted(node, copies) if copies else node)
-    return found, place[loss]
+    return found, [place[output] for output in outputs]
 
 
 def _substituted(node: OpNode, copies: Mapping[Ref, Ref]) -> OpNode:

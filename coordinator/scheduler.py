@@ -104,6 +104,12 @@ class Scheduler:
             old = self.ledger.jobs.get(spec.resume_of)
             if old is None:
                 return f"no job {spec.resume_of} to resume; `atoll status` lists them"
+            before, after = old.submitted.spec.federated, spec.federated
+            if (before is None) != (after is None):
+                return f"{spec.resume_of} and this job: only one of them is federated"
+            if before is not None and after is not None and before.rule.strategy != after.rule.strategy:
+                names = f"{before.rule.strategy}, this one {after.rule.strategy}"
+                return f"{spec.resume_of} holds the state of {names}; take the same strategy"
             done = old.last_checkpoint.step
             if done >= spec.training.steps:
                 return (

@@ -24,7 +24,7 @@ from atoll.job import Precision
 from atoll.opdag import OpDag
 from atoll.program import stage_programs
 from coordinator.capture import Captured
-from coordinator.exported import as_trained, device_of, loss_of
+from coordinator.exported import as_trained, device_of, loss_of, metric_of
 
 PASSES = 2
 MAX_NAMED = 4  # differences named in one message
@@ -151,22 +151,33 @@ class _Check:
 
     def evaluation_pass(self, executor: Executor, seed: int) -> None:
         with torch.no_grad():
+            metrics = self.captured.evaluation.metrics
             with self.run("the module itself fails in evaluation", seed):
-                expected = self.plain_loss()
+                output = self.plain_output()
+                expected, told = loss_of(output), {name: metric_of(output, name) for name in metrics}
             with self.run("the captured graph fails in evaluation", seed):
-                found = executor.forward(0, 0, self.batch, {})[self.captured.evaluation.loss]
+                out = executor.forward(0, 0, self.batch, {})
+                found = out[self.captured.evaluation.loss]
         self.conclude(
             [
                 *self.compare("the evaluation loss differs", expected, found, 0.0),
+                *(
+                    difference
+                    for name, op in metrics.items()
+                    for difference in self.compare(f"metric {name!r} differs", told[name], out[op], 0.0)
+                ),
                 *self.buffers("after an evaluation forward"),
             ]
         )
 
     def plain_loss(self) -> Tensor:
+        return loss_of(self.plain_output())
+
+    def plain_output(self) -> object:
         # A module may write its inputs; the graph must see them as they were.
         inputs = {name: value.clone() for name, value in self.batch.items()}
         with self.autocast():
-            return loss_of(self.plain(**inputs))
+            return self.plain(**inputs)
 
     def autocast(self) -> Any:
         if self.captured.precision is Precision.BF16:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from atoll.plan import LinkSpec
 from coordinator.roster import Worker, flops_of
 from coordinator.rounds import ENDED, JobState
+from coordinator.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 
@@ -49,6 +50,9 @@ def job_update(
         update.eta_s = step_s * (state.steps - state.step)
         if step_s > 0:
             update.samples_per_s = state.spec.data.batch * state.spec.training.n_micro / step_s
+    if job in scheduler.federating.jobs:
+        update.ClearField("samples_per_s")
+        update.federated.CopyFrom(federated_status(scheduler.federating, job))
     if state.plan is not None:
         if with_plan:
             update.plan.CopyFrom(to_proto(state.plan))

@@ -2261,6 +2261,7 @@ class JobUpdate(_message.Message):
     TIME_S_FIELD_NUMBER: _builtins.int
     COMMIT_S_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    FEDERATED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -2289,6 +2290,10 @@ class JobUpdate(_message.Message):
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___MetricPoint]:
         """since the last update of this stream"""
 
+    @_builtins.property
+    def federated(self) -> Global___FederatedStatus:
+        """set: steps are rounds"""
+
     def __init__(
         self,
         *,
@@ -2311,10 +2316,11 @@ class JobUpdate(_message.Message):
         time_s: _builtins.float = ...,
         commit_s: _builtins.float | None = ...,
         checkpoint_step: _builtins.int = ...,
+        federated: Global___FederatedStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit_s: _TypeAlias = _typing.Literal["commit_s"]  # noqa: Y015
     _WhichOneofArgType__commit_s: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s"]  # noqa: Y015
@@ -2342,6 +2348,167 @@ class JobUpdate(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_s) -> _WhichOneofReturnType__step_s | None: ...
 
 Global___JobUpdate: _TypeAlias = JobUpdate  # noqa: Y015
+
+@_typing.final
+class Figure(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Figure: _TypeAlias = Figure  # noqa: Y015
+
+@_typing.final
+class ClientStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    UPLINK_BPS_FIELD_NUMBER: _builtins.int
+    TRAIN_S_FIELD_NUMBER: _builtins.int
+    BYTES_UP_FIELD_NUMBER: _builtins.int
+    BYTES_DOWN_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    state: _builtins.str
+    """training | trained | evaluating | ready | loading | left out | gone"""
+    reason: _builtins.str
+    """why the last round closed without it, or why it takes no part"""
+    n_samples: _builtins.int
+    """registered"""
+    loss: _builtins.float
+    """on its held-out share"""
+    codec: _builtins.str
+    ratio: _builtins.float
+    uplink_bps: _builtins.float
+    """smoothed; 0: not measured"""
+    train_s: _builtins.float
+    """smoothed"""
+    bytes_up: _builtins.int
+    """of its last round"""
+    bytes_down: _builtins.int
+    @_builtins.property
+    def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        n_samples: _builtins.int = ...,
+        loss: _builtins.float | None = ...,
+        metrics: _abc.Iterable[Global___Figure] | None = ...,
+        codec: _builtins.str = ...,
+        ratio: _builtins.float = ...,
+        uplink_bps: _builtins.float = ...,
+        train_s: _builtins.float = ...,
+        bytes_up: _builtins.int = ...,
+        bytes_down: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "codec", b"codec", "loss", b"loss", "metrics", b"metrics", "n_samples", b"n_samples", "ratio", b"ratio", "reason", b"reason", "state", b"state", "train_s", b"train_s", "uplink_bps", b"uplink_bps", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
+    _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loss) -> _WhichOneofReturnType__loss | None: ...
+
+Global___ClientStatus: _TypeAlias = ClientStatus  # noqa: Y015
+
+@_typing.final
+class FederatedStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    ARRIVED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
+    CLIENTS_LOSS_FIELD_NUMBER: _builtins.int
+    CLIENTS_METRICS_FIELD_NUMBER: _builtins.int
+    CENTRAL_LOSS_FIELD_NUMBER: _builtins.int
+    CENTRAL_METRICS_FIELD_NUMBER: _builtins.int
+    BYTES_UP_FIELD_NUMBER: _builtins.int
+    BYTES_DOWN_FIELD_NUMBER: _builtins.int
+    ROUND_S_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
+    strategy: _builtins.str
+    data: _builtins.str
+    chosen: _builtins.int
+    """in the round in flight"""
+    arrived: _builtins.int
+    dropped: _builtins.int
+    clients_loss: _builtins.float
+    """by samples, on the clients' held-out shares"""
+    central_loss: _builtins.float
+    """on the owner's held-out data"""
+    bytes_up: _builtins.int
+    """of the whole job"""
+    bytes_down: _builtins.int
+    round_s: _builtins.float
+    pace: _builtins.str
+    """why the ratios are what they are"""
+    @_builtins.property
+    def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientStatus]: ...
+    @_builtins.property
+    def clients_metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]: ...
+    @_builtins.property
+    def central_metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]: ...
+    def __init__(
+        self,
+        *,
+        strategy: _builtins.str = ...,
+        data: _builtins.str = ...,
+        chosen: _builtins.int = ...,
+        arrived: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        clients: _abc.Iterable[Global___ClientStatus] | None = ...,
+        clients_loss: _builtins.float | None = ...,
+        clients_metrics: _abc.Iterable[Global___Figure] | None = ...,
+        central_loss: _builtins.float | None = ...,
+        central_metrics: _abc.Iterable[Global___Figure] | None = ...,
+        bytes_up: _builtins.int = ...,
+        bytes_down: _builtins.int = ...,
+        round_s: _builtins.float | None = ...,
+        pace: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "central_loss", b"central_loss", "clients_loss", b"clients_loss", "round_s", b"round_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "arrived", b"arrived", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "central_loss", b"central_loss", "central_metrics", b"central_metrics", "chosen", b"chosen", "clients", b"clients", "clients_loss", b"clients_loss", "clients_metrics", b"clients_metrics", "data", b"data", "dropped", b"dropped", "pace", b"pace", "round_s", b"round_s", "strategy", b"strategy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__central_loss: _TypeAlias = _typing.Literal["central_loss"]  # noqa: Y015
+    _WhichOneofArgType__central_loss: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss"]  # noqa: Y015
+    _WhichOneofReturnType__clients_loss: _TypeAlias = _typing.Literal["clients_loss"]  # noqa: Y015
+    _WhichOneofArgType__clients_loss: _TypeAlias = _typing.Literal["_clients_loss", b"_clients_loss"]  # noqa: Y015
+    _WhichOneofReturnType__round_s: _TypeAlias = _typing.Literal["round_s"]  # noqa: Y015
+    _WhichOneofArgType__round_s: _TypeAlias = _typing.Literal["_round_s", b"_round_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__central_loss) -> _WhichOneofReturnType__central_loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__clients_loss) -> _WhichOneofReturnType__clients_loss | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__round_s) -> _WhichOneofReturnType__round_s | None: ...
+
+Global___FederatedStatus: _TypeAlias = FederatedStatus  # noqa: Y015
 
 @_typing.final
 class MetricPoint(_message.Message):
@@ -2426,13 +2593,21 @@ Global___LogLine: _TypeAlias = LogLine  # noqa: Y015
 
 @_typing.final
 class ResultReply(_message.Message):
+    """model: a federated job's newest global model, a safetensors blob of ``weights/NAME`` and others, to be put over
+    ``tensors``. prefix: where it is not empty, only names that begin with it are exported, without it.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    model: _builtins.str
+    prefix: _builtins.str
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_job_pb2.TensorBlob]: ...
     @_builtins.property
@@ -2446,10 +2621,12 @@ class ResultReply(_message.Message):
         tensors: _abc.Iterable[_atoll_job_pb2.TensorBlob] | None = ...,
         aliases: _abc.Iterable[_atoll_job_pb2.Alias] | None = ...,
         update: Global___JobUpdate | None = ...,
+        model: _builtins.str = ...,
+        prefix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "step", b"step", "tensors", b"tensors", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "model", b"model", "prefix", b"prefix", "step", b"step", "tensors", b"tensors", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,84 @@
+"""What the owner is shown of a federated job: its round, its clients, what they showed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from coordinator.job_state import Phase
+from protos import atoll_control_pb2 as pb
+
+if TYPE_CHECKING:
+    from coordinator.federating import Federating
+    from coordinator.federation_state import Client, Evaluation, FederationState
+
+GONE, OUT, LOADING, READY = "gone", "left out", "loading", "ready"
+TRAINING, TRAINED, EVALUATING, DROPPED, UNFIT = "training", "trained", "evaluating", "dropped", "unfit"
+
+
+def federated_status(federating: Federating, job: str) -> pb.FederatedStatus:
+    """One federated job as `atoll watch` shows it."""
+    state = federating.jobs[job]
+    times = sorted(state.round_times_s)
+    status = pb.FederatedStatus(
+        strategy=state.federated.rule.strategy,
+        data=state.federated.data,
+        chosen=len(state.chosen),
+        arrived=len(state.updates),
+        dropped=len(state.dropped),
+        clients=[_client(state, state.clients[name]) for name in sorted(state.clients)],
+        bytes_up=state.bytes_up,
+        bytes_down=state.bytes_down,
+        round_s=times[len(times) // 2] if times else None,
+        pace=state.pace,
+    )
+    unfit = federating.unfit.get(job, {})
+    status.clients.extend(
+        pb.ClientStatus(worker=worker, state=UNFIT, reason=why) for worker, why in sorted(unfit.items())
+    )
+    if state.evaluation is not None:
+        status.clients_loss = state.evaluation.loss
+        status.clients_metrics.extend(_metrics(state.evaluation))
+    if state.central_evaluation is not None:
+        status.central_loss = state.central_evaluation.loss
+        status.central_metrics.extend(_metrics(state.central_evaluation))
+    return status
+
+
+def _metrics(found: Evaluation) -> Iterable[pb.Figure]:
+    return _figures(found.metrics)
+
+
+def _figures(values: Mapping[str, float]) -> Iterable[pb.Figure]:
+    return [pb.Figure(name=name, value=values[name]) for name in sorted(values)]
+
+
+def _client(state: FederationState, client: Client) -> pb.ClientStatus:
+    return pb.ClientStatus(
+        worker=client.worker,
+        state=standing(state, client),
+        reason=client.out or state.dropped.get(client.worker, client.dropped),
+        n_samples=client.n_samples,
+        loss=client.loss,
+        metrics=_figures(client.metrics),
+        codec=client.codec,
+        ratio=client.ratio,
+        uplink_bps=client.uplink_bps,
+        train_s=client.train_s,
+        bytes_up=client.bytes_up,
+        bytes_down=client.bytes_down,
+    )
+
+
+def standing(state: FederationState, client: Client) -> str:
+    """What a client is doing, in a word."""
+    name = client.worker
+    if client.out:
+        return OUT
+    if not client.present:
+        return GONE
+    if state.phase is Phase.TRAINING and name in state.chosen:
+        return DROPPED if name in state.dropped else TRAINED if name in state.updates else TRAINING
+    if state.phase is Phase.EVALUATING and name in state.asked:
+        return EVALUATING
+    return READY if client.loaded or state.ended else LOADING
