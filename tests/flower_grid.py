@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
+from protos.flower_internals import take_identity
+
 SERVER = 99
 Client = Callable[[Message, Context], Message]
-
-
-def identify() -> None:
-    """What whoever hosts a ServerApp must do first: say which run and node new messages come from."""
-    identity: Any = vars(sys.modules[Message.__module__])["TaskIdentity"]
-    identity.run_id, identity.node_id, identity.task_id = 1, SERVER, 1
 
 
 class LocalGrid(Grid):
     """``clients``: node id -> its ClientApp; an exception becomes an error reply, as a runtime does it."""
 
     def __init__(self, clients: Mapping[int, Client]) -> None:
-        identify()
+        take_identity(run=1, node=SERVER)
         self.clients = clients
         self.contexts = {node: Context(1, node, {}, RecordDict(), {}) for node in clients}
         self.requests: list[Message] = []
