@@ -38,9 +38,10 @@ START_S = 60.0
 
 
 class LoopbackFleet:
-    """``workers`` worker daemons and a coordinator, TLS and tokens on."""
+    """``workers`` worker daemons and a coordinator, TLS and tokens on; ``options`` go to each worker."""
 
-    def __init__(self, workers: int, threads: int = 1) -> None:
+    def __init__(self, workers: int, threads: int = 1, options: Sequence[str] = ()) -> None:
+        self.options = tuple(options)
         self.workers = workers
         self.threads = threads
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -67,6 +68,7 @@ class LoopbackFleet:
                 self._spawn(
                     name, "worker.cli", "join", address, "--token", token, "--name", name, "--device", "cpu",
                     "--threads", str(self.threads), "--listen", "127.0.0.1:0", *self._state(name),
+                    *self.options,
                 )  # fmt: skip
                 self._wait_for(n + 1)
         except BaseException:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from atoll.errors import AccessDenied, BadFrame
+from atoll.errors import AccessDenied, BadFrame, UsageError
 from coordinator import app_runs as runs
 from coordinator import events as ev
 from coordinator import instructions as do
@@ -69,10 +69,18 @@ class AppDesk:
         """The queue of a run's owner; an owner that is back finds what it has missed."""
         if request.run == 0 or len(request.app.hash) != 64:
             raise BadFrame("a run without a number or without its app's hash")
-        if request.run not in self.runs.runs:
-            self._owners[request.run] = asyncio.Queue(MAX_QUEUED)
-        self._do(self.runs.opened(request))
-        return self._owners[request.run]
+        if len(request.bundle) > MAX_CONTENT_BYTES:
+            raise BadFrame(f"an app bundle of {len(request.bundle)} bytes; at most {MAX_CONTENT_BYTES}")
+        self.parts.take_small(request.run, request.app.hash, request.bundle)
+        try:
+            todo = self.runs.opened(request)
+        except UsageError:
+            if request.run not in self.runs.runs:
+                self.parts.drop(request.run, None)
+            raise
+        queue = self._owners.setdefault(request.run, asyncio.Queue(MAX_QUEUED))
+        self._do(todo)
+        return queue
 
     def owner_says(self, run_id: int, message: pb.FromApp) -> bool:
         """Handle one message; False: the owner has ended its run."""
@@ -86,8 +94,6 @@ class AppDesk:
                 self._do(self.runs.cancelled(run, list(message.cancel.messages)))
             case "forget":
                 names = frozenset(bounds.blob_hash("part", name) for name in message.forget.hashes)
-                for sent in self._sent.values():
-                    sent -= names
                 self._do(self.runs.forgotten(run, names))
             case "close":
                 self.end(run_id, message.close.reason or "its ServerApp has ended")
@@ -197,10 +203,12 @@ class AppDesk:
                 case runs.GiveBack(worker, run, reason):
                     self._shell.post(ev.AppReturned(worker, _job(run), reason))
                 case runs.DropParts(run, hashes):
-                    names = self.parts.drop(run, hashes)
-                    if names:
+                    gone, files = self.parts.drop(run, hashes)
+                    for sent in self._sent.values():
+                        sent.difference_update(gone)
+                    if files:
                         # A large file takes a while to go, and nobody waits for it.
-                        asyncio.get_running_loop().run_in_executor(None, self.parts.store.delete, names)
+                        asyncio.get_running_loop().run_in_executor(None, self.parts.store.delete, files)
                 case runs.Say(event, level, fields):
                     self._shell.say(event.value, level, "", "coordinator", fields, self.now_s())
 

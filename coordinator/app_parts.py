@@ -77,11 +77,12 @@ class PartStore:
         for at in range(offset, len(data), CHUNK_BYTES):
             yield data[at : at + CHUNK_BYTES]
 
-    def drop(self, run: int, names: Collection[str] | None) -> list[str]:
-        """The run needs these no more (None: any); returns those whose files may now go."""
+    def drop(self, run: int, names: Collection[str] | None) -> tuple[list[str], list[str]]:
+        """The run needs these no more (None: any); returns those that nobody needs, and those of them
+        whose files may now go."""
         if names is None:
             names = [name for name, runs in self._holders.items() if run in runs]
-        free = []
+        gone, files = [], []
         for name in names:
             holders = self._holders.get(name)
             if holders is None or run not in holders:
@@ -90,9 +91,10 @@ class PartStore:
             if holders:
                 continue
             del self._holders[name]
+            gone.append(name)
             data = self._small.pop(name, None)
             if data is None:
-                free.append(name)
+                files.append(name)
             else:
                 self._small_bytes -= len(data)
-        return free
+        return gone, files

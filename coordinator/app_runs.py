@@ -167,12 +167,15 @@ class AppRuns:
         return self._done()
 
     def begun(self, run: Run, request: pb.AppBegin) -> list[Instruction]:
-        """Start with the first ``nodes`` ready workers; with fewer ready, only the fleet is said."""
+        """Start with the first ``nodes`` ready workers; with fewer ready, only the fleet is said.
+
+        A run that goes on after our restart starts with those that are back; the others follow.
+        """
         ready = self._startable(run)
         if run.partitions:
             self._tell_nodes(run)
             return self._done()
-        if not 1 <= request.nodes <= len(ready):
+        if request.nodes < 1 or (request.nodes > len(ready) and not request.keep):
             self._tell_fleet(run)
             return self._done()
         run.config = dict(request.run_config)

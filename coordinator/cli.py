@@ -18,7 +18,7 @@ import typer
 
 import atoll
 from atoll.errors import UsageError
-from coordinator import cli_admin, cli_codecs, cli_data, cli_jobs
+from coordinator import cli_admin, cli_codecs, cli_data, cli_flower, cli_jobs
 from coordinator.cli_base import EXIT_CODES, AsJson, Trace, err, out, print_json, run
 from protos import PROTOCOL_VERSION
 from protos.installation import check_installation
@@ -35,6 +35,7 @@ app = typer.Typer(
 cli_admin.register(app)
 cli_jobs.register(app)
 cli_codecs.register(app)
+cli_flower.register(app)
 cli_data.register(app)
 
 

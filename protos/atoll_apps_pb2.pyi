@@ -188,8 +188,10 @@ class AppOpen(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     APP_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    BUNDLE_FIELD_NUMBER: _builtins.int
     run: _builtins.int
     resume: _builtins.bool
+    bundle: _builtins.bytes
     @_builtins.property
     def app(self) -> Global___AppIdentity: ...
     def __init__(
@@ -198,10 +200,11 @@ class AppOpen(_message.Message):
         run: _builtins.int = ...,
         app: Global___AppIdentity | None = ...,
         resume: _builtins.bool = ...,
+        bundle: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["app", b"app"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "resume", b"resume", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "bundle", b"bundle", "resume", b"resume", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,7 +43,6 @@ class AppHost:
         self._config = config
         self._store = AppStore(config.state_dir)
         self._store.sweep(time.time())
-        self._cache = BlobCache(self._store.parts_dir, config.app_cache_bytes)
         self._around = Around(config, self._store, self._accepts, self._say, lambda: self._epoch)
         self._incarnation = secrets.randbits(63)
         self._lock = threading.Lock()
@@ -163,7 +162,8 @@ class AppHost:
         member = self._member
         assert member is not None  # noqa: S101 - a stream is open
         channel = member.channel(self._config)  # of its own: arrays must not hold up messages
-        parts = Parts(channel, member.metadata, member.work_address, self._cache)
+        cache = BlobCache(self._store.parts_dir(offer.run), self._config.app_cache_bytes)
+        parts = Parts(channel, member.metadata, member.work_address, cache)
         with self._lock:
             self._runs[offer.run] = HostedRun(offer, parts, self._around)
 

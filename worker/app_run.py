@@ -162,7 +162,8 @@ class HostedRun:
         finally:
             self._drop_process()
             self._parts.close()
-            shutil.rmtree(self._outbox, ignore_errors=True)
+            for folder in (self._outbox, self._around.store.parts_dir(self.run)):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _prepare(self) -> None:
         """Fetch and unpack the app, ask for consent, load it; say which of these failed."""
@@ -221,7 +222,7 @@ class HostedRun:
             run=self.run,
             code_dir=str(store.code_dir(self._app.hash)),
             client=self._app.client,
-            parts_dir=str(store.parts_dir),
+            parts_dir=str(store.parts_dir(self.run)),
             outbox_dir=str(self._outbox),
             runs_dir=str(store.root / "runs"),
             node_config={key: _to_value(value) for key, value in config.node_config},

@@ -1,7 +1,7 @@
 """What this machine keeps of apps: which ones its owner accepted, their code, parts and states.
 
 Layout in the state folder: ``apps/apps.json`` (bundle hash -> facts, accepted or not),
-``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts`` (arrays that came),
+``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts/RUN`` (what came),
 ``apps/runs/RUN-NODE`` (Context.state of a run, kept until the run ends).
 """
 
@@ -50,9 +50,9 @@ class AppStore:
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir / "apps"
 
-    @property
-    def parts_dir(self) -> Path:
-        return self.root / "parts"
+    def parts_dir(self, run: int) -> Path:
+        """Where what a run sent is kept until it ends."""
+        return self.root / "parts" / f"{run:x}"
 
     def code_dir(self, name: str) -> Path:
         """Where the app's files lie unpacked."""
@@ -150,7 +150,9 @@ class AppStore:
     # ------------------------------------------------------------ states of runs
 
     def sweep(self, now_s: float) -> None:
-        """Remove what runs left that ended without a word long ago."""
+        """Remove arrays of runs that this process does not know, and states of runs long ended."""
+        shutil.rmtree(self.root / "parts", ignore_errors=True)
+        shutil.rmtree(self.root / "outbox", ignore_errors=True)
         runs = self.root / "runs"
         for folder in runs.iterdir() if runs.is_dir() else ():
             with contextlib.suppress(OSError):

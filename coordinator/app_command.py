@@ -1,0 +1,145 @@
+"""Starting a ServerApp's process, hearing what it says, and ending it: the parent's side of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import grpc
+
+from atoll import errors
+from atoll.errors import AtollError, JobFailed
+from coordinator.endpoint import Endpoint
+from protos import atoll_apps_pb2 as pb
+from protos import atoll_apps_pb2_grpc as rpc
+from protos.app_bundle import Bundle, ConfigValue
+
+LEAVE_WITHIN_S = 1.4  # from Ctrl+C to the end of the ServerApp's process
+MAX_LINE_CHARS = 1 << 20
+_END_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What to run. ``nodes`` 0: all workers that accepted the app; ``wait_s`` for those that lack."""
+
+    folder: Path
+    bundle: Bundle
+    config: Mapping[str, ConfigValue]
+    nodes: int = 0
+    wait_s: float = 0.0
+    show_log: bool = False
+
+
+class AppCommand:
+    """One run as a child process; use it in ``with``, so that it never outlives the command."""
+
+    def __init__(self, endpoint: Endpoint, wish: Wish, output: IO[Any] | int | None = None) -> None:
+        """``output``: where what the app prints goes instead of to standard output."""
+        self.run = secrets.randbits(62) | 1
+        self._endpoint = endpoint
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "coordinator.app_server", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                pass_fds=[theirs.fileno()],
+                env=_environment(wish.show_log),
+                start_new_session=True,  # Ctrl+C is for the command, which ends the run in order
+            )
+        self._lines = ours.makefile("r", encoding="utf-8")
+        setup = json.dumps(self._setup(wish)) + "\n"
+        with contextlib.suppress(OSError):  # one that died at once is seen by its silence
+            ours.sendall(setup.encode())
+
+    def _setup(self, wish: Wish) -> dict[str, Any]:
+        spec, bundle, endpoint = wish.bundle.spec, wish.bundle, self._endpoint
+        return {
+            "run": self.run,
+            "folder": str(wish.folder.resolve()),
+            "server": spec.server,
+            "run_config": dict(wish.config),
+            "nodes": wish.nodes,
+            "wait_s": wish.wait_s,
+            "host": endpoint.host,
+            "port": endpoint.port,
+            "token": endpoint.token.encode() if endpoint.token is not None else "",
+            "app": {
+                "hash": bundle.hash,
+                "size": len(bundle.data),
+                "name": spec.name,
+                "version": spec.version,
+                "publisher": spec.publisher,
+                "client": spec.client,
+            },
+        }
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What happens, until the app has ended. Raises what ended it, JobFailed when it crashed."""
+        done = False
+        while line := self._lines.readline(MAX_LINE_CHARS):
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == "failed":
+                raise failure_of(event["kind"], event["reason"])
+            done = done or event["event"] == "done"
+            yield event
+        code = self._process.wait()
+        if not done:
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise JobFailed(f"the ServerApp's process ended with {how}; what it printed says more")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the run and its process, at once where it does not end by itself."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LEAVE_WITHIN_S)
+        orderly = self._process.poll() is not None and self._process.returncode >= 0
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # and what it may have started
+        self._process.wait()
+        self._lines.close()
+        self._socket.close()
+        if not orderly:
+            self._end_run()
+
+    def _end_run(self) -> None:
+        """Say for a process that died that its run is over."""
+        with contextlib.suppress(grpc.RpcError, AtollError), self._endpoint.channel() as channel:
+            request = pb.AppClose(run=self.run, reason="its ServerApp died")
+            rpc.AppsStub(channel).EndRun(request, metadata=self._endpoint.metadata(), timeout=_END_TIMEOUT_S)
+
+
+def failure_of(kind: str, text: str) -> AtollError:
+    """The error that a run's process reported by its class's name."""
+    found = getattr(errors, kind, JobFailed)
+    return found(text) if isinstance(found, type) and issubclass(found, AtollError) else JobFailed(text)
+
+
+def _environment(show_log: bool) -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    quiet = {} if show_log or "FLWR_LOG_LEVEL" in os.environ else {"FLWR_LOG_LEVEL": "WARNING"}
+    off = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **off, **quiet, "PYTHONPATH": path}

@@ -1,0 +1,69 @@
+"""Whether a run can begin with the workers there are, and if not, what to do about it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import atoll_apps_pb2 as pb
+
+SHOWN = 8  # workers named in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``nodes`` > 0: begin with so many. Else ``settled`` says whether only people can change it."""
+
+    nodes: int
+    settled: bool
+    reason: str
+
+
+def judge(fleet: pb.AppFleet, wanted: int, app_hash: str) -> Verdict:
+    """What to do with this fleet; ``wanted`` 0: all that are ready once everybody has answered."""
+    ready = len(fleet.ready)
+    reason = explain(fleet, wanted, app_hash)
+    if wanted and ready >= wanted:
+        return Verdict(wanted, True, reason)
+    if fleet.preparing:
+        return Verdict(0, False, reason)
+    if not wanted and ready:
+        return Verdict(ready, True, reason)
+    return Verdict(0, True, reason)
+
+
+def explain(fleet: pb.AppFleet, wanted: int, app_hash: str) -> str:
+    """Who is ready, who is not and why, and the next move of each."""
+    if not fleet.workers:
+        return "no worker is connected; start some with `atoll-worker join ... --allow-apps`"
+    asked = f" of {wanted}" if wanted else ""
+    words = [f"{len(fleet.ready)}{asked} nodes are ready"]
+    if fleet.preparing:
+        words.append(f"{fleet.preparing} fetch and load the app")
+    unaccepted = [r for r in fleet.refused if r.kind == pb.APP_REFUSAL_NOT_ACCEPTED]
+    if unaccepted:
+        words.append(
+            f"on {len(unaccepted)} of {fleet.attending} workers that run apps ({_names(unaccepted)}) the owner "
+            f"has not accepted app {app_hash[:16]}: {unaccepted[0].reason}"
+        )
+    broken = [r for r in fleet.refused if r.kind == pb.APP_REFUSAL_NOT_LOADED]
+    if broken:
+        words.append(f"the ClientApp cannot be loaded on {_names(broken)}: {broken[0].reason.strip()}")
+    words += [
+        f"{refused.name}: {refused.reason}"
+        for refused in fleet.refused
+        if refused.kind == pb.APP_REFUSAL_OTHER
+    ][:SHOWN]
+    if fleet.busy:
+        words.append(f"{fleet.busy} are busy with other work")
+    without = fleet.workers - fleet.attending
+    if without > 0:
+        words.append(
+            f"{without} of {fleet.workers} workers do not run apps: their owners may start them with "
+            f"`atoll-worker join --allow-apps`"
+        )
+    return "; ".join(words)
+
+
+def _names(refusals: list[pb.AppRefused]) -> str:
+    names = [r.name for r in refusals]
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

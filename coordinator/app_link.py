@@ -1,0 +1,156 @@
+"""The owner's end of an app run: one stream to the coordinator, and parts beside it.
+
+The stream survives a coordinator that is restarted: it is opened again, and ``reopened`` says that
+everything unanswered has to be said once more, for nothing that was there need be there still.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
+
+import grpc
+
+from atoll.errors import AtollError, BadFrame, JobFailed
+from coordinator.calls import RETRY_FOR_S, passing, told
+from coordinator.endpoint import Endpoint
+from protos import atoll_apps_pb2 as pb
+from protos import atoll_apps_pb2_grpc as rpc
+
+CHUNK_BYTES = 1 << 20
+END_WITHIN_S = 1.0
+_BACKOFF_MOST_S = 2.0
+
+
+class AppLink:
+    """One run's connection. ``received`` is called in the stream's thread, ``lost`` once at the end."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        opening: pb.AppOpen,
+        received: Callable[[pb.ToApp], None],
+        reopened: Callable[[], None],
+        lost: Callable[[AtollError], None],
+    ) -> None:
+        self._endpoint, self._opening = endpoint, opening
+        self._received, self._reopened, self._lost = received, reopened, lost
+        self._channel = endpoint.channel()
+        self._bulk = endpoint.channel()
+        self._metadata = endpoint.metadata()
+        self._queue: queue.SimpleQueue[pb.FromApp | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="atoll-app-link", daemon=True)
+
+    def start(self) -> None:
+        """Open the run."""
+        self._thread.start()
+
+    def say(self, message: pb.FromApp) -> None:
+        """Queue a message for the coordinator."""
+        self._queue.put(message)
+
+    def close(self, reason: str) -> None:
+        """End the run: its workers are released."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self.say(pb.FromApp(close=pb.AppClose(run=self._opening.run, reason=reason)))
+        self._queue.put(None)
+        self._thread.join(END_WITHIN_S)
+        self._channel.close()
+        self._bulk.close()
+
+    # ------------------------------------------------------------ the stream
+
+    def _run(self) -> None:
+        opened, failing_since_s, pause_s = False, 0.0, 0.1
+        while True:
+            messages = self._queue
+            request = pb.AppOpen(resume=opened)
+            request.MergeFrom(self._opening)
+            try:
+                for message in rpc.AppsStub(self._channel).Run(
+                    self._outgoing(request, messages), metadata=self._metadata
+                ):
+                    opened, failing_since_s, pause_s = True, 0.0, 0.1
+                    if message.HasField("ended"):
+                        raise JobFailed(f"the coordinator ended this run: {message.ended.reason}")
+                    self._received(message)
+                raise JobFailed("the coordinator ended this run's stream; see its log")
+            except grpc.RpcError as error:
+                failing_since_s = failing_since_s or time.monotonic()
+                lasting_s = time.monotonic() - failing_since_s
+                if not opened or not passing(error) or lasting_s > RETRY_FOR_S:
+                    self._end(told(error, self._endpoint.address))
+                    return
+            except AtollError as error:
+                self._end(error)
+                return
+            finally:
+                messages.put(None)  # its sender waits no longer
+            if self._stopping.wait(pause_s):
+                return
+            pause_s = min(_BACKOFF_MOST_S, 2 * pause_s)
+            # What was queued for the broken stream is said anew where it still matters.
+            self._queue = queue.SimpleQueue()
+            self._reopened()
+
+    def _end(self, error: AtollError) -> None:
+        if not self._stopping.is_set():
+            self._lost(error)
+
+    @staticmethod
+    def _outgoing(first: pb.AppOpen, messages: queue.SimpleQueue[pb.FromApp | None]) -> Iterator[pb.FromApp]:
+        yield pb.FromApp(open=first)
+        while (message := messages.get()) is not None:
+            yield message
+
+    # ------------------------------------------------------------ parts
+
+    def put(self, parts: Mapping[str, bytes]) -> int:
+        """Send parts from memory, a piece at a time; returns the bytes. Raises as any call."""
+        if parts:
+            try:
+                rpc.AppsStub(self._bulk).PutParts(self._chunks(parts), metadata=self._metadata)
+            except grpc.RpcError as error:
+                raise told(error, self._endpoint.address) from None
+        return sum(len(data) for data in parts.values())
+
+    def _chunks(self, parts: Mapping[str, bytes]) -> Iterator[pb.PartChunk]:
+        for name, data in parts.items():
+            view = memoryview(data)
+            for at in range(0, len(data), CHUNK_BYTES):
+                piece = bytes(view[at : at + CHUNK_BYTES])
+                yield pb.PartChunk(run=self._opening.run, hash=name, size=len(data), offset=at, data=piece)
+
+    def get(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
+        """The bytes of parts (hash -> size), checked. BadFrame when they are not what was asked for."""
+        request = pb.PartList(run=self._opening.run, parts=[pb.Part(hash=name) for name in wanted])
+        found: dict[str, bytes] = {}
+        if not wanted:
+            return found
+        buffer, digest = BytesIO(), hashlib.sha256()
+        try:
+            for chunk in rpc.AppsStub(self._bulk).GetParts(request, metadata=self._metadata):
+                size = wanted.get(chunk.hash)
+                if size != chunk.size or chunk.offset != buffer.tell():
+                    raise BadFrame(
+                        f"part {chunk.hash[:12]}: byte {chunk.offset} of {chunk.size} was not expected"
+                    )
+                buffer.write(chunk.data)
+                digest.update(chunk.data)
+                if buffer.tell() == size:
+                    if digest.hexdigest() != chunk.hash:
+                        raise BadFrame(f"part {chunk.hash[:12]} arrived damaged: its sha256 differs")
+                    found[chunk.hash] = buffer.getvalue()
+                    buffer, digest = BytesIO(), hashlib.sha256()
+        except grpc.RpcError as error:
+            raise told(error, self._endpoint.address) from None
+        if len(found) != len(wanted):
+            raise BadFrame(f"{len(found)} of {len(wanted)} parts arrived")
+        return found

@@ -1,0 +1,240 @@
+"""The process that a ServerApp runs in, on its owner's machine: one a run, started by `atoll flower run`.
+
+It opens the run, waits for its nodes while the app is imported, calls the app with our Grid, and
+tells its parent what happens, one JSON object a line. When the parent is gone, so is it, and the
+run ends on the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict
+
+from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
+from coordinator.app_gather import Verdict, judge
+from coordinator.app_grid import CoordinatorGrid
+from coordinator.app_link import AppLink
+from coordinator.endpoint import Endpoint
+from protos import atoll_apps_pb2 as pb
+from protos import flower_content as content
+from protos import flower_internals as flower
+from protos.app_bundle import make_bundle
+from protos.app_pipe import die_with_parent
+from protos.credentials import JoinToken
+
+MAX_TRACE_CHARS = 4000
+INTERRUPTED = 130
+
+
+class Parent:
+    """The lines to and from the command that started us."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._out = end.makefile("w", encoding="utf-8")
+        self._in = end.makefile("r", encoding="utf-8")
+        self._lock = threading.Lock()
+
+    def setup(self) -> dict[str, Any]:
+        """The first line: what to run, and where."""
+        found: dict[str, Any] = json.loads(self._in.readline())
+        return found
+
+    def tell(self, event: str, figures: dict[str, Any]) -> None:
+        """Say what happened."""
+        with self._lock:
+            self._out.write(json.dumps({"event": event, **figures}, default=str) + "\n")
+            self._out.flush()
+
+    def wait_for_end(self) -> None:
+        """Return once the parent closed its end, or died."""
+        self._in.read()
+
+
+class Progress(logging.Handler):
+    """Reads rounds and metrics off the strategy's own log lines."""
+
+    def __init__(self, parent: Parent) -> None:
+        super().__init__(logging.INFO)
+        self._parent = parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell the parent of a round that begins or of metrics."""
+        found = flower.progress_of(record)
+        if found is None:
+            return
+        kind, value = found
+        if kind == "round":
+            self._parent.tell("round", {"round": value[0], "rounds": value[1]})
+        elif value:
+            self._parent.tell("metrics", {"of": kind, "metrics": value})
+
+
+class Host:
+    """One run of one ServerApp."""
+
+    def __init__(self, setup: dict[str, Any], parent: Parent) -> None:
+        self._setup, self._parent = setup, parent
+        self._run: int = setup["run"]
+        self._config: dict[str, Any] = setup["run_config"]
+        self._changed = threading.Condition()
+        self._verdict: Verdict | None = None
+        self._begin: pb.AppBegin | None = None
+        self._nodes: pb.AppNodes | None = None
+        self._failure: AtollError | None = None
+        identity = pb.AppIdentity(**setup["app"])
+        info = flower.run_of(self._run, identity.name, identity.version, identity.hash, self._config)
+        self.grid = CoordinatorGrid(self._run, info, parent.tell)
+        token = JoinToken.decode(setup["token"]) if setup["token"] else None
+        endpoint = Endpoint(setup["host"], setup["port"], token)
+        bundle = make_bundle(Path(setup["folder"]))
+        if bundle.hash != identity.hash:
+            raise UsageError(f"files of {setup['folder']} changed in this moment; try again")
+        opening = pb.AppOpen(run=self._run, app=identity, bundle=bundle.data)
+        self.link = AppLink(endpoint, opening, self._received, self._reopened, self._lost)
+        self.grid.use(self.link)
+        self._identity = identity
+
+    def execute(self) -> None:
+        """Run the app to its end. Raises what stopped it."""
+        self.link.start()
+        app = self._load()
+        self._gather()
+        logging.getLogger(flower.LOG_NAME).addHandler(Progress(self._parent))
+        flower.take_identity(self._run, flower.SERVER_NODE)
+        context = Context(
+            run_id=self._run,
+            node_id=flower.SERVER_NODE,
+            node_config={},
+            state=RecordDict(),
+            run_config=dict(self._config),
+        )
+        self._parent.tell("started", {})
+        try:
+            app(self.grid, context)
+        except AtollError:
+            raise
+        except (Exception, SystemExit) as failure:  # noqa: BLE001 - the app's errors are shown
+            if self._failure is not None:
+                raise self._failure from None
+            raise JobFailed(f"the ServerApp raised {_words(failure)}") from None
+
+    def _load(self) -> Any:
+        """Import the ServerApp. UsageError with the traceback's end when that fails."""
+        reference = self._setup["server"]
+        try:
+            app = flower.find_app(reference, Path(self._setup["folder"]))
+        except (Exception, SystemExit) as failure:  # noqa: BLE001 - anything may go wrong in foreign code
+            raise UsageError(f"the ServerApp {reference} cannot be loaded: {_words(failure)}") from None
+        if not callable(app):
+            raise UsageError(f"{reference} is {type(app).__name__}, no ServerApp")
+        return app
+
+    def _gather(self) -> None:
+        """Wait for the nodes. NoWorkers says who is missing and why."""
+        until_s = time.monotonic() + self._setup["wait_s"]
+        with self._changed:
+            while self._nodes is None:
+                if self._failure is not None:
+                    raise self._failure
+                verdict = self._verdict
+                left_s = until_s - time.monotonic()
+                if verdict is not None and verdict.settled and not verdict.nodes and left_s <= 0:
+                    raise NoWorkers(verdict.reason)
+                waits = verdict is not None and verdict.settled and not verdict.nodes
+                self._changed.wait(left_s if waits else None)
+        listed = [{"name": n.name, "worker": n.worker, "partition": n.partition} for n in self._nodes.nodes]
+        self._parent.tell("nodes", {"nodes": listed})
+
+    # ------------------------------------------------------------ from the link
+
+    def _received(self, message: pb.ToApp) -> None:
+        match message.WhichOneof("body"):
+            case "fleet":
+                self._judge(message.fleet)
+            case "nodes":
+                self.grid.nodes_changed(message.nodes)
+                with self._changed:
+                    again, self._nodes = self._nodes is not None, message.nodes
+                    self._changed.notify_all()
+                if again:
+                    count = len(message.nodes.nodes)
+                    self._parent.tell("fleet", {"nodes": count, "partitions": message.nodes.partitions})
+            case "reply":
+                self.grid.replied(message.reply)
+
+    def _judge(self, fleet: pb.AppFleet) -> None:
+        if self._begin is not None:
+            # Restarted, the coordinator asks anew; who had which partition keeps it.
+            again = pb.AppBegin()
+            again.CopyFrom(self._begin)
+            again.keep.extend(self._nodes.nodes if self._nodes is not None else ())
+            if self._nodes is not None or len(fleet.ready) >= again.nodes:
+                self.link.say(pb.FromApp(begin=again))
+            return
+        verdict = judge(fleet, self._setup["nodes"], self._identity.hash)
+        if verdict.nodes:
+            config = {key: content.value_to_proto(value) for key, value in self._config.items()}
+            self._begin = pb.AppBegin(nodes=verdict.nodes, run_config=config)
+            self.link.say(pb.FromApp(begin=self._begin))
+        self._parent.tell("waiting", {"reason": verdict.reason})
+        with self._changed:
+            self._verdict = verdict
+            self._changed.notify_all()
+
+    def _reopened(self) -> None:
+        self._parent.tell("reconnected", {})
+        self.grid.reopened()
+
+    def _lost(self, error: AtollError) -> None:
+        self.grid.fail(error)
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+
+def _words(failure: BaseException) -> str:
+    trace = "".join(traceback.format_exception(failure))
+    return f"{type(failure).__name__}: {failure}\n{trace[-MAX_TRACE_CHARS:]}"
+
+
+def main() -> None:
+    """Entry: the socket's descriptor is the only argument."""
+    die_with_parent()
+    parent = Parent(socket.socket(fileno=int(sys.argv[1])))
+    hosts: list[Host] = []
+
+    def stop_with_parent() -> None:
+        parent.wait_for_end()
+        for host in hosts:
+            host.link.close("its owner interrupted it")
+        os._exit(INTERRUPTED)
+
+    code = 0
+    try:
+        hosts.append(Host(parent.setup(), parent))
+        threading.Thread(target=stop_with_parent, name="atoll-app-parent", daemon=True).start()
+        hosts[0].execute()
+        hosts[0].link.close("its ServerApp has ended")
+        parent.tell("done", {})
+    except AtollError as error:
+        for host in hosts:
+            host.link.close(f"its ServerApp failed: {type(error).__name__}")
+        parent.tell("failed", {"kind": type(error).__name__, "reason": str(error)})
+        code = error.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of the app must not hold up the end
+
+
+if __name__ == "__main__":
+    main()

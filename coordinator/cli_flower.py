@@ -1,0 +1,92 @@
+"""`atoll flower`: run an unmodified Flower app on this coordinator and its workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json as json_module
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.errors import UsageError
+from coordinator.app_command import AppCommand, Wish
+from coordinator.app_progress import Shown
+from coordinator.cli_base import AsJson, Coordinator, Insecure, StateDir, Token, client_of, err
+from protos.app_bundle import make_bundle, with_overrides
+
+if TYPE_CHECKING:
+    from coordinator.endpoint import Endpoint
+
+MAX_WAIT_S = 30 * 86400.0
+flower = typer.Typer(
+    help="Flower apps, unmodified, on this coordinator and its workers.", no_args_is_help=True
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to the `atoll` command."""
+    app.add_typer(flower, name="flower")
+
+
+@flower.command(epilog="Example: atoll flower run examples/flower_digits --nodes 2 --run-config 'lr=0.1'")
+def run(
+    folder: Annotated[
+        Path, typer.Argument(metavar="APP_DIR", help="The folder with the app's pyproject.toml.")
+    ],
+    nodes: Annotated[
+        int, typer.Option(min=0, metavar="N", help="So many nodes; default: all that accepted the app.")
+    ] = 0,
+    run_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="K=V", help="Override [tool.flwr.app.config], as in 'lr=0.1 name=\"a\"', or a .toml file."
+        ),
+    ] = None,
+    wait: Annotated[
+        float,
+        typer.Option(min=0.0, max=MAX_WAIT_S, metavar="S", help="Seconds to wait for workers that lack."),
+    ] = 0.0,
+    log: Annotated[bool, typer.Option("--log", help="Show Flower's own log lines too.")] = False,
+    json: AsJson = False,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+) -> int:
+    """Run a Flower app: its ServerApp here, its ClientApp on workers whose owners accepted it.
+
+    With --json every event is one JSON object a line on standard output, and what the app prints
+    goes to standard error.
+    """
+    if importlib.util.find_spec("flwr") is None:
+        raise UsageError("flwr is not installed here; `pip install 'atoll[flower]'`")
+    bundle = make_bundle(folder)
+    config = with_overrides(bundle.spec.config, run_config or [])
+    wish = Wish(folder, bundle, config, nodes, wait, log)
+    if not json:
+        spec = bundle.spec
+        err.print(
+            f"{spec.name} {spec.version}, {bundle.files} files, {len(bundle.data)} bytes, hash {bundle.hash}",
+            soft_wrap=True,
+            markup=False,
+        )
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        endpoint = client.endpoint
+    _follow(endpoint, wish, json=json)
+    return 0
+
+
+def _follow(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:
+    shown = Shown()
+    with AppCommand(endpoint, wish, sys.stderr if json else None) as command:
+        for event in command.events():
+            if json:
+                sys.stdout.write(json_module.dumps(event) + "\n")
+                sys.stdout.flush()
+                continue
+            for line in shown.take(event):
+                err.print(line, soft_wrap=True, markup=False)
+    if not json:
+        err.print(shown.summary(), markup=False)
