@@ -654,3 +654,14 @@ def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: 
 
 def test_threads_that_wait_are_woken_by_what_they_wait_for_not_by_the_clock() -> None:
     assert grpc._common.MAXIMUM_WAIT_TIMEOUT == IDLE_WAKE_S >= 1.0
+
+
+def test_a_peer_that_nothing_was_sent_to_for_long_is_hardly_pinged_until_it_is_used(host: Make) -> None:
+    a, _ = connected(host, TransportConfig(streams=1))
+    (connection,) = [c for c in a.network._connections if c.peer is not None]
+    assert not connection.spare
+    assert connection.peer is not None
+    connection.peer.used_s -= connection.peer.config.idle_s + 1.0
+    assert connection.spare
+    connection.peer.sent(connection.heard_s, 0)
+    assert not connection.spare

@@ -221,9 +221,13 @@ class Connection:
 
     @property
     def spare(self) -> bool:
-        """Not its peer's first connection, and nothing under way: it need not show that the peer lives."""
+        """Nothing under way, and not the first connection of a peer that we work with: it need not
+        show that the peer lives. A pool of hundreds would else be woken by its own pings alone."""
         peer = self.peer
-        return peer is not None and not self.window.in_flight and self not in peer.lanes[:1]
+        if peer is None or self.window.in_flight or len(peer.outbox):
+            return False
+        idle = time.monotonic() - peer.used_s > peer.config.idle_s
+        return idle or self not in peer.lanes[:1]
 
     def ping(self, now_s: float) -> int:
         """Queue an echo request; returns its number."""
@@ -299,6 +303,7 @@ class Connection:
                 buffer = incoming.buffer
             self._received += len(payload)
             peer.received_bytes += len(payload)
+            peer.used_s = self.heard_s
             peer.progress += 1
             if not complete:
                 self._acknowledge(frame.flags, force=incoming is None)

@@ -57,6 +57,7 @@ class TransportConfig:
     streams: int = 0  # connections to a peer, 1 to 16; 0 = by round-trip time
     ping_s: float = 0.5
     silence_s: float = 1.5  # without any frame: frozen
+    idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
     reconnect_s: float = 0.4  # or six round trips, if that is more
     handshake_s: float = 5.0
     close_s: float = 0.5  # for the last frames of a graceful close
@@ -104,6 +105,7 @@ class Peer:
         self.probe_acks: list[tuple[int, int, int]] | None = None  # (lane id, clock ns, bytes)
         self.echoes: dict[tuple[int, int], float] = {}  # (lane, ping) -> round trip; 0 = awaited
         self.received_bytes = 0
+        self.used_s = time.monotonic()  # the last chunk either way
         self.progress = 0  # chunks either way: stands still when nothing moves
         self._in_flight = 0
         self._settled = 0  # bytes that are no longer under way, on all connections
@@ -163,6 +165,7 @@ class Peer:
         )
 
     def sent(self, now_s: float, nbytes: int) -> None:
+        self.used_s = now_s
         self._in_flight += nbytes
         self._line.sent(now_s, nbytes)
         self._window.sent(now_s, nbytes, last=not self.outbox.waiting)
