@@ -1,0 +1,161 @@
+"""A coordinator and data owners as real processes on loopback: TLS, tokens and the journal on.
+
+Everything is started by the commands a user types. ``kill`` is kill -9; a coordinator that is started
+again takes the ports it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from atoll.errors import AtollError, JobFailed
+from coordinator.client import Client, connect
+from worker.datasets import add_dataset
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+    Arrays = Mapping[str, NDArray[Any]]
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 90.0
+COORDINATOR = "coordinator"
+
+
+class FederatedFleet:
+    """One worker for each of ``clients``, which holds its arrays as data set ``data``."""
+
+    def __init__(self, clients: Sequence[Arrays], data: str = "digits", threads: int = 1) -> None:
+        self.clients, self.data, self.threads = clients, data, threads
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._temporary = tempfile.TemporaryDirectory(prefix="atoll-federation-")
+        self.folder = Path(self._temporary.name)
+        self.entry_port, self.work_port = _free_ports(2)
+        self.token = ""
+
+    def __enter__(self) -> FederatedFleet:
+        try:
+            self.serve()
+            self.token = self.client.create_token("fleet").token
+            for n, arrays in enumerate(self.clients):
+                self.register(f"worker{n}", arrays)
+                self.join(f"worker{n}")
+            self.wait_until(lambda: len(self.states("pool")) == len(self.clients), "the workers to join")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGINT)
+        for process in self.processes.values():
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._temporary.cleanup()
+
+    # ------------------------------------------------------------ processes
+
+    def serve(self) -> None:
+        """Start the coordinator, at first or again."""
+        ports = ["--listen", f"127.0.0.1:{self.entry_port}", "--work-port", str(self.work_port)]
+        self._spawn(COORDINATOR, "coordinator.cli", "serve", *ports, *self._state(COORDINATOR))
+        self.wait_until(self._answers, "the coordinator to answer")
+
+    def register(self, worker: str, arrays: Arrays) -> None:
+        """Keep ``arrays`` as a data set of this worker, as `atoll-worker data add` does."""
+        path = self.folder / f"{worker}.safetensors"
+        save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+        add_dataset(self.folder / worker, self.data, path, [])
+
+    def join(self, worker: str) -> None:
+        """Start a worker."""
+        address = f"127.0.0.1:{self.entry_port}"
+        options = ["--token", self.token, "--name", worker, "--threads", str(self.threads)]
+        options += ["--device", "cpu", "--listen", "127.0.0.1:0", *self._state(worker)]
+        self._spawn(worker, "worker.cli", "join", address, *options)
+
+    def kill(self, name: str) -> None:
+        """kill -9, and nobody cleans up."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+
+    def log(self, name: str) -> str:
+        """The end of a process's output."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace")[-6000:] if path.exists() else ""
+
+    # ------------------------------------------------------------ asking
+
+    def states(self, *wanted: str) -> dict[str, str]:
+        """Name and state of the workers that are in one of these states."""
+        with contextlib.suppress(AtollError):
+            return {w.name: w.state for w in self.client.status().workers if w.state in wanted}
+        return {}
+
+    def wait_until(self, done: Any, what: str, within_s: float = START_S) -> None:
+        """Poll, for what tests have no event for."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if done():
+                return
+            time.sleep(0.05)
+        raise JobFailed(f"waited {within_s:.0f} s for {what}\n{self.log(COORDINATOR)}\n{self.log('worker0')}")
+
+    def watch(self, job: str) -> Iterator[Any]:
+        """Updates of a job until it ends; JobFailed with the logs where it does not finish."""
+        last = None
+        for last in self.client.watch(job):
+            yield last
+        if last is None or last.state != "finished":
+            reason = "" if last is None else f"{last.state}: {last.reason}"
+            raise JobFailed(f"{job} {reason}\n{self.log(COORDINATOR)}\n{self.log('worker0')}")
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(AtollError):
+            self.client: Client = connect(state_dir=self.folder / COORDINATOR)
+            return True
+        return False
+
+    def _state(self, name: str) -> list[str]:
+        return ["--state-dir", str(self.folder / name)]
+
+    def _spawn(self, name: str, module: str, *arguments: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.threads)}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=ROOT,
+            )
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(s.getsockname()[1]) for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports

@@ -1,0 +1,188 @@
+"""Federated jobs with real processes over loopback with TLS: rounds, faults, kill -9, export."""
+
+from __future__ import annotations
+
+import csv
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
+from benchmarks.federated_fleet import COORDINATOR, FederatedFleet
+from coordinator.prepare import prepare
+
+BATCH = 16
+
+
+class Classifier(nn.Module):
+    """Loss in training, loss and accuracy in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        logits = self.layers(x)
+        loss = F.cross_entropy(logits, y)
+        if self.training:
+            return loss
+        return SimpleNamespace(loss=loss, accuracy=(logits.argmax(-1) == y).float().mean())
+
+
+def samples(n: int, seed: int) -> dict[str, Any]:
+    draw = np.random.default_rng(seed)
+    y = draw.integers(0, 4, n)
+    centres = np.random.default_rng(7).normal(size=(4, 16))
+    x = centres[y] + 0.8 * draw.normal(size=(n, 16))
+    return {"image": x.astype(np.float32), "label": y.astype(np.int64)}
+
+
+def job(rounds: int, name: str = "federation", **options: Any) -> Job:
+    held = samples(64, 99)
+    return Job(
+        module=Classifier(),
+        example_inputs={"x": torch.zeros(BATCH, 16), "y": torch.zeros(BATCH, dtype=torch.int64)},
+        data=Registered("digits", {"x": "image", "y": "label"}, {"x": held["image"], "y": held["label"]}),
+        training=TrainingSpec(
+            steps=rounds,
+            n_micro=1,
+            seed=3,
+            optimizer=Optimizer(OptimizerName.SGD, lr=0.05),
+            eval_every=1,
+            eval_batches=4,
+        ),
+        federated=Federated(**{"deadline_s": 30.0, **options}),
+        metrics=("accuracy",),
+        name=name,
+    )
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[FederatedFleet]:
+    with FederatedFleet([samples(120, 1), samples(80, 2)]) as started:
+        yield started
+
+
+def submitted(fleet: FederatedFleet, what: Job, resume_of: str = "") -> str:
+    return fleet.client.submit(prepare(what, resume_of=resume_of)).job
+
+
+def finished(fleet: FederatedFleet, name: str) -> Any:
+    (last,) = deque(fleet.watch(name), maxlen=1)
+    return last
+
+
+def weights(fleet: FederatedFleet, name: str) -> dict[str, Tensor]:
+    path = fleet.folder / f"{name}.safetensors"
+    fleet.client.export(name, path)
+    return load_file(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: FederatedFleet) -> dict[str, Tensor]:
+    """What eight rounds of SCAFFOLD end with when nothing goes wrong."""
+    name = submitted(fleet, job(8, "undisturbed", strategy="scaffold", min_clients=2))
+    finished(fleet, name)
+    return weights(fleet, name)
+
+
+def test_a_federation_learns_and_its_figures_are_shown(fleet: FederatedFleet) -> None:
+    name = submitted(fleet, job(6, downlink="delta"))
+    last = finished(fleet, name)
+    shown = last.federated
+    assert (last.step, shown.strategy, len(shown.clients)) == (6, "fedavg", 2)
+    assert {m.name: m.value for m in shown.central_metrics}["accuracy"] > 0.7
+    assert {m.name: m.value for m in shown.clients_metrics}["accuracy"] > 0.7
+    assert shown.bytes_up > 0
+    assert shown.bytes_down > 0
+    exported = weights(fleet, name)
+    module = Classifier()
+    module.load_state_dict(exported)
+    held = samples(64, 99)
+    with torch.no_grad():
+        module.train(False)
+        out = module(torch.from_numpy(held["image"]), torch.from_numpy(held["label"]))
+    assert float(out.loss) == pytest.approx(last.eval_loss, rel=1e-5)
+    with (fleet.folder / COORDINATOR / "runs" / name / "metrics.csv").open() as file:
+        found = {row["name"] for row in csv.DictReader(file)}
+    assert {"loss", "eval_loss", "eval_accuracy", "clients_accuracy", "bytes_up", "round_s"} <= found
+
+
+def test_sparse_updates_with_error_feedback_learn_too(fleet: FederatedFleet) -> None:
+    last = finished(fleet, submitted(fleet, job(6, uplink="bcrs:4", downlink="lossless")))
+    assert {c.codec for c in last.federated.clients} == {"topk"}
+    assert last.federated.central_metrics[0].value > 0.6
+
+
+@pytest.mark.slow
+def test_a_coordinator_killed_in_mid_round_ends_with_the_same_weights(
+    fleet: FederatedFleet, undisturbed: dict[str, Tensor]
+) -> None:
+    name = submitted(fleet, job(8, "killed", strategy="scaffold", min_clients=2))
+    for update in fleet.client.watch(name):
+        if update.step >= 3:
+            break
+    fleet.kill(COORDINATOR)
+    fleet.serve()
+    last = finished(fleet, name)
+    assert last.step == 8
+    found = weights(fleet, name)
+    assert found.keys() == undisturbed.keys()
+    assert all(torch.equal(found[key], undisturbed[key]) for key in found)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_mid_round_costs_its_rounds_and_comes_back(fleet: FederatedFleet) -> None:
+    name = submitted(fleet, job(400, "orphaned", evaluate_every=0))
+    killed = False
+    for update in fleet.watch(name):
+        if update.step >= 5 and not killed:
+            fleet.kill("worker1")
+            killed = True
+        if killed and any(c.state == "gone" for c in update.federated.clients):
+            break
+    fleet.join("worker1")
+    for update in fleet.watch(name):
+        states = [c.state for c in update.federated.clients]
+        if len(states) == 2 and "gone" not in states and "loading" not in states:
+            break
+    update = fleet.client.cancel(name)
+    assert update.state == "cancelled"
+    assert update.step > 5
+    lines = [line for line in fleet.client.logs(name) if line.event == "client.dropped"]
+    assert any("lost" in line.fields_json for line in lines)
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_from_another_ones_last_round(
+    fleet: FederatedFleet, undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    first = submitted(fleet, job(4, "first-half"))
+    finished(fleet, first)
+    last = finished(fleet, submitted(fleet, job(6, "second-half"), resume_of=first))
+    assert (last.step, last.steps) == (6, 6)
+
+
+@pytest.mark.slow
+def test_a_job_whose_data_fit_nobody_says_why(fleet: FederatedFleet) -> None:
+    wanted = Registered("digits", {"x": "picture", "y": "label"})
+    training = TrainingSpec(2, 1, optimizer=Optimizer(OptimizerName.SGD))
+    name = submitted(fleet, replace(job(2, "misfit"), data=wanted, training=training))
+
+    def told() -> bool:
+        update = next(j for j in fleet.client.status().jobs if j.job == name)
+        return any("has no field 'picture'" in c.reason for c in update.federated.clients)
+
+    fleet.wait_until(told, "the misfit to be told")
+    assert fleet.client.cancel(name).state == "cancelled"
