@@ -83,13 +83,13 @@ class Links:
         """Seconds until the slowest participant's update is in."""
         rates = np.geomspace(self.slowest_up_bps, self.fastest_up_bps, len(clients))
         up = dict(zip(sorted(clients), rates.tolist(), strict=True))
-        return max(
-            2 * self.latency_s
-            + 8 * run.downloaded_bytes / (self.down * up[name])
-            + run.steps[name] * step_flops / self.flops
-            + 8 * run.uploaded_bytes[name] / up[name]
-            for name in run.participants
-        )
+        each: list[float] = []
+        for name in run.participants:
+            sent_s = (
+                8 * run.downloaded_bytes / (self.down * up[name]) + 8 * run.uploaded_bytes[name] / up[name]
+            )
+            each.append(2 * self.latency_s + sent_s + run.steps[name] * step_flops / self.flops)
+        return max(each)
 
 
 class LeNet(nn.Module):
@@ -243,11 +243,9 @@ def tested(net: nn.Module, weights: Mapping[str, Any], data: Digits) -> float:
     """Share of test images that the owner's plain net gets right with the common weights."""
     net.load_state_dict({name: torch.from_numpy(np.array(array)) for name, array in weights.items()})
     net.train(False)
-    right = sum(
-        int((net(x).argmax(1) == y).sum())
-        for x, y in zip(data.test_x.split(1000), data.test_y.split(1000), strict=True)
-    )
-    return right / len(data.test_y)
+    batches = zip(torch.split(data.test_x, 1000), torch.split(data.test_y, 1000), strict=True)
+    right = [int((net(x).argmax(1) == y).sum()) for x, y in batches]
+    return sum(right) / len(data.test_y)
 
 
 # ---------------------------------------------------------------- all of them

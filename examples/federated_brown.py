@@ -48,7 +48,8 @@ class Layer(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         past_BDT = F.pad(self.norm(x_BTD).transpose(1, 2), (self.before, 0))
         value, gate = self.mix(past_BDT).chunk(2, dim=1)
-        return x_BTD + (value * torch.sigmoid(gate)).transpose(1, 2)
+        out_BTD: Tensor = x_BTD + (value * torch.sigmoid(gate)).transpose(1, 2)
+        return out_BTD
 
 
 class Letters(nn.Module):
