@@ -22,7 +22,8 @@ from coordinator.cli_base import (
     print_json,
 )
 from coordinator.endpoint import default_state_dir, parse_address, remember
-from coordinator.render import in_seconds, plain, status_view
+from coordinator.render import status_view
+from coordinator.render_words import in_seconds, plain
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 token_app = typer.Typer(

@@ -17,7 +17,7 @@ from atoll.errors import UsageError
 from compressors.catalogue import CODECS, FLOATS, Codec, Use, codec
 from coordinator.cli_base import AsJson, err, out, print_json
 from coordinator.ratios import DEFAULT_RATIO
-from coordinator.render import in_bits
+from coordinator.render_words import in_bits
 
 ELEMENTS = 1 << 20
 MAX_ELEMENTS = 1 << 28

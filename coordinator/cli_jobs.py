@@ -32,7 +32,8 @@ from coordinator.cli_base import (
     telling,
 )
 from coordinator.client import Client, check_ended
-from coordinator.render import in_bytes, plain, plan_view, watch_line, watch_view, worker_names
+from coordinator.render import plan_view, watch_line, watch_view, worker_names
+from coordinator.render_words import in_bytes, plain
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
@@ -136,11 +137,11 @@ def plan(
     """Show what would happen: stages, devices, predicted step time, bottleneck, bytes, codecs, memory."""
     job_overrides = overrides(sets, steps, compress)
     if fleet is not None:
-        job = _load(jobfile, job_overrides, trace)
+        job = _cut(_load(jobfile, job_overrides, trace))
         found, names = _local_plan(job, fleet, partitioner, schedule, json)
     else:
         with client_of(coordinator, token, state_dir, insecure) as client:
-            job = _load(jobfile, job_overrides, trace)
+            job = _cut(_load(jobfile, job_overrides, trace))
             found, names = _live_plan(client, job, partitioner, schedule, json)
     if plot is not None:
         from coordinator.plot import plot_plan
@@ -152,6 +153,15 @@ def plan(
         out.print(plan_view(found, names))
         if plot is not None:
             out.print(f"drawn in {plot}", soft_wrap=True)
+
+
+def _cut(job: Job) -> Job:
+    if job.federated is not None:
+        raise UsageError(
+            f"{job.name} is federated: every client runs the whole model, so there is nothing to cut; "
+            "`atoll submit` it, `atoll watch` shows its clients"
+        )
+    return job
 
 
 def _local_plan(

@@ -3,84 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from google.protobuf.message import Message
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from atoll.plan import LinkSpec, Plan, Prediction
+from coordinator.render_federated import federated_parts, federated_words
+from coordinator.render_words import DIM, in_bits, in_bytes, in_seconds, share_bar, sparkline
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people
-_BARS = "▁▂▃▄▅▆▇█"
-GOOD, BAD, DIM = "green", "red", "dim"
-
-
-# ---------------------------------------------------------------- numbers and words
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON-ready values under its own field names; an unset optional is None."""
-    found: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.is_repeated:
-            items = list(value)
-            found[field.name] = [plain(item) if isinstance(item, Message) else item for item in items]
-        elif field.has_presence and not message.HasField(field.name):
-            found[field.name] = None
-        else:
-            found[field.name] = plain(value) if isinstance(value, Message) else value
-    return found
-
-
-def in_bytes(n_bytes: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    value = float(n_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def in_seconds(seconds: float) -> str:
-    """0.0123 -> "12.3 ms", 75 -> "1m15s", 7300 -> "2h01m"."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.1f} ms"
-    if seconds < 60:
-        return f"{seconds:.2f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
-
-
-def in_bits(bits_per_s: float) -> str:
-    """Bits a second in the unit that links are sold in."""
-    if bits_per_s >= 1e9:
-        return f"{bits_per_s / 1e9:.2f} Gbit/s"
-    return f"{bits_per_s / 1e6:.1f} Mbit/s"
-
-
-def share_bar(share: float, width: int = 10) -> str:
-    """0.5 -> "█████·····  50 %"."""
-    filled = round(max(0.0, min(1.0, share)) * width)
-    return "█" * filled + "·" * (width - filled) + f" {share:4.0%}"
-
-
-def sparkline(values: Sequence[float], width: int = 48) -> str:
-    """The last ``width`` values as a row of bars."""
-    shown = [value for value in values if value == value][-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in shown)
 
 
 # ---------------------------------------------------------------- plans
@@ -187,7 +121,7 @@ def _workers_table(workers: Sequence[pb.WorkerStatus]) -> RenderableType:
     table = _table("worker", "name", "state", "device", "speed", "memory", "job", "seen", "why")
     for worker in workers:
         device = f"{worker.device.kind} x{worker.device.threads}" if worker.device.kind else "?"
-        at = f"{worker.job} stage {worker.stage}" if worker.job else ""
+        at = f"{worker.job} stage {worker.stage}" if worker.stage >= 0 and worker.job else worker.job
         table.add_row(
             worker.worker,
             escape(worker.name),
@@ -241,7 +175,11 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     head.add_row(
         "job", escape(f"{update.job} {update.name}"), f"[bold]{update.state}[/]", escape(update.reason)
     )
-    head.add_row("step", f"{update.step}/{update.steps}", share_bar(done, 24), _pace(update))
+    federated = update.HasField("federated")
+    what = "round" if federated else "step"
+    head.add_row(what, f"{update.step}/{update.steps}", share_bar(done, 24), _pace(update))
+    if federated:
+        return Group(head, *federated_parts(update, losses, names))
     loss = _optional(update, "loss", "{:.4f}")
     head.add_row("loss", loss, sparkline(losses), _optional(update, "eval_loss", "held-out {:.4f}"))
     parts: list[RenderableType] = [head]
@@ -254,9 +192,12 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
 
 def watch_line(update: pb.JobUpdate, told: str = "") -> str:
     """A running job in one line, for logs and pipes; a reason already ``told`` is not repeated."""
-    words = [f"{update.job} {update.state}", f"step {update.step}/{update.steps}"]
+    what = "round" if update.HasField("federated") else "step"
+    words = [f"{update.job} {update.state}", f"{what} {update.step}/{update.steps}"]
     words += [_optional(update, "loss", "loss {:.4f}"), _optional(update, "eval_loss", "held-out {:.4f}")]
     words += [_pace(update)]
+    if update.HasField("federated"):
+        words += federated_words(update)
     if update.stages:
         shares = " ".join(f"{stage.busy_share:.0%}" for stage in update.stages)
         words.append(f"busy {shares}")
@@ -301,7 +242,8 @@ def _reasons(links: Sequence[pb.LinkRate], names: Names) -> list[Text]:
 def _pace(update: pb.JobUpdate) -> str:
     words = [_optional(update, "samples_per_s", "{:.1f} samples/s")]
     if update.HasField("step_s"):
-        words.append(f"{in_seconds(update.step_s)} a step")
+        what = "round" if update.HasField("federated") else "step"
+        words.append(f"{in_seconds(update.step_s)} a {what}")
     if update.HasField("eta_s"):
         words.append(f"ETA {in_seconds(update.eta_s)}")
     return ", ".join(word for word in words if word)
