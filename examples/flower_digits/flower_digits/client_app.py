@@ -50,7 +50,7 @@ def train(message: Message, context: Context) -> Message:
 
         return rules.train(message, context, data)
     run, request = context.run_config, message.content.config_records["config"]
-    model = task.make_model(int(run["seed"]))
+    model = task.make_model(int(run["seed"]), int(run["hidden"]))
     received = message.content.array_records["arrays"].to_torch_state_dict()
     model.load_state_dict(received)
     pull = float(str(request.get("proximal-mu", 0.0)))  # FedProx: mu (w - received) on top of each gradient
@@ -82,7 +82,8 @@ def evaluate(message: Message, context: Context) -> Message:
         from . import rules
 
         return rules.evaluate(message, context, data)
-    model = task.make_model(int(context.run_config["seed"]))
+    run = context.run_config
+    model = task.make_model(int(run["seed"]), int(run["hidden"]))
     model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     loss, accuracy = task.evaluate(model, data)
     metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(data[0])})

@@ -6,7 +6,7 @@ their loss. All others train the same model as the plain app.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
@@ -18,28 +18,30 @@ from strategies.flower import LocalWork, correct, evaluation_arrays, local_round
 from . import task
 
 if TYPE_CHECKING:
+    from flwr.app import UserConfig
+
     from strategies.layout import Array
 
 PREFIX = "atoll."
 CHANGE_LOSS = ("vhl", "fedimpro", "moon")
 
 
-def rule_of(run_config: Any) -> str:
+def rule_of(run_config: UserConfig) -> str:
     """The rule by name, "" where the run uses Flower's own strategies."""
     name = str(run_config["strategy"])
     return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
 
 
-def make_model(rule: str, seed: int) -> nn.Module:
-    """The plain app's model, or what ``rule`` makes of it."""
-    if rule == "fedbn":
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, task.CLASSES))
-    if rule not in CHANGE_LOSS:
-        return task.make_model(seed)
+def make_model(run: UserConfig) -> nn.Module:
+    """The plain app's model, or what the run's rule makes of it."""
+    rule, seed, hidden = rule_of(run), int(run["seed"]), int(run["hidden"])
+    if rule != "fedbn" and rule not in CHANGE_LOSS:
+        return task.make_model(seed, hidden)
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, task.CLASSES))
-    return _wrapped(rule, net)
+    below, head = nn.Linear(64, hidden), nn.Linear(hidden, task.CLASSES)
+    if rule == "fedbn":
+        return nn.Sequential(below, nn.BatchNorm1d(hidden), nn.ReLU(), head)
+    return _wrapped(rule, nn.Sequential(nn.Flatten(), below, nn.ReLU(), head))
 
 
 def _wrapped(rule: str, net: nn.Module) -> nn.Module:
@@ -81,7 +83,7 @@ def train(message: Message, context: Context, data: tuple[Tensor, Tensor]) -> Me
     data = _shaped(rule, data)
 
     def local(work: LocalWork) -> Done:
-        model = make_model(rule, int(config["seed"]))
+        model = make_model(config)
         load(model, work.start)
         correction = work.correction.mapped(torch.from_numpy)
         start_loss, _ = task.evaluate(net_of(model), data)
@@ -107,14 +109,14 @@ def train(message: Message, context: Context, data: tuple[Tensor, Tensor]) -> Me
             metrics={"train_loss": loss},
         )
 
-    model = make_model(rule, int(config["seed"]))
+    model = make_model(config)
     return local_round(message, context, arrays_of(model), local, seed=int(config["seed"]))
 
 
 def evaluate(message: Message, context: Context, data: tuple[Tensor, Tensor]) -> Message:
     """The common model, or under some rules the client's own, on this client's data."""
     rule = rule_of(context.run_config)
-    model = make_model(rule, int(context.run_config["seed"]))
+    model = make_model(context.run_config)
     load(model, evaluation_arrays(message, context, arrays_of(model)))
     loss, accuracy = task.evaluate(net_of(model.eval()), _shaped(rule, data))
     metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(data[0])})

@@ -64,11 +64,11 @@ def made(run: UserConfig) -> tuple[Strategy, ArrayRecord]:
 
         from . import rules
 
-        model = rules.make_model(rules.rule_of(run), seed)
+        model = rules.make_model(run)
         options = json.loads(str(run["options"]))
         strategy = atoll_strategy(rules.rule_of(run), options, trained=trained_names(model), **least)
     else:
-        model = task.make_model(seed)
+        model = task.make_model(seed, int(run["hidden"]))
         if name not in ("fedavg", "fedprox"):
             raise ValueError(f"strategy {name!r}; give fedavg, fedprox or atoll.NAME")
         strategy = FedProx(proximal_mu=0.01, **least) if name == "fedprox" else FedAvg(**least)
@@ -85,9 +85,9 @@ def judged(run: UserConfig, arrays: ArrayRecord, data: tuple[Tensor, Tensor]) ->
     if str(run["strategy"]).startswith("atoll."):
         from . import rules
 
-        model = rules.make_model(rules.rule_of(run), seed)
+        model = rules.make_model(run)
         model.load_state_dict(arrays.to_torch_state_dict())
         return rules.central(rules.rule_of(run), model, data)
-    model = task.make_model(seed)
+    model = task.make_model(seed, int(run["hidden"]))
     model.load_state_dict(arrays.to_torch_state_dict())
     return task.evaluate(model, data)
