@@ -53,7 +53,7 @@ def split(n: int, share: float, seed: int, client: str) -> Split:
 
     UsageError when nothing is left to train on.
     """
-    held = max(1, round(share * n)) if share > 0.0 else 0
+    held = max(1, min(n - 1, round(share * n))) if share > 0.0 else 0
     if n - held < 1:
         raise UsageError(f"{n} samples with {share:g} held out leave none to train on; register more data")
     order = np.random.default_rng([seed, client_key(client), _SPLIT]).permutation(n).astype(np.int64)

@@ -320,10 +320,9 @@ class LocalTrainer:
         if not arrays:
             return
         for name, array in arrays.items():
-            if name not in self._values:
-                raise UsageError(f"the rule {self.rule.name} sets {name!r}, which this model does not have")
-            self._values[name].copy_(self._tensor(array))
-            self._set.add(name)
+            if name in self._values:  # a rule may also set what no op reads (MOON: the copies' heads)
+                self._values[name].copy_(self._tensor(array))
+                self._set.add(name)
         for executor in only or [e for e in (self._trainer, self._evaluator) if e is not None]:
             executor.refresh()
 
