@@ -25,6 +25,7 @@ from compressors.sparse_sizes import kept_of_row
 
 _LOWERINGS = 6
 _FACTOR = 0.6
+_NEAR, _NEAR_FACTOR = 0.9, 0.95  # of the budget: so little is missing that so little lower suffices
 _EVERY = 16  # one block of that many gives mean and deviation
 _RUN = 1024
 
@@ -55,7 +56,8 @@ class GaussianK(Sparse):
         for _ in range(_LOWERINGS):
             if positions is None or len(positions) >= kept or key <= 1:
                 break
-            key = max(1, _times(key, _FACTOR, meta.dtype))
+            near = len(positions) > _NEAR * kept
+            key = max(1, _times(key, _NEAR_FACTOR if near else _FACTOR, meta.dtype))
             positions = above(bits, key)
         if positions is None or (len(positions) < kept and key > 1):
             positions = largest(bits, kept)  # no Gaussian at all: constant, or not finite

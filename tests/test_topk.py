@@ -14,7 +14,7 @@ from atoll.errors import BadFrame, UsageError
 from atoll.opdag import TensorMeta
 from compressors import CODECS, make_compressor
 from compressors.base import Packet, Support, meta_of
-from compressors.selection import bits_of, largest, largest_in_rows, magnitude
+from compressors.selection import bits_of, kth_largest, largest, largest_in_rows, magnitude
 from compressors.sparse_sizes import rows_of
 from compressors.topk import Threshold, TopK
 
@@ -57,6 +57,25 @@ def test_a_long_tensor_and_long_rows_are_selected_exactly() -> None:
         assert int((tensor.abs() > least).sum()) < kept
     rows = largest_in_rows(bits_of(tensor), 350_000, 50)
     assert [int((rows < 350_000).sum()), len(rows)] == [50, 100]
+
+
+@pytest.mark.parametrize(
+    "order", ["random", "rising", "few values", "every 97th is zero", "only every 97th is not"]
+)
+def test_long_tensors_in_any_order_keep_what_a_sort_keeps(order: str) -> None:
+    values = np.random.default_rng(4711).integers(0, 2**31 - 1, 400_000).astype(np.int32)
+    if order == "rising":
+        values.sort()
+    elif order == "few values":
+        values %= 5
+    elif order == "every 97th is zero":
+        values[::97] = 0
+    elif order == "only every 97th is not":
+        values *= np.arange(len(values)) % 97 == 0
+    by_size = np.argsort(-values.astype(np.int64), kind="stable")
+    for kept in (1, 900, 16_000, 17_000, 150_000, 399_999):
+        assert np.array_equal(largest(values, kept), np.sort(by_size[:kept]))
+        assert kth_largest(values, kept) == values[by_size[kept - 1]]
 
 
 def test_every_row_keeps_the_same_number_of_its_own_largest() -> None:
