@@ -74,6 +74,7 @@ class Connection:
         self._under_way: deque[tuple[int, Chunk | None]] = deque()  # (end byte, chunk)
         self._pings: dict[int, float] = {}
         self._ping_number = 0
+        self.waiting = False  # gRPC asks for a frame, and there is none
 
     # -- life
 
@@ -157,7 +158,9 @@ class Connection:
         with self._lock:
             head, payload = self._choose()
             if head is None and not self.ended:
+                self.waiting = True
                 self._wake.wait(timeout_s)
+                self.waiting = False
                 head, payload = self._choose()
             if head is None:
                 return None if self.ended else b""
@@ -192,6 +195,8 @@ class Connection:
         chunk = peer.take(self, most)
         if chunk is not None:
             flags = self._note_sent(peer, chunk, chunk.length, last=not peer.outbox.waiting)
+            if peer.outbox.waiting and not self.window.open:
+                peer.nudge()  # this connection has its fill
             view = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
             return peer.data_frame(chunk, flags), view
         if most is not None:

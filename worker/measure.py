@@ -51,7 +51,7 @@ def burst(peer: Peer, seconds: float, max_bytes: int) -> float:
             raise ConnectionFailed(f"a measurement to {peer.name} is already under way")
         samples: list[tuple[int, int, int]] = []
         peer.probe_acks, peer.probe_bytes = samples, max_bytes
-        peer.nudge()
+        peer.nudge_all()
         peer.room.wait_for(lambda: peer.gone or peer.probe_done, seconds)
         peer.probe_bytes = 0
         # What is under way still arrives, unless the link is far slower than its window thought.

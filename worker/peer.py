@@ -73,6 +73,7 @@ class Lane(Protocol):
 
     number: int
     window: Window
+    waiting: bool
 
     def ping(self, now_s: float) -> int:
         """Send an echo request; returns its number."""
@@ -139,6 +140,18 @@ class Peer:
         return not len(box) or box.held + nbytes <= config.max_queued_bytes
 
     def nudge(self) -> None:
+        """Something waits: wake the first connection that is at rest and has room.
+
+        One is enough. When it has its fill it wakes the next, so a message that one flow can carry
+        costs no thread of the other seven a look.
+        """
+        for lane in self.lanes:
+            if lane.waiting and lane.window.open:
+                lane.nudge()
+                return
+
+    def nudge_all(self) -> None:
+        """Wake every connection, whatever its window."""
         for lane in self.lanes:
             lane.nudge()
 
@@ -230,5 +243,5 @@ class Peer:
             self.gone = reason
             self.outbox.drop(lambda _: True)
             self.room.notify_all()
-            self.nudge()
+            self.nudge_all()
             return True

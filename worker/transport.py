@@ -578,6 +578,8 @@ class PeerNetwork:
                 connection.fail(f"silent for {silent_s:.1f} s")
         for peer in self._all_peers():
             with peer.lock:
+                if peer.outbox.waiting:
+                    peer.nudge()  # a connection with room may be held up below us
                 down_since_s, reason, silent = peer.down_since_s, peer.down_reason, peer.down_silent
                 patience_s = max(self.config.reconnect_s, 6 * peer.last_rtt_s)
             if down_since_s is not None and (silent or now_s - down_since_s > patience_s):

@@ -15,7 +15,7 @@ from worker.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 
 GAIN = 1.6
 SLACK_S = 0.010
-CHUNK_S = 0.008
+CHUNK_S = 0.032
 """A chunk lasts about this long on the link: what a backward message waits at most behind one."""
 SMALLEST_CHUNK = 16 << 10
 RATE_HORIZON_S = 1.0
