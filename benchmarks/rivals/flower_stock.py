@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +74,6 @@ class StockFlower:
         self._started: list[subprocess.Popen[Any]] = []
         self._runs = 0
         self.port = free_port()
-        self.memory = Memory(self._started)
 
     def __enter__(self) -> StockFlower:
         # Short: Ray puts sockets below it, whose paths may have 107 letters.
@@ -113,6 +112,16 @@ class StockFlower:
                 raise FlowerFailed(f"{app} ended without a result: {self.logs()}")
             time.sleep(0.05)
         found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    def processes(self) -> list[psutil.Process]:
+        """All that runs of what was started here, and of what that started."""
+        found: list[psutil.Process] = []
+        for process in self._started:
+            with contextlib.suppress(psutil.Error):
+                if process.poll() is None:
+                    member = psutil.Process(process.pid)
+                    found += [member, *member.children(recursive=True)]
         return found
 
     def logs(self) -> str:
@@ -174,7 +183,7 @@ class StockFlower:
 
     def _end(self) -> None:
         """Ask all to end, then kill what is left of them and of what they started."""
-        family = descendants(self._started)
+        family = self.processes()
         for process in reversed(self._started):
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
@@ -187,21 +196,10 @@ class StockFlower:
                 process.wait(10)
 
 
-def descendants(processes: Sequence[subprocess.Popen[Any]]) -> list[psutil.Process]:
-    """Those that run, and all they have started."""
-    found: list[psutil.Process] = []
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            if process.poll() is None:
-                member = psutil.Process(process.pid)
-                found += [member, *member.children(recursive=True)]
-    return found
-
-
 class Memory:
     """The peak of proportional set sizes (PSS), added over all processes; shared pages count once."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[Any]], every_s: float = 0.5) -> None:
+    def __init__(self, processes: Callable[[], list[psutil.Process]], every_s: float = 0.3) -> None:
         self._processes, self._every_s = processes, every_s
         self._ended = threading.Event()
         self.peak_bytes = 0
@@ -221,7 +219,7 @@ class Memory:
     def _watch(self) -> None:
         while not self._ended.wait(self._every_s):
             sizes: dict[str, int] = {}
-            for member in descendants(list(self._processes)):
+            for member in self._processes():
                 with contextlib.suppress(psutil.Error, OSError):
                     name = role(member.cmdline())
                     sizes[name] = sizes.get(name, 0) + pss_bytes(member.pid)
@@ -239,10 +237,11 @@ def pss_bytes(process: int) -> int:
 
 
 def role(command: Sequence[str]) -> str:
-    """A process's name for a table: its script, or its module under ``-m``."""
+    """A process's name for a table: its script, or its module and command under ``-m``."""
     words = list(command)
     if "-m" in words[:-1]:
-        return words[words.index("-m") + 1]
+        at = words.index("-m") + 1
+        return " ".join(word for word in words[at : at + 2] if not word.startswith("-"))
     names = [Path(word).name for word in words[:3]]
     return next((n for n in names if n.startswith(("flwr", "flower", "ray"))), names[0] if names else "")
 

@@ -1,0 +1,237 @@
+"""Federated rounds against stock Flower's, alternating in one lab with the same app.
+
+Two clients and a server in the lab's scenario ``two_clients``. Stock Flower: SuperLink, two SuperNodes,
+``flwr run``, as shipped (no TLS, state in memory). Ours, with TLS, certificates and a journal on disk:
+the same unmodified app by ``atoll flower run``, and the same model as a native job without any app.
+
+  digits   9,610 parameters, lines of 1,000 Mbit/s: seconds a round, accuracies
+  lines    a 10 MB model, lines of 100 and 20 Mbit/s, paired seeds: seconds a round, accuracies
+  memory   a 100 MB payload, lines of 1,000 Mbit/s: peak PSS of all processes
+
+  python -m benchmarks.vs_flower --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import statistics
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from benchmarks.harness import LabFleet, machine, parser
+from benchmarks.rivals.flower_stock import Memory, StockFlower
+from benchmarks.vs_flower_job import write_clients
+from protos.app_bundle import make_bundle
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+DIGITS = ROOT / "examples" / "flower_digits"
+PAYLOAD = ROOT / "benchmarks" / "rivals" / "flower_payload"
+JOB = "benchmarks/vs_flower_job.py"
+WIDE = 33_333  # hidden units of a model of 10 MB
+HUGE = 333_333  # of 100 MB
+FAST_MBIT = 1000.0
+LINES_MBIT = {"fast": 100.0, "slow": 20.0}
+PARTS = ("digits", "lines", "memory")
+SIDES = ("stock", "app", "native")
+OWNERS = ("coordinator.cli submit", "coordinator.cli watch")
+"""The owner's own commands, on a machine of his: no part of coordinator and workers."""
+
+
+class FederatedFleet(LabFleet):
+    """The coordinator and two workers that hold digits, split by every seed, and accept the two apps."""
+
+    def __init__(self, scenario: str, seeds: Sequence[int]) -> None:
+        super().__init__(scenario)
+        self.seeds = seeds
+
+    def __enter__(self) -> FederatedFleet:
+        super().__enter__()
+        return self
+
+    def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
+        hosts = self.scenario.join_order
+        for seed in self.seeds:
+            paths = write_clients(self.folder / f"data-{seed}", len(hosts), seed)
+            for host, path in zip(hosts, paths, strict=True):
+                command = [self.python, "-m", "worker.cli", "data", "add", f"digits-{seed}", str(path)]
+                command += ["--state-dir", str(self.folder / host)]
+                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        return super()._prestarted()
+
+    def _worker(self, host: str) -> list[str]:
+        found = [*super()._worker(host), "--allow-apps"]
+        for app in (DIGITS, PAYLOAD):
+            found += ["--accept-app", make_bundle(app).hash]
+        return found
+
+    def set_lines(self, mbit: dict[str, float] | None) -> None:
+        """Both clients' lines; None: fast ones."""
+        for host in self.scenario.join_order:
+            self.lab.set_link(self.home, host, mbit=(mbit or {}).get(host, FAST_MBIT))
+
+    def app(self, app: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """``atoll flower run``, and what the app wrote."""
+        out = self.folder / "found.json"
+        out.unlink(missing_ok=True)
+        every = {**settings, "min-nodes": 2, "out": str(out)}
+        config = " ".join(f"{key}={json.dumps(value)}" for key, value in every.items())
+        self._output(
+            "flower", "run", str(app), "--nodes", "2", "--run-config", config, "--json", timeout=1200
+        )
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    def native(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The native job: seconds from the end of one round to that of the next, and accuracies."""
+        options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        name = self.atoll("submit", JOB, *options, "--detach", "--json")["job"]
+        updates = self._watched(name, 1200, None)
+        if updates[-1]["state"] != "finished":
+            raise RuntimeError(f"{name} ended {updates[-1]['state']}: {updates[-1].get('reason')}")
+        with (self.folder / "coordinator" / "runs" / name / "metrics.csv").open() as file:
+            return _rounds(list(csv.DictReader(file)))
+
+
+def _rounds(rows: list[dict[str, str]]) -> dict[str, Any]:
+    """What the job's metrics say: the time from each round's closing to the next one's."""
+    closed = [float(row["time_s"]) for row in rows if row["name"] == "round_s"]
+    accuracy = [float(row["value"]) for row in rows if row["name"] == "central_accuracy"]
+    sums = {
+        n: sum(float(row["value"]) for row in rows if row["name"] == n) for n in ("bytes_up", "bytes_down")
+    }
+    return {"round_s": [b - a for a, b in pairwise(closed)], "acc": accuracy, **sums}
+
+
+def family() -> list[psutil.Process]:
+    """Every process below this one, but the lab's own."""
+    found = []
+    for member in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if not any(word.startswith("lab") for word in member.cmdline()[1:3]):
+                found.append(member)
+    return found
+
+
+def once(fleet: FederatedFleet, side: str, app: Path, settings: dict[str, Any], job: dict[str, Any]) -> Any:
+    """One run of one side: what it wrote, and its peak memory."""
+    if side == "stock":
+        hosts = fleet.scenario.join_order
+        with (
+            StockFlower(len(hosts), lab=fleet.lab, hub=fleet.home, hosts=hosts) as stock,
+            Memory(stock.processes) as memory,
+        ):
+            found = stock.run(app, {**settings, "min-nodes": len(hosts)}, timeout_s=1200)
+    else:
+        with Memory(family) as memory:
+            found = fleet.app(app, settings) if side == "app" else fleet.native(job)
+    owner = sum(size for name, size in memory.at_peak.items() if name.startswith(OWNERS))
+    return {**found, "peak_mb": memory.peak_bytes / 1e6, "owner_mb": owner / 1e6, "at_peak": memory.at_peak}
+
+
+def part_runs(args: argparse.Namespace, part: str) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
+    """(app, its settings, the native job's) of every repetition."""
+    rounds = args.rounds
+    if part == "digits":
+        one: tuple[Path, dict[str, Any], dict[str, Any]] = (
+            DIGITS,
+            {"num-server-rounds": rounds, "seed": args.seed},
+            {"ROUNDS": rounds, "SEED": args.seed},
+        )
+        return [one] * args.repeats
+    if part == "memory":
+        huge = {
+            "ROUNDS": 3,
+            "HIDDEN": HUGE,
+            "LOCAL_EPOCHS": 1,
+            "LOCAL_STEPS": 1,
+            "EVALUATE_EVERY": 0,
+            "SEED": args.seed,
+        }
+        return [(PAYLOAD, {"num-server-rounds": 3, "megabytes": 100}, huge)]
+    links = {"UPLINK": args.uplink, "DOWNLINK": args.downlink}
+    return [
+        (
+            DIGITS,
+            {"num-server-rounds": rounds, "hidden": WIDE, "local-epochs": 1, "lr": 0.02, "seed": seed},
+            {
+                "ROUNDS": rounds,
+                "HIDDEN": WIDE,
+                "LOCAL_EPOCHS": 1,
+                "LEARNING_RATE": 0.02,
+                "SEED": seed,
+                **links,
+            },
+        )
+        for seed in range(args.seed, args.seed + args.repeats)
+    ]
+
+
+def compare(fleet: FederatedFleet, args: argparse.Namespace, part: str) -> dict[str, Any]:
+    """Every side, alternating."""
+    fleet.set_lines(LINES_MBIT if part == "lines" else None)
+    runs: dict[str, list[Any]] = {side: [] for side in args.sides}
+    for app, settings, job in part_runs(args, part):
+        for side in args.sides:
+            runs[side].append(once(fleet, side, app, settings, job))
+            print(f"  {part} {side}: {_line(runs[side][-1])}", flush=True)
+    return {side: summary(found) for side, found in runs.items()}
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Over repetitions; a run's first round loads programs and opens connections, and is left out."""
+    rounds = [seconds for run in runs for seconds in (run["round_s"][1:] or run["round_s"])]
+    return {
+        "round_s": round(statistics.median(rounds), 4),
+        "round_s_all": [[round(s, 3) for s in run["round_s"]] for run in runs],
+        "accuracy": [[round(a, 4) for a in run.get("acc", [])] for run in runs],
+        "peak_mb": round(max(run["peak_mb"] for run in runs), 1),
+        "peak_without_owner_mb": round(max(run["peak_mb"] - run["owner_mb"] for run in runs), 1),
+        "at_peak_mb": {name: round(size / 1e6, 1) for name, size in runs[-1]["at_peak"].items()},
+    }
+
+
+def _line(run: dict[str, Any]) -> str:
+    seconds = " ".join(f"{s:.2f}" for s in run["round_s"])
+    last = f", accuracy {run['acc'][-1]:.4f}" if run.get("acc") else ""
+    return f"{seconds} s a round{last}, peak {run['peak_mb']:.0f} MB"
+
+
+def main() -> None:
+    """Print a line a run, a table a part and, with --json, one object."""
+    options = parser(__doc__)
+    options.add_argument("--part", action="append", choices=PARTS, help="may repeat (default all)")
+    options.add_argument("--side", action="append", choices=SIDES, help="may repeat (default all)")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--repeats", type=int, default=3, help="of digits; seeds of lines")
+    options.add_argument("--uplink", default="off", help="of the native job in lines")
+    options.add_argument("--downlink", default="off", help="of the native job in lines")
+    args = options.parse_args()
+    args.sides, args.parts = args.side or list(SIDES), args.part or list(PARTS)
+    found: dict[str, Any] = {"machine": machine(), "seed": args.seed}
+    seeds = range(args.seed, args.seed + args.repeats) if "lines" in args.parts else [args.seed]
+    with FederatedFleet("two_clients", seeds) as fleet:
+        for part in args.parts:
+            found[part] = compare(fleet, args, part)
+    for part in args.parts:
+        print(f"{part}: median s a round, peak MB (all processes; without the owner's commands)")
+        for side, figures in found[part].items():
+            print(
+                f"  {side:<7} {figures['round_s']:8.3f} s {figures['peak_mb']:8.0f} MB "
+                f"{figures['peak_without_owner_mb']:8.0f} MB"
+            )
+    if args.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
