@@ -15,7 +15,7 @@ from atoll.federated import Federated, FederatedSpec
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator import events as ev
-from coordinator import federation
+from coordinator import federation, federation_rounds
 from coordinator import federation_state as fed
 from coordinator import instructions as do
 from coordinator.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
@@ -246,7 +246,7 @@ def test_an_update_that_the_aggregator_refuses_drops_its_client() -> None:
 def test_a_client_that_sends_nonsense_again_and_again_is_set_aside() -> None:
     world = World(spec(rounds=5, evaluate_every=0), bad={"b"})
     world.begin("a", "b")
-    for _ in range(federation.MAX_STRIKES):
+    for _ in range(federation_rounds.MAX_STRIKES):
         world.updates("a", "b")
     assert world.state.chosen == ("a",)
     assert "3 rounds in a row" in world.state.clients["b"].out
@@ -284,7 +284,7 @@ def test_too_few_updates_repeat_the_round_and_then_fail_the_job() -> None:
     world.bad = set()
     world.wait(0.25)
     assert (world.state.phase, world.state.round) == (Phase.TRAINING, 0)
-    for _ in range(federation.MAX_REPEATS):
+    for _ in range(federation_rounds.MAX_REPEATS):
         world.wait(61.0)
         world.wait(0.25)
     assert world.state.phase is Phase.FAILED
@@ -314,7 +314,7 @@ def test_a_client_that_reconnects_is_told_again_what_is_under_way() -> None:
     world.says("a", ev.Loaded("job-1", 1))
     verdict, train = [message for name, message in world.said if name == "a"]
     assert (verdict.round, verdict.taken) == (0, True)
-    assert (train.round, train.seed) == (1, federation.seed_of(5, "a", 1))
+    assert (train.round, train.seed) == (1, federation_rounds.seed_of(5, "a", 1))
 
 
 def test_an_aggregator_that_dies_is_started_anew_and_asked_again() -> None:
@@ -493,7 +493,7 @@ def check(world: World) -> None:
         assert state.asked or state.central
     for fact in closed:
         assert not set(fact.participants) & set(fact.dropped)
-        assert len(fact.participants) >= federation.least(state)
+        assert len(fact.participants) >= federation_rounds.least(state)
 
 
 @settings(max_examples=150, deadline=None)

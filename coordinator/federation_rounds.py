@@ -1,0 +1,356 @@
+"""The rounds of a federated job: who takes part, when a round closes, what is evaluated after it. Pure.
+
+Steps that the transitions of ``coordinator.federation`` share; each returns the next state and what is
+to be done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from coordinator.events import (
+    Aggregated,
+    UpdateReady,
+)
+from coordinator.facts import JobEnded, RoundClosed
+from coordinator.federation_figures import (
+    CLIENTS,
+    client_points,
+    evaluation_points,
+    fact_of,
+    mean_loss,
+    outcomes,
+    over_clients,
+    round_points,
+    shown,
+)
+from coordinator.federation_state import (
+    Aggregate,
+    Client,
+    Close,
+    Closed,
+    EvaluateCentrally,
+    FederationState,
+    Forget,
+    Let,
+    Say,
+    Todo,
+    Without,
+)
+from coordinator.instructions import EvaluateRound, Model, RoundTaken, TrainRound
+from coordinator.job_state import Phase, Record
+from coordinator.selecting import chosen, codecs, learnt, selector_to_json, to_ask
+from strategies import make_strategy
+
+RECENT = 21  # round times kept for medians
+MAX_REPEATS = 3  # of one round
+MAX_STRIKES = 3  # rounds in a row in which a client failed or sent what cannot be counted
+
+Outcome = tuple[FederationState, list[Todo]]
+
+
+def least(state: FederationState) -> int:
+    """With fewer good updates a round is not aggregated."""
+    rule = state.federated.rule
+    return max(rule.min_clients, make_strategy(rule.strategy, rule.options).min_updates)
+
+
+def seed_of(seed: int, client: str, at_round: int) -> int:
+    """What codec and rule draw by on one client in one round: 64 bits of sha256."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{client}/{at_round}".encode()).digest()[:8], "big")
+
+
+def strike(state: FederationState, worker: str, reason: str) -> Outcome:
+    """Count against a client that it failed or sent what cannot be counted."""
+    client = state.clients[worker]
+    strikes = client.strikes + 1
+    if strikes < MAX_STRIKES:
+        return with_client(state, replace(client, strikes=strikes)), []
+    out = f"set aside after {strikes} rounds in a row without a usable update, the last: {reason}"
+    return with_client(state, replace(client, strikes=strikes, out=out)), [Let(worker, out)]
+
+
+def drop(state: FederationState, worker: str, reason: str) -> Outcome:
+    """The round in flight goes on without this client."""
+    client = replace(state.clients[worker], dropped=reason)
+    less = replace(with_client(state, client), dropped={**state.dropped, worker: reason})
+    return less, [Without(state.round, worker, reason)]
+
+
+def with_client(state: FederationState, client: Client) -> FederationState:
+    """The state with this client's newer figures."""
+    return replace(state, clients={**state.clients, client.worker: client})
+
+
+def gather(state: FederationState, now_s: float) -> Outcome:
+    """Begin the round once there are enough clients, and those that still load were waited for."""
+    need, ready = least(state), state.ready
+    loading = [c.worker for c in state.clients.values() if c.present and not c.loaded and not c.out]
+    absent = state.awaited - {c.worker for c in state.clients.values() if c.present}
+    waits = bool(loading or absent) and now_s < state.hold_until_s
+    if not state.opened or len(ready) < need or waits:
+        what = f"{len(ready)} clients are ready, {need} are needed"
+        if len(ready) >= need:
+            names = sorted({*loading, *absent})
+            what = f"{len(ready)} clients are ready; waits for {', '.join(names[:4])}"
+        elif not loading:
+            what += f"; more must register data set {state.federated.data!r} and join"
+        reason = what if state.opened else "starting the aggregator"
+        return replace(state, phase=Phase.GATHERING, reason=reason), []
+    return begin_round(state, now_s)
+
+
+def begin_round(state: FederationState, now_s: float) -> Outcome:
+    """Choose who takes part, after asking for losses where the selector wants them."""
+    fresh = replace(
+        state,
+        updates={},
+        dropped={},
+        chosen=(),
+        awaited=frozenset(),
+        begun_s=now_s,
+        due_s=now_s + state.federated.rule.deadline_s,
+        attempt=state.attempt + 1,
+    )
+    if len(state.ready) < least(state):
+        return gather(replace(fresh, hold_until_s=now_s), now_s)
+    asked = frozenset(to_ask(fresh)) - fresh.told.keys()
+    if not asked:
+        return choose(fresh, now_s)
+    reason = f"round {state.round + 1} of {state.rounds}: {len(asked)} clients tell their loss"
+    asking = replace(fresh, phase=Phase.EVALUATING, reason=reason, asking=True, asked=asked)
+    return asking, [Say(worker, evaluate_message(asking, worker, now_s)) for worker in sorted(asked)]
+
+
+def choose(state: FederationState, now_s: float) -> Outcome:
+    """Fix the participants and their codecs, and send each the model."""
+    names, selector = chosen(state, {name: told.loss for name, told in state.told.items()})
+    ratios, pace = codecs(state, names)
+    clients = {
+        name: replace(client, codec=ratios[name][0], ratio=ratios[name][1], dropped="")
+        if name in ratios
+        else client
+        for name, client in state.clients.items()
+    }
+    training = replace(
+        state,
+        phase=Phase.TRAINING,
+        reason=f"round {state.round + 1} of {state.rounds}: {len(names)} clients train",
+        chosen=names,
+        ratios=ratios,
+        pace=pace,
+        selector=selector,
+        clients=clients,
+        asking=False,
+        asked=frozenset(),
+        begun_s=now_s,
+        due_s=now_s + state.federated.rule.deadline_s,
+    )
+    return training, [Say(worker, train_message(training, worker, now_s)) for worker in names]
+
+
+def train_message(state: FederationState, worker: str, now_s: float) -> TrainRound:
+    """What a participant is told."""
+    codec, ratio = state.ratios[worker]
+    return TrainRound(
+        state.job,
+        state.round,
+        model_for(state, worker),
+        codec,
+        ratio,
+        max(0.001, state.due_s - now_s),
+        seed_of(state.spec.training.seed, worker, state.round),
+    )
+
+
+def evaluate_message(state: FederationState, worker: str, now_s: float) -> EvaluateRound:
+    """What a client is told that shall evaluate."""
+    within_s = max(0.001, state.due_s - now_s)
+    return EvaluateRound(state.job, state.round, model_for(state, worker), within_s)
+
+
+def model_for(state: FederationState, worker: str) -> Model:
+    """The broadcast; with its delta only for a client that holds what that is against."""
+    assert state.model is not None  # noqa: S101 - the aggregator wrote it
+    holds = bool(state.model.base) and state.clients[worker].model == state.model.base
+    return state.model if holds else Model(state.model.full)
+
+
+def close_if_complete(state: FederationState) -> Outcome:
+    """Close the round once everybody chosen has answered or is out."""
+    if len(state.updates) + len(state.dropped) < len(state.chosen):
+        waiting = len(state.chosen) - len(state.updates) - len(state.dropped)
+        reason = f"round {state.round + 1} of {state.rounds}: {waiting} of {len(state.chosen)} clients train"
+        return replace(state, reason=reason), []
+    return close(state)
+
+
+def close(state: FederationState) -> Outcome:
+    """Sum what came, or repeat the round."""
+    if len(state.updates) < least(state):
+        return repeat(state, f"{len(state.updates)} of {len(state.chosen)} updates came")
+    reason = f"round {state.round + 1} of {state.rounds}: summing {len(state.updates)} updates"
+    return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason))
+
+
+def aggregate(state: FederationState) -> Outcome:
+    """Ask for the sum of the updates at hand."""
+    asked = replace(state, attempt=state.attempt + 1)
+    if not state.opened:  # it is being started, and will be asked then
+        return asked, []
+    registered = {name: state.clients[name].n_samples for name in state.updates}
+    ask = Aggregate(
+        state.round, asked.attempt, state.updates, registered, max(1, len(state.clients)), least(state)
+    )
+    return asked, [ask]
+
+
+def repeat(state: FederationState, reason: str) -> Outcome:
+    """Too little came: the same round once more, with whoever is here then."""
+    need = least(state)
+    why = f"round {state.round + 1} is repeated: {reason}, {need} are needed"
+    told = "; ".join(f"{name}: {reason}" for name, reason in sorted(state.dropped.items())[:4])
+    todo: list[Todo] = [
+        Say(name, RoundTaken(state.job, state.round, False, why)) for name in sorted(state.updates)
+    ]
+    if state.updates:
+        todo.append(Forget(tuple(u.update for u in state.updates.values())))
+    again = replace(state, updates={}, dropped={}, chosen=(), repeats=state.repeats + 1)
+    if again.repeats > MAX_REPEATS and len(again.ready) >= need:
+        failed, more = end(
+            again, Phase.FAILED, f"round {state.round + 1} failed {again.repeats} times ({told}): {reason}"
+        )
+        return failed, [*todo, *more]
+    waiting = replace(again, phase=Phase.GATHERING, reason=f"{why} ({told})" if told else why)
+    # The next tick begins it, so that a failure cannot turn in circles within one event.
+    return replace(waiting, hold_until_s=0.0), todo
+
+
+def close_summed(
+    state: FederationState, event: Aggregated, good: Mapping[str, UpdateReady], now_s: float
+) -> Outcome:
+    """The round is summed: journal it, tell the participants, go on."""
+    made, model, before = event.state, event.model, state.model
+    if made is None or model is None or before is None:
+        raise LookupError(f"{state.job}: a round cannot close without a state and a model")
+    took_s = now_s - (now_s if state.begun_s is None else state.begun_s)
+    selector = learnt(state, outcomes(good, state.clients))
+    told = {name: shown(state.clients[name], good[name], *state.ratios[name]) for name in sorted(good)}
+    fact = RoundClosed(
+        state.job,
+        state.round,
+        made.hash,
+        model.hash,
+        model.size,
+        mean_loss(good.values()),
+        told,
+        dict(sorted(state.dropped.items())),
+        selector_to_json(selector),
+        took_s,
+        now_s,
+    )
+    clients = {
+        name: replace(client, strikes=0, metrics=told[name]["metrics"]) if name in told else client
+        for name, client in state.clients.items()
+    }
+    verdicts = {**dict.fromkeys(good, ""), **state.dropped}
+    after = replace(
+        state,
+        round=state.round + 1,
+        state=made.hash,
+        model=Model(model, event.delta, before.full.hash if event.delta is not None else ""),
+        selector=selector,
+        clients=clients,
+        verdicts=verdicts,
+        told={},
+        updates={},
+        dropped={},
+        chosen=(),
+        repeats=0,
+        failures=0,
+        loss=fact.loss,
+        last=fact,
+        bytes_up=state.bytes_up + sum(u.upload_bytes for u in good.values()),
+        bytes_down=state.bytes_down + sum(u.download_bytes for u in good.values()),
+        round_times_s=(*state.round_times_s, took_s)[-RECENT:],
+    )
+    todo: list[Todo] = [Record(fact), Closed(fact)]
+    todo += [
+        Say(name, RoundTaken(state.job, state.round, not why, why))
+        for name, why in sorted(verdicts.items())
+        if after.clients[name].present
+    ]
+    todo.append(Forget(tuple(dict.fromkeys(u.update for u in state.updates.values()))))
+    todo += round_points(state, fact)
+    settled, more = evaluate(after, now_s)
+    return settled, [*todo, *more]
+
+
+def evaluate(state: FederationState, now_s: float) -> Outcome:
+    """On the clients and on the owner's data, where it is time; then the next round."""
+    rule, training = state.federated.rule, state.spec.training
+    last = state.round >= state.rounds
+    on_clients = bool(
+        rule.evaluate_every and state.spec.eval_dag_hash and (last or state.round % rule.evaluate_every == 0)
+    )
+    central = bool(
+        training.eval_batches
+        and state.spec.eval_data is not None
+        and (last or (training.eval_every and state.round % training.eval_every == 0))
+    )
+    asked = frozenset(state.ready) if on_clients else frozenset()
+    evaluating = replace(
+        state,
+        phase=Phase.EVALUATING,
+        reason=f"evaluating after round {state.round} of {state.rounds}",
+        asking=False,
+        asked=asked,
+        central=central,
+        due_s=now_s + rule.deadline_s,
+    )
+    todo: list[Todo] = [EvaluateCentrally(state.round)] if central else []
+    todo += [Say(worker, evaluate_message(evaluating, worker, now_s)) for worker in sorted(asked)]
+    settled, more = evaluated_if_complete(evaluating, now_s)
+    return settled, [*todo, *more]
+
+
+def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
+    """Go on once every evaluation that was asked for is there."""
+    if state.asked or state.central:
+        return state, []
+    if state.asking:
+        return choose(state, now_s)
+    todo: list[Todo] = []
+    if state.told:
+        found = over_clients(state.round, state.told)
+        state = replace(state, evaluation=found)
+        todo = [
+            Record(fact_of(state.job, CLIENTS, found)),
+            *evaluation_points(CLIENTS, found),
+            *client_points(state.round, state.told),
+        ]
+    if state.round >= state.rounds:
+        after, more = end(state, Phase.FINISHED, f"{state.round} rounds done")
+    else:
+        after, more = begin_round(state, now_s)
+    return after, [*todo, *more]
+
+
+def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
+    """The job is over: everybody may go."""
+    ended = replace(
+        state,
+        phase=phase,
+        reason=reason,
+        opened=False,
+        chosen=(),
+        updates={},
+        asked=frozenset(),
+        central=False,
+        clients={name: replace(client, loaded=False) for name, client in state.clients.items()},
+    )
+    blobs = tuple(u.update for u in state.updates.values())
+    todo: list[Todo] = [Forget(blobs)] if blobs else []
+    return ended, [Record(JobEnded(state.job, phase.value, reason)), *todo, Let("", reason), Close()]
