@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from atoll.job import JobSpec, TrainingSpec
 
+ERROR_FEEDBACK = "error_feedback"
 WRAPPERS = {"vhl": "Vhl", "fedimpro": "FedImpro", "moon": "Moon"}
 """Rules that change the loss, and the class of ``strategies.NAME_module`` that wraps the owner's net."""
 
@@ -51,7 +52,8 @@ def check_uplink(rule: Federated) -> None:
         return
     if wanted.mode != BCRS:
         facts = codec(wanted.mode)
-        if Use.DELTA not in facts.valid_for or facts.shared_state:
+        keeps_state = facts.shared_state or (facts.stateful and facts.name != ERROR_FEEDBACK)
+        if Use.DELTA not in facts.valid_for or keeps_state:
             raise UsageError(
                 f"codec {facts.name} cannot carry a round's update; take topk:32, int8_block or another of "
                 "docs/compression.md that is made for changes of a model"
