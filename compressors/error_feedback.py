@@ -36,7 +36,7 @@ from torch import Tensor
 from atoll.opdag import TensorMeta
 from compressors.base import Compressor, Packet, State, meta_of
 from compressors.catalogue import CODECS
-from compressors.packing import require_floats
+from compressors.packing import empty, require_floats
 from compressors.selection import all_finite
 from compressors.topk import TopK
 
@@ -60,6 +60,7 @@ class ErrorFeedback:
         facts = CODECS.get(self.codec.name)
         if facts is not None and facts.shared_state:
             raise ValueError(f"{self.codec.name} keeps its own residual; use it without error feedback")
+        self._lossy = facts is not None and not facts.exact
 
     def init(self, meta: TensorMeta) -> State:
         return Residual(None, self.codec.init(meta))
@@ -72,8 +73,9 @@ class ErrorFeedback:
         packet, inner = self.codec.compress(
             wanted.view(tensor.shape).to(tensor.dtype), before.inner, seed=seed
         )
-        arrived = self.codec.decompress(packet).reshape(-1)
-        error = wanted - arrived.to(torch.float32)
+        arrived = self.codec.decompress(packet).reshape(-1).to(torch.float32)
+        # In place, but for an exact codec, whose packet may be the sum's own memory.
+        error = torch.sub(wanted, arrived, out=wanted if self._lossy else None)
         kept = error if all_finite(error) else before.error
         return replace(packet, codec=self.name), Residual(kept, inner)
 
@@ -100,4 +102,5 @@ def _residual(state: State) -> Residual:
 def _sum(tensor: Tensor, error: Tensor | None) -> Tensor:
     """A new flat float32 tensor."""
     own = tensor.detach().to("cpu", torch.float32).reshape(-1)
-    return own.clone() if error is None else own + error
+    total = empty(TensorMeta(tuple(own.shape), "float32"))
+    return total.copy_(own) if error is None else torch.add(own, error, out=total)
