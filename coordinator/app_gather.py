@@ -42,7 +42,7 @@ def explain(fleet: pb.AppFleet, wanted: int, app_hash: str) -> str:
     unaccepted = [r for r in fleet.refused if r.kind == pb.APP_REFUSAL_NOT_ACCEPTED]
     if unaccepted:
         words.append(
-            f"on {len(unaccepted)} of {fleet.attending} workers that run apps ({_names(unaccepted)}) the owner "
+            f"on {len(unaccepted)} of {fleet.attending} that run apps ({_names(unaccepted)}) the owner "
             f"has not accepted app {app_hash[:16]}: {unaccepted[0].reason}"
         )
     broken = [r for r in fleet.refused if r.kind == pb.APP_REFUSAL_NOT_LOADED]

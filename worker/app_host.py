@@ -98,6 +98,7 @@ class AppHost:
             lambda channel: rpc.AppWorkStub(channel).Attend,
         )
         for run in self._runs.values():
+            run.moved(member)
             run.greet()
 
     def _ended(self, error: AtollError | None) -> None:

@@ -40,6 +40,18 @@ class Parts:
             if self._call is not None:
                 self._call.cancel()
 
+    def move(self, channel: grpc.Channel, address: str) -> None:
+        """The coordinator listens elsewhere now."""
+        with self._lock:
+            old, self._channel = self._channel, channel
+            self._stub, self._address = rpc.AppWorkStub(channel), address
+        old.close()
+
+    @property
+    def address(self) -> str:
+        """Where the coordinator takes parts."""
+        return self._address
+
     def close(self) -> None:
         """No transfer follows."""
         self._channel.close()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -29,6 +29,9 @@ from worker.app_process import AppProcess
 from worker.app_store import AppStore, KnownApp
 from worker.cancel import Cancel, Cancelled
 from worker.config import WorkerConfig, default_state_dir
+
+if TYPE_CHECKING:
+    from worker.enroll import Membership
 
 log = structlog.get_logger()
 
@@ -122,6 +125,11 @@ class HostedRun:
         """Say again what may have been lost with the stream before."""
         if self._standing is not None:
             self._around.say(self._standing)
+
+    def moved(self, member: Membership) -> None:
+        """A restarted coordinator may listen elsewhere."""
+        if self._parts.address != member.work_address:
+            self._parts.move(member.channel(self._around.config), member.work_address)
 
     def end(self, reason: str, *, for_good: bool = True) -> None:
         """Stop at once; ``for_good``: the run is over, its state goes too."""
