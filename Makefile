@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PACKAGES := atoll coordinator worker protos strategies compressors lab
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
 BENCHMARKS := oracle planner transport commit prediction pipeline_vs_torch gpu \
-	adaptive_compression convergence
+	adaptive_compression convergence vs_flower
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest

@@ -105,7 +105,7 @@ class FederatedFleet(LabFleet):
 def _rounds(rows: list[dict[str, str]]) -> dict[str, Any]:
     """What the job's metrics say: the time from each round's closing to the next one's."""
     closed = [float(row["time_s"]) for row in rows if row["name"] == "round_s"]
-    accuracy = [float(row["value"]) for row in rows if row["name"] == "central_accuracy"]
+    accuracy = [float(row["value"]) for row in rows if row["name"] == "eval_accuracy"]
     sums = {
         n: sum(float(row["value"]) for row in rows if row["name"] == n) for n in ("bytes_up", "bytes_down")
     }
