@@ -72,6 +72,7 @@ class StagePrediction:
     busy_share: float  # of the step
     memory_bytes: int
     memory_limit_bytes: int
+    codec_s: float = 0.0  # per step: encoding and decoding, beside compute_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ def specs_for(
         return auto(links, wanted, unnoticed_s, judge)
     if wanted.mode == OFF:
         return tuple(LinkSpec(*link.pair) for link in links)
-    return choose(links, wanted)
+    return choose(links, wanted, unnoticed_s)
 
 
 def _taus(links: Sequence[Link], limit: float, unnoticed_s: float, count: int) -> Iterator[float]:

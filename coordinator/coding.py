@@ -64,8 +64,9 @@ def judge_speeds(speeds: Mapping[str, Speed]) -> str | None:
 
 
 def speed_of(device: Device, name: str) -> Speed:
-    """Encode and decode bytes/s of a codec on a device."""
-    return device.codec_speeds.get(name) or DEFAULT_SPEEDS.get(name, UNKNOWN_SPEED)
+    """Encode and decode bytes/s of a codec on a device, slowed by what training taught of it."""
+    encode, decode = device.codec_speeds.get(name) or DEFAULT_SPEEDS.get(name, UNKNOWN_SPEED)
+    return encode / device.codec_scale, decode / device.codec_scale
 
 
 def tensor_bytes(tensor: Crossing, spec: LinkSpec, backward: bool) -> float:
@@ -97,8 +98,8 @@ def ends_s(load: LinkLoad, spec: LinkSpec, sender: Device, receiver: Device) -> 
     encode = decode = 0.0
     for tensor in taken(load, spec.codec):
         same = load.backward and tensor.direct and spec.mask is Mask.SAME
-        encode += CALL_S + tensor.meta.nbytes / (gather_rate if same else encode_rate)
-        decode += CALL_S + tensor.meta.nbytes / decode_rate
+        encode += CALL_S * sender.codec_scale + tensor.meta.nbytes / (gather_rate if same else encode_rate)
+        decode += CALL_S * receiver.codec_scale + tensor.meta.nbytes / decode_rate
     return encode, decode
 
 

@@ -46,6 +46,7 @@ class Device:
     op_overhead_s: float = 20e-6
     timings: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scale: float = 1.0
+    codec_scale: float = 1.0  # the same of its codecs
     coordinator: LinkEstimate = UNKNOWN
     # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)

@@ -24,6 +24,10 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
         if told.worker in roster.workers and told.compute_s >= TELLING_SHARE * usual_s:
             measured_s = report.forward_s + report.backward_s + report.optimizer_s
             roster.computed(state.job, told.worker, told.compute_s, measured_s)
+        coding_s = sum(carried.encode_s + carried.decode_s for carried in report.links)
+        # After a change of the links the plan's seconds are those of other codecs.
+        if told.worker in roster.workers and told.codec_s > 0 and len(state.lineage) == 1:
+            roster.coded(state.job, told.worker, told.codec_s, coding_s)
     if follows:
         return
     foretold = {(link.source, link.target): link for link in prediction.links}

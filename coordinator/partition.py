@@ -270,6 +270,7 @@ def _stage_predictions(
                 busy_share=timeline.busy_share(i),
                 memory_bytes=round(problem.memory.bytes(a, b, min(warmup + 1, problem.n_micro))),
                 memory_limit_bytes=device.memory_limit_bytes,
+                codec_s=problem.n_micro * stage.codec_s,
             )
         )
     return tuple(found)

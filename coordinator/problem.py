@@ -219,7 +219,7 @@ class Problem:
                 tau = max(slowest / limit, self.unnoticed_s(candidate))
                 self._specs[candidate] = within(links, tau, limit, mask_of(self.compression))
             else:
-                self._specs[candidate] = choose(links, self.compression)
+                self._specs[candidate] = choose(links, self.compression, self.unnoticed_s(candidate))
         return self._specs[candidate]
 
     def caps(self, candidate: Candidate) -> list[int]:

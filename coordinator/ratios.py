@@ -160,31 +160,42 @@ def links_of(work: Workload, loads: Sequence[LinkLoad], devices: Sequence[Device
     return tuple(found)
 
 
-def choose(links: Sequence[Link], wanted: Compression) -> tuple[LinkSpec, ...]:
+def choose(links: Sequence[Link], wanted: Compression, unnoticed_s: float = 0.0) -> tuple[LinkSpec, ...]:
     """A spec for every link. ``auto`` needs a target: ``within``, or ``coordinator.chooser``."""
     if wanted.mode == OFF:
         return ()
     if wanted.mode == ADATOPK:
-        return adatopk(links, asked_ratio(wanted), mask_of(wanted))
+        return adatopk(links, asked_ratio(wanted), mask_of(wanted), unnoticed_s=unnoticed_s)
     if wanted.mode == LOSSLESS:
         return tuple(_lossless(link) for link in links)
     return uniform(links, wanted.mode, asked_ratio(wanted), mask_of(wanted))
 
 
 def adatopk(
-    links: Sequence[Link], ratio: float, mask: Mask = Mask.SAME, names: Sequence[str] = (FINE, SPARSE)
+    links: Sequence[Link],
+    ratio: float,
+    mask: Mask = Mask.SAME,
+    names: Sequence[str] = (FINE, SPARSE),
+    unnoticed_s: float = 0.0,
 ) -> tuple[LinkSpec, ...]:
     """Equalise: every link just within tau = max_j R_j / ``ratio``, dense where that suffices.
 
-    ``names``: of the codecs, the gentlest first, each taken where it reaches."""
+    ``names``: of the codecs, the gentlest first, each taken where it reaches. A pair of stages stays
+    dense whatever tau is where its links take no longer than ``unnoticed_s`` a micro-batch, since the
+    slowest stage takes longer, and where coding takes longer than it saves: a codec there would cost
+    work and the model's loss for nothing.
+    """
     slowest = max((link.dense_s for link in links), default=0.0)
     tau = slowest / ratio
     found = []
     for specs in _pairs(links):
         sparse = _harsh(specs, tau, ratio, mask, names)
+        unnoticed = all(link.dense_s <= min(unnoticed_s, 0.5 * slowest) for link in specs)
+        if unnoticed or not any(link.pays(sparse[link.pair]) for link in specs):
+            sparse = {link.pair: LinkSpec(*link.pair) for link in specs}
         for link in specs:
             spec = sparse[link.pair]
-            found.append(replace(spec, reason=_equalised(link, spec, tau, slowest, ratio)))
+            found.append(replace(spec, reason=_equalised(link, spec, tau, slowest, ratio, unnoticed_s)))
     return _ordered(found)
 
 
@@ -381,13 +392,17 @@ def _shrunk(link: Link, spec: LinkSpec) -> str:
     )
 
 
-def _equalised(link: Link, spec: LinkSpec, tau: float, slowest: float, ratio: float) -> str:
+def _equalised(
+    link: Link, spec: LinkSpec, tau: float, slowest: float, ratio: float, unnoticed_s: float
+) -> str:
     target = f"{_ms(tau)}, the slowest link's {_ms(slowest)} / {ratio:g}"
     if spec.codec != DENSE:
         return f"{_shrunk(link, spec)}; aims at {target}"
     if link.dense_s <= tau * (1 + TOLERANCE):
         return f"dense: {_ms(link.dense_s)} a micro-batch{_where(link)} is within {target}"
-    return f"dense: nothing that it carries can be shrunk; {_ms(link.dense_s)} a micro-batch{_where(link)}"
+    if link.dense_s <= unnoticed_s:
+        return f"dense: {_ms(link.dense_s)} a micro-batch{_where(link)}; {_ms(unnoticed_s)} go unnoticed"
+    return f"dense: no codec pays; {_ms(link.dense_s)} a micro-batch{_where(link)}"
 
 
 def _asked(link: Link, spec: LinkSpec, name: str) -> str:

@@ -33,6 +33,8 @@ class Worker:
     aside: str = ""  # why no plan uses it; a new process starts clean
     scale: float = 1.0  # measured over predicted compute time
     measured_steps: int = 0  # behind the scale
+    codec_scale: float = 1.0  # the same of encoding and decoding
+    coded_steps: int = 0
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
@@ -51,6 +53,7 @@ class Planned:
     """What a job's newest plan was made with: later measurements are held against it."""
 
     scales: Mapping[str, float]  # by worker
+    codec_scales: Mapping[str, float]
     drags: Mapping[Pair, float]
 
 
@@ -123,6 +126,7 @@ class Roster:
         """The same for a plan that will run; what it takes is compared with these figures."""
         self.planned[job] = Planned(
             {worker: self.workers[worker].scale for worker in workers},
+            {worker: self.workers[worker].codec_scale for worker in workers},
             {(a, b): self.links.table.drag((a, b)) for a in workers for b in workers if a != b},
         )
         return self.fleet(workers, precision, flops)
@@ -139,6 +143,7 @@ class Roster:
             gflops={"": rate} if rate > 0 else {},
             timings=dict(timings),
             scale=known.scale,
+            codec_scale=known.codec_scale,
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
         )
@@ -166,6 +171,16 @@ class Roster:
         unit_s = predicted_s / planned.scales[worker]
         known.scale = refresh_scale(known.scale, unit_s, measured_s, known.measured_steps)
         known.measured_steps += 1
+
+    def coded(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
+        """The same of a step's encoding and decoding."""
+        known = self.workers[worker]
+        planned = self.planned.get(job)
+        if planned is None or worker not in planned.codec_scales:
+            return
+        unit_s = predicted_s / planned.codec_scales[worker]
+        known.codec_scale = refresh_scale(known.codec_scale, unit_s, measured_s, known.coded_steps)
+        known.coded_steps += 1
 
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:
         """A committed step's transfers refine a link's drag; ``link`` is what was foretold."""

@@ -36,6 +36,7 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
                 busy_share=s.busy_share,
                 memory_bytes=s.memory_bytes,
                 memory_limit_bytes=s.memory_limit_bytes,
+                codec_s=s.codec_s,
             )
             for s in prediction.stages
         ],
@@ -77,6 +78,7 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
                 busy_share=s.busy_share,
                 memory_bytes=s.memory_bytes,
                 memory_limit_bytes=s.memory_limit_bytes,
+                codec_s=s.codec_s,
             )
             for s in bounds.count("predicted stages", message.stages, limits.stages)
         ),

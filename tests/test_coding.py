@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from atoll.errors import BadFrame
@@ -88,3 +90,9 @@ def test_a_gradient_at_known_positions_needs_no_selection() -> None:
 def test_every_codec_that_is_chosen_unasked_has_a_default_speed() -> None:
     assert {FINE, SPARSE, *FORWARD_RUNGS, *BACKWARD_RUNGS} <= set(DEFAULT_SPEEDS) & set(link_codecs())
     assert set(DEFAULT_SPEEDS) <= set(CODECS)
+
+
+def test_what_training_taught_of_a_workers_codecs_slows_every_one_of_them() -> None:
+    load, spec = LinkLoad(0, 1, (BIG,)), LinkSpec(0, 1, "topk", 10.0)
+    once, _ = ends_s(load, spec, SLOW, FAST)
+    assert ends_s(load, spec, replace(SLOW, codec_scale=8.0), FAST)[0] == pytest.approx(8 * once)
