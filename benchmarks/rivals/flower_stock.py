@@ -247,4 +247,5 @@ def role(command: Sequence[str]) -> str:
 
 
 def _toml(value: Setting) -> str:
-    return json.dumps(value) if isinstance(value, str) else str(value)
+    """A literal string where there are quotes inside: Flower's parser knows no escapes."""
+    return f"'{value}'" if isinstance(value, str) else str(value)

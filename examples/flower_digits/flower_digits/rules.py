@@ -118,14 +118,14 @@ def evaluate(message: Message, context: Context, data: tuple[Tensor, Tensor]) ->
     rule = rule_of(context.run_config)
     model = make_model(context.run_config)
     load(model, evaluation_arrays(message, context, arrays_of(model)))
-    loss, accuracy = task.evaluate(net_of(model.eval()), _shaped(rule, data))
+    loss, accuracy = task.evaluate(net_of(model.train(False)), _shaped(rule, data))
     metrics = MetricRecord({"eval_loss": loss, "eval_acc": accuracy, "num-examples": len(data[0])})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
 def central(rule: str, model: nn.Module, data: tuple[Tensor, Tensor]) -> tuple[float, float]:
     """(loss, accuracy) on the server's data."""
-    return task.evaluate(net_of(model.eval()), _shaped(rule, data))
+    return task.evaluate(net_of(model.train(False)), _shaped(rule, data))
 
 
 def _shaped(rule: str, data: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
