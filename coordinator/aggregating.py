@@ -71,7 +71,7 @@ class Aggregating:
         try:
             reply = work[message["what"]](message)
         except StorageError as error:
-            reply = {"error": str(error), "hopeless": False}
+            reply = {"error": str(error), "hopeless": False, "storage": True}
         except AtollError as error:
             reply = {"error": str(error), "hopeless": True}
         except Exception as error:  # noqa: BLE001 - said to the coordinator, which decides
@@ -89,6 +89,8 @@ class Aggregating:
         spec = decode(JobSpec, base64.b64decode(message["spec"]))
         blobs = BlobStore(Path(message["blobs"]), reading=True)
         graphs = GraphStore(blobs).graphs(spec.dag_hash, spec.eval_dag_hash)
+        for left in Path(message["scratch"]).glob(f".aggregator-{message['job']}-*.part"):
+            left.unlink(missing_ok=True)  # of a process that was killed as it wrote
         half = ServerHalf(message["job"], spec, graphs, blobs, Path(message["scratch"]))
         model = half.open(message["state"], int(message["n_clients"]))
         self._half, self._central = half, None

@@ -89,7 +89,7 @@ class Aggregators:
                 words = f"its process ended ({code})" if not isinstance(error, BadFrame) else str(error)
                 answer = ev.AggregatorBroke(job, words)
             except AtollError as error:
-                answer = ev.AggregatorBroke(job, str(error))
+                answer = ev.AggregatorBroke(job, str(error), storage=isinstance(error, StorageError))
             except Exception as error:
                 log.exception("aggregator.crashed", job=job)
                 answer = ev.AggregatorBroke(job, repr(error))
@@ -115,7 +115,9 @@ class Aggregators:
                     job, at_round, float(reply["loss"]), metrics, int(reply["n_samples"])
                 )
             case _ if error is not None:
-                return ev.AggregatorBroke(job, str(error), bool(reply.get("hopeless")))
+                return ev.AggregatorBroke(
+                    job, str(error), bool(reply.get("hopeless")), bool(reply.get("storage"))
+                )
             case do.OpenAggregator():
                 return await self._opened(job, reply)
             case do.AggregateRound():

@@ -340,11 +340,13 @@ class CentrallyEvaluated:
 
 @dataclass(frozen=True, slots=True)
 class AggregatorBroke:
-    """Its process ended, or it cannot go on; ``hopeless``: nor could another one."""
+    """Its process ended, or it cannot go on; ``hopeless``: nor could another one; ``storage``: the disk
+    refused, so that waiting may help."""
 
     job: str
     reason: str
     hopeless: bool = False
+    storage: bool = False
 
 
 AggregatorEvent = AggregatorOpened | Aggregated | CentrallyEvaluated | AggregatorBroke

@@ -131,11 +131,13 @@ class Federating:
         if event.job in self.jobs:
             self.step(event.job, event, now_s)
 
-    def tick(self, now_s: float) -> None:
-        """Deadlines."""
+    def tick(self, now_s: float) -> bool:
+        """Deadlines; whether a paused job may go on."""
         for job, state in list(self.jobs.items()):
             if not state.ended:
                 self.step(job, fed.Tick(), now_s)
+        waiting = (s for s in self.jobs.values() if s.phase is Phase.PAUSED and s.not_before_s)
+        return any(now_s >= state.not_before_s for state in waiting)
 
     def cancel(self, job: str, reason: str, now_s: float) -> None:
         """Asked by its owner."""
@@ -199,7 +201,8 @@ class Federating:
             if state.phase not in (Phase.QUEUED, Phase.PAUSED):
                 continue
             if at < self.at_once:
-                self.step(state.job, fed.Begin(), now_s)
+                if now_s >= state.not_before_s:
+                    self._begin(state, now_s)
             elif state.phase is Phase.QUEUED and not state.reason.startswith("waits for "):
                 self.step(state.job, Waits(f"waits for {alive[0].job}"), now_s)
         # A plan in the making counts on the workers that were idle when it was begun.
@@ -207,6 +210,13 @@ class Federating:
             return
         for state in alive:
             self._recruit(state.job, now_s)
+
+    def _begin(self, state: FederationState, now_s: float) -> None:
+        """Its clients may still be here, after a pause; those answer at once."""
+        self.step(state.job, fed.Begin(), now_s)
+        for worker, client in state.clients.items():
+            if client.present and not client.out:
+                self.step(state.job, fed.ClientBack(worker), now_s)
 
     def _recruit(self, job: str, now_s: float) -> None:
         for worker in self.roster.idle():

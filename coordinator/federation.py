@@ -72,6 +72,7 @@ from coordinator.instructions import Model, RoundTaken
 from coordinator.job_state import ENDED, FEDERATING, Broken, Cancelled, Dropped, Phase, Record, Waits
 
 MAX_FAILURES = 3  # of the aggregator, without a closed round in between
+STORAGE_RETRY_S = 5.0
 GATHER_S = 60.0  # at most, for clients that still load, once there are enough others
 
 
@@ -121,6 +122,9 @@ def _opened(state: FederationState, event: Event, now_s: float) -> Outcome:
 
 def _broke(state: FederationState, event: Event, now_s: float) -> Outcome:
     assert isinstance(event, AggregatorBroke)  # noqa: S101 - the table says so
+    if event.storage:
+        paused, todo = _interrupt(state, Interrupted(event.reason), now_s)
+        return replace(paused, not_before_s=now_s + STORAGE_RETRY_S), todo
     failures = state.failures + 1
     if event.hopeless or failures > MAX_FAILURES:
         more = "" if event.hopeless else f"; gave up after {failures} failures without a closed round"

@@ -270,6 +270,7 @@ class FederationState:
     awaited: frozenset[str] = frozenset()  # after a restart: clients of the last round
     hold_until_s: float = 0.0
     failures: int = 0  # of the aggregator, without a closed round in between
+    not_before_s: float = 0.0  # a paused job goes on then at the earliest
     # for people
     loss: float | None = None
     evaluation: Evaluation | None = None  # on the clients

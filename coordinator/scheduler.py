@@ -183,7 +183,8 @@ class Scheduler:
                 self._move(name, members.Tick())
         if self.preparer.expire(self.now_s) or self.holds.end(self.roster, self.now_s):
             self._dirty = True
-        self.federating.tick(self.now_s)
+        if self.federating.tick(self.now_s):
+            self._dirty = True
 
     def _arrived(self, event: ev.Arrived) -> None:
         worker = self.roster.workers.get(event.worker)

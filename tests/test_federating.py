@@ -242,7 +242,12 @@ def test_a_full_disk_pauses_and_its_end_resumes() -> None:
     assert world.state().phase is Phase.PAUSED
     world.handle(ev.StorageRecovered())
     world.loads("w1")
-    assert world.state().phase in (Phase.GATHERING, Phase.TRAINING)
+    assert (world.state().phase, world.state().step) == (Phase.TRAINING, 0)
+    world.handle(ev.AggregatorBroke("job-1", "the disk is full", storage=True))
+    assert world.state().phase is Phase.PAUSED
+    world.wait(6.0, alive=("w1",))
+    world.loads("w1")
+    assert world.state().phase is Phase.TRAINING
 
 
 def test_only_federated_jobs_resume_federated_ones() -> None:

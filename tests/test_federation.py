@@ -346,6 +346,15 @@ def test_an_aggregator_that_cannot_go_on_fails_the_job() -> None:
     assert "not finite" in world.state.reason
 
 
+def test_an_aggregator_whose_disk_is_full_is_asked_again_later() -> None:
+    world = World()
+    world.begin("a", "b")
+    world.step(ev.AggregatorBroke("job-1", "the disk is full", storage=True))
+    assert (world.state.phase, world.state.failures) == (Phase.PAUSED, 0)
+    assert world.state.not_before_s == world.now_s + federation.STORAGE_RETRY_S
+    assert world.state.clients["a"].present
+
+
 def test_a_full_disk_pauses_the_job_and_the_round_begins_again() -> None:
     world = World()
     world.begin("a", "b")
