@@ -69,6 +69,7 @@ class Fleet:
     latency_s: Floats
     uplinks: tuple[Uplink, ...] = ()
     payload_share: float = 1.0
+    probed: Fleet | None = None  # the same at the rates of probes, where training's messages got less
 
     def __post_init__(self) -> None:
         n = len(self.devices)
@@ -87,13 +88,17 @@ class Fleet:
         as training's messages get them."""
         n = len(devices)
         bandwidth, latency = np.full((n, n), np.inf), np.zeros((n, n))
+        alone = bandwidth.copy()
         for i, a in enumerate(devices):
             for j, b in enumerate(devices):
                 if i != j:
                     link = table.get(a.worker, b.worker) or unknown
                     drag = table.drag((a.worker, b.worker))
                     bandwidth[i, j], latency[i, j] = link.bandwidth_bps / drag, link.latency_s
-        return cls(tuple(devices), bandwidth, latency, tuple(map(table.dragged_line, uplinks)))
+                    alone[i, j] = link.bandwidth_bps
+        dragged = tuple(map(table.dragged_line, uplinks))
+        probed = cls(tuple(devices), alone, latency, tuple(uplinks))
+        return cls(tuple(devices), bandwidth, latency, dragged, probed=probed)
 
     @cached_property
     def index(self) -> dict[str, int]:
@@ -140,4 +145,5 @@ class Fleet:
             self.latency_s[np.ix_(chosen, chosen)],
             self.uplinks,
             self.payload_share,
+            self.probed.subset(workers) if self.probed is not None else None,
         )

@@ -161,7 +161,7 @@ def given_cut(problem: Problem, text: str) -> Candidate:
 def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Prediction:
     """What the timeline says of a scored candidate."""
     work, timeline = problem.timeline(scored, keep_spans=False)
-    bound = lower_bound(work, problem.fleet.payload_share)
+    bound = lower_bound(problem.undisturbed(work), problem.fleet.payload_share)
     dense = problem.workload(scored.candidate, scored.warmups)
     names = [problem.fleet.devices[s.device].worker for s in work.stages]
     where, why = bottleneck(problem, work, timeline, problem.caps(scored.candidate))

@@ -8,7 +8,7 @@ candidate.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ from coordinator.memory import MemoryModel, prefix
 from coordinator.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 from coordinator.timeline import Timeline, simulate, step_seconds
 from coordinator.traffic import Traffic
-from coordinator.workload import StageLoad, Wire, Workload, routes_of
+from coordinator.workload import StageLoad, Wire, Workload, route, routes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,6 +181,15 @@ class Problem:
             return work
         devices = [self.fleet.devices[d] for d in candidate.devices]
         return coded(work, self.traffic.loads(candidate.starts), specs, devices)
+
+    def undisturbed(self, work: Workload) -> Workload:
+        """``work`` on the rates that its lines have shown, whatever training's messages got of them."""
+        fleet = self.fleet.probed
+        if fleet is None:
+            return work
+        devices = [stage.device for stage in work.stages]
+        routes = {(s, t): route(fleet, devices[s], devices[t]) for s, t in work.routes}
+        return replace(work, routes=routes)
 
     def links_between(self, candidate: Candidate) -> tuple[Link, ...]:
         """The candidate's links, dense, as ``coordinator.ratios`` sees them."""

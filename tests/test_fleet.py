@@ -146,3 +146,13 @@ def test_a_subset_keeps_its_links_in_the_order_asked_for():
     part = fleet.subset(["w3", "w1"])
     assert part.bandwidth_bps[0, 1] == fleet.bandwidth_bps[3, 1]
     assert part.path(0, 1)[-1] == fleet.path(3, 1)[-1]
+
+
+def test_what_training_got_of_a_line_is_planned_with_and_what_a_probe_showed_bounds_it() -> None:
+    table = LinkTable()
+    table.probed("a", "b", 80e6, 0.02)
+    table.dragged(("a", "b"), 1.0, 1.0, 2.0)
+    fleet = Fleet.measured([Device("a", 1), Device("b", 1)], table)
+    assert fleet.probed is not None
+    assert fleet.probed.bandwidth_bps[0, 1] == pytest.approx(2 * fleet.bandwidth_bps[0, 1])
+    assert fleet.subset(["b", "a"]).probed is not None
