@@ -176,7 +176,7 @@ def parse_pairs(items: Sequence[str], option: str) -> dict[str, ConfigValue]:
 def _value(key: str, text: str, option: str) -> ConfigValue:
     try:
         return flat(tomllib.loads(f"value = {text}"))["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+    except (tomllib.TOMLDecodeError, KeyError, UsageError):
         raise UsageError(
             f"{option} {key}={text[:60]}: a number, true, false or a quoted string is possible"
         ) from None

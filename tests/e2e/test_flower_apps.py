@@ -176,7 +176,8 @@ def test_actions_mods_lifespan_state_and_records_are_as_in_flower(fleet, tmp_pat
             }),
             "m": MetricRecord({"i": -(2**62), "f": 1e-300, "list": [1.5, 2.5], "empty": []}),
             "c": ConfigRecord({
-                "t": "ä", "b": bytes(range(256)) * 100, "flag": True, "flags": [True, False], "texts": ["x", ""]
+                "t": "ä", "b": bytes(range(256)) * 100, "flag": True, "flags": [True, False],
+                "texts": ["x", ""],
             }),
         })
         trained = [said(ask(grid, "train", arrays)) for _ in range(3)]

@@ -1,0 +1,83 @@
+"""Consent is a word about one hash, kept in a file that cannot be believed into more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atoll.errors import UsageError
+from worker import cli
+from worker.app_store import AppStore, KnownApp
+from worker.config import WorkerConfig, make_config
+
+A, B = "a" * 64, "ab" * 32
+
+
+def test_accepted_is_what_was_accepted_and_nothing_else(tmp_path: Path) -> None:
+    store = AppStore(tmp_path)
+    store.asked(KnownApp(A, "mine", "1.0", "me", 5.0))
+    assert not store.is_accepted(A)
+    assert store.accept(A[:12]).name == "mine"
+    assert store.is_accepted(A)
+    store.asked(KnownApp(A, "mine", "1.0", "me", 9.0))
+    assert AppStore(tmp_path).is_accepted(A)
+    store.revoke(A)
+    assert not AppStore(tmp_path).is_accepted(A)
+    with pytest.raises(UsageError, match="is not accepted"):
+        store.revoke(A)
+
+
+def test_a_short_or_unclear_name_accepts_nothing(tmp_path: Path) -> None:
+    store = AppStore(tmp_path)
+    store.asked(KnownApp(A))
+    store.asked(KnownApp("a" * 63 + "b"))
+    for name in ("", "a", "a" * 12, "zz", "../" * 22):
+        with pytest.raises(UsageError, match=r"names [02] of the apps"):
+            store.accept(name)
+    # One that was never asked for may be accepted by its whole hash.
+    assert store.accept(B).hash == B
+    assert [app.hash for app in store.known() if app.accepted] == [B]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"x": 3}', json.dumps({A: {"accepted_s": "often"}}), json.dumps({A: None})]
+)
+def test_a_damaged_list_accepts_nothing(tmp_path: Path, text: str) -> None:
+    store = AppStore(tmp_path)
+    store.accept(A)
+    (tmp_path / "apps" / "apps.json").write_text(text)
+    assert not store.is_accepted(A)
+
+
+def test_the_command_lists_accepts_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AppStore(tmp_path).asked(KnownApp(A, "mine", "1.0", "me", 5.0))
+    folder = ["--state-dir", str(tmp_path)]
+    assert cli.run(["apps", "list", "--json", *folder]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert (found["hash"], found["name"], found["accepted"]) == (A, "mine", False)
+    assert cli.run(["apps", "accept", A[:16], *folder]) == 0
+    assert "accepted " + A in capsys.readouterr().out
+    assert cli.run(["apps", "list", *folder]) == 0
+    assert "yes" in capsys.readouterr().out
+    assert cli.run(["apps", "revoke", A[:16], *folder]) == 0
+    assert cli.run(["apps", "revoke", A[:16], *folder]) == 2
+
+
+def test_running_apps_is_never_remembered_but_what_apps_are_told_is(tmp_path: Path) -> None:
+    from worker.config import remember
+
+    given = {"host": "h", "state_dir": tmp_path, "allow_apps": True, "accept_apps": (A,)}
+    given["node_config"] = (("data", "/d"),)
+    remember(make_config(given, {}))
+    again = make_config({"state_dir": tmp_path}, {})
+    assert (again.allow_apps, again.accept_apps) == (False, ())
+    assert again.node_config == (("data", "/d"),)
+
+
+def test_accepting_without_allowing_or_half_a_hash_is_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="--allow-apps"):
+        WorkerConfig("h", accept_apps=(A,))
+    with pytest.raises(UsageError, match="64 hexadecimal"):
+        WorkerConfig("h", allow_apps=True, accept_apps=(A[:12],))
