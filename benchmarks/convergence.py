@@ -2,8 +2,8 @@
 
 The job is cut as op_fence cuts it for a scenario, and all stages run in this process, exchanging
 their tensors through the links' codecs (worker/local.py): the same arithmetic as over workers,
-without waiting for the lab's lines. AdaTopK keeps fast links dense; uniform top-k has the same
-ratio, hence the same bytes on the slowest line, on every link. Judged is the exported model: the
+without waiting for the lab's lines. AdaTopK keeps fast links dense; uniform top-k sends the
+same bytes over the slowest line, and compresses every link. Judged is the exported model: the
 plain module with the trained weights, no codec anywhere, on held-out text. The loss through the
 codecs is told beside it, and never alone: it hides the damage. Lab time is steps times the step
 that the timeline predicts for the scenario.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -39,10 +40,12 @@ from atoll.program import stage_programs
 from benchmarks.convergence_report import report, show
 from benchmarks.harness import ROOT, machine, parser
 from coordinator.capture import Captured, capture
+from coordinator.coding import load_bytes
 from coordinator.fleet_file import parse_fleet
 from coordinator.jobfile import load_job
 from coordinator.partition import make_plan
 from coordinator.problem import Candidate, Problem
+from coordinator.ratios import uniform
 from lab.fleet import fleet_of
 from lab.reader import read_scenario
 from worker.local import LocalPipeline
@@ -62,7 +65,7 @@ class Variant:
     """What the links do; dense for the first ``dense_steps``."""
 
     name: str
-    compress: str  # as after --compress; "uniform" is topk at AdaTopK's ratio of the slowest link
+    compress: str  # as after --compress; "uniform" is topk with AdaTopK's bytes on the slowest link
     dense_steps: int = 0
 
     @classmethod
@@ -103,10 +106,11 @@ class Experiment:
             raise SystemExit(f"{scenario} needs one stage only for this job: nothing to compress")
         self.slow_ratio = max(spec.ratio for spec in specs)
         self.slow = {(s.source, s.target) for s in specs if s.ratio == self.slow_ratio}
+        self.uniform_ratio = self._uniform_ratio(specs)
 
     def compression(self, variant: Variant) -> Compression:
         """What the variant asks of the links."""
-        name = f"topk:{self.slow_ratio:.6g}" if variant.compress == "uniform" else variant.compress
+        name = f"topk:{self.uniform_ratio:.6g}" if variant.compress == "uniform" else variant.compress
         return Compression.parse(name)
 
     def links(self, variant: Variant) -> tuple[LinkSpec, ...]:
@@ -137,6 +141,24 @@ class Experiment:
             ),
             states={**dag.parameters, **dag.buffers},
         )
+
+    def _uniform_ratio(self, specs: Sequence[LinkSpec]) -> float:
+        """Of top-k on every link, so that it sends over the slow ones what ``specs`` send there."""
+        links = [
+            link
+            for link in self._problem(Compression.parse("off")).links_between(self.candidate)
+            if link.pair in self.slow
+        ]
+
+        def sent(chosen: Sequence[LinkSpec]) -> float:
+            by_pair = {(spec.source, spec.target): spec for spec in chosen}
+            return sum(load_bytes(link.load, by_pair[link.pair]) for link in links)
+
+        low, high, wanted = 1.0, 10_000.0, sent(specs)
+        while high - low > 1e-3 * low:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if sent(uniform(links, "topk", middle)) <= wanted else (middle, high)
+        return high
 
     def _problem(self, compression: Compression) -> Problem:
         return Problem(self.captured.train, self.training, self.fleet, compression=compression)
@@ -251,7 +273,7 @@ def overrides_of(args: argparse.Namespace, seed: int) -> list[str]:
 def key_of(args: argparse.Namespace, variant: Variant) -> str:
     """What a stored line must agree in to be used again."""
     facts = [args.job, args.scenario, args.steps, args.ratio, args.every, args.set, SETTINGS]
-    facts += [variant.compress, variant.dense_steps, CURVE_BATCHES, FINAL_BATCHES]
+    facts += [variant.compress, variant.dense_steps, CURVE_BATCHES, FINAL_BATCHES, 2]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 

@@ -144,10 +144,11 @@ def test_a_job_that_one_machine_holds_is_refused() -> None:
 
 def test_adatopk_shrinks_the_slow_link_and_leaves_fast_ones_dense(experiment: Experiment) -> None:
     specs = experiment.links(variants_of(10.0, [])["adatopk"])
-    sparse = {(s.source, s.target) for s in specs if s.codec == "topk"}
-    assert sparse == experiment.slow
+    shrunk = {(s.source, s.target) for s in specs if s.codec != "none"}
+    assert shrunk == experiment.slow
     uniform = experiment.links(variants_of(10.0, [])["uniform"])
-    assert {s.ratio for s in uniform} == {experiment.slow_ratio}
+    assert {s.codec for s in uniform} == {"topk"}
+    assert len({s.ratio for s in uniform}) == 1
 
 
 def test_uniform_sends_the_same_bytes_over_the_slow_link(
