@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
 from benchmarks.federated_fleet import COORDINATOR, FederatedFleet
 from coordinator.prepare import prepare
+from strategies.fedimpro_module import FedImpro
+from strategies.moon_module import Moon
 
 BATCH = 16
 
@@ -186,3 +188,32 @@ def test_a_job_whose_data_fit_nobody_says_why(fleet: FederatedFleet) -> None:
 
     fleet.wait_until(told, "the misfit to be told")
     assert fleet.client.cancel(name).state == "cancelled"
+
+
+class Plain(nn.Module):
+    """The owner's net: logits [B, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.low = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.low(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["fedimpro", "moon"])
+def test_a_rule_that_changes_the_loss_exports_the_owners_plain_net(fleet: FederatedFleet, rule: str) -> None:
+    example = torch.zeros(BATCH, 16)
+    module = FedImpro(Plain(), "low", 4, example) if rule == "fedimpro" else Moon(Plain(), "head")
+    name = submitted(fleet, replace(job(4, rule, strategy=rule), module=module, metrics=()))
+    last = finished(fleet, name)
+    net = Plain()
+    net.load_state_dict(weights(fleet, name))
+    held = samples(64, 99)
+    with torch.no_grad():
+        loss = F.cross_entropy(net(torch.from_numpy(held["image"])), torch.from_numpy(held["label"]))
+    assert float(loss) == pytest.approx(last.eval_loss, rel=1e-5)
+    assert not torch.equal(net.head.weight, Plain().head.weight)
