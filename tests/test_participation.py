@@ -92,7 +92,7 @@ class Server:
         path.write_bytes(self.store.blobs[update.stored.hash])
         coding = Coding(codec, ratio, lossy_names(self.state.layout), self.federated.error_feedback)
         delta, extra = parted(read_update(path, update_metas(self.rule, self.state.layout), coding))
-        return replace(update.trained.update, delta=delta, extra=extra, client="w-a")
+        return replace(update.answer, delta=delta, extra=extra, client="w-a")
 
 
 def site(server: Server, folder: Path, data: Mapping[str, Any] | None = None, **options: Any) -> Site:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
@@ -27,16 +27,18 @@ from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from worker import checkpoint
+from worker.allocator import give_back
 from worker.kept import ClientStore
 from worker.local_model import Client, LocalData, LocalModel
 from worker.models import ModelRef, Models
-from worker.trainer import Evaluated, LocalTrainer, Trained
+from worker.trainer import Evaluated, LocalTrainer
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from compressors.container import Stored
+    from strategies.base import ClientUpdate
     from strategies.layout import Array
     from worker.cancel import Cancel
     from worker.checkpoint import BlobCache, BlobPort
@@ -86,9 +88,10 @@ class EvaluateOrder:
 
 @dataclass(frozen=True)
 class Update:
-    """A round's answer, stored."""
+    """A round's answer, stored: ``answer`` and its numbers, without its arrays."""
 
-    trained: Trained
+    answer: ClientUpdate
+    square_loss: float
     stored: Stored
     train_s: float
     upload_bytes: int
@@ -158,21 +161,22 @@ class Participation:
     def train(self, order: TrainOrder, cancel: Cancel) -> Update:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
         fetched = self._models.fetch(order.model, cancel)
-        coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
+        nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
         state, left = self._store.load(order.codec)
-        began_s = time.perf_counter()
+        broadcast = broadcast_of(order.round, fetched.arrays)
         trained = self._trainer.train(
-            self._client,
-            broadcast_of(order.round, fetched.arrays),
-            state,
-            cancel,
-            noise_seed=self._noise_seed(order),
+            self._client, broadcast, state, cancel, noise_seed=self._noise_seed(order)
         )
+        del fetched, broadcast, state  # before the codec needs memory
+        coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
         path = self._store.folder / UPDATE
         with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
             arrays = update_arrays(trained.update)
             stored = write_update(path, arrays, coding, order.seed, left.get, draft.keep)
             draft.finish(trained.state)
+        answer, square_loss = replace(trained.update, delta={}, extra={}), trained.square_loss
+        del arrays, trained, left
+        give_back()
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         site = self._site
         sent = checkpoint.upload_file(
@@ -180,7 +184,7 @@ class Participation:
         )
         upload_s = time.perf_counter() - began_s
         path.unlink(missing_ok=True)
-        return Update(trained, stored, train_s, sent, upload_s, fetched.bytes, fetched.seconds)
+        return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
 
     def evaluate(self, order: EvaluateOrder, cancel: Cancel) -> Assessment:
         """Mean loss and metrics of what this client would use, on its held-out share."""

@@ -64,7 +64,7 @@ def _model(m: pb.Model) -> ModelRef:
 
 def update_ready(job: str, at_round: int, update: Update) -> pb.FromWorker:
     """A round's answer: its numbers, and where its file is."""
-    answer = update.trained.update
+    answer = update.answer
     return pb.FromWorker(
         update_ready=pb.UpdateReady(
             job=job,
@@ -74,7 +74,7 @@ def update_ready(job: str, at_round: int, update: Update) -> pb.FromWorker:
             steps=answer.steps,
             scalars=answer.scalars,
             metrics=answer.metrics,
-            square_loss=update.trained.square_loss,
+            square_loss=update.square_loss,
             train_s=update.train_s,
             upload_bytes=update.upload_bytes,
             upload_s=update.upload_s,

@@ -130,17 +130,10 @@ class LocalTrainer:
         """
         check_broadcast(self.rule, self.layout, broadcast)
         cancel = cancel or Cancel()
-        phases = self.rule.begin(self.layout, broadcast, state)
-        done: list[Done] = []
-        square_losses = []
-        for at, phase in enumerate(phases):
-            found, square_loss = self._run_phase(client, broadcast, phase, at, cancel)
-            square_losses.append(square_loss)
-            # The next phase trains in the same memory.
-            done.append(found if at == len(phases) - 1 else self._kept(found))
+        done, square_loss = self._run_phases(client, broadcast, state, cancel)
         update, after = self.rule.end(self.layout, broadcast, done, state, noise_seed)
         check_update(self.rule, self.layout, broadcast.round, update)
-        return Trained(update, after, square_losses[0])
+        return Trained(update, after, square_loss)
 
     def evaluate(
         self, client: Client, broadcast: Broadcast, state: ClientState, cancel: Cancel | None = None
@@ -161,6 +154,21 @@ class LocalTrainer:
         return local_steps(len(client.split.train), client.data.batch, rule.local_epochs, rule.local_steps)
 
     # ---------------------------------------------------------------- one phase
+
+    def _run_phases(
+        self, client: Client, broadcast: Broadcast, state: ClientState, cancel: Cancel
+    ) -> tuple[list[Done], float]:
+        """All phases, and the first one's mean squared loss. What they were begun with is freed here,
+        before the answer is made."""
+        phases = self.rule.begin(self.layout, broadcast, state)
+        done: list[Done] = []
+        square_losses = []
+        for at, phase in enumerate(phases):
+            found, square_loss = self._run_phase(client, broadcast, phase, at, cancel)
+            square_losses.append(square_loss)
+            # The next phase trains in the same memory.
+            done.append(found if at == len(phases) - 1 else self._kept(found))
+        return done, square_losses[0]
 
     def _run_phase(
         self, client: Client, broadcast: Broadcast, phase: Phase, at: int, cancel: Cancel
@@ -225,6 +233,8 @@ class LocalTrainer:
         if self._optimizer is not None:
             self._optimizer.step()
         executor.zero_gradients()
+        for parameter in self._parameters.values():
+            parameter.grad = None  # now: the next backward makes its own beside it
         self._tick()
         return out[loss]
 

@@ -280,7 +280,7 @@ class Workbench:
             "round.trained",
             job=job,
             round=order.round,
-            loss=update.trained.update.metrics[LOSS],
+            loss=update.answer.metrics[LOSS],
             train_s=round(update.train_s, 3),
             upload_bytes=update.upload_bytes,
         )
