@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.errors import AccessDenied, BadFrame, UsageError
 from coordinator import app_runs as runs
+from coordinator import app_state as state
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator.app_parts import PartStore
@@ -103,7 +104,7 @@ class AppDesk:
         return True
 
     def _taken_in(self, run: int, task: pb.AppTask) -> pb.AppTask:
-        runs.checked_task(task, MAX_CONTENT_BYTES)
+        state.checked_task(task, MAX_CONTENT_BYTES)
         for part in bounds.count("parts", task.parts, MAX_BLOBS_A_REQUEST):
             if part.data or not part.size:
                 self.parts.take_small(run, part.hash, part.data)
@@ -191,25 +192,25 @@ class AppDesk:
 
     # ------------------------------------------------------------ carrying out
 
-    def _do(self, todo: list[runs.Instruction]) -> None:
+    def _do(self, todo: list[state.Instruction]) -> None:
         for instruction in todo:
             match instruction:
-                case runs.TellOwner(run, message):
+                case state.TellOwner(run, message):
                     self._tell_owner(run, message)
-                case runs.TellNode(worker, message):
+                case state.TellNode(worker, message):
                     self._tell_node(worker, message)
-                case runs.Lend(worker, run):
+                case state.Lend(worker, run):
                     self._shell.post(ev.AppLent(worker, _job(run)))
-                case runs.GiveBack(worker, run, reason):
+                case state.GiveBack(worker, run, reason):
                     self._shell.post(ev.AppReturned(worker, _job(run), reason))
-                case runs.DropParts(run, hashes):
+                case state.DropParts(run, hashes):
                     gone, files = self.parts.drop(run, hashes)
                     for sent in self._sent.values():
                         sent.difference_update(gone)
                     if files:
                         # A large file takes a while to go, and nobody waits for it.
                         asyncio.get_running_loop().run_in_executor(None, self.parts.store.delete, files)
-                case runs.Say(event, level, fields):
+                case state.Say(event, level, fields):
                     self._shell.say(event.value, level, "", "coordinator", fields, self.now_s())
 
     def _tell_owner(self, run: int, message: pb.ToApp) -> None:

@@ -31,7 +31,7 @@ PROJECT = "pyproject.toml"
 INCLUDE = ("*.py", "*.toml", "*.md", "*.yaml", "*.yml", "*.json", "*.jsonl", "/LICENSE")  # as Flower bundles
 EXCLUDE = (
     ".*/", "__pycache__/", "*_test.py", "test_*.py", "/build/", "/dist/", "/eggs/", "/lib/", "/lib64/",
-    "/parts/", "*.egg", "*.egg-info/", "/env/", "/venv/", "/ENV/", "/env.bak/", "/venv.bak/",
+    "/parts/", "*.egg", "*.egg-info/", "/env/", "venv/", "/ENV/", "/env.bak/", "venv.bak/",
 )  # fmt: skip
 OURS = frozenset({"atoll", "coordinator", "worker", "protos", "strategies", "compressors"})
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -9,6 +9,7 @@ import pytest
 
 from atoll.errors import UsageError
 from coordinator import app_runs as runs
+from coordinator import app_state as state
 from coordinator.app_gather import judge
 from protos import atoll_apps_pb2 as pb
 
@@ -39,18 +40,18 @@ class Fleet:
     def name_of(self, worker: str) -> str:
         return f"name of {worker}"
 
-    def do(self, todo: list[runs.Instruction]) -> None:
+    def do(self, todo: list[state.Instruction]) -> None:
         for item in todo:
             match item:
-                case runs.TellNode(worker, message):
+                case state.TellNode(worker, message):
                     self.told.setdefault(worker, []).append(message)
-                case runs.TellOwner(_, message):
+                case state.TellOwner(_, message):
                     self.owner.append(message)
-                case runs.Lend(worker, _):
+                case state.Lend(worker, _):
                     self.busy.add(worker)
-                case runs.GiveBack(worker, _, _):
+                case state.GiveBack(worker, _, _):
                     self.busy.discard(worker)
-                case runs.DropParts(_, hashes):
+                case state.DropParts(_, hashes):
                     self.dropped.append(hashes)
 
     def attend(self, *workers: str, held: tuple[int, ...] = ()) -> Fleet:
@@ -73,7 +74,7 @@ class Fleet:
 
     def task(self, message: str, worker: str, *parts: str) -> None:
         refs = [pb.Part(hash=h, size=1) for h in parts]
-        task = pb.AppTask(message=message, node=runs.node_id(worker), parts=refs)
+        task = pb.AppTask(message=message, node=state.node_id(worker), parts=refs)
         self.do(self.runs.task(self.run, task))
 
     def reply(self, message: str, worker: str, *parts: str, here: bool = True) -> None:
@@ -82,7 +83,7 @@ class Fleet:
         self.do(self.runs.replied(worker, reply, lambda run, name: here))
 
     @property
-    def run(self) -> runs.Run:
+    def run(self) -> state.Run:
         return self.runs.of(RUN)
 
     def kinds(self, worker: str) -> list[str | None]:

@@ -1,0 +1,128 @@
+"""What a run of a Flower app is, and what its machine may want done. Data only."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from atoll.errors import BadFrame
+from protos import atoll_apps_pb2 as pb
+from protos.telemetry import Event as Name
+
+
+class View(Protocol):
+    """The fleet as the scheduler has it."""
+
+    def idle(self) -> list[str]:
+        """Workers without work, in join order."""
+        ...
+
+    def connected(self) -> int: ...
+
+    def name_of(self, worker: str) -> str: ...
+
+
+class Standing(StrEnum):
+    """Where a worker stands in a run."""
+
+    PREPARING = "preparing"  # was offered the app
+    READY = "ready"
+    REFUSED = "refused"
+    NODE = "node"
+
+
+# ---------------------------------------------------------------- what the shell is to do
+
+
+@dataclass(frozen=True, slots=True)
+class TellNode:
+    worker: str
+    message: pb.ToNode
+
+
+@dataclass(frozen=True, slots=True)
+class TellOwner:
+    run: int
+    message: pb.ToApp
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """The worker is busy with this run from now on."""
+
+    worker: str
+    run: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    worker: str
+    run: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropParts:
+    """The run needs these no more; None: any of its parts."""
+
+    run: int
+    hashes: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    event: Name
+    level: str
+    fields: dict[str, Any]
+
+
+Instruction = TellNode | TellOwner | Lend | GiveBack | DropParts | Say
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(slots=True)
+class Place:
+    """One worker in one run."""
+
+    worker: str
+    standing: Standing
+    refusal: pb.AppRefused | None = None
+    node: int = 0
+    partition: int = -1
+    under_way: dict[str, pb.AppTask] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of one app."""
+
+    run: int
+    app: pb.AppIdentity
+    places: dict[str, Place] = field(default_factory=dict)
+    partitions: int = 0  # 0: has not begun
+    owned: dict[str, int] = field(default_factory=dict)  # worker -> partition it has or had
+    config: dict[str, pb.AppValue] = field(default_factory=dict)
+    owner_gone_s: float | None = None
+    waiting: dict[str, str] = field(default_factory=dict)  # message under way -> worker
+
+    def nodes(self) -> list[Place]:
+        """Who takes part, by partition."""
+        found = [p for p in self.places.values() if p.standing is Standing.NODE]
+        return sorted(found, key=lambda place: place.partition)
+
+
+def node_id(worker: str) -> int:
+    """A worker's node id, the same in every run and after every restart: 63 bits of its name's hash."""
+    return int.from_bytes(hashlib.sha256(f"node:{worker}".encode()).digest()[:8], "big") >> 1 or 2
+
+
+def checked_task(task: pb.AppTask, most_bytes: int) -> pb.AppTask:
+    """The task when its figures are possible; BadFrame otherwise."""
+    if not task.message or len(task.message) > 100 or len(task.kind) > 200 or len(task.group) > 1000:
+        raise BadFrame("a message whose id, type or group is empty or too long")
+    if len(task.content) > most_bytes:
+        raise BadFrame(f"a message of {len(task.content)} bytes; at most {most_bytes} are accepted")
+    return task
