@@ -15,9 +15,10 @@ from atoll.plan import LinkSpec, Plan, Prediction, StagePrediction, StageSpec
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import members, rounds
-from coordinator.config import CoordinatorConfig
+from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.facts import Fact, Ledger, from_record, to_record
 from coordinator.journal import Record
+from coordinator.roster import Roster
 from coordinator.scheduler import Scheduler
 
 HASH = "ab" * 32
@@ -509,3 +510,16 @@ def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
         world.ready("b", forward_s=0.5, backward_s=1.0)
     workers = world.scheduler.roster.workers
     assert (workers["a"].scale, workers["b"].scale) == (1.0, pytest.approx(1.5))
+
+
+def test_shrunk_messages_do_not_make_a_fast_line_look_slow() -> None:
+    roster = Roster(Liveness(), Probing())
+    for worker in ("a", "b"):
+        roster.open(worker, 1, introduction(worker), 0.0)
+    roster.links.table.probed("a", "b", 200e6, 0.002)
+    shrunk = ev.Goodput("b", 100_000, 1.0, 0.002, dense_bytes=2_000_000)
+    assert roster.judge("a", ev.StepReady("job", 1, 0, links=(shrunk,)), None) is None
+    assert roster.links.table.get("a", "b").bandwidth_bps == pytest.approx(200e6)
+    dense = ev.Goodput("b", 2_000_000, 1.0, 0.002, dense_bytes=2_000_000)
+    assert roster.judge("a", ev.StepReady("job", 1, 1, links=(dense,)), None) is None
+    assert roster.links.table.get("a", "b").bandwidth_bps < 190e6
