@@ -77,7 +77,7 @@ class AppDesk:
             todo = self.runs.opened(request)
         except UsageError:
             if request.run not in self.runs.runs:
-                self.parts.drop(request.run, None)
+                self.parts.drop(request.run, None, None)
             raise
         queue = self._owners.setdefault(request.run, asyncio.Queue(MAX_QUEUED))
         self._do(todo)
@@ -95,7 +95,7 @@ class AppDesk:
                 self._do(self.runs.cancelled(run, list(message.cancel.messages)))
             case "forget":
                 names = frozenset(bounds.blob_hash("part", name) for name in message.forget.hashes)
-                self._do(self.runs.forgotten(run, names))
+                self._do(self.runs.forgotten(run, names, message.forget.message[:100]))
             case "close":
                 self.end(run_id, message.close.reason or "its ServerApp has ended")
                 return False
@@ -203,13 +203,15 @@ class AppDesk:
                     self._shell.post(ev.AppLent(worker, _job(run)))
                 case state.GiveBack(worker, run, reason):
                     self._shell.post(ev.AppReturned(worker, _job(run), reason))
-                case state.DropParts(run, hashes):
-                    gone, files = self.parts.drop(run, hashes)
+                case state.HandOver(run, worker, message, hashes):
+                    self.parts.hand_over(run, worker, message, hashes)
+                case state.DropParts(run, hashes, holder):
+                    gone, files = self.parts.drop(run, hashes, holder)
                     for sent in self._sent.values():
                         sent.difference_update(gone)
                     if files:
                         # A large file takes a while to go, and nobody waits for it.
-                        asyncio.get_running_loop().run_in_executor(None, self.parts.store.delete, files)
+                        asyncio.get_running_loop().run_in_executor(None, self.parts.delete, files)
                 case state.Say(event, level, fields):
                     self._shell.say(event.value, level, "", "coordinator", fields, self.now_s())
 

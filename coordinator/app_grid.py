@@ -139,7 +139,7 @@ class CoordinatorGrid(Grid):
         with self._changed:
             sent = self._sent.get(reply.message)
         if sent is None:
-            self._forget(part.hash for part in reply.parts)
+            self._taken(reply, ())
             return
         body = self._body(reply, sent)
         message_id = f"{reply.message}-reply"
@@ -158,7 +158,8 @@ class CoordinatorGrid(Grid):
                     f"{name}: {(body.reason or '').strip().splitlines()[:1] or [body.code]}"
                 )
             self._changed.notify_all()
-        self._forget(part.hash for part in reply.parts if not part.data)
+        self._taken(reply, sent.parts)
+        self._forget()
 
     def _body(self, reply: pb.AppReply, sent: _Sent) -> RecordDict | Error:
         if reply.error:
@@ -223,7 +224,7 @@ class CoordinatorGrid(Grid):
                 self._post(sent)
             ids.append(sent.task.message)
         self._recent.append(frozenset(used))
-        self._forget(())
+        self._forget()
         if ids:
             first = self._sent_task(ids[0])
             self._tell("sent", {"kind": first[0], "group": first[1], "nodes": len(ids)})
@@ -305,11 +306,18 @@ class CoordinatorGrid(Grid):
                 return sent.task.kind, sent.task.group
             return (reply.metadata.message_type, reply.metadata.group_id) if reply is not None else ("", "")
 
-    def _forget(self, more: Iterable[str]) -> None:
+    def _taken(self, reply: pb.AppReply, known: Iterable[str]) -> None:
+        """The coordinator need not keep what came with this reply."""
+        came = {part.hash for part in reply.parts if part.size and not part.data} - set(known)
+        if came:
+            forget = pb.AppForget(run=self._run_id, hashes=sorted(came), message=reply.message)
+            self.link.say(pb.FromApp(forget=forget))
+
+    def _forget(self) -> None:
         """Tell the coordinator which parts no message can refer to any more."""
         with self._changed:
             kept = frozenset().union(*self._recent) | {name for name, n in self._uses.items() if n > 0}
-            over = (self._there - kept) | (set(more) - kept)
+            over = self._there - kept
             self._there -= over
             self._uses = +self._uses
         if over:

@@ -17,6 +17,7 @@ from atoll.errors import UsageError
 from coordinator.app_state import (
     DropParts,
     GiveBack,
+    HandOver,
     Instruction,
     Lend,
     Place,
@@ -126,9 +127,11 @@ class AppRuns:
             self._tell(worker, pb.ToNode(cancel=pb.AppCancel(run=run.run, messages=some)))
         return self._done()
 
-    def forgotten(self, run: Run, hashes: frozenset[str]) -> list[Instruction]:
-        """Parts that no later message refers to."""
-        self._out.append(DropParts(run.run, hashes))
+    def forgotten(self, run: Run, hashes: frozenset[str], message: str) -> list[Instruction]:
+        """Parts that no later message refers to; with ``message``: of a reply that was taken in."""
+        self._out.append(DropParts(run.run, hashes, message))
+        if message:
+            return self._done()
         for place in run.nodes():
             self._tell(place.worker, pb.ToNode(forget=pb.AppForget(run=run.run, hashes=sorted(hashes))))
         return self._done()
@@ -148,7 +151,7 @@ class AppRuns:
             self._tell(place.worker, pb.ToNode(end=pb.AppEnd(run=run, reason=reason)))
             if place.standing is Standing.NODE:
                 self._out.append(GiveBack(place.worker, run, f"run {run} ended"))
-        self._out.append(DropParts(run, None))
+        self._out.append(DropParts(run, None, None))
         self._out.append(TellOwner(run, pb.ToApp(ended=pb.AppEnded(reason=reason))))
         self._say(Name.APP_ENDED, found, reason=reason)
         return self._done()
@@ -230,7 +233,7 @@ class AppRuns:
         run, place = self._place(worker, reply.run)
         task = place.under_way.pop(reply.message, None) if place is not None else None
         if run is None or task is None:
-            self._out.append(DropParts(reply.run, frozenset(p.hash for p in reply.parts)))
+            self._out.append(DropParts(reply.run, frozenset(p.hash for p in reply.parts), worker))
             return self._done()
         run.waiting.pop(reply.message, None)
         sent = {part.hash for part in task.parts}
@@ -242,6 +245,8 @@ class AppRuns:
         if lost:
             self._fail(run, reply.message, f"{len(lost)} arrays of the reply did not arrive")
         else:
+            came = frozenset(p.hash for p in reply.parts if p.size and not p.data) - sent
+            self._out.append(HandOver(run.run, worker, reply.message, came))
             self._out.append(TellOwner(run.run, pb.ToApp(reply=reply)))
         return self._done()
 
@@ -321,13 +326,17 @@ class AppRuns:
         """Take a worker out of a run; what it owed is answered with an error."""
         del run.places[place.worker]
         self._tell(place.worker, pb.ToNode(end=pb.AppEnd(run=run.run, reason=reason)))
+        self._out.append(DropParts(run.run, None, place.worker))
+        was_node = place.standing is Standing.NODE
+        if was_node:
+            # Before the errors: who asks for the nodes after them must not find this one.
+            self._tell_nodes(run)
         for message in place.under_way:
             run.waiting.pop(message, None)
             self._fail(run, message, f"{self.view.name_of(place.worker)} was lost: {reason}")
-        if place.standing is Standing.NODE:
+        if was_node:
             self._out.append(GiveBack(place.worker, run.run, reason))
             self._say(Name.APP_NODE_LOST, run, "warning", worker=place.worker, reason=reason)
-            self._tell_nodes(run)
             self._fill(run)
         elif not run.partitions:
             self._tell_fleet(run)

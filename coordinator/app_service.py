@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from atoll.errors import AtollError, BadFrame, UsageError
 from coordinator.app_desk import AppDesk, Queue, put
+from coordinator.app_parts import OWNER
 from coordinator.refusing import refuse
 from coordinator.sessions import worker_of
 from coordinator.storage_services import MAX_BLOBS_A_REQUEST
@@ -64,7 +64,7 @@ class OwnerApps(rpc.AppsServicer):
 
     async def PutParts(self, request_iterator: AsyncIterator[pb.PartChunk], context: Context) -> pb.PartList:  # noqa: N802
         """Take chunks of any parts of an open run."""
-        return await _take(self._desk, request_iterator, context, lambda run: self._desk.runs.of(run))
+        return await _take(self._desk, OWNER, request_iterator, context, lambda run: self._desk.runs.of(run))
 
     async def GetParts(self, request: pb.PartList, context: Context) -> AsyncIterator[pb.PartChunk]:  # noqa: N802
         """The given parts in turn."""
@@ -108,7 +108,11 @@ class NodeApps(rpc.AppWorkServicer):
         self, request_iterator: AsyncIterator[pb.PartChunk], context: Context
     ) -> pb.PartList:
         """Take chunks of parts of a run that the worker takes part in."""
-        return await _take(self._desk, request_iterator, context, self._right(context))
+        try:
+            worker = worker_of(context, self._insecure)
+        except AtollError as error:
+            await refuse(context, error)
+        return await _take(self._desk, worker, request_iterator, context, self._right(context))
 
     async def GetNodeParts(self, request: pb.PartList, context: Context) -> AsyncIterator[pb.PartChunk]:  # noqa: N802
         """The given parts in turn."""
@@ -152,15 +156,19 @@ async def _served(read: Callable[[], Any], queue: Queue, context: Context) -> As
 
 
 async def _take(
-    desk: AppDesk, chunks: AsyncIterator[pb.PartChunk], context: Context, allowed: Callable[[int], object]
+    desk: AppDesk,
+    holder: str,
+    chunks: AsyncIterator[pb.PartChunk],
+    context: Context,
+    allowed: Callable[[int], object],
 ) -> pb.PartList:
     whole: dict[str, int] = {}
     try:
         async for chunk in chunks:
             allowed(chunk.run)
             bounds.blob_hash("part", chunk.hash)
-            work = partial(desk.parts.write, chunk.run, chunk.hash, chunk.size, chunk.offset, chunk.data)
-            if await asyncio.to_thread(work):
+            where = chunk.run, holder, chunk.hash, chunk.size, chunk.offset
+            if await asyncio.to_thread(desk.parts.write, *where, chunk.data):
                 whole[chunk.hash] = chunk.size
     except AtollError as error:
         await refuse(context, error)

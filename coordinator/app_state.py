@@ -65,10 +65,22 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class DropParts:
-    """The run needs these no more; None: any of its parts."""
+    """The run needs these no more (None: any), as far as ``holder`` held them (None: whoever did):
+    "" the owner, a worker that sent them, or the message whose reply they belong to."""
 
     run: int
     hashes: frozenset[str] | None
+    holder: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """What the worker sent belongs to the reply to ``message`` from now on."""
+
+    run: int
+    worker: str
+    message: str
+    hashes: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +90,7 @@ class Say:
     fields: dict[str, Any]
 
 
-Instruction = TellNode | TellOwner | Lend | GiveBack | DropParts | Say
+Instruction = TellNode | TellOwner | Lend | GiveBack | DropParts | HandOver | Say
 
 # ---------------------------------------------------------------- state
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from atoll.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 CHUNK_BYTES = 1 << 20
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -152,13 +152,16 @@ class BlobStore:
             while piece := file.read(CHUNK_BYTES):
                 yield piece
 
-    def delete(self, names: Collection[str]) -> int:
-        """Delete these blobs where they are here; returns the bytes freed."""
+    def delete(self, names: Collection[str], unless: Callable[[str], bool] = lambda name: False) -> int:
+        """Delete these blobs where they are here; returns the bytes freed.
+
+        ``unless(name)`` is asked while nobody writes: such a blob stays.
+        """
         freed = 0
         with self._lock:
             for name in names:
                 path = self.path(name)
-                if path.exists():
+                if path.exists() and not unless(name):
                     freed += path.stat().st_size
                     path.unlink()
             self._used -= freed

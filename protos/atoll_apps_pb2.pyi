@@ -340,11 +340,15 @@ Global___AppCancel: _TypeAlias = AppCancel  # noqa: Y015
 
 @_typing.final
 class AppForget(_message.Message):
+    """No later message needs these parts. message: they came with the reply to this one, which is taken in."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     run: _builtins.int
+    message: _builtins.str
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -352,10 +356,11 @@ class AppForget(_message.Message):
         *,
         run: _builtins.int = ...,
         hashes: _abc.Iterable[_builtins.str] | None = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "message", b"message", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,7 +51,7 @@ class Fleet:
                     self.busy.add(worker)
                 case state.GiveBack(worker, _, _):
                     self.busy.discard(worker)
-                case state.DropParts(_, hashes):
+                case state.DropParts(_, hashes, _):
                     self.dropped.append(hashes)
 
     def attend(self, *workers: str, held: tuple[int, ...] = ()) -> Fleet:

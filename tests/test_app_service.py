@@ -233,11 +233,30 @@ def test_parts_are_kept_for_every_run_that_has_them_and_no_longer(tmp_path: Path
     names = [hashlib.sha256(data).hexdigest() for data in (small, large)]
     for run in (1, 2):
         parts.take_small(run, names[0], small)
-        assert parts.write(run, names[1], 100, 0, large)
-    assert parts.drop(1, None) == ([], [])
+        assert parts.write(run, "w-0", names[1], 100, 0, large)
+    assert parts.drop(1, None, None) == ([], [])
     assert not parts.has(1, names[0])
     assert b"".join(parts.chunks(names[1], 90)) == b"l" * 10
-    assert parts.drop(2, [names[0], "f" * 64]) == ([names[0]], [])
-    assert parts.drop(2, None) == ([names[1]], [names[1]])
+    assert parts.drop(2, [names[0], "f" * 64], "") == ([names[0]], [])
+    assert parts.drop(2, None, None) == ([names[1]], [names[1]])
+    parts.delete([names[1]])
+    assert not parts.store.has(names[1])
     with pytest.raises(BadFrame, match="damaged"):
         parts.take_small(1, names[0], b"other")
+
+
+def test_what_two_nodes_answer_alike_stays_until_both_replies_are_taken(tmp_path: Path) -> None:
+    parts = PartStore(tmp_path / "parts", 1 << 30, 1 << 30)
+    data = b"the same"
+    name = hashlib.sha256(data).hexdigest()
+    assert parts.write(1, "w-0", name, 8, 0, data)
+    parts.hand_over(1, "w-0", "m0", [name])
+    assert parts.write(1, "w-1", name, 8, 0, data)
+    assert parts.drop(1, [name], "m0") == ([], [])
+    parts.hand_over(1, "w-1", "m1", [name])
+    gone, files = parts.drop(1, [name], "m1")
+    # It came once more before its file was removed.
+    assert parts.write(1, "w-2", name, 8, 0, data)
+    parts.delete(files)
+    assert gone == [name]
+    assert parts.store.has(name)

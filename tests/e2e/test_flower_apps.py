@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("flwr")
@@ -488,3 +491,47 @@ def test_a_run_goes_on_when_its_coordinator_is_killed_and_started_again(tmp_path
                     restart_coordinator(fleet)
     found = json.loads(out.read_text())
     assert [[r["m"]["seen"] for r in replies] for replies in found] == [[n, n] for n in (1, 2, 3, 4)]
+
+
+def test_ctrl_c_ends_the_command_its_serverapp_and_the_clientapps(fleet, tmp_path: Path) -> None:
+    app = write_app(tmp_path, "ctrlc", LONG_SERVER, LONG_CLIENT, "lr = 0.1\nhang = 60.0")
+    out = tmp_path / "out.json"
+    accept(fleet, app)
+    arguments = ["flower", "run", str(app), "--nodes", "2", "--json", "--state-dir", str(fleet.state)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coordinator.cli", *arguments, "--run-config", f'out="{out}"'],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    children = pids(out)
+    [server] = [child.pid for child in psutil.Process(process.pid).children()]
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    events = [json.loads(line)["event"] for line in stdout.splitlines()]
+    assert {"nodes", "started", "sent", "replies"} <= set(events)
+    assert not alive(server)
+    eventually(lambda: not any(alive(child) for child in children))
+    eventually(lambda: free(fleet))
+
+
+def test_a_worker_that_leaves_takes_its_clientapp_along_and_a_frozen_one_is_lost(tmp_path: Path) -> None:
+    app = write_app(tmp_path, "leaving", LONG_SERVER, LONG_CLIENT, "lr = 0.1\nhang = 60.0")
+    out = tmp_path / "out.json"
+    with LoopbackFleet(2, options=("--allow-apps",)) as fleet:
+        accept(fleet, app)
+        with command(fleet, app, 2, out=str(out)) as running:
+            for event in running.events():
+                if event["event"] == "sent" and event["kind"] == "query.hang":
+                    children = pids(out)
+                    fleet._processes[1].send_signal(signal.SIGINT)
+                    assert fleet._processes[1].wait(20) == 0
+                    assert not alive(children[0])
+                    fleet._processes[2].send_signal(signal.SIGSTOP)
+        fleet._processes[2].kill()
+    lost, after = json.loads(out.read_text())
+    assert [reply["error"] for reply in lost] == [5, 5]
+    assert "left" in lost[0]["reason"] or "stopped by SIGINT" in lost[0]["reason"]
+    assert "silent" in lost[1]["reason"]
+    assert after == []
