@@ -7,8 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from protos import atoll_control_pb2 as pb
-from worker import instructions
+from worker import instructions, optimings
 from worker.messages import OpsRequest
 from worker.workbench import Workbench
 
@@ -41,12 +43,15 @@ def bench_with(gauge: Gauge) -> tuple[Workbench, queue.SimpleQueue[Any], queue.S
     return bench, posted, said
 
 
-def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_between() -> None:
+def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(optimings, "time_ops", lambda *_: {})
     gauge = Gauge()
     bench, posted, said = bench_with(gauge)
     bench.tell_codecs()
     gauge.entered.get(timeout=20)
-    bench.do(instructions.TimeOps(7, OpsRequest((), None)))  # type: ignore[arg-type]
+    bench.do(instructions.TimeOps(7, OpsRequest(("op",), None)))  # type: ignore[arg-type]
     gauge.go_on.put(None)
     assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1"]
     gauge.entered.get(timeout=20)
@@ -67,3 +72,14 @@ def test_a_worker_that_leaves_does_not_wait_for_the_codecs_that_are_left() -> No
     assert bench.stop(20.0)
     assert gauge.waited == []
     assert not said.get_nowait().codec_speeds.speeds
+
+
+def test_the_way_to_the_coordinator_is_timed_without_waiting_for_what_computes() -> None:
+    gauge = Gauge()
+    bench, posted, _ = bench_with(gauge)
+    bench.tell_codecs()
+    gauge.entered.get(timeout=20)
+    bench.do(instructions.TimeOps(7, OpsRequest((), None)))  # type: ignore[arg-type]
+    assert posted.get_nowait().message.ops_probed.request == 7
+    gauge.go_on.put(None)
+    assert bench.stop(20.0)

@@ -120,6 +120,9 @@ class Workbench:
                 self._submit(lambda c: self._drop())
             case instructions.Interrupt(reason):
                 self.interrupt(reason)
+            case instructions.TimeOps(request, ops) if not ops.probes:
+                # The coordinator times the way here: nothing that computes may stand in it.
+                self._post(events.Probed(messages.ops_probed(request, {}, "")))
             case instructions.TimeOps(request, ops):
                 self._submit(lambda c: self._time_ops(request, ops))
             case instructions.TimeLink(request, peer, target):
