@@ -5,14 +5,15 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from protos import atoll_control_pb2 as pb
 from worker import instructions, optimings
 from worker.messages import OpsRequest
 from worker.workbench import Workbench
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class Gauge:
