@@ -7,16 +7,17 @@ expected seconds of a round (smoothed; the median of the others for a client not
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from atoll.compression import LOSSLESS, OFF
 from atoll.errors import StorageError
 from atoll.federated import BCRS, Federated, parse_uplink
+from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
 from coordinator.federation_state import Client, FederationState
-from strategies.bcrs import Uplink, bcrs
+from strategies.bcrs import Ratios, Uplink, bcrs
 from strategies.oort import OortState, Seen
 from strategies.selection import Candidate, Outcome, Selector
 from strategies.selectors import make_selector
@@ -89,16 +90,22 @@ def codecs(state: FederationState, names: tuple[str, ...]) -> tuple[dict[str, tu
     if wanted.mode != BCRS:
         ratio = wanted.ratio or 1.0
         return dict.fromkeys(names, (LOSSLESS if wanted.mode == LOSSLESS else wanted.mode, ratio)), ""
-    facts, base = codec(BCRS_CODEC), wanted.ratio or 1.0
-    dense = float(sum(meta.nbytes for meta in state.up))
-
-    def wire(ratio: float) -> float:
-        return sum(facts.payload_bytes(meta, ratio) for meta in state.up)
-
-    if not dense or not names:
+    base = wanted.ratio or 1.0
+    if not names or not any(meta.nbytes for meta in state.up):
         return dict.fromkeys(names, (BCRS_CODEC, base)), ""
-    found = bcrs({name: _uplink(state, name) for name in names}, dense, base, wire)
+    found = by_uplink(state.up, {name: _uplink(state, name) for name in names}, base)
     return {name: (BCRS_CODEC, found.ratios[name]) for name in names}, found.reason
+
+
+def update_bytes(up: Sequence[TensorMeta], ratio: float) -> float:
+    """Of one update under BCRS's codec, which leaves small tensors as they are."""
+    return sum(codec(BCRS_CODEC).payload_bytes(meta, ratio) for meta in up)
+
+
+def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: float) -> Ratios:
+    """BCRS's ratios for updates of the tensors ``up``, at least one, the slowest's being ``base``."""
+    dense = float(sum(meta.nbytes for meta in up))
+    return bcrs(uplinks, dense, base, lambda ratio: update_bytes(up, ratio))
 
 
 def _uplink(state: FederationState, name: str) -> Uplink:

@@ -1,0 +1,151 @@
+"""The comparison on unlike uplinks: its time model, its ratios, its table, and one small training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.opdag import TensorMeta
+from benchmarks import bandwidth_report as reporting
+from benchmarks import federated_bandwidth as bench
+from benchmarks.bandwidth_report import Line
+from benchmarks.federated_mnist import Setting
+from coordinator.selecting import by_uplink, update_bytes
+from lab.reader import read_scenario
+
+UP = [TensorMeta((200, 784), "float32"), TensorMeta((200,), "float32")]
+LINES = {"a": Line(1e6, 4e6, 0.02), "b": Line(2e6, 8e6, 0.01), "c": Line(20e6, 80e6, 0.03)}
+STEPS = {"a": 3, "b": 10, "c": 1}
+
+
+def test_a_round_is_download_steps_upload_and_two_latencies() -> None:
+    found = reporting.finish_s(LINES, STEPS, {"a": 125_000.0, "b": 250_000.0}, 500_000.0, 0.1)
+    assert found == pytest.approx({"a": 1.0 + 0.3 + 1.0 + 0.04, "b": 0.5 + 1.0 + 1.0 + 0.02})
+
+
+def test_bcrs_is_told_all_that_comes_before_the_upload() -> None:
+    uplink = LINES["a"].uplink(500_000.0, 0.3)
+    whole = reporting.finish_s(LINES, {"a": 3}, {"a": 125_000.0}, 500_000.0, 0.1)["a"]
+    assert uplink.finish_s(125_000.0) == pytest.approx(whole)
+
+
+def test_the_shipped_lines_are_those_that_the_promise_names() -> None:
+    known = reporting.lines(read_scenario("federated_homes"))
+    ups = sorted(line.up_bps for line in known.values())
+    assert len(ups) == 10
+    assert (ups[0], ups[-1]) == (1e6, 20e6)
+    assert all(line.down_bps == pytest.approx(4 * line.up_bps) for line in known.values())
+    assert all(0.015 <= line.latency_s <= 0.060 for line in known.values())
+
+
+def test_own_ratios_are_the_coordinators_and_the_slowest_has_the_base() -> None:
+    conditions = bench.Conditions(LINES, base=20.0, step_s=0.01)
+    found = bench.ratios_of(conditions, "own", STEPS, UP)
+    dense = sum(meta.nbytes for meta in UP)
+    uplinks = {name: line.uplink(dense, 0.01 * STEPS[name]) for name, line in LINES.items()}
+    assert found == dict(by_uplink(UP, uplinks, 20.0).ratios)
+    assert found["a"] == 20.0 > found["b"] > found["c"] >= 1.0
+    finish = [uplinks[name].finish_s(update_bytes(UP, found[name])) for name in ("a", "b")]
+    assert reporting.spread(finish) < 0.02
+
+
+def test_uniform_ratios_have_the_mean_the_bytes_or_the_base_of_those_by_uplink() -> None:
+    conditions = bench.Conditions(LINES, base=20.0)
+    own = bench.ratios_of(conditions, "own", STEPS, UP)
+    sent = [update_bytes(UP, ratio) for ratio in own.values()]
+    dense = sum(meta.nbytes for meta in UP)
+    mean = bench.ratios_of(conditions, "mean", STEPS, UP)
+    assert set(mean.values()) == {pytest.approx(sum(dense / s for s in sent) / 3)}
+    same = bench.ratios_of(conditions, "bytes", STEPS, UP)
+    assert 3 * update_bytes(UP, same["a"]) == pytest.approx(sum(sent), rel=0.01)
+    assert mean["a"] > same["a"]
+    assert set(bench.ratios_of(conditions, "base", STEPS, UP).values()) == {20.0}
+    assert bench.ratios_of(conditions, "", STEPS, UP) == {}
+
+
+@given(st.floats(1.0, 500.0))
+def test_the_ratio_for_some_bytes_gives_those_bytes(ratio: float) -> None:
+    assert reporting.ratio_for(lambda r: 1e6 / r, 1e6 / ratio) == pytest.approx(ratio, rel=1e-6)
+
+
+def run_of(variant: str, seed: int, accuracies: list[float], up: dict[str, int]) -> dict[str, Any]:
+    down = {"off": 500_000, "lossless": 400_000, "delta": 300_000}
+    curve = [{"accuracy": value, "loss": 1.0, "up": up, "down": down} for value in accuracies]
+    facts = {"steps": STEPS, "ratios": {}, "dense_bytes": 250_000, "full_bytes": 250_000, "key": "k"}
+    return {"variant": variant, "seed": seed, "curve": curve, **facts}
+
+
+DENSE_UP = dict.fromkeys(LINES, 250_000)
+FEW_UP = {"a": 25_000, "b": 50_000, "c": 250_000}
+
+
+def test_the_slowest_client_sets_a_rounds_time_and_who_sends_all_is_not_held_back() -> None:
+    found = reporting.timed(run_of("bcrs_opwa", 0, [0.5, 0.6], FEW_UP), LINES, 0.1, "delta")
+    a, b = 0.6 + 0.3 + 0.2 + 0.04, 0.3 + 1.0 + 0.2 + 0.02
+    c = 0.03 + 0.1 + 0.1 + 0.06
+    assert found["curve"][1]["lab_s"] == pytest.approx(2 * max(a, b))
+    assert found["curve"][1]["up"] == 2 * 325_000
+    assert found["curve"][1]["down"] == 2 * 3 * 300_000
+    assert found["spread"] == pytest.approx(max(a, b) / c - 1)
+    assert (found["held"], found["spread_held"]) == (2, pytest.approx(max(a, b) / min(a, b) - 1))
+    assert found["ratio"] == pytest.approx((10 + 5 + 1) / 3)
+
+
+def test_seconds_to_a_share_of_the_dense_runs_best_are_compared_by_seed() -> None:
+    runs = [
+        run_of("dense", 0, [0.2, 0.5, 0.8], DENSE_UP),
+        run_of("dense", 1, [0.9, 0.9, 0.9], DENSE_UP),
+        run_of("topk", 0, [0.1, 0.2, 0.3], FEW_UP),
+        run_of("topk", 1, [0.3, 0.85, 0.9], FEW_UP),
+        run_of("bcrs_opwa", 0, [0.2, 0.72, 0.8], FEW_UP),
+        run_of("bcrs_opwa", 1, [0.85, 0.9, 0.9], FEW_UP),
+    ]
+    found = reporting.report([reporting.timed(run, LINES, 0.1, "off") for run in runs], 0.9)
+    assert found["targets"] == {"0": 72.0, "1": 81.0}
+    rows = found["variants"]
+    assert rows["topk"]["rounds"] == {"0": None, "1": 2}
+    assert rows["topk"]["faster"] == {"0": None, "1": 2.0}
+    assert rows["topk"]["faster_mean"] is None, "one seed never got there, so no mean is claimed"
+    assert rows["bcrs_opwa"]["faster"] == {"0": 1.0, "1": 1.0}
+    dense, ours = rows["dense"]["lab_s"], rows["bcrs_opwa"]["lab_s"]
+    assert rows["dense"]["faster"]["0"] == pytest.approx(dense["0"] / ours["0"], rel=0.05)
+    json.dumps(found, allow_nan=False)
+    reporting.show(found)
+
+
+def test_a_table_without_dense_or_proposed_runs_claims_nothing() -> None:
+    alone = reporting.timed(run_of("topk", 0, [0.5], FEW_UP), LINES, 0.1, "off")
+    assert reporting.report([alone], 0.9)["variants"]["topk"]["faster_mean"] is None
+
+
+def test_another_line_is_another_key_and_a_childs_conditions_survive_the_way() -> None:
+    known = bench.Conditions(LINES)
+    proposed = bench.VARIANTS["bcrs_opwa"]
+    slower = bench.Conditions({**LINES, "a": Line(1e5, 4e6, 0.02)})
+    assert known.key(proposed) != slower.key(proposed)
+    assert known.key(proposed) != known.key(bench.VARIANTS["bcrs_ef"])
+
+
+def test_a_small_training_counts_the_files_that_would_travel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tests.test_federated_mnist import SMALL
+
+    monkeypatch.setattr("coordinator.packages.read", lambda name: {})
+    monkeypatch.setattr("coordinator.corpora.mnist", lambda files: SMALL)
+    setting = Setting(images=300, test_images=100, clients=3, chosen=3, beta=0.5, rounds=2, batch=16)
+    conditions = bench.Conditions(LINES, setting=setting)
+    dense = bench.train(conditions, bench.VARIANTS["dense"], 3)
+    ours = bench.train(conditions, bench.VARIANTS["bcrs_opwa"], 3)
+    assert dense["split"] == ours["split"]
+    assert dense["steps"] == ours["steps"]
+    assert set(dense["curve"][0]["up"].values()) == {4 * 199_210}
+    up = ours["curve"][1]["up"]
+    assert up["a"] < up["b"] < up["c"] <= ours["full_bytes"] * 1.02
+    down = ours["curve"][1]["down"]
+    assert down["delta"] < down["lossless"] < down["off"]
