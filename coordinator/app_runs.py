@@ -131,6 +131,10 @@ class AppRuns:
         """Parts that no later message refers to; with ``message``: of a reply that was taken in."""
         self._out.append(DropParts(run.run, hashes, message))
         if message:
+            worker = run.answered.pop(message, None)
+            if worker is not None:
+                # It keeps what it answered until then, should we be restarted.
+                self._tell(worker, pb.ToNode(forget=pb.AppForget(run=run.run, message=message)))
             return self._done()
         for place in run.nodes():
             self._tell(place.worker, pb.ToNode(forget=pb.AppForget(run=run.run, hashes=sorted(hashes))))
@@ -247,6 +251,8 @@ class AppRuns:
         else:
             came = frozenset(p.hash for p in reply.parts if p.size and not p.data) - sent
             self._out.append(HandOver(run.run, worker, reply.message, came))
+            if came:
+                run.answered[reply.message] = worker
             self._out.append(TellOwner(run.run, pb.ToApp(reply=reply)))
         return self._done()
 

@@ -119,6 +119,7 @@ class Run:
     config: dict[str, pb.AppValue] = field(default_factory=dict)
     owner_gone_s: float | None = None
     waiting: dict[str, str] = field(default_factory=dict)  # message under way -> worker
+    answered: dict[str, str] = field(default_factory=dict)  # reply with arrays not yet taken in -> worker
 
     def nodes(self) -> list[Place]:
         """Who takes part, by partition."""

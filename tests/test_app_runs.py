@@ -143,6 +143,16 @@ def test_a_task_goes_to_its_node_and_its_reply_back_once() -> None:
     assert fleet.dropped[-1] == frozenset({"2" * 64})
 
 
+def test_a_node_keeps_its_reply_until_the_owner_has_taken_it() -> None:
+    fleet = running()
+    fleet.task("m", "w-1")
+    fleet.reply("m", "w-1", "2" * 64)
+    assert fleet.kinds("w-1")[-1] == "task"
+    fleet.do(fleet.runs.forgotten(fleet.run, frozenset({"2" * 64}), "m"))
+    assert fleet.told["w-1"][-1].forget.message == "m"
+    assert fleet.kinds("w-0")[-1] == "start"
+
+
 def test_a_reply_whose_arrays_are_not_here_is_an_error() -> None:
     fleet = running()
     fleet.task("m", "w-1", "1" * 64)

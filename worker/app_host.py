@@ -144,7 +144,7 @@ class AppHost:
             case "cancel":
                 run.cancel(list(body.messages))
             case "forget":
-                run.forget(list(body.hashes))
+                run.forget(list(body.hashes), body.message)
             case "end":
                 with self._lock:
                     self._runs.pop(body.run, None)

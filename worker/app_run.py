@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 LOAD_WITHIN_S = 600.0  # importing an app and all it needs
+MAX_KEPT = 64  # replies that may have to be said again
 MAX_REASON_CHARS = 4000
 # Flower's error codes.
 APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
@@ -60,6 +61,18 @@ class _Task:
     cancel: Cancel = field(default_factory=Cancel)
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A reply that was said, and the files of its arrays."""
+
+    reply: pb.AppReply
+    files: dict[str, Path]
+
+    def remove(self) -> None:
+        for path in self.files.values():
+            path.unlink(missing_ok=True)
+
+
 class HostedRun:
     """A run that was offered to this worker; every public method returns at once."""
 
@@ -76,7 +89,7 @@ class HostedRun:
         self._outbox = around.store.root / "outbox" / f"{offer.run:x}.{secrets.token_hex(4)}"
         self._standing: pb.FromNode | None = None
         self._start: pb.AppStart | None = None
-        self._last: pb.AppReply | None = None
+        self._kept: dict[str, _Kept] = {}  # the newest replies, until the owner has their arrays
         self._thread = threading.Thread(target=self._work, name=f"atoll-app-{offer.run:x}", daemon=True)
         self._todo.put(self._prepare)
         self._thread.start()
@@ -108,10 +121,13 @@ class HostedRun:
             if entry is working:
                 self._break_off()
 
-    def forget(self, hashes: list[str]) -> None:
-        """These parts are needed no more."""
+    def forget(self, hashes: list[str], message: str) -> None:
+        """These parts are needed no more; ``message``: nor is what its reply holds."""
 
         def remove() -> None:
+            kept = self._kept.pop(message, None)
+            if kept is not None:
+                kept.remove()
             for name in hashes:
                 self._parts.cache.path(name).unlink(missing_ok=True)
 
@@ -273,15 +289,16 @@ class HostedRun:
     # ------------------------------------------------------------ one task
 
     def _serve(self, entry: _Task) -> None:
-        if self._last is not None and self._last.message == entry.task.message:
-            self._answered(entry, self._last)  # its reply was lost on the way
-            return
         with self._lock:
             if entry.cancel.is_set:
                 return
             self._working = entry
+        known = self._kept.get(entry.task.message)
         try:
-            reply = self._reply(entry)
+            if known is not None:
+                # Its reply was lost on the way, and its arrays may be.
+                self._parts.send(self.run, known.files, entry.cancel)
+            reply = known.reply if known is not None else self._reply(entry)
         except (Cancelled, Gone):
             # Nobody waits for the reply, but others for a process.
             self._todo.put(self._warm)
@@ -305,17 +322,26 @@ class HostedRun:
             part.data = b""
         reply = self._asked(entry)
         came = {part.hash for part in task.parts}
-        files = {
-            p.hash: self._outbox / p.hash for p in reply.parts if p.size and not p.data and p.hash not in came
-        }
+        kept = _Kept(reply, self._own_files(task.message, reply, came))
         try:
-            sent = parts.send(self.run, files, entry.cancel)
-        finally:
-            for path in files.values():
-                path.unlink(missing_ok=True)
+            sent = parts.send(self.run, kept.files, entry.cancel)
+        except BaseException:
+            kept.remove()
+            raise
+        self._kept[task.message] = kept
         reply.down_bytes = down
         reply.up_bytes = sent + len(reply.content) + sum(len(part.data) for part in reply.parts)
         return reply
+
+    def _own_files(self, message: str, reply: pb.AppReply, came: set[str]) -> dict[str, Path]:
+        """The reply's arrays under names of their own: two replies may hold the same one."""
+        found = {}
+        for part in reply.parts:
+            if part.size and not part.data and part.hash not in came and part.hash not in found:
+                path = self._outbox / f"{part.hash}.{message}"
+                (self._outbox / part.hash).replace(path)
+                found[part.hash] = path
+        return found
 
     def _asked(self, entry: _Task) -> pb.AppReply:
         """The ClientApp's answer; a process that dies or is too slow is replaced by a fresh one."""
@@ -353,7 +379,9 @@ class HostedRun:
     def _answered(self, entry: _Task, reply: pb.AppReply) -> None:
         with self._lock:
             self._tasks.pop(entry.task.message, None)
-        self._last = reply
+        self._kept.setdefault(entry.task.message, _Kept(reply, {}))
+        while len(self._kept) > MAX_KEPT:
+            self._kept.pop(next(iter(self._kept))).remove()
         self._around.say(pb.FromNode(reply=reply))
 
     # ------------------------------------------------------------ helpers
