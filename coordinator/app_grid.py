@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.serverapp import Grid
 
-from atoll.errors import AtollError, UsageError
+from atoll.errors import AtollError, BadFrame, ConnectionFailed, JobFailed, UsageError
 from coordinator.app_link import AppLink
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
@@ -30,6 +30,8 @@ from protos import flower_internals as flower
 RETURN_S = 15.0  # after the coordinator's restart its nodes have so long to come back
 KEPT_PUSHES = 2  # arrays of the last pushes stay: what is evaluated is often trained on next
 FETCHES = 4
+ATTEMPTS, RETRY_S = 6, 2.0  # of a transfer while the stream holds
+T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
 
 
@@ -112,6 +114,7 @@ class CoordinatorGrid(Grid):
             self._epoch += 1
             self._away = True
             self._there.clear()
+            self._changed.notify_all()
         timer = threading.Timer(RETURN_S, self._give_up, (self._epoch,))
         timer.daemon = True
         timer.start()
@@ -134,6 +137,8 @@ class CoordinatorGrid(Grid):
             work()
         except AtollError as error:
             self.fail(error)
+        except Exception as error:  # noqa: BLE001 - who waits for this message must not wait for ever
+            self.fail(JobFailed(f"a message could not be handled: {type(error).__name__}: {error}"))
 
     def _take(self, reply: pb.AppReply) -> None:
         with self._changed:
@@ -142,6 +147,8 @@ class CoordinatorGrid(Grid):
             self._taken(reply, ())
             return
         body = self._body(reply, sent)
+        if body is None:
+            return
         message_id = f"{reply.message}-reply"
         message = flower.reply_message(body, sent.metadata, message_id, reply.created_s or time.time())
         with self._changed:
@@ -161,7 +168,8 @@ class CoordinatorGrid(Grid):
         self._taken(reply, sent.parts)
         self._forget()
 
-    def _body(self, reply: pb.AppReply, sent: _Sent) -> RecordDict | Error:
+    def _body(self, reply: pb.AppReply, sent: _Sent) -> RecordDict | Error | None:
+        """What the reply says; None: the coordinator went away with its arrays, and it comes again."""
         if reply.error:
             return Error(int(reply.error), reply.reason)
         known = {part.hash: part.data for part in reply.parts if part.data or not part.size}
@@ -170,10 +178,19 @@ class CoordinatorGrid(Grid):
             for part in reply.parts
             if part.hash not in known and part.hash not in sent.parts
         }
-        known |= self.link.get(wanted)
         try:
+            for name, data in known.items():
+                if content.part_hash(data) != name:
+                    raise BadFrame(f"part {name[:12]} of the reply is not what its name says")
+            fetched = self._patiently(lambda: self.link.get(wanted))
+            if fetched is None:
+                return None
+            known |= fetched
             return content.decode(reply.content, lambda name, size: _part(name, size, known, sent.parts))
-        except AtollError as error:
+        except ConnectionFailed:
+            raise  # no fault of this node
+        except (AtollError, ValueError, TypeError, LookupError) as error:
+            # Whatever a node answers costs its own reply, never the run.
             return Error(flower.REPLY_UNAVAILABLE, str(error))
 
     # ------------------------------------------------------------ what Flower asks of a Grid
@@ -284,20 +301,43 @@ class CoordinatorGrid(Grid):
     def _post(self, sent: _Sent) -> None:
         """Say a message, after the large arrays that the coordinator lacks."""
         with self._changed:
-            sent.epoch = self._epoch
+            sent.epoch = epoch = self._epoch
             parts = content.inlined(sent.parts, self._there)
             large = {
                 p.hash: sent.parts[p.hash]
                 for p in parts
                 if p.size and not p.data and p.hash not in self._there
             }
-        self.link.put(large)
+        if self._patiently(lambda: self.link.put(large)) is None or epoch != self._epoch:
+            sent.epoch = -1
+            if not self._away:
+                self._post(sent)
+            return  # else it is said once the coordinator and its nodes are back
         left_s = sent.task.ttl_s - (time.monotonic() - sent.sent_s)
         task = pb.AppTask(left_s=max(0.0, left_s), parts=parts)
         task.MergeFrom(sent.task)
         with self._changed:
             self._there |= sent.parts.keys()
         self.link.say(pb.FromApp(task=task))
+
+    def _patiently(self, call: Callable[[], T]) -> T | None:
+        """The call's result; None when the coordinator was restarted meanwhile, so that it is void."""
+        epoch = self._epoch
+        for attempt in range(ATTEMPTS):
+            try:
+                return call()
+            except (ConnectionFailed, UsageError):
+                with self._changed:
+                    over = self._changed.wait_for(
+                        lambda: self._epoch != epoch or self._failure is not None, RETRY_S
+                    )
+                if self._failure is not None:
+                    raise self._failure from None
+                if over:
+                    return None
+                if attempt + 1 == ATTEMPTS:
+                    raise
+        return None
 
     def _sent_task(self, message: str) -> tuple[str, str]:
         with self._changed:

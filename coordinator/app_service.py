@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import structlog
 
 from atoll.errors import AtollError, BadFrame, UsageError
 from coordinator.app_desk import AppDesk, Queue, put
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 FIRST_WITHIN_S = 10.0
+
+log = structlog.get_logger()
 
 
 class OwnerApps(rpc.AppsServicer):
@@ -141,6 +144,9 @@ async def _served(read: Callable[[], Any], queue: Queue, context: Context) -> As
             failure.append(error)
             put(queue, None)
         except grpc.aio.AioRpcError:
+            put(queue, None)
+        except Exception:  # a stream that nobody reads any more must end, not wait for ever
+            log.exception("apps.stream_broke")
             put(queue, None)
 
     reader = asyncio.create_task(guarded())

@@ -1,0 +1,94 @@
+"""The Grid of one run: whatever a node answers costs its own reply, never the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from atoll.errors import BadFrame, ConnectionFailed
+from coordinator.app_grid import CoordinatorGrid
+from protos import atoll_apps_pb2 as pb
+from protos import flower_content as content
+from protos import flower_internals as flower
+
+
+class Link:
+    """What the Grid says, and an answer to what it asks for."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.said: list[pb.FromApp] = []
+        self._failure = failure
+
+    def say(self, message: pb.FromApp) -> None:
+        self.said.append(message)
+
+    def put(self, parts: Mapping[str, bytes]) -> int:
+        return 0
+
+    def get(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
+        if wanted and self._failure is not None:
+            raise self._failure
+        return {}
+
+
+def asked(link: Link) -> tuple[CoordinatorGrid, str]:
+    """A Grid whose one node owes a reply."""
+    flower.take_identity(5, flower.SERVER_NODE)
+    grid = CoordinatorGrid(5, None, lambda event, figures: None)
+    grid.use(link)  # type: ignore[arg-type]
+    grid.nodes_changed(pb.AppNodes(nodes=[pb.AppNode(node=9, name="n")], partitions=1))
+    records = RecordDict({"c": ConfigRecord({"a": 1})})
+    (name,) = grid.push_messages([Message(records, 9, "query")])
+    return grid, name
+
+
+def answered(link: Link, **reply: Any) -> Message:
+    grid, name = asked(link)
+    grid._take(pb.AppReply(message=name, **reply))
+    (found,) = grid.pull_messages([name])
+    assert grid._failure is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        ({"content": b"\xff\xff\xff"}, "no content"),
+        ({"parts": [pb.Part(hash="a" * 64, size=3, data=b"abc")]}, "not what its name says"),
+        ({"parts": [pb.Part(hash="b" * 64, size=3)]}, "was not expected"),
+        (
+            {
+                "content": pb.AppContent(
+                    records=[
+                        pb.AppRecord(
+                            name="m",
+                            kind=pb.APP_RECORD_METRICS,
+                            entries=[pb.AppEntry(key="k", value=pb.AppValue(text="no number"))],
+                        )
+                    ]
+                ).SerializeToString()
+            },
+            "m",
+        ),
+    ],
+)
+def test_a_reply_that_cannot_be_read_is_that_nodes_error(reply: dict[str, Any], why: str) -> None:
+    found = answered(Link(BadFrame("byte 0 of 4 was not expected")), **reply)
+    assert found.has_error()
+    assert why in (found.error.reason or "")
+
+
+def test_a_good_reply_is_read_and_a_lost_coordinator_is_not_the_nodes_fault() -> None:
+    good = content.encode(RecordDict({"c": ConfigRecord({"a": 2})}))
+    found = answered(Link(), content=good.content)
+    assert dict(found.content.config_records["c"]) == {"a": 2}
+    grid, name = asked(Link(ConnectionFailed("gone")))
+    reply = pb.AppReply(message=name, parts=[pb.Part(hash="b" * 64, size=3)])
+    grid._guarded(lambda: grid._take(reply))
+    assert isinstance(grid._failure, ConnectionFailed)
