@@ -277,7 +277,9 @@ class Federating:
             case fed.Close():
                 hooks.emit(do.CloseAggregator(job))
             case fed.Forget(blobs):
-                hooks.emit(do.DropBlobs(blobs))
+                # A client may name any blob as its update; what a job still needs is not its to delete.
+                if unneeded := tuple(blob for blob in blobs if blob not in self._in_flight()):
+                    hooks.emit(do.DropBlobs(unneeded))
             case fed.Without(at_round, worker, reason):
                 hooks.log(
                     Name.CLIENT_DROPPED, "warning", job=job, round=at_round, worker=worker, reason=reason
@@ -288,6 +290,18 @@ class Federating:
                 hooks.emit(do.Measured(job, step, name, value))
             case Dropped(why):
                 hooks.drop("client message", why, job)
+
+    def _in_flight(self) -> set[str]:
+        """Blobs that rounds under way rest on; those of closed rounds the ledger knows."""
+        found: set[str] = set()
+        for state in self.jobs.values():
+            if state.ended:
+                continue
+            found |= {state.state, *(update.update for update in state.updates.values())}
+            if state.model is not None:
+                model = state.model
+                found |= {model.full.hash, model.base, *([model.delta.hash] if model.delta else [])}
+        return found
 
     def _say_closed(self, state: FederationState, fact: RoundClosed) -> None:
         told = fact.participants

@@ -71,6 +71,7 @@ from coordinator.federation_state import (
 from coordinator.instructions import Model, RoundTaken
 from coordinator.job_state import ENDED, FEDERATING, Broken, Cancelled, Dropped, Phase, Record, Waits
 
+MAX_FIGURE = 1e100  # a loss or metric; times the most samples, summed over all clients, it stays finite
 MAX_FAILURES = 3  # of the aggregator, without a closed round in between
 STORAGE_RETRY_S = 5.0
 GATHER_S = 60.0  # at most, for clients that still load, once there are enough others
@@ -254,9 +255,17 @@ def _impossible(client: Client, update: UpdateReady) -> str | None:
         return f"trained on {update.n_samples} samples, it registered {client.n_samples}"
     if update.steps < 1:
         return f"{update.steps} local steps; at least one"
-    if not math.isfinite(update.square_loss):
+    if not 0.0 <= update.square_loss <= MAX_FIGURE:
         return f"a squared loss of {update.square_loss}"
+    large = [name for name, value in update.metrics.items() if math.isfinite(value) and _large(value)]
+    if large:
+        return f"metric {large[0][:64]!r} is {update.metrics[large[0]]:g}; at most {MAX_FIGURE:g}"
     return None
+
+
+def _large(value: float) -> bool:
+    """Whether a figure is none that a mean over samples could still hold, or is not finite."""
+    return not abs(value) <= MAX_FIGURE
 
 
 def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome:
@@ -319,8 +328,12 @@ def _client_evaluated(state: FederationState, event: Event, now_s: float) -> Out
     if report.round != state.round or worker not in state.asked:
         return state, [Dropped(f"evaluation of round {report.round} by {worker}, this is {state.round}")]
     client = state.clients[worker]
-    if not math.isfinite(report.loss) or not 1 <= report.n_samples <= client.n_samples:
+    if _large(report.loss) or not 1 <= report.n_samples <= client.n_samples:
         wrong = f"a loss of {report.loss} on {report.n_samples} of {client.n_samples} samples"
+        return _without(state, worker, wrong, now_s)
+    large = [name for name, value in report.metrics.items() if math.isfinite(value) and _large(value)]
+    if large:
+        wrong = f"metric {large[0][:64]!r} is {report.metrics[large[0]]:g}; at most {MAX_FIGURE:g}"
         return _without(state, worker, wrong, now_s)
     assert state.model is not None  # noqa: S101 - it was evaluated
     client = replace(client, loss=report.loss, metrics=report.metrics, model=state.model.full.hash)

@@ -120,7 +120,7 @@ def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
 
 def evaluation_points(prefix: str, found: Evaluation) -> list[Point]:
     """Metric points of an evaluation."""
-    values = {LOSS: found.loss, **found.metrics}
+    values = {LOSS: found.loss, **_others(found.metrics)}
     return [Point(found.round, f"{prefix}_{name}", value) for name, value in values.items()]
 
 
@@ -129,5 +129,10 @@ def client_points(at_round: int, told: Mapping[str, ClientEvaluated]) -> list[Po
     return [
         Point(at_round, f"client/{worker}/{name}", value)
         for worker in sorted(told)
-        for name, value in {LOSS: told[worker].loss, **told[worker].metrics}.items()
+        for name, value in {LOSS: told[worker].loss, **_others(told[worker].metrics)}.items()
     ]
+
+
+def _others(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A metric that a client calls ``loss`` must not stand in the loss's place."""
+    return {name: value for name, value in metrics.items() if name != LOSS}

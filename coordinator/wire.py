@@ -25,6 +25,7 @@ MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096
 MAX_CODECS = 100
 MAX_SECONDS = 30 * 86_400.0
+MAX_MOVED_BYTES = 1 << 44
 _PRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]")
 
 # ---------------------------------------------------------------- from a worker
@@ -157,9 +158,9 @@ def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:
         metrics=figures("metrics", m.metrics, LIMITS),
         square_loss=m.square_loss,
         train_s=_seconds("train_s", m.train_s),
-        upload_bytes=m.upload_bytes,
+        upload_bytes=_moved("upload_bytes", m.upload_bytes),
         upload_s=_seconds("upload_s", m.upload_s),
-        download_bytes=m.download_bytes,
+        download_bytes=_moved("download_bytes", m.download_bytes),
         download_s=_seconds("download_s", m.download_s),
     )
 
@@ -172,7 +173,7 @@ def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
         loss=m.loss,
         metrics=figures("metrics", m.metrics, LIMITS),
         took_s=_seconds("took_s", m.took_s),
-        download_bytes=m.download_bytes,
+        download_bytes=_moved("download_bytes", m.download_bytes),
         download_s=_seconds("download_s", m.download_s),
     )
 
@@ -180,6 +181,11 @@ def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
 def _client_failed(m: pb.ClientFailed) -> ev.ClientFailed:
     job = bounds.name("job", m.job, LIMITS)
     return ev.ClientFailed(job, m.round, clean(m.reason, MAX_REASON_CHARS), clean(m.during, 16))
+
+
+def _moved(what: str, value: int) -> int:
+    """Bytes of one round: a job's sums of them must go into the 64 bits that its owner is shown."""
+    return bounds.within(what, value, 0, MAX_MOVED_BYTES)
 
 
 def _seconds(what: str, value: float) -> float:

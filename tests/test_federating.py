@@ -354,7 +354,13 @@ def test_a_clients_words_are_bounded() -> None:
     found = message_from(pb.FromWorker(update_ready=ready))
     assert isinstance(found, ev.UpdateReady)
     assert (found.update, found.update_bytes, found.n_samples) == (HASH, 5, 3)
-    for change in ({"train_s": float("nan")}, {"upload_s": -1.0}, {"update": pb.BlobRef(hash="x")}):
+    for change in (
+        {"train_s": float("nan")},
+        {"upload_s": -1.0},
+        {"update": pb.BlobRef(hash="x")},
+        {"upload_bytes": 2**63},
+        {"download_bytes": 2**64 - 1},
+    ):
         wrong = pb.UpdateReady()
         wrong.CopyFrom(ready)
         wrong.MergeFrom(pb.UpdateReady(**change))  # type: ignore[arg-type]
@@ -363,6 +369,18 @@ def test_a_clients_words_are_bounded() -> None:
     many = pb.ClientEvaluated(job="j", metrics={f"m{n}": 1.0 for n in range(65)})
     with pytest.raises(BadFrame, match="65 entries"):
         message_from(pb.FromWorker(client_evaluated=many))
+
+
+def test_a_client_cannot_have_what_a_round_rests_on_deleted() -> None:
+    fleet = Fleet()
+    fleet.join("w-0", "w-1")
+    fleet.submit("job-1", spec())
+    fleet.loads("w-0", "w-1")
+    mine = f"{7:064x}"
+    for named in (MODEL.hash, mine):
+        fleet.says("w-0", ev.UpdateReady("job-1", 9, named, 10, 90, 3))
+    dropped = {blob for i in fleet.other if isinstance(i, do.DropBlobs) for blob in i.blobs}
+    assert dropped == {mine}
 
 
 def test_registered_data_bring_nothing_but_the_owners_own() -> None:

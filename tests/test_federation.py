@@ -202,6 +202,19 @@ def test_a_client_that_delivered_and_died_still_counts() -> None:
     assert sorted(world.facts(RoundClosed)[0].participants) == ["a", "b"]
 
 
+def test_an_impossible_evaluation_and_a_metric_called_loss_count_for_nothing() -> None:
+    world = World()
+    world.begin("a", "b", "c")
+    world.updates("a", "b", "c")
+    told = ev.ClientEvaluated("job-1", world.state.round, 10, 1.0, {"loss": 99.0, "accuracy": 0.5})
+    world.says("a", told)
+    world.evaluates("b", loss=-1e300)
+    world.says("c", ev.ClientEvaluated("job-1", world.state.round, 10, 1.0, {"accuracy": 1e300}))
+    assert world.points()["clients_loss"] == 1.0
+    assert world.points()["client/a/loss"] == 1.0
+    assert world.points()["clients_accuracy"] == 0.5
+
+
 def test_a_late_client_is_told_so_and_its_update_does_not_count() -> None:
     world = World()
     world.begin("a", "b")
@@ -221,6 +234,8 @@ def test_a_late_client_is_told_so_and_its_update_does_not_count() -> None:
         ({"n_samples": 0}, "trained on 0 samples"),
         ({"steps": 0}, "0 local steps"),
         ({"square_loss": float("nan")}, "squared loss of nan"),
+        ({"square_loss": -1.0}, "squared loss of -1"),
+        ({"metrics": {"loss": 1e308}}, "metric 'loss' is 1e+308"),
     ],
 )
 def test_impossible_figures_drop_the_client_with_the_reason(figures: dict[str, Any], why: str) -> None:
