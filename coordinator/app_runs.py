@@ -33,6 +33,7 @@ from protos import atoll_apps_pb2 as pb
 from protos.telemetry import Event as Name
 
 MAX_RUNS = 16
+MAX_NODES = 10_000  # of one run
 MAX_UNDER_WAY = 20_000  # tasks of one run without a reply
 OWNER_RETURNS_S = 5.0  # a run whose owner's stream broke waits so long for it
 HELD_S = 20.0  # a run that a worker still holds may be opened again by its owner, ours being restarted
@@ -82,6 +83,8 @@ class AppRuns:
 
         A run that goes on after our restart starts with those that are back; the others follow.
         """
+        if request.nodes > MAX_NODES:
+            raise UsageError(f"{request.nodes} nodes; a run has at most {MAX_NODES}")
         ready = self._startable(run)
         if run.partitions:
             self._tell_nodes(run)

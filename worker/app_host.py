@@ -6,6 +6,7 @@ accepted. Losing the coordinator stops nothing: runs go on and answer once it is
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -16,6 +17,7 @@ import structlog
 from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
+from protos import bounds
 from worker.app_parts import Parts
 from worker.app_run import Around, HostedRun
 from worker.app_store import AppStore
@@ -31,9 +33,11 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 MAX_RUNS = 16
+MAX_PARTS = 100_000  # that one message refers to
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 4.0
 _STOP_S = 0.5
+_MESSAGE = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class AppHost:
@@ -130,6 +134,7 @@ class AppHost:
         if kind is None:
             raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
         body: Any = getattr(message, kind)
+        _check_names(kind, body)
         if kind == "offer":
             self._offered(body)
             return
@@ -174,3 +179,15 @@ class AppHost:
     def _all(self) -> list[HostedRun]:
         with self._lock:
             return list(self._runs.values())
+
+
+def _check_names(kind: str, body: Any) -> None:
+    """BadFrame for names that are none: here they become names of files."""
+    if kind == "offer":
+        bounds.blob_hash("app", body.app.hash)
+    if kind in ("task", "forget"):
+        names = [part.hash for part in body.parts] if kind == "task" else list(body.hashes)
+        for name in bounds.count("parts", names, MAX_PARTS):
+            bounds.blob_hash("part", name)
+        if (kind == "task" or body.message) and not _MESSAGE.fullmatch(body.message):
+            raise BadFrame(f"a message's id {body.message[:80]!r}; up to 100 letters, digits, _ and -")

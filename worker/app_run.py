@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+MAX_LEFT_S = 30 * 86_400.0  # of a message's time to live
 LOAD_WITHIN_S = 600.0  # importing an app and all it needs
 MAX_KEPT = 64  # replies that may have to be said again
 MAX_REASON_CHARS = 4000
@@ -102,7 +103,7 @@ class HostedRun:
 
     def task(self, task: pb.AppTask) -> None:
         """A message for the ClientApp; one that is known already is not done twice."""
-        entry = _Task(task, self._around.epoch(), time.monotonic() + max(0.0, task.left_s))
+        entry = _Task(task, self._around.epoch(), time.monotonic() + max(0.0, min(task.left_s, MAX_LEFT_S)))
         with self._lock:
             known = self._tasks.get(task.message)
             if known is not None:
@@ -183,6 +184,8 @@ class HostedRun:
                     continue
                 except AtollError as error:
                     log.warning("app.failed", run=f"{self.run:x}", reason=str(error))
+                except Exception:  # the next message must find this thread alive
+                    log.exception("app.broke", run=f"{self.run:x}")
         finally:
             self._drop_process()
             self._parts.close()
@@ -195,7 +198,7 @@ class HostedRun:
             return
         try:
             self._fetch_code()
-        except AtollError as error:
+        except (AtollError, OSError) as error:
             self._refuse(pb.APP_REFUSAL_OTHER, str(error))
             return
         if not self._around.accepts(self._app.hash):
@@ -303,7 +306,7 @@ class HostedRun:
             # Nobody waits for the reply, but others for a process.
             self._todo.put(self._warm)
             return
-        except AtollError as error:
+        except (AtollError, OSError) as error:
             if entry.epoch != self._around.epoch():
                 return  # of a coordinator that is gone; it comes again
             reply = pb.AppReply(error=REPLY_UNAVAILABLE, reason=str(error))
@@ -373,8 +376,13 @@ class HostedRun:
     def _warm(self) -> str:
         """Have a living process; returns why there is none."""
         self._ended.check()
-        alive = self._process is not None and self._process.alive
-        return "" if alive else self._load()
+        if self._process is not None and self._process.alive:
+            return ""
+        prepared = self._standing is not None and self._standing.HasField("ready")
+        if not prepared or not self._around.accepts(self._app.hash):
+            # Whoever asks, and in whatever order: what the owner has not accepted does not run here.
+            return "this app is not accepted there, or could not be loaded"
+        return self._load()
 
     def _answered(self, entry: _Task, reply: pb.AppReply) -> None:
         with self._lock:

@@ -1,0 +1,162 @@
+"""A worker's apps against a coordinator that does not keep the rules: consent, names, odd figures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from atoll.errors import BadFrame
+from protos import atoll_apps_pb2 as pb
+from protos.app_bundle import Bundle, make_bundle
+from worker import app_run
+from worker.app_host import _check_names
+from worker.app_run import Around, HostedRun
+from worker.app_store import AppStore
+from worker.checkpoint import BlobCache
+from worker.config import WorkerConfig
+
+PROJECT = """
+[project]
+name = "app"
+version = "1"
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:client"
+"""
+
+
+class Parts:
+    """Everything is here already."""
+
+    def __init__(self, folder: Path, bundle: Bundle) -> None:
+        self.cache = BlobCache(folder, 1 << 30)
+        self.cache.path(bundle.hash).write_bytes(bundle.data)
+
+    def fetch(self, run: int, wanted: Mapping[str, int], cancel: Any) -> int:
+        return 0
+
+    def take(self, parts: Any) -> int:
+        return 0
+
+    def send(self, run: int, files: Mapping[str, Path], cancel: Any) -> int:
+        return 0
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Started(Exception):
+    """The app's code would run now."""
+
+
+class Site:
+    """One run on a worker whose owner accepted what the test says."""
+
+    def __init__(self, folder: Path) -> None:
+        source = folder / "source"
+        source.mkdir()
+        (source / "pyproject.toml").write_text(PROJECT)
+        (source / "app.py").write_text("client = print\n")
+        self.bundle = make_bundle(source)
+        self.store = AppStore(folder / "state")
+        self.said: list[pb.FromNode] = []
+        self._heard = threading.Condition()
+        config: Any = SimpleNamespace(state_dir=folder / "state", threads=0, node_config=())
+        around = Around(_config(config), self.store, self.store.is_accepted, self._say, lambda: 1)
+        app = pb.AppIdentity(hash=self.bundle.hash, size=len(self.bundle.data), client="app:client")
+        parts: Any = Parts(folder / "parts", self.bundle)
+        self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, around)
+
+    def _say(self, message: pb.FromNode) -> None:
+        with self._heard:
+            self.said.append(message)
+            self._heard.notify_all()
+
+    def until(self, wanted: Callable[[pb.FromNode], bool]) -> pb.FromNode:
+        with self._heard:
+            assert self._heard.wait_for(lambda: any(map(wanted, self.said)), 20.0)
+            return next(filter(wanted, self.said))
+
+
+def _config(config: Any) -> WorkerConfig:
+    return config  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[pb.ChildSetup]:
+    """Processes that would have run the app."""
+    found: list[pb.ChildSetup] = []
+
+    def never(setup: pb.ChildSetup, threads: int, said: Callable[[str], None]) -> None:
+        found.append(setup)
+        raise BadFrame("no process in this test")
+
+    monkeypatch.setattr(app_run, "AppProcess", never)
+    return found
+
+
+@pytest.fixture
+def site(tmp_path: Path, started: list[pb.ChildSetup]) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.run.end("the test is over")
+    made.run.join(20.0)
+
+
+def test_no_message_makes_a_worker_run_what_its_owner_did_not_accept(
+    site: Site, started: list[pb.ChildSetup]
+) -> None:
+    refused = site.until(lambda m: m.HasField("refused")).refused
+    assert refused.kind == pb.APP_REFUSAL_NOT_ACCEPTED
+    site.run.start(pb.AppStart(run=5, node=9))
+    site.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
+    reply = site.until(lambda m: m.HasField("reply")).reply
+    assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
+    assert "not accepted" in reply.reason
+    assert not started
+
+
+def test_a_task_without_end_and_a_failing_disk_leave_the_run_answering(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.until(lambda m: m.HasField("refused"))
+
+    def full(task: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(site.run._parts, "take", full)
+    site.run.task(pb.AppTask(run=5, message="full", left_s=float("inf")))
+    assert "No space" in site.until(lambda m: m.reply.message == "full").reply.reason
+    monkeypatch.undo()
+    site.run.task(pb.AppTask(run=5, message="next", left_s=float("nan")))
+    site.until(lambda m: m.reply.message == "next")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("offer", pb.AppOffer(app=pb.AppIdentity(hash="../../etc"))),
+        ("task", pb.AppTask(message="m", parts=[pb.Part(hash="/tmp/x", size=1)])),
+        ("task", pb.AppTask(message="../x")),
+        ("task", pb.AppTask(message="m" * 101)),
+        ("forget", pb.AppForget(hashes=["../" * 9 + "home/me/.ssh/id"])),
+        ("forget", pb.AppForget(message="a/b")),
+    ],
+)
+def test_names_that_would_lead_elsewhere_are_refused(kind: str, body: Any) -> None:
+    with pytest.raises(BadFrame):
+        _check_names(kind, body)
+
+
+def test_names_that_the_coordinator_uses_are_taken() -> None:
+    _check_names("offer", pb.AppOffer(app=pb.AppIdentity(hash="a" * 64)))
+    _check_names("task", pb.AppTask(message="0f" * 16, parts=[pb.Part(hash="a" * 64)]))
+    _check_names("forget", pb.AppForget(hashes=["a" * 64], message=""))
