@@ -282,7 +282,10 @@ def close_summed(
         for name, why in sorted(verdicts.items())
         if after.clients[name].present
     ]
-    todo.append(Forget(tuple(dict.fromkeys(u.update for u in state.updates.values()))))
+    used = [u.update for u in state.updates.values()]
+    if before.delta is not None:
+        used.append(before.delta.hash)  # led to the model that this round began with
+    todo.append(Forget(tuple(dict.fromkeys(used))))
     todo += round_points(state, fact)
     settled, more = evaluate(after, now_s)
     return settled, [*todo, *more]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from atoll.errors import BadFrame, StorageError, UsageError
+from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import Downlink
 from atoll.job import stepwise_groups
 from atoll.opdag import OpDag, StateMeta, TensorMeta
@@ -156,8 +156,10 @@ class ServerHalf:
         for client in sorted(offered):
             try:
                 yield self._judged(client, offered[client], at_round)
-            except (BadFrame, StorageError, UsageError) as error:
+            except AtollError as error:
                 dropped[client] = str(error)
+            except Exception as error:  # noqa: BLE001 - a decoder that trips costs one client, not the job
+                dropped[client] = f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
 
     def _judged(self, client: str, told: Offered, at_round: int) -> ClientUpdate:
         coding = Coding(told.codec, told.ratio, lossy_names(self.layout), self.rule_spec.error_feedback)

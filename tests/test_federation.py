@@ -215,6 +215,20 @@ def test_an_impossible_evaluation_and_a_metric_called_loss_count_for_nothing() -
     assert world.points()["clients_accuracy"] == 0.5
 
 
+def test_a_delta_goes_once_the_round_that_began_with_it_is_closed() -> None:
+    world = World(aggregator=False)
+    world.begin("a")
+    world.open()
+    for at_round in range(2):
+        world.updates("a")
+        made, delta = ev.Blob(name_of("state", at_round), 9), ev.Blob(name_of("delta", at_round), 5)
+        attempt = world.state.attempt
+        world.step(ev.Aggregated("job-1", at_round, attempt, made, world.model(at_round + 1), delta, {}))
+        world.evaluates("a")
+    gone = [blob for item in world.todo if isinstance(item, fed.Forget) for blob in item.blobs]
+    assert gone == [name_of("a", 0), name_of("a", 1), name_of("delta", 0)]
+
+
 def test_a_late_client_is_told_so_and_its_update_does_not_count() -> None:
     world = World()
     world.begin("a", "b")

@@ -190,6 +190,25 @@ def test_what_cannot_be_counted_is_dropped_with_the_reason(
         np.testing.assert_array_equal(half.state.weights[name], array)
 
 
+def test_a_decoder_that_trips_over_one_update_costs_only_that_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = server.half()
+    half.open("", 2)
+    good, bad = server.offer(half, 1), server.offer(half, 2)
+    judged = half._judged
+
+    def trips(client: str, told: Offered, at_round: int) -> ClientUpdate:
+        if client == "b":
+            raise IndexError("index 9 is out of bounds")
+        return judged(client, told, at_round)
+
+    monkeypatch.setattr(half, "_judged", trips)
+    found = summed(server, half, {"a": good, "b": bad})
+    assert found.state is not None
+    assert found.dropped == {"b": "cannot be read: IndexError: index 9 is out of bounds"}
+
+
 def test_too_few_good_updates_change_nothing(server: Server) -> None:
     half = server.half()
     half.open("", 2)
