@@ -90,7 +90,7 @@ def job() -> Job:
         ),
         federated=Federated(
             STRATEGY,
-            {"beta": 0.5} if STRATEGY == "fedavgm" else {},
+            {"beta": 0.7, "server_lr": 0.5} if STRATEGY == "fedavgm" else {},
             local_steps=LOCAL_STEPS,
             clients=CLIENTS,
             uplink=UPLINK,

@@ -45,7 +45,10 @@ SEED = 0
 
 CLASSES = 10
 MEAN, STD = 0.1307, 0.3081  # of MNIST's pixels; in the net, so that data owners need not know
-OPTIONS: dict[str, dict[str, float]] = {"fedavgm": {"beta": 0.7}, "feddyn": {"alpha": 0.1}}
+OPTIONS: dict[str, dict[str, float]] = {
+    "fedavgm": {"beta": 0.7, "server_lr": 0.5},
+    "feddyn": {"alpha": 0.1},
+}
 
 
 class Net(nn.Module):

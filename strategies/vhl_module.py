@@ -20,12 +20,14 @@ from strategies.virtual_data import VirtualSpec, fingerprint, virtual_set
 if TYPE_CHECKING:
     from strategies.layout import Array
 
-MEAN, STD = 0.5, 0.25  # virtual images are normalised with these, whatever the real ones are
-
 
 @dataclass(frozen=True, slots=True)
 class VhlLoss:
-    """Weights of the loss. ``pad``: pixels of the random crop of virtual images; 0 with no flip: none."""
+    """Weights of the loss. ``pad``: pixels of the random crop of virtual images; 0 with no flip: none.
+
+    ``mean``, ``std``: virtual images in [0, 1] are normalised with these, the paper's for photographs.
+    They must leave them about as large as real ones are to the net, since both share its first layers.
+    """
 
     virtual: float = 1.0  # alpha, of CE(virtual)
     match: float = 1.0  # lambda, of the term between real and virtual features
@@ -34,6 +36,15 @@ class VhlLoss:
     batch: int = 128
     pad: int = 4
     flip: bool = True
+    mean: float = 0.5
+    std: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not self.std > 0.0 or self.batch < 1 or self.pad < 0 or not self.temperature > 0.0:
+            raise UsageError(
+                f"vhl: std {self.std:g} > 0, batch {self.batch} >= 1, pad {self.pad} >= 0, "
+                f"temperature {self.temperature:g} > 0"
+            )
 
 
 class Vhl(nn.Module):
@@ -110,7 +121,7 @@ class Vhl(nn.Module):
         """A random batch, augmented and normalised: ([V, channels, height, width], [V])."""
         chosen = torch.randint(0, len(self.vhl_labels), (self.loss.batch,), device=self.vhl_labels.device)
         images = self.vhl_images[chosen].to(dtype) / 255.0
-        images = (images - MEAN) / STD
+        images = (images - self.loss.mean) / self.loss.std
         if self.loss.pad or self.loss.flip:
             images = shifted(images, self.loss.pad, self.loss.flip)
         return images, self.vhl_labels[chosen]

@@ -116,8 +116,9 @@ def test_a_torn_line_of_the_state_file_is_left_out_and_the_setting_is_part_of_th
 
 
 def test_rules_of_ones_own_join_the_table() -> None:
-    found = bench.variants(["avgm9=fedavgm:beta=0.9", "far=fedimpro:ramp_rounds=50"])
+    found = bench.variants(["avgm9=fedavgm:beta=0.9,lr=0.1", "far=fedimpro:ramp_rounds=50"])
     assert found["avgm9"].options == {"beta": 0.9}
+    assert found["avgm9"].lr == 0.1
     assert found["far"].wrap is bench.WRAPPERS["fedimpro"]
 
 

@@ -170,6 +170,16 @@ def test_vhl_is_captured_and_the_owners_weights_keep_their_names() -> None:
     assert module(**batch()).item() == plain.item()
 
 
+def test_virtual_images_are_normalised_as_the_loss_says() -> None:
+    torch.manual_seed(0)
+    plain, _ = Vhl(Net(), "head", SPEC, VhlLoss(pad=0, flip=False, mean=0.0, std=1.0))._virtual(torch.float32)
+    torch.manual_seed(0)
+    found, _ = Vhl(Net(), "head", SPEC, VhlLoss(pad=0, flip=False, mean=0.1, std=0.5))._virtual(torch.float32)
+    assert torch.allclose(found, (plain - 0.1) / 0.5)
+    with pytest.raises(UsageError, match="std 0 > 0"):
+        VhlLoss(std=0.0)
+
+
 def test_vhl_refuses_another_virtual_set_and_a_head_of_another_width() -> None:
     with pytest.raises(UsageError, match="SHA-256"):
         Vhl(Net(), "head", SPEC, sha256="0" * 64)
