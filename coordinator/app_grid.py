@@ -30,7 +30,7 @@ from protos import flower_internals as flower
 RETURN_S = 15.0  # after the coordinator's restart its nodes have so long to come back
 KEPT_PUSHES = 2  # arrays of the last pushes stay: what is evaluated is often trained on next
 FETCHES = 4
-ATTEMPTS, RETRY_S = 6, 2.0  # of a transfer while the stream holds
+ATTEMPTS, RETRY_S = 6, 3.0  # of a transfer, until its stream is known to be broken or not
 T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
 

@@ -84,7 +84,10 @@ def test_a_reply_that_cannot_be_read_is_that_nodes_error(reply: dict[str, Any], 
     assert why in (found.error.reason or "")
 
 
-def test_a_good_reply_is_read_and_a_lost_coordinator_is_not_the_nodes_fault() -> None:
+def test_a_good_reply_is_read_and_a_lost_coordinator_is_not_the_nodes_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coordinator.app_grid.RETRY_S", 0.001)
     good = content.encode(RecordDict({"c": ConfigRecord({"a": 2})}))
     found = answered(Link(), content=good.content)
     assert dict(found.content.config_records["c"]) == {"a": 2}
@@ -92,3 +95,56 @@ def test_a_good_reply_is_read_and_a_lost_coordinator_is_not_the_nodes_fault() ->
     reply = pb.AppReply(message=name, parts=[pb.Part(hash="b" * 64, size=3)])
     grid._guarded(lambda: grid._take(reply))
     assert isinstance(grid._failure, ConnectionFailed)
+
+
+class Restarted(Link):
+    """A coordinator that is restarted while arrays go up or come down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grid: CoordinatorGrid | None = None
+        self.away = False
+
+    def _fall(self) -> None:
+        if self.away and self.grid is not None:
+            self.away = False
+            self.grid.reopened()
+            raise ConnectionFailed("gone")
+
+    def put(self, parts: Mapping[str, bytes]) -> int:
+        self._fall()
+        return 0
+
+    def get(self, wanted: Mapping[str, int]) -> dict[str, bytes]:
+        self._fall()
+        return {}
+
+    def tasks(self) -> list[str]:
+        return [m.task.message for m in self.said if m.HasField("task")]
+
+
+NODE = pb.AppNodes(nodes=[pb.AppNode(node=9, name="n")], partitions=1)
+
+
+def test_a_reply_that_is_lost_with_its_coordinator_is_asked_for_again() -> None:
+    link = Restarted()
+    grid, name = asked(link)
+    link.grid, link.away = grid, True
+    reply = pb.AppReply(message=name, parts=[pb.Part(hash="b" * 64, size=3)])
+    grid._guarded(lambda: grid._take(reply))
+    assert grid._failure is None
+    assert list(grid.pull_messages([name])) == []
+    grid.nodes_changed(NODE)
+    grid._pool.shutdown(wait=True)
+    assert link.tasks() == [name, name]
+
+
+def test_a_message_that_does_not_get_through_is_said_when_its_node_is_back() -> None:
+    link = Restarted()
+    grid, first = asked(link)
+    link.grid, link.away = grid, True
+    (second,) = grid.push_messages([Message(RecordDict({"c": ConfigRecord({"a": 2})}), 9, "query")])
+    assert link.tasks() == [first]
+    grid.nodes_changed(NODE)
+    grid._pool.shutdown(wait=True)
+    assert sorted(link.tasks()) == sorted([first, first, second])

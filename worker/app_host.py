@@ -109,6 +109,7 @@ class AppHost:
         """The stream's thread: try again after a pause, as long as the worker lives."""
         with self._lock:
             self._stream = None
+            self._epoch += 1
             self._failures += 1
             pause_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(self._failures - 1, 16))
         if self._stopping.wait(pause_s):

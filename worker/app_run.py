@@ -126,9 +126,7 @@ class HostedRun:
         """These parts are needed no more; ``message``: nor is what its reply holds."""
 
         def remove() -> None:
-            kept = self._kept.pop(message, None)
-            if kept is not None:
-                kept.remove()
+            self._drop_kept(message)
             for name in hashes:
                 self._parts.cache.path(name).unlink(missing_ok=True)
 
@@ -304,11 +302,13 @@ class HostedRun:
             reply = known.reply if known is not None else self._reply(entry)
         except (Cancelled, Gone):
             # Nobody waits for the reply, but others for a process.
+            self._drop_kept(entry.task.message)
             self._todo.put(self._warm)
             return
         except (AtollError, OSError) as error:
             if entry.epoch != self._around.epoch():
                 return  # of a coordinator that is gone; it comes again
+            self._drop_kept(entry.task.message)
             reply = pb.AppReply(error=REPLY_UNAVAILABLE, reason=str(error))
         finally:
             with self._lock:
@@ -325,16 +325,17 @@ class HostedRun:
             part.data = b""
         reply = self._asked(entry)
         came = {part.hash for part in task.parts}
-        kept = _Kept(reply, self._own_files(task.message, reply, came))
-        try:
-            sent = parts.send(self.run, kept.files, entry.cancel)
-        except BaseException:
-            kept.remove()
-            raise
-        self._kept[task.message] = kept
+        # Before it is sent: what the app did must not be done twice should the way be broken.
+        kept = self._kept[task.message] = _Kept(reply, self._own_files(task.message, reply, came))
+        sent = parts.send(self.run, kept.files, entry.cancel)
         reply.down_bytes = down
         reply.up_bytes = sent + len(reply.content) + sum(len(part.data) for part in reply.parts)
         return reply
+
+    def _drop_kept(self, message: str) -> None:
+        kept = self._kept.pop(message, None)
+        if kept is not None:
+            kept.remove()
 
     def _own_files(self, message: str, reply: pb.AppReply, came: set[str]) -> dict[str, Path]:
         """The reply's arrays under names of their own: two replies may hold the same one."""
