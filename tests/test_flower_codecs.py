@@ -192,6 +192,22 @@ def test_a_reply_with_a_bad_packet_is_left_out_with_the_reason(
     assert reason in warned
 
 
+def test_a_decoder_that_trips_costs_the_round_one_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, replies = packets("topk:8")
+    codec = type(strategy._coding("topk:8").codec)
+    decompress, calls = codec.decompress, []
+
+    def trips(self: Any, packet: Any) -> Any:
+        calls.append(packet)
+        if len(calls) == 1:
+            raise RuntimeError("index out of range")
+        return decompress(self, packet)
+
+    monkeypatch.setattr(codec, "decompress", trips)
+    arrays, _ = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+
+
 def test_a_codec_that_was_not_asked_for_is_refused() -> None:
     strategy, replies = packets("topk:8")
     strategy.codec = "lossless"
