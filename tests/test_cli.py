@@ -372,7 +372,7 @@ def test_ctrl_c_ends_a_watch_with_130_and_no_traceback(script: Script, server: F
     assert watching.stdout is not None
     assert "running" in watching.stdout.readline()
     watching.send_signal(signal.SIGINT)
-    _, shown = watching.communicate(timeout=10)
+    _, shown = watching.communicate(timeout=60)
     assert watching.returncode == 130
     assert "Traceback" not in shown
 
