@@ -553,7 +553,7 @@ class TestNamespaces:
         router = os.pidfd_open(lab.state.router_pid)
         assert processes(lab.state)
         owner.send_signal(number)
-        owner.wait(10)
+        owner.wait(60)
         owner.stdout.close()
         wait_for_end(router)
         assert_gone(lab)
