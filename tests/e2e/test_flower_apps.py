@@ -542,6 +542,7 @@ def test_a_worker_that_leaves_takes_its_clientapp_along_and_a_frozen_one_is_lost
         fleet._processes[2].kill()
     lost, after = json.loads(out.read_text())
     assert [reply["error"] for reply in lost] == [5, 5]
-    assert "left" in lost[0]["reason"] or "stopped by SIGINT" in lost[0]["reason"]
-    assert "silent" in lost[1]["reason"]
+    # A busy machine may lose them before their message has reached the coordinator.
+    for words, reply in zip((["left", "SIGINT"], ["silent"]), lost, strict=True):
+        assert any(word in reply["reason"] for word in [*words, "does not take part"])
     assert after == []
