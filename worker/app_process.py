@@ -18,7 +18,9 @@ from protos.app_pipe import Pipe
 
 TAIL_LINES = 40
 MAX_LINE_BYTES = 4000
-_HIDDEN = ("ATOLL_TOKEN",)  # what the app must not see
+# All that an app sees of the environment: no credentials of clouds, agents or proxies, whatever their names.
+_SHOWN = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV")
+_SHOWN_TOO = ("CUDA_", "LC_", "NVIDIA_", "FLWR_")
 
 
 class AppProcess:
@@ -78,7 +80,9 @@ class AppProcess:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+    kept = {
+        name: value for name, value in os.environ.items() if name in _SHOWN or name.startswith(_SHOWN_TOO)
+    }
     root = str(Path(__file__).resolve().parent.parent)
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
     if threads:
