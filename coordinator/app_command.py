@@ -24,6 +24,7 @@ from coordinator.endpoint import Endpoint
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos.app_bundle import Bundle, ConfigValue
+from protos.app_guard import Guarded
 
 LEAVE_WITHIN_S = 1.4  # from Ctrl+C to the end of the ServerApp's process
 MAX_LINE_CHARS = 1 << 20
@@ -52,14 +53,13 @@ class AppCommand:
         ours, theirs = socket.socketpair()
         self._socket = ours
         with theirs:
-            self._process = subprocess.Popen(
+            self._guarded = Guarded(
                 [sys.executable, "-P", "-m", "coordinator.app_server", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+                [theirs.fileno()],
+                _environment(wish.show_log),
                 stdout=output,
-                pass_fds=[theirs.fileno()],
-                env=_environment(wish.show_log),
-                start_new_session=True,  # Ctrl+C is for the command, which ends the run in order
             )
+            self._process = self._guarded.process
         self._lines = ours.makefile("r", encoding="utf-8")
         setup = json.dumps(self._setup(wish)) + "\n"
         with contextlib.suppress(OSError):  # one that died at once is seen by its silence
@@ -116,9 +116,7 @@ class AppCommand:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(LEAVE_WITHIN_S)
         orderly = self._process.poll() is not None and self._process.returncode >= 0
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # and what it may have started
-        self._process.wait()
+        self._guarded.end()  # and what it may have started
         self._lines.close()
         self._socket.close()
         if not orderly:

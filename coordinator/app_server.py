@@ -29,7 +29,6 @@ from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
 from protos.app_bundle import make_bundle
-from protos.app_pipe import die_with_parent
 from protos.credentials import JoinToken
 
 MAX_TRACE_CHARS = 4000
@@ -209,7 +208,6 @@ def _words(failure: BaseException) -> str:
 
 def main() -> None:
     """Entry: the socket's descriptor is the only argument."""
-    die_with_parent()
     parent = Parent(socket.socket(fileno=int(sys.argv[1])))
     hosts: list[Host] = []
 

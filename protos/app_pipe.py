@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import signal
 import socket
 import struct
-import sys
 import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from atoll.errors import BadFrame
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from google.protobuf.message import Message
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct("!I")
-_PR_SET_PDEATHSIG = 1
 M = TypeVar("M", bound="Message")
 
 
@@ -86,12 +79,3 @@ class Pipe:
 def pipe_from(descriptor: int) -> Pipe:
     """The child's end, by the number it was given."""
     return Pipe(socket.socket(fileno=descriptor))
-
-
-def die_with_parent(lost: Callable[[], None] | None = None) -> None:
-    """Have the kernel kill this process when its parent is gone, however it went (Linux)."""
-    parent = os.getppid()
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or parent == 1:
-        (lost or (lambda: os._exit(1)))()

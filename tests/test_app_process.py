@@ -1,13 +1,18 @@
-"""What an app's child gets of its worker."""
+"""What an app's child gets of its worker, and that nothing it starts outlives it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import pytest
+
+from protos.app_guard import Guarded
 from worker.app_process import _environment
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def test_an_app_sees_no_credentials_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +23,89 @@ def test_an_app_sees_no_credentials_of_its_worker(monkeypatch: pytest.MonkeyPatc
     found = _environment(2)
     assert "secret" not in found.values()
     assert (found["PATH"], found["CUDA_VISIBLE_DEVICES"]) == ("/bin", "1")
+
+
+SPAWNING = """
+import os, sys, time
+heard, tell = os.pipe()
+
+def said(name):
+    os.write(1, f"{{name}} {{os.getpid()}}\\n".encode())
+    os.write(tell, b".")
+
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        said("far")
+        time.sleep(600)
+    os._exit(0)
+if os.fork() == 0:
+    said("near")
+    time.sleep(600)
+said("app")
+for _ in range(3):
+    os.read(heard, 1)
+{then}
+"""
+
+
+def guarded(then: str) -> tuple[Guarded, dict[str, int]]:
+    """A process that started a child and one that left its session and its parent, by name."""
+    made = Guarded(
+        [sys.executable, "-c", SPAWNING.format(then=then)], [], dict(os.environ), stdout=subprocess.PIPE
+    )
+    output = made.process.stdout
+    assert output is not None
+    with output:
+        found = dict(output.readline().split() for _ in range(3))
+    return made, {name.decode(): int(number) for name, number in found.items()}
+
+
+def gone(processes: dict[str, int]) -> bool:
+    def lives(process: int) -> bool:
+        try:
+            return "zombie" not in Path(f"/proc/{process}/status").read_text()
+        except OSError:
+            return False
+
+    for _ in range(1000):
+        if not any(map(lives, processes.values())):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_all_that_an_app_started_ends_with_it_wherever_it_went() -> None:
+    made, processes = guarded("time.sleep(600)")
+    assert made.process.poll() is None
+    made.end()
+    made.end()
+    assert gone(processes)
+    assert made.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("then", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 11)", -11), ("os.abort()", -6)]
+)
+def test_what_an_app_leaves_behind_ends_and_its_guard_ends_as_the_app_did(then: str, code: int) -> None:
+    made, processes = guarded(then)
+    assert made.process.wait(60) == code
+    assert gone(processes)
+    made.end()
+
+
+def test_an_app_whose_guard_is_killed_dies_and_the_rest_when_it_is_ended() -> None:
+    made, processes = guarded("time.sleep(600)")
+    far = processes.pop("far")  # it has left the session, and with its guard it lost its keeper
+    made.process.kill()
+    made.process.wait()
+    assert gone({"app": processes["app"]})
+    made.end()
+    assert gone(processes)
+    os.kill(far, signal.SIGKILL)
+
+
+def test_a_command_that_is_not_there_is_an_end_like_any_other() -> None:
+    made = Guarded(["/nonexistent/python"], [], {})
+    assert made.process.wait(60) == 127
+    made.end()

@@ -2,7 +2,7 @@
 
 It imports the app once, keeps its Context, and answers one task after another over a pipe to the
 worker's daemon. Arrays come and go as files named by their hash; Context.state is on the disk
-before the reply is said. It has no connection of its own and dies with the daemon.
+before the reply is said. It has no connection of its own and dies with the daemon (protos/app_guard.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
-from protos.app_pipe import Gone, Pipe, die_with_parent, pipe_from
+from protos.app_pipe import Gone, Pipe, pipe_from
 
 MAX_REASON_CHARS = 4000
 STATE_FILE = "state"
@@ -171,7 +171,6 @@ def _words(failure: BaseException) -> str:
 
 def main() -> None:
     """Entry: the pipe's descriptor is the only argument."""
-    die_with_parent()
     pipe = pipe_from(int(sys.argv[1]))
     with contextlib.suppress(Gone):
         child = Child(pipe, pipe.receive(pb.ToChild()).setup)

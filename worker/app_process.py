@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from protos import atoll_apps_pb2 as pb
+from protos.app_guard import Guarded
 from protos.app_pipe import Pipe
 
 TAIL_LINES = 40
@@ -24,21 +24,20 @@ _SHOWN_TOO = ("CUDA_", "LC_", "NVIDIA_", "FLWR_")
 
 
 class AppProcess:
-    """A child that runs one ClientApp; it and all it started die together."""
+    """A child that runs one ClientApp, under a guard: it and all it started die together, and with us."""
 
     def __init__(self, setup: pb.ChildSetup, threads: int, said: Callable[[str], None]) -> None:
         """``said`` is told every line that the app prints."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
+            self._guarded = Guarded(
                 [sys.executable, "-P", "-m", "worker.app_child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
+                [theirs.fileno()],
+                _environment(threads),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=_environment(threads),
-                start_new_session=True,
             )
+            self._process = self._guarded.process
         self.pipe = Pipe(ours)
         self._said = said
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -47,18 +46,12 @@ class AppProcess:
         self.pipe.send(pb.ToChild(setup=setup))
 
     @property
-    def process(self) -> int:
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it and its own children at once; safe from any thread and more than once."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        """End it and all it started at once; safe from any thread and more than once."""
+        self._guarded.end()
         self.pipe.close()
 
     def last_words(self) -> str:

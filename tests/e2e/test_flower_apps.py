@@ -460,6 +460,49 @@ def test_a_worker_killed_in_mid_message_gives_an_error_reply_and_leaves_no_orpha
     assert [reply["c"]["partition-id"] for reply in after] == [0]
 
 
+SPAWNER = """
+import subprocess
+import sys
+
+app = ClientApp()
+
+
+@app.query("spawn")
+def spawn(message, context):
+    # One in the app's own session, one in its own, both without a tie to us.
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    made = [subprocess.Popen(command, start_new_session=apart) for apart in (False, True)]
+    pids = {"app": os.getpid(), "near": made[0].pid, "apart": made[1].pid}
+    return Message(RecordDict({"m": MetricRecord(pids)}), reply_to=message)
+
+
+@app.query("hang")
+def hang(message, context):
+    time.sleep(600)
+"""
+
+
+def test_no_process_of_an_app_outlives_a_worker_that_is_killed(tmp_path: Path) -> None:
+    server = """
+    def run(grid, context):
+        [started] = said(ask(grid, "query.spawn"))
+        with open(context.run_config["out"] + ".pids", "w") as file:
+            json.dump([int(pid) for pid in started["m"].values()], file)
+        return said(ask(grid, "query.hang", timeout=30))
+    """
+    app, out = write_app(tmp_path, "spawner", server, SPAWNER), tmp_path / "out.json"
+    with LoopbackFleet(1, options=("--allow-apps",)) as fleet:
+        accept(fleet, app)
+        with command(fleet, app, 1, out=str(out)) as running:
+            for event in running.events():
+                if event["event"] == "sent" and event["kind"] == "query.hang":
+                    processes = pids(out)
+                    assert all(map(alive, processes))
+                    fleet._processes[1].kill()
+        eventually(lambda: not any(map(alive, processes)), 20.0)
+    assert [reply["error"] for reply in json.loads(out.read_text())] == [5]
+
+
 def test_context_state_survives_a_killed_clientapp(fleet, tmp_path: Path) -> None:
     server = """
     def run(grid, context):

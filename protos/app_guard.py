@@ -1,0 +1,188 @@
+"""A small process between ours and an app's, so that nothing an app starts outlives ours.
+
+The app's process may be killed by the kernel when its parent dies, but not what it started. The guard
+adopts every orphan among its descendants (PR_SET_CHILD_SUBREAPER), so that leaving the group or the
+session, or a double fork, leads nowhere: when the app's process ends, or the pipe that our process
+holds closes, by a kill -9 too, it kills them all and ends as the app's process ended. Elsewhere than
+on Linux it kills the app's process group.
+
+This file is also the guard's program: run alone (python -I -S), it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+END_WITHIN_S = 5.0  # a guard that has not ended everything by then is helped
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.001, 0.5
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Guarded:
+    """A command under a guard; ``process`` is the guard, and ends as the command does."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        given: Sequence[int],
+        environment: Mapping[str, str],
+        *,
+        stdout: IO[Any] | int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        """``given``: descriptors that the command inherits."""
+        there, self._life = os.pipe()
+        self._lock = threading.Lock()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(there), ",".join(map(str, given)), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[there, *given],
+                env=environment,
+                start_new_session=True,  # Ctrl+C is for us, who end the app in order
+            )
+        except BaseException:
+            os.close(self._life)
+            raise
+        finally:
+            os.close(there)
+
+    def end(self) -> None:
+        """End the command and all it started; returns when they are gone. Any thread, any number of times."""
+        with self._lock:
+            if self._life < 0:
+                return  # the guard's number may be another's by now
+            os.close(self._life)
+            try:
+                self.process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                _kill(family(self.process.pid))
+                self.process.kill()
+                self.process.wait()
+            # A guard that was itself killed may leave some of its session.
+            _kill(family(self.process.pid))
+            self._life = -1
+
+
+def family(root: int) -> set[int]:
+    """Processes whose ancestor is ``root``, or that are in its session still; without ``root`` itself."""
+    parents: dict[int, tuple[int, int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1]), int(fields[3])
+    found = {root}
+    while more := {p for p, above in parents.items() if found.intersection(above) and p not in found}:
+        found |= more
+    return found - {root}
+
+
+def _kill(processes: set[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- the guard's program
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _started(command: list[str], given: list[int], ours: list[int]) -> int:
+    """The app's process: a group of its own, and dead when the guard is, however that went."""
+    guard = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setpgid(0, 0)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and that is inherited
+        for descriptor in ours:
+            os.close(descriptor)
+        for descriptor in given:
+            os.set_inheritable(descriptor, True)
+        if os.getppid() == guard:
+            os.execv(command[0], command)  # noqa: S606 - no shell is what is wanted
+    finally:
+        os._exit(127)
+
+
+def _wait(child: int, life: int, awake: int) -> int | None:
+    """Return the app's status once it has ended, None when it is to end."""
+    while True:
+        ready, _, _ = select.select([life, awake], [], [])
+        if life in ready:
+            return None
+        if {int(number) for number in os.read(awake, 4096)}.intersection(_ENDING):
+            return None
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] == child:
+                    return found[1]
+
+
+def _end_all(child: int, status: int | None) -> int:
+    """Kill until no descendant is left: who has no child has none, for orphans become ours."""
+    pause_s = _PAUSE_FIRST_S
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            if sys.platform.startswith("linux"):
+                _kill(family(os.getpid()))
+            else:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child, signal.SIGKILL)
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                status = found[1] if found[0] == child else status
+            time.sleep(pause_s)
+            pause_s = min(_PAUSE_MOST_S, 2 * pause_s)
+    return signal.SIGKILL if status is None else status
+
+
+def _end_as(status: int) -> None:
+    """End by the same signal or with the same code."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def main() -> None:
+    """Entry: the pipe's descriptor, those of the app, the app's command."""
+    life, given, command = int(sys.argv[1]), [int(d) for d in sys.argv[2].split(",") if d], sys.argv[3:]
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    awake, waking = os.pipe()
+    os.set_blocking(waking, False)
+    for number in (*_ENDING, signal.SIGCHLD):
+        signal.signal(number, lambda number, frame: None)
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    child = _started(command, given, [life, awake, waking])
+    for descriptor in given:
+        os.close(descriptor)
+    _end_as(_end_all(child, _wait(child, life, awake)))
+
+
+if __name__ == "__main__":
+    main()
