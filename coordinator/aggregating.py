@@ -4,18 +4,22 @@ A message is a length (u32, little-endian) and that many bytes of JSON, at most 
 arrays are files of the blob store, named by their hashes. It knows no network. What it writes lies in
 the store's folder of partial blobs until the coordinator takes it in. It ends when its input does.
 torch is loaded here, never in the coordinator's own process.
+
+Before its reply it says ``{"at": ...}`` of each piece of work that it begins: the client whose update
+it takes, "" for anything else. So the coordinator knows what it died of, and that it still lives.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import struct
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 MAX_MESSAGE_BYTES = 64 << 20
 LENGTH = struct.Struct("<I")
 OPEN, AGGREGATE, EVALUATE = "open", "aggregate", "evaluate"
+AT = "at"
+OOM_SCORE = 500  # of 1000: short of memory, the system shall end this process before the coordinator's
 
 
 def frame(message: Mapping[str, Any]) -> bytes:
@@ -60,7 +66,9 @@ def parsed(body: bytes) -> dict[str, Any]:
 class Aggregating:
     """One job's server half, and its central evaluation once that is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], None] = lambda client: None) -> None:
+        """``begins(client)`` is called before each piece of work."""
+        self._begins = begins
         self._half: ServerHalf | None = None
         self._central: CentralEvaluation | None = None
 
@@ -107,7 +115,11 @@ class Aggregating:
 
         offered = {client: Offered(**told) for client, told in message["updates"].items()}
         found = self._opened.aggregate(
-            int(message["round"]), offered, int(message["n_clients"]), int(message["least"])
+            int(message["round"]),
+            offered,
+            int(message["n_clients"]),
+            int(message["least"]),
+            self._begins,
         )
         return {
             "state": _written(found.state),
@@ -122,7 +134,7 @@ class Aggregating:
         half = self._opened
         if self._central is None:
             self._central = CentralEvaluation(half.spec, half.graphs.evaluation, half._blobs)
-        found = self._central.run(half.weights())
+        found = self._central.run(half.weights(), lambda: self._begins(""))
         return {"loss": found.loss, "metrics": dict(found.metrics), "n_samples": found.n_samples}
 
     @property
@@ -140,15 +152,21 @@ def _written(file: Written | None) -> dict[str, Any] | None:
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer messages until the input ends."""
-    aggregating = Aggregating()
+
+    def say(message: Mapping[str, Any]) -> None:
+        replies.write(frame(message))
+        replies.flush()
+
+    aggregating = Aggregating(lambda client: say({AT: client}))
     while len(head := requests.read(LENGTH.size)) == LENGTH.size:
         body = requests.read(body_length(head))
-        replies.write(frame(aggregating.answer(parsed(body))))
-        replies.flush()
+        say(aggregating.answer(parsed(body)))
 
 
 def main() -> None:
     """The process: nothing but replies goes to the standard output that it was given."""
+    with contextlib.suppress(OSError):  # other systems have no such file
+        Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         # Whatever is slow to load is loaded before the first round waits for it.

@@ -1,8 +1,9 @@
 """The coordinator's side of the processes that sum updates: one a federated job, kept warm.
 
-A job's requests are answered one after another; a process that ends or talks nonsense is an event
-(``AggregatorBroke``), never an exception. Files it wrote become blobs here, so the store's figures
-have one keeper.
+A job's requests are answered one after another; a process that ends, talks nonsense or falls silent
+is an event (``AggregatorBroke``), never an exception; it names the client whose update the process was
+at, so that nobody gives it that one again. Files it wrote become blobs here, so the store's figures have
+one keeper.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from atoll.errors import AtollError, BadFrame, StorageError
 from atoll.opdag import TensorMeta
 from coordinator import events as ev
 from coordinator import instructions as do
-from coordinator.aggregating import AGGREGATE, EVALUATE, LENGTH, OPEN, body_length, frame, parsed
+from coordinator.aggregating import AGGREGATE, AT, EVALUATE, LENGTH, OPEN, body_length, frame, parsed
 from coordinator.blobs import BlobStore
 from protos.convert import encode
 
+COMMAND = ("-m", "coordinator.aggregating")
 CLOSE_WITHIN_S = 1.0
+SILENT_S = 300.0  # at most, and as long again as the bytes of a request take at ...
+SLOWEST_BYTES_PER_S = 1e6  # ... the rate that no machine falls below: usual ones do a hundred times that
 _ROOT = str(Path(atoll.__file__).resolve().parent.parent)
 
 log = structlog.get_logger()
@@ -43,6 +47,7 @@ class _Worker:
     asked: asyncio.Queue[Asked]
     task: asyncio.Task[None] | None = None
     process: Process | None = None
+    at: str = ""  # the client whose update it takes now
 
 
 @dataclass(slots=True)
@@ -51,6 +56,7 @@ class Aggregators:
 
     blobs: BlobStore
     post: Callable[[ev.AggregatorEvent], None]
+    silent_s: float = SILENT_S
     workers: dict[str, _Worker] = field(default_factory=dict)
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -82,12 +88,14 @@ class Aggregators:
     async def _run(self, job: str, worker: _Worker) -> None:
         while True:
             request = await worker.asked.get()
+            worker.at = ""
             try:
                 answer = await self._answer(worker, request)
             except (OSError, EOFError, asyncio.IncompleteReadError, BadFrame) as error:
                 code = await _killed(worker)
-                words = f"its process ended ({code})" if not isinstance(error, BadFrame) else str(error)
-                answer = ev.AggregatorBroke(job, words)
+                said = isinstance(error, BadFrame | TimeoutError)
+                words = str(error) if said else f"its process ended ({code})"
+                answer = ev.AggregatorBroke(job, words, client=worker.at)
             except AtollError as error:
                 answer = ev.AggregatorBroke(job, str(error), storage=isinstance(error, StorageError))
             except Exception as error:
@@ -103,7 +111,9 @@ class Aggregators:
     async def _answer(self, worker: _Worker, request: Asked) -> ev.AggregatorEvent:
         if worker.process is None or worker.process.returncode is not None:
             worker.process = await _started()
-        reply = await _exchange(worker.process, self._message(request))
+        n_bytes = await asyncio.to_thread(self._bytes_of, request)
+        within_s = self.silent_s + n_bytes / SLOWEST_BYTES_PER_S
+        reply = await _exchange(worker, worker.process, self._message(request), within_s)
         job = request.job
         error = reply.get("error")
         match request:
@@ -145,6 +155,17 @@ class Aggregators:
                 }
             case do.EvaluateModel():
                 return {"what": EVALUATE}
+
+    def _bytes_of(self, request: Asked) -> int:
+        """What is to be read for it, as far as it is here."""
+        match request:
+            case do.OpenAggregator():
+                blobs = [request.spec.dag_hash, *request.spec.tensors.values(), request.state]
+            case do.AggregateRound():
+                blobs = [update.update for update in request.updates.values()]
+            case do.EvaluateModel():
+                blobs = []  # it says of each batch that it begins it
+        return sum(self.blobs.held(name) for name in blobs if name)
 
     async def _opened(self, job: str, reply: Mapping[str, Any]) -> ev.AggregatorEvent:
         model = await self._taken(reply["model"])
@@ -198,8 +219,7 @@ async def _started() -> Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-P",
-        "-m",
-        "coordinator.aggregating",
+        *COMMAND,
         stdin=PIPE,
         stdout=PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -207,13 +227,25 @@ async def _started() -> Process:
     )
 
 
-async def _exchange(process: Process, message: Mapping[str, Any]) -> dict[str, Any]:
+async def _exchange(
+    worker: _Worker, process: Process, message: Mapping[str, Any], within_s: float
+) -> dict[str, Any]:
+    """The reply to ``message``; TimeoutError once nothing was said for ``within_s``."""
     if process.stdin is None or process.stdout is None:
         raise StorageError("the aggregator has no pipes")
-    process.stdin.write(frame(message))
-    await process.stdin.drain()
-    length = body_length(await process.stdout.readexactly(LENGTH.size))
-    return parsed(await process.stdout.readexactly(length))
+    try:
+        async with asyncio.timeout(within_s):
+            process.stdin.write(frame(message))
+            await process.stdin.drain()
+        while True:
+            async with asyncio.timeout(within_s):
+                length = body_length(await process.stdout.readexactly(LENGTH.size))
+                reply = parsed(await process.stdout.readexactly(length))
+            if AT not in reply:
+                return reply
+            worker.at = str(reply[AT])
+    except TimeoutError:
+        raise TimeoutError(f"its process said nothing for {within_s:.0f} s") from None
 
 
 async def _killed(worker: _Worker) -> int | None:

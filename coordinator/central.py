@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import fsum
 from typing import TYPE_CHECKING
@@ -53,14 +53,15 @@ class CentralEvaluation:
         self._executor.load(self._values)
         self._wanted = {**dag.metrics, LOSS: dag.loss}
 
-    def run(self, weights: Mapping[str, Array]) -> Measured:
-        """The model with ``weights``; every other tensor as the job gave it."""
+    def run(self, weights: Mapping[str, Array], tick: Callable[[], None] = lambda: None) -> Measured:
+        """The model with ``weights``; every other tensor as the job gave it. ``tick``: a batch begins."""
         for name, value in self._values.items():
             value.copy_(torch.from_numpy(np.array(weights[name])) if name in weights else self._initial[name])
         self._executor.refresh()
         found: dict[str, list[float]] = {name: [] for name in self._wanted}
         batches = self._spec.training.eval_batches
         for micro in range(batches):
+            tick()
             out = self._executor.forward(0, micro, self._batch(micro), {})
             for name, op in self._wanted.items():
                 found[name].append(float(out[op]))

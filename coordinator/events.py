@@ -341,12 +341,13 @@ class CentrallyEvaluated:
 @dataclass(frozen=True, slots=True)
 class AggregatorBroke:
     """Its process ended, or it cannot go on; ``hopeless``: nor could another one; ``storage``: the disk
-    refused, so that waiting may help."""
+    refused, so that waiting may help; ``client``: whose update it was at."""
 
     job: str
     reason: str
     hopeless: bool = False
     storage: bool = False
+    client: str = ""
 
 
 AggregatorEvent = AggregatorOpened | Aggregated | CentrallyEvaluated | AggregatorBroke

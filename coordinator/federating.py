@@ -224,7 +224,7 @@ class Federating:
             if state.ended or not state.opened:
                 return
             known = self.roster.workers[worker]
-            if self._let.get((job, worker)) == known.member.incarnation:
+            if self._let.get((job, worker)) == known.member.incarnation or state.bars(worker):
                 continue
             facts = next((d for d in known.introduction.datasets if d.name == state.federated.data), None)
             if facts is None:

@@ -42,6 +42,7 @@ from coordinator.federation_rounds import (
     evaluate_message,
     evaluated_if_complete,
     gather,
+    least,
     repeat,
     strike,
     train_message,
@@ -126,6 +127,8 @@ def _broke(state: FederationState, event: Event, now_s: float) -> Outcome:
     if event.storage:
         paused, todo = _interrupt(state, Interrupted(event.reason), now_s)
         return replace(paused, not_before_s=now_s + STORAGE_RETRY_S), todo
+    if state.phase is Phase.AGGREGATING and event.client in state.updates:
+        return _blame(state, event.client, event.reason)
     failures = state.failures + 1
     if event.hopeless or failures > MAX_FAILURES:
         more = "" if event.hopeless else f"; gave up after {failures} failures without a closed round"
@@ -133,17 +136,37 @@ def _broke(state: FederationState, event: Event, now_s: float) -> Outcome:
     return replace(state, opened=False, failures=failures), [Open(state.round, state.state)]
 
 
+def _blame(state: FederationState, worker: str, reason: str) -> Outcome:
+    """The aggregator broke over one client's update: nobody is given that one again."""
+    why = f"its update broke the aggregator: {reason}"
+    struck, let = strike(state, worker, why)
+    less, said = drop(struck, worker, why)
+    blob = state.updates[worker].update
+    rest = {name: update for name, update in state.updates.items() if name != worker}
+    todo: list[Todo] = [
+        *let,
+        *said,
+        Say(worker, RoundTaken(state.job, state.round, False, why)),
+        Forget((blob,)),
+    ]
+    after = replace(less, updates=rest, opened=False)
+    if len(rest) < least(after):
+        after, more = repeat(after, f"{len(rest)} updates can be counted")
+        todo += more
+    return after, todo if after.ended else [*todo, Open(after.round, after.state)]
+
+
 def _invite(state: FederationState, event: Event, now_s: float) -> Outcome:
     assert isinstance(event, Invited)  # noqa: S101 - the table says so
     known = state.clients.get(event.worker) or Client(event.worker, event.n_samples)
+    # Its strikes stay: a client is who its certificate says, however often its process starts anew.
     client = replace(
         known,
         n_samples=event.n_samples,
         latency_s=event.latency_s,
         present=True,
         loaded=False,
-        out="",
-        strikes=0,
+        out=known.out if known.barred else "",
         model="",
     )
     return with_client(state, client), [Invite(event.worker)]

@@ -69,7 +69,8 @@ def strike(state: FederationState, worker: str, reason: str) -> Outcome:
     if strikes < MAX_STRIKES:
         return with_client(state, replace(client, strikes=strikes)), []
     out = f"set aside after {strikes} rounds in a row without a usable update, the last: {reason}"
-    return with_client(state, replace(client, strikes=strikes, out=out)), [Let(worker, out)]
+    barred = replace(client, strikes=strikes, out=out, barred=True)
+    return with_client(state, barred), [Let(worker, out)]
 
 
 def drop(state: FederationState, worker: str, reason: str) -> Outcome:

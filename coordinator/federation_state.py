@@ -34,8 +34,9 @@ class Client:
     n_samples: int  # that it registered
     present: bool = True
     loaded: bool = False
-    out: str = ""  # why it takes no part until it joins anew
-    strikes: int = 0  # rounds in a row in which it failed
+    out: str = ""  # why it takes no part: until it joins anew, or with ``barred`` ever again
+    strikes: int = 0  # rounds in a row in which it failed; those of its certificate, not of its process
+    barred: bool = False  # too many of them
     model: str = ""  # the broadcast it surely holds, by its full blob's hash
     latency_s: float = 0.0  # one way, from the coordinator's own round trips
     uplink_bps: float = 0.0  # smoothed; 0: not measured
@@ -297,6 +298,11 @@ class FederationState:
     def ready(self) -> tuple[str, ...]:
         """Clients that can take part now."""
         return tuple(sorted(name for name, client in self.clients.items() if client.ready))
+
+    def bars(self, worker: str) -> bool:
+        """Whether this client may not take part any more, whatever process speaks for it."""
+        client = self.clients.get(worker)
+        return client is not None and client.barred
 
     def face(self) -> JobState:
         """The job as everything that is not about federated training sees it."""

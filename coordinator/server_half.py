@@ -9,10 +9,10 @@ sums and one update are in memory. What an update claims is judged before it cou
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from strategies.layout import Array
 
 ABOUT_ROUND, ABOUT_CLIENTS = "about/round", "about/clients"
+T = TypeVar("T")
+Begins = Callable[[str], None]  # called with the client whose update is taken next, "" for anything else
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,15 @@ class Summed:
     dropped: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class _Round:
+    """Updates that came, by client; why some of them cannot be counted is found out meanwhile."""
+
+    offered: Mapping[str, Offered]
+    dropped: dict[str, str]
+    begins: Begins
+
+
 class ServerHalf:
     """One job's rule and its state. Files appear under ``scratch``, named after the job."""
 
@@ -98,7 +109,14 @@ class ServerHalf:
         written, _ = self._write_model(self.state)
         return written
 
-    def aggregate(self, at_round: int, offered: Mapping[str, Offered], n_clients: int, least: int) -> Summed:
+    def aggregate(
+        self,
+        at_round: int,
+        offered: Mapping[str, Offered],
+        n_clients: int,
+        least: int,
+        begins: Begins = lambda client: None,
+    ) -> Summed:
         """Sum what can be counted, if that is at least ``least``; the next state and broadcast.
 
         UsageError when this is not the round in flight; JobFailed when the result is not finite.
@@ -109,7 +127,7 @@ class ServerHalf:
             raise UsageError(f"asked to sum round {at_round}; the round in flight is {here}")
         state = replace(state, n_clients=max(state.n_clients, n_clients))
         dropped: dict[str, str] = {}
-        after = self._summed(state, offered, dropped, least)
+        after = self._summed(state, _Round(offered, dropped, begins), least)
         if after is None:
             return Summed(None, None, None, dropped)
         self.state = after
@@ -125,41 +143,32 @@ class ServerHalf:
 
     # ------------------------------------------------------------ sums
 
-    def _summed(
-        self, state: ServerState, offered: Mapping[str, Offered], dropped: dict[str, str], least: int
-    ) -> ServerState | None:
+    def _summed(self, state: ServerState, came: _Round, least: int) -> ServerState | None:
         core = self.rule.core
         if self.rule.facts.linear and isinstance(core, Linear):
-            return self._streamed(core, state, offered, dropped, least)
-        updates = list(self._good(offered, state.round, dropped))
+            linear = core
+
+            def contribution(update: ClientUpdate) -> Contribution:
+                return linear.contribute(self.layout, update)
+
+            sums = total(self._good(came, state.round, contribution))
+            return linear.finish(state, sums) if sums.clients >= max(1, least) else None
+        updates = list(self._good(came, state.round, lambda update: update))
         return self.rule.aggregate(state, updates) if len(updates) >= least else None
 
-    def _streamed(
-        self,
-        core: Linear,
-        state: ServerState,
-        offered: Mapping[str, Offered],
-        dropped: dict[str, str],
-        least: int,
-    ) -> ServerState | None:
-        def contributions() -> Iterator[Contribution]:
-            for update in self._good(offered, state.round, dropped):
-                yield core.contribute(self.layout, update)
-
-        sums = total(contributions())
-        return core.finish(state, sums) if sums.clients >= max(1, least) else None
-
-    def _good(
-        self, offered: Mapping[str, Offered], at_round: int, dropped: dict[str, str]
-    ) -> Iterator[ClientUpdate]:
-        """Updates that can be counted, one at a time; the reasons of the others go into ``dropped``."""
-        for client in sorted(offered):
+    def _good(self, came: _Round, at_round: int, use: Callable[[ClientUpdate], T]) -> Iterator[T]:
+        """``use`` of each update that can be counted, one at a time."""
+        for client in sorted(came.offered):
+            came.begins(client)
             try:
-                yield self._judged(client, offered[client], at_round)
+                found = use(self._judged(client, came.offered[client], at_round))
             except AtollError as error:
-                dropped[client] = str(error)
+                came.dropped[client] = str(error)
             except Exception as error:  # noqa: BLE001 - a decoder that trips costs one client, not the job
-                dropped[client] = f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
+                came.dropped[client] = f"cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            else:
+                yield found
+        came.begins("")
 
     def _judged(self, client: str, told: Offered, at_round: int) -> ClientUpdate:
         coding = Coding(told.codec, told.ratio, lossy_names(self.layout), self.rule_spec.error_feedback)

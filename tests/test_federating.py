@@ -27,6 +27,7 @@ from coordinator import members
 from coordinator.facts import Fact, Ledger, from_record, to_record
 from coordinator.federated_rules import check_federated, check_inputs, check_wrapped
 from coordinator.federating import misfit
+from coordinator.federation_rounds import MAX_STRIKES
 from coordinator.job_state import Phase
 from coordinator.selecting import selector_from_json, selector_to_json
 from coordinator.views import job_update
@@ -168,6 +169,24 @@ def test_a_dead_client_frees_the_round_and_comes_back_under_its_name() -> None:
     world.loads("w2")
     world.answers("w1", at_round=1)
     assert [m.round for m in world.messages("w2", do.TrainRound)] == [0, 2]
+
+
+def test_strikes_are_those_of_a_certificate_and_outlast_its_processes() -> None:
+    world = Fleet()
+    world.join("w1", "w2")
+    world.submit(what=replace(spec(), training=replace(spec().training, steps=8)))
+    world.loads("w1", "w2")
+    for at_round in range(MAX_STRIKES):
+        assert world.messages("w2", do.TrainRound)[-1].round == at_round
+        world.says("w2", ev.ClientFailed("job-1", at_round, "no", "train"))
+        world.join("w2", incarnation=at_round + 2)  # a new process under the same certificate
+        world.loads("w2")
+        world.answers("w1", at_round=at_round)
+    assert world.phase("w2") is members.Phase.POOL
+    world.answers("w1", at_round=MAX_STRIKES)
+    assert world.messages("w2", do.TrainRound)[-1].round == MAX_STRIKES - 1
+    shown = {c.worker: c for c in job_update(world.scheduler, "job-1", 0.0).federated.clients}
+    assert "3 rounds in a row" in shown["w2"].reason
 
 
 def test_a_client_that_leaves_is_let_go() -> None:

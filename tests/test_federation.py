@@ -367,6 +367,43 @@ def test_an_aggregator_that_dies_is_started_anew_and_asked_again() -> None:
     assert world.state.round == 1
 
 
+def test_an_update_that_kills_the_aggregator_is_dropped_and_the_others_are_summed() -> None:
+    world = World(spec(rounds=2, evaluate_every=0))
+    world.begin("a", "b", "c")
+    world.aggregator = False
+    world.updates("a", "b", "c")
+    assert world.state.phase is Phase.AGGREGATING
+    todo = world.step(ev.AggregatorBroke("job-1", "its process ended (-9)", client="b"))
+    assert todo[-1] == fed.Open(0, "")
+    assert fed.Forget((name_of("b", 0),)) in todo
+    (told,) = world.heard("b", do.RoundTaken)
+    assert (told.taken, told.reason) == (False, world.state.dropped["b"])
+    assert "its update broke the aggregator: its process ended (-9)" in told.reason
+    assert fed.Without(0, "b", told.reason) in todo
+    world.open()
+    (asked,) = [item for item in world.todo if isinstance(item, fed.Aggregate) and "b" not in item.updates]
+    assert set(asked.updates) == {"a", "c"}
+    world.aggregator = True
+    world.sum(asked)
+    (closed,) = world.facts(RoundClosed)
+    assert (set(closed.participants), set(closed.dropped)) == ({"a", "c"}, {"b"})
+    assert (world.state.failures, world.state.clients["b"].strikes) == (0, 1)
+
+
+def test_a_client_whose_every_update_kills_the_aggregator_is_set_aside() -> None:
+    world = World()
+    world.begin("a")
+    world.aggregator = False
+    for _ in range(federation_rounds.MAX_STRIKES):
+        world.wait(1.0)
+        world.updates("a")
+        world.step(ev.AggregatorBroke("job-1", "its process ended (-9)", client="a"))
+        assert world.state.phase is Phase.GATHERING
+        world.open()
+    assert world.state.bars("a")
+    assert not world.state.ready
+
+
 def test_an_aggregator_that_cannot_go_on_fails_the_job() -> None:
     world = World()
     world.begin("a")
@@ -512,7 +549,7 @@ def act(world: World, action: str, name: str, draw: random.Random) -> None:
             world.wait(draw.choice([0.25, 61.0]))
         case "crash" if not world.state.ended and world.state.opened:
             world.state = replace(world.state, failures=0)
-            world.step(ev.AggregatorBroke("job-1", "killed"))
+            world.step(ev.AggregatorBroke("job-1", "killed", client=draw.choice(["", name])))
 
 
 def check(world: World) -> None:

@@ -20,6 +20,7 @@ from atoll.errors import UsageError
 from atoll.federated import Federated, Registered
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from compressors.model_file import Coding, read_delta, read_model, write_update
+from coordinator import aggregator
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator.aggregator import Aggregators
@@ -280,6 +281,56 @@ def test_names_of_an_update_are_those_that_a_client_writes(server: Server) -> No
 
 def test_the_process_opens_sums_and_evaluates_and_one_killed_is_an_event(tmp_path: Path) -> None:
     asyncio.run(_drive(made(tmp_path)))
+
+
+def test_an_update_that_kills_or_hangs_the_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process is ours but for one client's updates: one kills it, one never ends."""
+    script = tmp_path / "odd.py"
+    script.write_text(
+        "import os, time\n"
+        "from coordinator import aggregating, server_half\n"
+        "judged = server_half.ServerHalf._judged\n"
+        "def odd(self, client, told, at_round):\n"
+        "    if client == 'killer':\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    while client == 'sleeper':\n"
+        "        time.sleep(1)\n"
+        "    return judged(self, client, told, at_round)\n"
+        "server_half.ServerHalf._judged = odd\n"
+        "aggregating.main()\n"
+    )
+    monkeypatch.setattr(aggregator, "COMMAND", (str(script),))
+    asyncio.run(_break(made(tmp_path)))
+
+
+async def _break(server: Server) -> None:
+    heard: asyncio.Queue[ev.AggregatorEvent] = asyncio.Queue()
+    aggregators = Aggregators(server.store, heard.put_nowait, silent_s=5.0)
+    half = server.half()
+    half.open("", 3)
+    update = server.offer(half, 1)
+    told = ev.UpdateReady("job-1", 0, update.blob, 1, 10, 3, metrics={"loss": 1.0})
+    try:
+        for odd, why in (("killer", "its process ended (-9)"), ("sleeper", "said nothing for 5 s")):
+            names = ["honest", odd, "zealous"]
+            aggregators.silent_s = 300.0
+            aggregators.ask(do.OpenAggregator("job-1", server.job.spec, 0, "", 3))
+            assert isinstance(await heard.get(), ev.AggregatorOpened)
+            aggregators.silent_s = 5.0
+            aggregators.ask(
+                do.AggregateRound(
+                    "job-1", 0, 1, dict.fromkeys(names, told), dict.fromkeys(names, ("none", 1.0)),
+                    dict.fromkeys(names, 100), 3, 1,
+                )
+            )  # fmt: skip
+            broke = await heard.get()
+            assert isinstance(broke, ev.AggregatorBroke)
+            assert (broke.client, broke.hopeless) == (odd, False)
+            assert why in broke.reason
+    finally:
+        await aggregators.stop()
 
 
 async def _drive(server: Server) -> None:
