@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import secrets
-import shutil
 import stat
 import tomllib
 import zipfile
@@ -21,7 +19,7 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from atoll.errors import BadFrame, StorageError, UsageError
+from atoll.errors import BadFrame, UsageError
 
 MAX_BUNDLE_BYTES = 10 << 20  # Flower's own bound for an app
 MAX_FILES = 2000
@@ -259,11 +257,11 @@ def _regex(pattern: str) -> re.Pattern[str]:
 # ---------------------------------------------------------------- taking one apart
 
 
-def unpack(data: bytes, expected: str, folder: Path) -> AppSpec:
-    """Write a bundle's files to ``folder`` (made whole or not at all); returns what it says it is.
+def opened(data: bytes, expected: str) -> tuple[AppSpec, dict[str, bytes]]:
+    """What a bundle says it is, and its files by their path.
 
     BadFrame when its hash is not ``expected``, or a name leads outside, is no plain file, appears
-    twice, or a bound is broken; StorageError when the disk refuses.
+    twice, or a bound is broken.
     """
     if len(data) > MAX_BUNDLE_BYTES + MAX_FILES * 2 * MAX_PATH_CHARS:
         raise BadFrame(f"an app bundle of {len(data)} bytes; at most {MAX_BUNDLE_BYTES} are accepted")
@@ -274,13 +272,11 @@ def unpack(data: bytes, expected: str, folder: Path) -> AppSpec:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             entries = _checked(archive)
             contents = {entry.filename: archive.read(entry) for entry in entries}
-        spec = parse_app(contents.get(PROJECT, b""), f"the app's {PROJECT}")
+        return parse_app(contents.get(PROJECT, b""), f"the app's {PROJECT}"), contents
     except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError) as error:
         raise BadFrame(f"app bundle {expected[:12]} is no readable zip: {error}") from None
     except UsageError as error:
         raise BadFrame(f"app bundle {expected[:12]}: {error}") from None
-    _write(contents, folder)
-    return spec
 
 
 def _checked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
@@ -299,7 +295,7 @@ def _checked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
             or not name.isprintable()
             or path.is_absolute()
             or path.as_posix() != name
-            or any(part in ("..", ".") or "\\" in part or ":" in part for part in path.parts)
+            or any(part in ("..", ".", "__pycache__") or "\\" in part or ":" in part for part in path.parts)
         )
         if odd or not plain or name.lower() in seen:
             raise BadFrame(f"app bundle holds {name[:80]!r}, which is no plain file inside the app")
@@ -307,18 +303,3 @@ def _checked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     if sum(entry.file_size for entry in entries) > MAX_BUNDLE_BYTES:
         raise BadFrame(f"an app's files take more than {MAX_BUNDLE_BYTES} bytes")
     return entries
-
-
-def _write(contents: Mapping[str, bytes], folder: Path) -> None:
-    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    try:
-        for name, data in contents.items():
-            path = scratch / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        if folder.exists():
-            shutil.rmtree(folder)
-        scratch.replace(folder)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise StorageError(f"cannot write {folder}: {error.strerror}; free space there") from None

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame, UsageError
 from protos import app_bundle
-from protos.app_bundle import make_bundle, parse_pairs, read_app, unpack, with_overrides
+from protos.app_bundle import make_bundle, parse_pairs, read_app, with_overrides
+from worker.app_code import unpack
 
 PROJECT = """
 [project]
@@ -136,8 +137,8 @@ def test_config_is_flat_and_overrides_are_checked(tmp_path: Path) -> None:
 
 def test_a_bundle_comes_out_as_it_went_in(tmp_path: Path) -> None:
     bundle = make_bundle(app_in(tmp_path / "app"))
-    spec = unpack(bundle.data, bundle.hash, tmp_path / "code")
-    assert spec == bundle.spec
+    code = unpack(bundle.data, bundle.hash, tmp_path / "code")
+    assert code.spec == bundle.spec
     assert make_bundle(tmp_path / "code").hash == bundle.hash
     unpack(bundle.data, bundle.hash, tmp_path / "code")  # and again over it
     assert sorted(p.name for p in tmp_path.iterdir()) == ["app", "code"]
@@ -157,6 +158,7 @@ def test_a_bundle_comes_out_as_it_went_in(tmp_path: Path) -> None:
         "a/",
         "x" * 500,
         "a\n.py",
+        "mine/__pycache__/client.cpython-311.pyc",
     ],
 )
 def test_names_that_lead_outside_are_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:

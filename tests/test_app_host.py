@@ -16,7 +16,7 @@ from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos.app_bundle import Bundle, make_bundle
 from worker import app_run
-from worker.app_host import _check_names
+from worker.app_host import AppHost, _check_names
 from worker.app_run import Around, HostedRun
 from worker.app_store import AppStore
 from worker.checkpoint import BlobCache
@@ -60,13 +60,13 @@ class Started(Exception):
 class Site:
     """One run on a worker whose owner accepted what the test says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, code: str = "client = print\n", store: AppStore | None = None) -> None:
         source = folder / "source"
         source.mkdir()
         (source / "pyproject.toml").write_text(PROJECT)
-        (source / "app.py").write_text("client = print\n")
+        (source / "app.py").write_text(code)
         self.bundle = make_bundle(source)
-        self.store = AppStore(folder / "state")
+        self.store = store or AppStore(folder / "state")
         self.said: list[pb.FromNode] = []
         self._heard = threading.Condition()
         config: Any = SimpleNamespace(state_dir=folder / "state", threads=0, node_config=())
@@ -138,6 +138,57 @@ def test_a_task_without_end_and_a_failing_disk_leave_the_run_answering(
     monkeypatch.undo()
     site.run.task(pb.AppTask(run=5, message="next", left_s=float("nan")))
     site.until(lambda m: m.reply.message == "next")
+
+
+def test_an_app_whose_files_changed_after_they_were_accepted_is_not_started(
+    site: Site, started: list[pb.ChildSetup]
+) -> None:
+    site.until(lambda m: m.HasField("refused"))
+    folder = site.store.code_dir(site.bundle.hash)
+    (folder / "app.py").chmod(0o600)
+    (folder / "app.py").write_text("client = input\n")
+    site.store.accept(site.bundle.hash)
+    # Every start looks, not only the first: the run was loaded and its process has died.
+    site.run._standing = pb.FromNode(ready=pb.AppReady(run=5))
+    site.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
+    reply = site.until(lambda m: m.HasField("reply")).reply
+    assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
+    assert "'app.py' was changed" in reply.reason
+    assert not started
+
+
+def test_two_apps_never_share_state_whatever_number_their_runs_have(
+    site: Site, started: list[pb.ChildSetup], tmp_path: Path
+) -> None:
+    site.until(lambda m: m.HasField("refused"))
+    site.store.accept(site.bundle.hash)
+    site.run.consent_changed()
+    site.run.start(pb.AppStart(run=5, node=9))
+    other = tmp_path / "other"
+    other.mkdir()
+    second = Site(other, "client = input\n", site.store)
+    second.until(lambda m: m.HasField("refused"))
+    second.store.accept(second.bundle.hash)
+    second.run.consent_changed()
+    for run in (site.run, second.run):
+        run.end("done")
+        run.join(20.0)
+    first, then = (Path(setup.runs_dir) for setup in started)
+    assert first != then
+    assert (first.name, then.name) == (site.bundle.hash, second.bundle.hash)
+
+
+def test_a_run_of_another_app_is_refused_while_its_number_is_taken(tmp_path: Path) -> None:
+    host = AppHost(_config(SimpleNamespace(state_dir=tmp_path, app_cache_bytes=1 << 20)))
+    said: list[pb.FromNode] = []
+    host._say = said.append  # type: ignore[method-assign]
+    greeted: list[str] = []
+    host._runs[5] = SimpleNamespace(app="a" * 64, greet=lambda: greeted.append("a"))  # type: ignore[assignment]
+    for name in ("a", "b"):
+        host._offered(pb.AppOffer(run=5, app=pb.AppIdentity(hash=name * 64)))
+    assert greeted == ["a"]
+    [message] = said
+    assert "run 5 is one of another app here, aaaaaaaaaaaaaaaa" in message.refused.reason
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,19 @@ def test_accepting_without_allowing_or_half_a_hash_is_wrong_usage() -> None:
         WorkerConfig("h", accept_apps=(A,))
     with pytest.raises(UsageError, match="64 hexadecimal"):
         WorkerConfig("h", allow_apps=True, accept_apps=(A[:12],))
+
+
+def test_states_of_runs_long_ended_go_and_those_of_other_runs_stay(tmp_path: Path) -> None:
+    store = AppStore(tmp_path)
+    old, new = (store.runs_dir(A) / name for name in ("5-9", "6-9"))
+    former = tmp_path / "apps" / "runs" / "7-9"  # of a version that kept them without the app's hash
+    for folder in (old, new, former, store.runs_dir(B) / "5-9"):
+        folder.mkdir(parents=True)
+        (folder / "state").write_bytes(b"x")
+    for folder in (old, former):
+        os.utime(folder, (1.0, 1.0))
+    store.sweep(time.time())
+    assert [folder.exists() for folder in (old, new, former)] == [False, True, False]
+    store.drop_state(A, 6, 9)
+    assert not store.runs_dir(A).exists()
+    assert (store.runs_dir(B) / "5-9" / "state").exists()

@@ -158,8 +158,12 @@ class AppHost:
 
     def _offered(self, offer: pb.AppOffer) -> None:
         known = self._runs.get(offer.run)
-        if known is not None:
+        if known is not None and known.app == offer.app.hash:
             known.greet()
+            return
+        if known is not None:
+            reason = f"run {offer.run:x} is one of another app here, {known.app[:16]}, until that one ends"
+            self._say(pb.FromNode(refused=pb.AppRefused(run=offer.run, reason=reason)))
             return
         if len(self._runs) >= MAX_RUNS:
             reason = f"{MAX_RUNS} apps are open on this worker already"
@@ -169,7 +173,7 @@ class AppHost:
         member = self._member
         assert member is not None  # noqa: S101 - a stream is open
         channel = member.channel(self._config)  # of its own: arrays must not hold up messages
-        cache = BlobCache(self._store.parts_dir(offer.run), self._config.app_cache_bytes)
+        cache = BlobCache(self._store.new_parts_dir(offer.run), self._config.app_cache_bytes)
         parts = Parts(channel, member.metadata, member.work_address, cache)
         with self._lock:
             self._runs[offer.run] = HostedRun(offer, parts, self._around)

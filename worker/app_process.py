@@ -80,5 +80,11 @@ def _environment(threads: int) -> dict[str, str]:
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
     if threads:
         kept["OMP_NUM_THREADS"] = kept["MKL_NUM_THREADS"] = str(threads)
-    # An app on a guest's machine calls nobody, and its prints come at once.
-    return {**kept, "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
+    # An app on a guest's machine calls nobody, its prints come at once, its folder stays as it was accepted.
+    return {
+        **kept,
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }

@@ -6,7 +6,6 @@ at once: they kill the process or break off the transfer that the thread waits f
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import queue
 import secrets
@@ -20,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from atoll.errors import AtollError, BadFrame, StorageError
+from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
 from protos.app_pipe import Gone
+from worker.app_code import AppCode, unpack
 from worker.app_parts import Parts
 from worker.app_process import AppProcess
 from worker.app_store import AppStore, KnownApp
@@ -80,7 +80,9 @@ class HostedRun:
     def __init__(self, offer: pb.AppOffer, parts: Parts, around: Around) -> None:
         self.run = offer.run
         self._app = offer.app
+        self._code: AppCode | None = None
         self._parts, self._around = parts, around
+        self._came = parts.cache.path("")  # the folder itself
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._tasks: dict[str, _Task] = {}  # not yet answered
@@ -94,6 +96,11 @@ class HostedRun:
         self._thread = threading.Thread(target=self._work, name=f"atoll-app-{offer.run:x}", daemon=True)
         self._todo.put(self._prepare)
         self._thread.start()
+
+    @property
+    def app(self) -> str:
+        """The hash of the app that this is a run of."""
+        return str(self._app.hash)
 
     # ------------------------------------------------------------ from the stream
 
@@ -187,7 +194,7 @@ class HostedRun:
         finally:
             self._drop_process()
             self._parts.close()
-            for folder in (self._outbox, self._around.store.parts_dir(self.run)):
+            for folder in (self._outbox, self._came):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _prepare(self) -> None:
@@ -226,7 +233,8 @@ class HostedRun:
             self._outbox.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot create {folder}: {error.strerror}") from None
-        spec = app_bundle.unpack(self._parts.cache.path(app.hash).read_bytes(), app.hash, folder)
+        self._code = unpack(self._parts.cache.path(app.hash).read_bytes(), app.hash, folder)
+        spec = self._code.spec
         if spec.client != app.client:
             raise BadFrame(f"the app's ClientApp is {spec.client}, announced was {app.client[:200]}")
         store.asked(KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time()))
@@ -242,14 +250,20 @@ class HostedRun:
     def _load(self) -> str:
         """Start the process and have it import the app; returns what went wrong."""
         self._drop_process()
+        assert self._code is not None  # noqa: S101 - only what was fetched can be accepted
+        try:
+            self._code.check()
+        except AccessDenied as error:
+            log.error("app.code_changed", run=f"{self.run:x}", reason=str(error))
+            return str(error)
         store, config = self._around.store, self._around.config
         setup = pb.ChildSetup(
             run=self.run,
-            code_dir=str(store.code_dir(self._app.hash)),
+            code_dir=str(self._code.folder),
             client=self._app.client,
-            parts_dir=str(store.parts_dir(self.run)),
+            parts_dir=str(self._came),
             outbox_dir=str(self._outbox),
-            runs_dir=str(store.root / "runs"),
+            runs_dir=str(store.runs_dir(self._app.hash)),
             node_config={key: _to_value(value) for key, value in config.node_config},
         )
         process = self._process = AppProcess(setup, config.threads, self._printed)
@@ -416,9 +430,7 @@ class HostedRun:
     def _remove_state(self) -> None:
         self._drop_process()
         if self._start is not None:
-            folder: Path = self._around.store.run_dir(self.run, self._start.node)
-            with contextlib.suppress(OSError):
-                shutil.rmtree(folder, ignore_errors=True)
+            self._around.store.drop_state(self._app.hash, self.run, self._start.node)
 
 
 def _to_value(value: app_bundle.ConfigValue) -> pb.AppValue:

@@ -1,8 +1,9 @@
 """What this machine keeps of apps: which ones its owner accepted, their code, parts and states.
 
 Layout in the state folder: ``apps/apps.json`` (bundle hash -> facts, accepted or not),
-``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts/RUN`` (what came),
-``apps/runs/RUN-NODE`` (Context.state of a run, kept until the run ends).
+``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts/RUN.X`` (what came),
+``apps/runs/HASH/RUN-NODE`` (Context.state of an app's run, kept until the run ends: another app finds
+none, whatever number its run has).
 """
 
 from __future__ import annotations
@@ -50,17 +51,23 @@ class AppStore:
     def __init__(self, state_dir: Path) -> None:
         self.root = state_dir / "apps"
 
-    def parts_dir(self, run: int) -> Path:
-        """Where what a run sent is kept until it ends."""
-        return self.root / "parts" / f"{run:x}"
+    def new_parts_dir(self, run: int) -> Path:
+        """Where what a run sends is kept until it ends; no other run, nor this one again, gets the same."""
+        return self.root / "parts" / f"{run:x}.{secrets.token_hex(4)}"
 
     def code_dir(self, name: str) -> Path:
         """Where the app's files lie unpacked."""
         return self.root / "code" / name
 
-    def run_dir(self, run: int, node: int) -> Path:
-        """Where Context.state of this run and node is kept."""
-        return self.root / "runs" / f"{run:x}-{node:x}"
+    def runs_dir(self, name: str) -> Path:
+        """Where Context.state of this app's runs is kept, ``RUN-NODE`` each."""
+        return self.root / "runs" / name
+
+    def drop_state(self, name: str, run: int, node: int) -> None:
+        """Remove Context.state of a run that has ended."""
+        shutil.rmtree(self.runs_dir(name) / f"{run:x}-{node:x}", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.runs_dir(name).rmdir()  # unless another run of the app has its own there
 
     # ------------------------------------------------------------ consent
 
@@ -153,11 +160,17 @@ class AppStore:
         """Remove arrays of runs that this process does not know, and states of runs long ended."""
         shutil.rmtree(self.root / "parts", ignore_errors=True)
         shutil.rmtree(self.root / "outbox", ignore_errors=True)
-        runs = self.root / "runs"
-        for folder in runs.iterdir() if runs.is_dir() else ():
+        for app in _folders(self.root / "runs"):
+            for folder in _folders(app) if _HASH.fullmatch(app.name) else [app]:
+                with contextlib.suppress(OSError):
+                    if now_s - folder.stat().st_mtime > STALE_RUN_S:
+                        shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):
-                if now_s - folder.stat().st_mtime > STALE_RUN_S:
-                    shutil.rmtree(folder, ignore_errors=True)
+                app.rmdir()
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
 
 def _facts(item: Any) -> dict[str, Any]:
