@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from atoll.errors import BadFrame, ConnectionFailed, UsageError
+from atoll.errors import BadFrame, ConnectionFailed, StorageError, UsageError
 from atoll.federated import Federated, FederatedSpec
 from atoll.job import TrainingSpec
 from compressors.model_file import Coding, read_update, write_delta, write_model
@@ -274,6 +275,26 @@ def test_folders_of_old_jobs_are_removed_and_no_scrap_is_left_of_rounds(tmp_path
         ClientStore(tmp_path / "w", f"job {at}")
     assert not store.folder.exists()
     assert len([p for p in store.folder.parent.iterdir() if p.is_dir()]) <= MAX_JOBS
+
+
+def test_what_is_kept_is_bounded_in_bytes_and_older_jobs_go_first(tmp_path: Path) -> None:
+    server = Server(tmp_path / "server", "scaffold")
+    client = joined(server, tmp_path / "w")
+    run_round(server, client, 0)
+    store = ClientStore(tmp_path / "w", "federation")
+    (state,) = store.folder.rglob("state")
+    one = state.stat().st_size
+    for at, size in enumerate((one, 3 * one)):
+        other = ClientStore(tmp_path / "w", f"other {at}").folder
+        (other / "state").write_bytes(bytes(size))
+        os.utime(other, (1e9 + at, 1e9 + at))
+    narrow = replace(site(server, tmp_path / "w"), max_kept_bytes=5 * one)
+    run_round(server, Participation(server.joining(), narrow, Cancel()), 1)
+    left = {path.name for path in store.folder.parent.iterdir() if path.is_dir()}
+    assert left == {store.folder.name, other.name}  # the newer one still fits, the older does not
+    tight = Participation(server.joining(), replace(narrow, max_kept_bytes=one * 3 // 2), Cancel())
+    with pytest.raises(StorageError, match=f"at most {one * 3 // 2} may be kept here.*larger --kept"):
+        tight.train(order(2, server.broadcast()), Cancel())
 
 
 def test_an_update_that_breaks_off_is_sent_from_where_it_was(tmp_path: Path) -> None:

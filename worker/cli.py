@@ -65,6 +65,12 @@ StateDir = Annotated[
     typer.Option(help="Identity, settings, cached blobs; default ~/.local/state/atoll-worker."),
 ]
 DeviceOption = Annotated[str | None, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")]
+Kept = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Most that federated rules may keep here between rounds; default 20GiB."
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Most that plans may use here, e.g. 4GiB; default: what is free."),
@@ -107,6 +113,7 @@ def join(
     max_upload_mbit: Annotated[
         float | None, typer.Option(metavar="M", help="Rate of checkpoint uploads; 0 = unlimited.")
     ] = None,
+    kept: Kept = None,
     state_dir: StateDir = None,
     insecure: Insecure = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a log line.")] = False,
@@ -144,6 +151,7 @@ def join(
         "inbound": False if no_inbound else None,
         "site": site,
         "max_upload_mbit": max_upload_mbit,
+        "kept_bytes": parse_size(kept) if kept else None,
         "state_dir": state_dir,
         "insecure": insecure,
         "log_json": log_json,

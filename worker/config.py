@@ -28,7 +28,7 @@ _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "insecure", "max_upload_mbit", "node_config",
+    "advertise", "inbound", "site", "insecure", "max_upload_mbit", "kept_bytes", "node_config",
 )  # fmt: skip
 
 
@@ -54,6 +54,7 @@ class WorkerConfig:
     shaper_file: str = ""
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
     cache_bytes: int = 20 << 30
+    kept_bytes: int = 20 << 30  # of what rules and codecs of federated jobs keep between rounds
     connect_timeout_s: float = 15.0  # for the first contact; afterwards we try for ever
     peer_timeout_s: float = 30.0  # until every neighbour of a plan is connected
     leave_timeout_s: float = 1.2  # from the wish to leave to the end of the process
@@ -77,6 +78,7 @@ class WorkerConfig:
             ("--memory", self.memory_bytes, 0, 2**50),
             ("--listen port", self.listen_port, 0, 65535),
             ("cache_bytes", self.cache_bytes, 0, 2**60),
+            ("--kept", self.kept_bytes, 0, 2**60),
             ("app_cache_bytes", self.app_cache_bytes, 1 << 20, 2**60),
             ("feed_ahead_steps", self.feed_ahead_steps, 2, 1000),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),

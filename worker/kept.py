@@ -40,6 +40,7 @@ log = structlog.get_logger()
 
 FOLDER = "federated"
 MAX_JOBS = 64  # whose kept state stays; the least recently used go
+MAX_BYTES = 20 << 30  # of all of them together; the same
 MAX_POINTER_BYTES = 4096
 KEPT, PENDING, STATE, LEFT = "kept.json", "pending.json", "state", "left"
 
@@ -54,17 +55,40 @@ class Pointer:
 
 
 class ClientStore:
-    """One job's folder. StorageError when the disk refuses."""
+    """One job's folder. StorageError when the disk refuses, or ``max_bytes`` are too few for this job."""
 
-    def __init__(self, state_dir: Path, job: str) -> None:
+    def __init__(self, state_dir: Path, job: str, max_bytes: int = MAX_BYTES) -> None:
         everything = state_dir / FOLDER
         self.folder = everything / sha256(job.encode()).hexdigest()[:24]
+        self.max_bytes = max_bytes
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.utime(self.folder)
-            _trim(everything)
+            self.make_room(0)
         except OSError as error:
             raise _refused(self.folder, error) from None
+
+    def make_room(self, n_bytes: int) -> None:
+        """For so much more of this job's: what older jobs left goes until it fits. StorageError when it
+        does not fit beside what counts now, though nothing else is left."""
+        pointer = self._pointer(KEPT)
+        counts = _size(self.folder / pointer.folder) if pointer is not None else 0
+        if counts + n_bytes > self.max_bytes:
+            raise StorageError(
+                f"a round leaves {n_bytes} bytes to keep beside the last one's {counts}; at most "
+                f"{self.max_bytes} may be kept here: join again with a larger --kept, or leave this job to "
+                "others"
+            )
+        others = sorted(
+            (p for p in self.folder.parent.iterdir() if p.is_dir() and p != self.folder),
+            key=lambda p: p.stat().st_mtime,
+            reverse=True,
+        )
+        total = counts + n_bytes
+        for at, folder in enumerate(others):
+            total += _size(folder)
+            if at + 1 >= MAX_JOBS or total > self.max_bytes:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def load(self, codec: str) -> tuple[ClientState, dict[str, Tensor]]:
         """What counts now, mapped: the rule's state, and the residual by tensor where it is of ``codec``."""
@@ -147,7 +171,9 @@ class Draft:
         self._place = store.folder / pointer.folder
         self._sizes = {name: meta.elements for name, meta in left.items()}
         self._left: DenseWriter | None = None
+        self._left_bytes = sum(4 * elements for elements in self._sizes.values())
         if left:
+            store.make_room(self._left_bytes)
             self._make_place()
             flat = {name: TensorMeta((meta.elements,), "float32") for name, meta in left.items()}
             self._left = DenseWriter(self._place / LEFT, flat)
@@ -164,8 +190,10 @@ class Draft:
         if self._left is not None:
             self._left.finish(durable=True)
         if state.slots:
+            arrays = slot_arrays(state.slots)
+            self._store.make_room(self._left_bytes + sum(array.nbytes for array in arrays.values()))
             self._make_place()
-            write_dense(self._place / STATE, slot_arrays(state.slots), durable=True)
+            write_dense(self._place / STATE, arrays, durable=True)
         self._store.propose(self._pointer if self._place.is_dir() else None)
         self._done = True
 
@@ -189,10 +217,9 @@ def _read(path: Path) -> dict[str, Array]:
     return read_dense(path, dense_metas(path)) if path.is_file() else {}
 
 
-def _trim(everything: Path) -> None:
-    folders = sorted(everything.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True)
-    for stale in [p for p in folders if p.is_dir()][MAX_JOBS:]:
-        shutil.rmtree(stale, ignore_errors=True)
+def _size(folder: Path) -> int:
+    """Bytes of all files below it."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _refused(path: Path, error: OSError) -> StorageError:

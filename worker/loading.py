@@ -58,6 +58,7 @@ class Surroundings:
             self.cache,
             partial(open_dataset, self.config.state_dir),
             self.config.max_upload_bytes_per_s,
+            self.config.kept_bytes,
             self.progress.tick,
         )
 

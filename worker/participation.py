@@ -28,7 +28,7 @@ from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from worker import checkpoint
 from worker.allocator import give_back
-from worker.kept import ClientStore
+from worker.kept import MAX_BYTES, ClientStore
 from worker.local_model import Client, LocalData, LocalModel
 from worker.models import ModelRef, Models
 from worker.trainer import Evaluated, LocalTrainer
@@ -122,6 +122,7 @@ class Site:
     cache: BlobCache
     open_data: Callable[[str], Mapping[str, Array]]
     max_upload_bytes_per_s: float | None = None
+    max_kept_bytes: int = MAX_BYTES
     tick: Callable[[], None] = lambda: None
 
 
@@ -152,7 +153,7 @@ class Participation:
         self._trainer = LocalTrainer(model, rule, joining.federated.rule, site.device, tick=site.tick)
         layout = self._trainer.layout
         self._up, self._lossy = update_metas(rule, layout), lossy_names(layout)
-        self._store = ClientStore(site.state_dir, joining.job)
+        self._store = ClientStore(site.state_dir, joining.job, site.max_kept_bytes)
         self._models = Models(
             self._store.folder / MODELS, site.blobs, site.cache, broadcast_metas(rule, layout), site.tick
         )
