@@ -27,6 +27,7 @@ def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict
         "n_samples": update.n_samples,
         "steps": update.steps,
         "metrics": {name: value for name, value in update.metrics.items() if isfinite(value)},
+        "download_s": update.download_s,
         "train_s": update.train_s,
         "upload_s": update.upload_s,
         "bytes_up": update.upload_bytes,
@@ -44,9 +45,13 @@ def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
         rate = 8.0 * update.upload_bytes / update.upload_s
         if RATES_BPS[0] <= rate <= RATES_BPS[1]:
             uplink_bps = smoothed(uplink_bps, rate)
+    download_s = client.download_s
+    if update.download_bytes > 0:  # not a model that it held
+        download_s = smoothed(download_s, update.download_s)
     return replace(
         client,
         uplink_bps=uplink_bps,
+        download_s=download_s,
         train_s=smoothed(client.train_s, max(update.train_s, 1e-6)),
         round_s=smoothed(client.round_s, max(took_s, 1e-6)),
         bytes_up=update.upload_bytes,

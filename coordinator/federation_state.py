@@ -40,6 +40,7 @@ class Client:
     model: str = ""  # the broadcast it surely holds, by its full blob's hash
     latency_s: float = 0.0  # one way, from the coordinator's own round trips
     uplink_bps: float = 0.0  # smoothed; 0: not measured
+    download_s: float = 0.0  # of a round's model, smoothed; 0: not measured
     train_s: float = 0.0  # smoothed
     round_s: float = 0.0  # smoothed, from TrainRound to UpdateReady; 0: not measured
     codec: str = ""

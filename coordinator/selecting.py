@@ -1,13 +1,14 @@
 """Who takes part in a federated round, and with which codec and ratio each sends its update. Pure.
 
 Selectors and BCRS are those of ``strategies``; this file gives them what was measured of the clients:
-expected seconds of a round (smoothed; the median of the others for a client not seen yet) and uplinks.
+expected seconds of a round (smoothed; the median of the others for a client not seen yet), of its
+download and training, and uplinks. Ratios are planned for whole rounds: all updates in at one time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -109,15 +110,24 @@ def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: flo
 
 
 def _uplink(state: FederationState, name: str) -> Uplink:
-    """What is known of a client's line; one not measured yet is taken for a middling one."""
-    client = state.clients[name]
-    rates = [c.uplink_bps for c in state.clients.values() if c.uplink_bps > 0.0]
-    times = [c.train_s for c in state.clients.values() if c.train_s > 0.0]
-    return Uplink(
-        client.uplink_bps or (median(rates) if rates else UNKNOWN_BPS),
-        client.latency_s,
-        client.train_s or (median(times) if times else 0.0),
-    )
+    """What is known of a client's round; one that was in none yet is taken for a middling one.
+
+    Before the upload: the word that the round begins, the model's download, the training; after it the
+    word that it is done. A model that the client holds already, since it evaluated it, is not fetched.
+    """
+    client, others = state.clients[name], state.clients.values()
+    fetches = state.model is None or client.model != state.model.full.hash
+    before_s = client.train_s or _middling([c.train_s for c in others], 0.0)
+    if fetches:
+        before_s += client.download_s or _middling([c.download_s for c in others], 0.0)
+    rate_bps = client.uplink_bps or _middling([c.uplink_bps for c in others], UNKNOWN_BPS)
+    return Uplink(rate_bps, 2.0 * client.latency_s, before_s)
+
+
+def _middling(figures: Iterable[float], unknown: float) -> float:
+    """The median of those that were measured."""
+    known = [figure for figure in figures if figure > 0.0]
+    return median(known) if known else unknown
 
 
 # ---------------------------------------------------------------- a selector's state in the journal

@@ -1,11 +1,14 @@
 """BCRS: each client's ratio from its measured uplink, so that all updates arrive together.
 
     T_i = C_i + L_i + wire(R) / B_i        with the base ratio R for everybody
-    T   = max_i T_i                        the slowest still uses R
+    T  = max_i T_i                        the slowest still uses R
     R_i = least ratio in [1, R] with C_i + L_i + wire(R_i) / B_i <= T
 
-C_i computation, L_i latency, B_i uplink, wire(r) the bytes an update takes at ratio r. The faster a
-client's line, the more of its update it sends, at no cost in time. The paper states ratios as kept
+C_i all that comes before the upload (the model's download, computation), L_i latency, B_i uplink, wire(r)
+the bytes an update takes at ratio r: the plan is for whole rounds. The faster a client's line, the more of
+its update it sends, at no cost in time. Who has time for all it has (R_i = 1) is done earlier, and no ratio
+changes that; ``even_base`` says how small the slowest's update must be for all to end together. The paper
+lets uploads alone end together (its C_i is 0) and states ratios as kept
 shares with 8 bytes a kept element, CR_i = clip((T - L_i) B_i / 2V, CR, 1); here a ratio is dense over wire
 bytes, and ``wire`` counts what the codec in use really sends. Bandwidth measured once goes stale: give
 newest estimates every round. The averaging weights stay those by samples (the paper changes them with
@@ -23,6 +26,9 @@ from atoll.errors import UsageError
 
 HALVINGS = 60
 ROUNDING = 1e-9
+EVEN = 0.15  # finish times this close count as even
+EVEN_STEP = 0.01  # how finely a base ratio is sought
+SPARSEST = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class Uplink:
 
     bandwidth_bps: float
     latency_s: float = 0.0
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # and all else before the upload
 
     def finish_s(self, payload_bytes: float) -> float:
         return self.compute_s + self.latency_s + 8.0 * payload_bytes / self.bandwidth_bps
@@ -47,9 +53,23 @@ class Ratios:
     slowest: str
 
     @property
+    def whole(self) -> tuple[str, ...]:
+        """Who sends all it has, ascending: its finish is its line's doing, not the plan's."""
+        return tuple(name for name, ratio in sorted(self.ratios.items()) if ratio <= 1.0)
+
+    @property
+    def spread(self) -> float:
+        """Latest over earliest finish of all, less 1."""
+        return max(self.finish_s.values()) / min(self.finish_s.values()) - 1.0
+
+    @property
     def reason(self) -> str:
-        spread = ", ".join(f"{name} {ratio:.3g}x" for name, ratio in sorted(self.ratios.items())[:8])
-        return f"all at {self.bench_s:.3g} s with {self.slowest}: {spread}"
+        each = ", ".join(f"{name} {ratio:.3g}x" for name, ratio in sorted(self.ratios.items())[:8])
+        text = f"all at {self.bench_s:.3g} s with {self.slowest}: {each}"
+        if self.spread <= EVEN:
+            return text
+        first_s = min(self.finish_s.values())
+        return f"{text}; {len(self.whole)} have time for all of it, the first is done at {first_s:.3g} s"
 
 
 def bcrs(
@@ -74,6 +94,33 @@ def bcrs(
         ratios[name] = ratio if name == slowest else _least(wire, budget * (1.0 + ROUNDING), ratio)
     finish = {name: uplinks[name].finish_s(wire(ratios[name])) for name in uplinks}
     return Ratios(ratios, finish, bench_s, slowest)
+
+
+def even_base(
+    uplinks: Mapping[str, Uplink],
+    dense_bytes: float,
+    wire_bytes: Callable[[float], float] | None = None,
+    within: float = EVEN,
+    most: float = SPARSEST,
+) -> float | None:
+    """The least base ratio in [1, ``most``] with which all finish ``within`` that share of each other.
+
+    None where none does: what comes before the uploads differs by more than the fast clients can send.
+    Raises as ``bcrs``.
+    """
+
+    def even(ratio: float) -> bool:
+        return bcrs(uplinks, dense_bytes, ratio, wire_bytes).spread <= within
+
+    if even(1.0):
+        return 1.0
+    if not even(most):
+        return None
+    low, high = 1.0, most
+    while high / low > 1.0 + EVEN_STEP:
+        middle = sqrt(low * high)
+        low, high = (low, middle) if even(middle) else (middle, high)
+    return high
 
 
 def _least(wire: Callable[[float], float], budget_bytes: float, most: float) -> float:

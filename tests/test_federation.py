@@ -457,6 +457,32 @@ def test_bcrs_gives_the_fast_line_more_of_its_update() -> None:
     assert "b" in world.state.pace
 
 
+def test_bcrs_plans_whole_rounds_the_download_among_them() -> None:
+    world = World(spec(uplink="bcrs:32", evaluate_every=0))
+    world.begin("a", "b", "c")
+    moved = {"upload_bytes": 40_000, "upload_s": 0.1, "download_bytes": 50_000}
+    for name, down_s in (("a", 0.02), ("b", 0.02), ("c", 1.0)):
+        world.says(name, update(name, 0, download_s=down_s, **moved))
+    second = {name: world.heard(name, do.TrainRound)[1] for name in "abc"}
+    assert second["c"].ratio > 28.0, "the uplinks are alike; it has the least time left to send in"
+    assert second["a"].ratio == second["b"].ratio < 10.0
+    assert "c" in world.state.pace
+
+
+def test_a_model_that_a_client_holds_takes_it_no_time() -> None:
+    world = World(spec(uplink="bcrs:32", evaluate_every=1))
+    world.begin("a", "b")
+    moved = {"upload_bytes": 40_000, "upload_s": 0.1, "download_bytes": 50_000}
+    for name, down_s in (("a", 0.02), ("b", 5.0)):
+        world.says(name, update(name, 0, download_s=down_s, **moved))
+    world.evaluates("a")
+    world.evaluates("b")
+    second = {name: world.heard(name, do.TrainRound)[1] for name in "ab"}
+    # Both fetched the model when they evaluated it.
+    assert all(28.0 < order.ratio <= 32.0 for order in second.values())
+    assert world.state.clients["b"].download_s == 5.0
+
+
 def test_a_delta_goes_only_to_whom_holds_its_base() -> None:
     world = World(spec(downlink="delta", evaluate_every=0))
     world.begin("a", "b")

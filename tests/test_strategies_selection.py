@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import UsageError
 from strategies.bandwidth_aware import BandwidthAware
-from strategies.bcrs import Uplink, bcrs
+from strategies.bcrs import EVEN, Uplink, bcrs, even_base
 from strategies.oort import Oort, OortState, Seen
 from strategies.power_of_choice import PowerOfChoice
 from strategies.selection import Candidate, Outcome, Selector, draw, generator
@@ -172,8 +172,43 @@ def test_bcrs_sends_everything_where_that_is_in_time_and_counts_computation() ->
     assert found.slowest == "busy"
     assert found.ratios["fast"] == 1.0
     assert found.ratios["slow"] == pytest.approx(8.0 / found.bench_s, rel=1e-6)
+    assert found.whole == ("fast",)
+    assert found.spread > 100.0
+    assert "1 have time for all of it, the first is done at 0.008 s" in found.reason
     for bad in ({}, {"a": Uplink(0.0)}):
         with pytest.raises(UsageError, match="bcrs"):
             bcrs(bad, 1e6, 10.0)
     with pytest.raises(UsageError, match=r"ratio 0\.5"):
         bcrs(links, 1e6, 0.5)
+
+
+def test_an_even_base_is_the_least_with_which_all_end_together() -> None:
+    links = {f"c{i}": Uplink(2.0**i * 1e6, 0.01, 0.05 * i) for i in range(5)}
+    base = even_base(links, 4e6)
+    assert base is not None
+    assert bcrs(links, 4e6, base).spread <= EVEN
+    assert bcrs(links, 4e6, 0.95 * base).spread > EVEN
+    assert even_base({"a": Uplink(1e6), "b": Uplink(1e6)}, 4e6) == 1.0
+
+
+def test_no_base_evens_out_a_download_that_takes_longer_than_all_the_rest() -> None:
+    links = {"far": Uplink(1e6, compute_s=2.0), "near": Uplink(20e6, compute_s=0.1)}
+    assert even_base(links, 1e6) is None
+    found = bcrs(links, 1e6, 20.0)
+    assert found.whole == ("near",)
+    assert found.finish_s["near"] == pytest.approx(0.5)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e5, 1e8), st.floats(0.0, 2.0)), min_size=2, max_size=6),
+    st.floats(1.0, 200.0),
+)
+def test_who_holds_something_back_ends_with_the_slowest(
+    lines: list[tuple[float, float]], ratio: float
+) -> None:
+    links = {f"c{at}": Uplink(rate, compute_s=before) for at, (rate, before) in enumerate(lines)}
+    found = bcrs(links, 1e6, ratio)
+    for name in links:
+        assert found.finish_s[name] <= found.bench_s * (1 + 1e-6)
+        if name not in found.whole:
+            assert found.finish_s[name] == pytest.approx(found.bench_s, rel=1e-6)
