@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atoll.errors import AccessDenied, BadFrame, UsageError
 from coordinator import app_runs as runs
 from coordinator import app_state as state
 from coordinator import events as ev
 from coordinator import instructions as do
+from coordinator.app_mailbox import Mailbox
 from coordinator.app_parts import PartStore
 from coordinator.storage_services import MAX_BLOBS_A_REQUEST
 from protos import atoll_apps_pb2 as pb
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
 
 ATTEND_RETURNS_S = 2.0  # a worker's stream for apps that broke may be back so soon
 MAX_QUEUED = 50_000  # messages for one owner or worker that does not read
+OWNER_BYTES = 128 << 20  # of these for one owner; workers hold their replies back at the half
+NODE_BYTES = 1 << 30
+MAX_KEY_BYTES = 64
+NEWEST_COUNTS = ("fleet", "nodes")  # what an owner has not read of these is old news
 MAX_CONTENT_BYTES = 16 << 20
 QUOTA_BYTES = 256 << 30
-Queue = asyncio.Queue[Any]
 
 
 class _Roster:
@@ -55,8 +59,8 @@ class AppDesk:
         self.runs = runs.AppRuns(_Roster(shell))
         quota = min(config.blob_quota_bytes, QUOTA_BYTES)
         self.parts = PartStore(config.state_dir / "app-parts", config.max_blob_bytes, quota)
-        self._owners: dict[int, Queue] = {}
-        self._nodes: dict[str, Queue] = {}
+        self._owners: dict[int, Mailbox] = {}
+        self._nodes: dict[str, Mailbox] = {}
         self._sent: dict[str, set[str]] = {}  # worker -> small parts it was given
         shell.moved = self._moved
 
@@ -66,12 +70,15 @@ class AppDesk:
 
     # ------------------------------------------------------------ streams
 
-    def owner_comes(self, request: pb.AppOpen) -> Queue:
-        """The queue of a run's owner; an owner that is back finds what it has missed."""
+    def owner_comes(self, request: pb.AppOpen) -> Mailbox:
+        """The box of a run's owner; an owner that is back finds what it has missed, and a stream of its
+        own that nobody has found broken yet is ended."""
         if request.run == 0 or len(request.app.hash) != 64:
             raise BadFrame("a run without a number or without its app's hash")
         if len(request.bundle) > MAX_CONTENT_BYTES:
             raise BadFrame(f"an app bundle of {len(request.bundle)} bytes; at most {MAX_CONTENT_BYTES}")
+        if len(request.key) > MAX_KEY_BYTES:
+            raise BadFrame(f"a run's key of {len(request.key)} bytes; at most {MAX_KEY_BYTES} are accepted")
         self.parts.take_small(request.run, request.app.hash, request.bundle)
         try:
             todo = self.runs.opened(request)
@@ -79,13 +86,20 @@ class AppDesk:
             if request.run not in self.runs.runs:
                 self.parts.drop(request.run, None, None)
             raise
-        queue = self._owners.setdefault(request.run, asyncio.Queue(MAX_QUEUED))
+        before = self._owners.get(request.run)
+        if before is None:
+            box = Mailbox(MAX_QUEUED, OWNER_BYTES)
+        else:
+            box = before.moved(UsageError(f"a newer stream of run {request.run} has taken over"))
+        self._owners[request.run] = box
         self._do(todo)
-        return queue
+        return box
 
-    def owner_says(self, run_id: int, message: pb.FromApp) -> bool:
-        """Handle one message; False: the owner has ended its run."""
+    def owner_says(self, run_id: int, box: Mailbox, message: pb.FromApp) -> bool:
+        """Handle one message of the stream that reads ``box``; False: the owner has ended its run."""
         run = self.runs.of(run_id)
+        if self._owners.get(run_id) is not box:
+            raise UsageError(f"a newer stream of run {run_id} has taken over")
         match message.WhichOneof("body"):
             case "begin":
                 self._do(self.runs.begun(run, message.begin))
@@ -113,9 +127,10 @@ class AppDesk:
                 raise BadFrame(f"a message refers to part {part.hash[:12]}, which is not here")
         return task
 
-    def owner_goes(self, run: int) -> None:
+    def owner_goes(self, run: int, box: Mailbox) -> None:
         """The owner's stream ended without a word: it has a moment to come back."""
-        if run in self.runs.runs:
+        if run in self.runs.runs and self._owners.get(run) is box:
+            self._owners[run] = box.moved()
             self._do(self.runs.owner_lost(run, self.now_s()))
             self._later(runs.OWNER_RETURNS_S + 0.1, self._tick)
 
@@ -123,17 +138,24 @@ class AppDesk:
         """End a run; unknown ones have ended already."""
         self._do(self.runs.closed(run, reason[: runs.MAX_REASON_CHARS]))
 
-    def node_comes(self, worker: str, hello: pb.AppHello) -> Queue:
+    def node_comes(self, worker: str, hello: pb.AppHello) -> Mailbox:
         """A worker's stream for apps begins; an older one of it ends."""
         old = self._nodes.get(worker)
         if old is not None:
-            put(old, None)
-        queue = self._nodes[worker] = asyncio.Queue(MAX_QUEUED)
+            old.close()
+        box = self._nodes[worker] = Mailbox(MAX_QUEUED, NODE_BYTES)
         self._sent[worker] = set()
         self._do(self.runs.attends(worker, hello, self.now_s()))
         if hello.runs:
             self._later(runs.HELD_S + 0.1, self._tick)
-        return queue
+        return box
+
+    async def room_for(self, message: pb.FromNode) -> None:
+        """Wait while an owner who reads slowly has enough to read: its nodes hold their replies."""
+        if message.HasField("reply"):
+            size = message.ByteSize()
+            while (box := self._owners.get(message.reply.run)) is not None and not box.fits(size):
+                await box.changed()
 
     def node_says(self, worker: str, message: pb.FromNode) -> None:
         """Handle one message of a worker."""
@@ -151,9 +173,9 @@ class AppDesk:
             case body:
                 raise BadFrame(f"a message of kind {body!r}, which does not belong here")
 
-    def node_goes(self, worker: str, queue: Queue) -> None:
+    def node_goes(self, worker: str, box: Mailbox) -> None:
         """A worker's stream ended; a newer one may have replaced it."""
-        if self._nodes.get(worker) is not queue:
+        if self._nodes.get(worker) is not box:
             return
         del self._nodes[worker]
 
@@ -165,8 +187,8 @@ class AppDesk:
 
     def stop(self) -> None:
         """End every stream; the coordinator stops."""
-        for queue in (*self._owners.values(), *self._nodes.values()):
-            put(queue, None)
+        for box in (*self._owners.values(), *self._nodes.values()):
+            box.close()
 
     def may(self, worker: str, run: int) -> None:
         """AccessDenied unless the worker takes part in the run, or was asked to."""
@@ -216,25 +238,27 @@ class AppDesk:
                     self._shell.say(event.value, level, "", "coordinator", fields, self.now_s())
 
     def _tell_owner(self, run: int, message: pb.ToApp) -> None:
-        queue = self._owners.get(run)
-        if queue is None:
+        box = self._owners.get(run)
+        if box is None:
             return
-        if not put(queue, message):
-            self.end(run, f"{MAX_QUEUED} messages wait for its owner, who does not read")
+        kind = message.WhichOneof("body") or ""
+        if not box.put(message, kind if kind in NEWEST_COUNTS else ""):
+            reason = f"{len(box)} messages, {box.bytes} bytes, wait for its owner, who does not read them"
+            box.clear()
+            self.end(run, reason)
         if message.HasField("ended"):
             self._owners.pop(run, None)
-            put(queue, None)
+            box.close()
 
     def _tell_node(self, worker: str, message: pb.ToNode) -> None:
-        queue = self._nodes.get(worker)
-        if queue is None:
+        box = self._nodes.get(worker)
+        if box is None:
             return
         if message.HasField("task"):
             message = pb.ToNode(task=self._with_small_parts(worker, message.task))
-        if not put(queue, message):
-            while not queue.empty():
-                queue.get_nowait()
-            put(queue, None)
+        if not box.put(message):
+            box.clear()
+            box.close()
 
     def _with_small_parts(self, worker: str, task: pb.AppTask) -> pb.AppTask:
         """The task with the bytes of those small parts that the worker was not given yet."""
@@ -252,12 +276,3 @@ class AppDesk:
 def _job(run: int) -> str:
     """A run's name where jobs are named."""
     return f"app-{run:x}"
-
-
-def put(queue: Queue, message: Any) -> bool:
-    """Queue without waiting; False when it is full."""
-    try:
-        queue.put_nowait(message)
-    except asyncio.QueueFull:
-        return False
-    return True

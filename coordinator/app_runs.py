@@ -9,6 +9,7 @@ Everything a peer sends is judged here; times come in as arguments.
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ MAX_NODES = 10_000  # of one run
 MAX_UNDER_WAY = 20_000  # tasks of one run without a reply
 OWNER_RETURNS_S = 5.0  # a run whose owner's stream broke waits so long for it
 HELD_S = 20.0  # a run that a worker still holds may be opened again by its owner, ours being restarted
+MAX_ENDED = 1000  # runs remembered after their end
 MAX_REASON_CHARS = 4000
 NODE_UNAVAILABLE = 5  # Flower's code
 
@@ -49,6 +51,7 @@ class AppRuns:
     runs: dict[int, Run] = field(default_factory=dict)
     attending: dict[str, None] = field(default_factory=dict)
     held: dict[tuple[str, int], float] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)  # the newest, with the reason
     _out: list[Instruction] = field(default_factory=list)
 
     def of(self, run: int) -> Run:
@@ -60,17 +63,22 @@ class AppRuns:
     # ------------------------------------------------------------ the owner
 
     def opened(self, request: pb.AppOpen) -> list[Instruction]:
-        """A new run, or one whose owner is back. UsageError when there are too many."""
+        """A new run, or one whose owner is back: its newest stream counts, for the one before may have
+        been cut without a word. UsageError for anybody else, for a run that was ended meanwhile, and
+        when there are too many."""
         known = self.runs.get(request.run)
         if known is not None:
-            if known.owner_gone_s is None or known.app.hash != request.app.hash:
+            if not (request.resume and _same_owner(known, request)):
                 raise UsageError(f"run {request.run} has an owner already")
             known.owner_gone_s = None
             self._tell_nodes(known) if known.partitions else self._tell_fleet(known)
             return self._done()
+        if request.resume and request.run in self.ended:
+            # Its nodes' states are gone: going on would be another run under this one's name.
+            raise UsageError(f"run {request.run} was ended: {self.ended[request.run]}; start it again")
         if len(self.runs) >= MAX_RUNS:
             raise UsageError(f"{MAX_RUNS} app runs are open; wait until one has ended")
-        run = self.runs[request.run] = Run(request.run, request.app)
+        run = self.runs[request.run] = Run(request.run, request.app, request.key)
         for key in [key for key in self.held if key[1] == request.run]:
             del self.held[key]
         self._say(Name.APP_OPENED, run, name=run.app.name, hash=run.app.hash)
@@ -154,6 +162,9 @@ class AppRuns:
         found = self.runs.pop(run, None)
         if found is None:
             return self._done()
+        self.ended[run] = reason
+        while len(self.ended) > MAX_ENDED:
+            del self.ended[next(iter(self.ended))]
         for place in found.places.values():
             self._tell(place.worker, pb.ToNode(end=pb.AppEnd(run=run, reason=reason)))
             if place.standing is Standing.NODE:
@@ -384,6 +395,12 @@ class AppRuns:
     def _done(self) -> list[Instruction]:
         done, self._out = self._out, []
         return done
+
+
+def _same_owner(run: Run, request: pb.AppOpen) -> bool:
+    """Whether this may be the owner whose stream broke, or is about to be found broken."""
+    same = run.app.hash == request.app.hash and hmac.compare_digest(run.key, request.key)
+    return same and (run.owner_gone_s is not None or bool(run.key))
 
 
 def _kept(run: Run, taken: set[int]) -> set[int]:

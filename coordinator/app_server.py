@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -32,6 +33,7 @@ from protos.app_bundle import make_bundle
 from protos.credentials import JoinToken
 
 MAX_TRACE_CHARS = 4000
+KEY_BYTES = 16
 INTERRUPTED = 130
 
 
@@ -98,7 +100,9 @@ class Host:
         bundle = make_bundle(Path(setup["folder"]))
         if bundle.hash != identity.hash:
             raise UsageError(f"files of {setup['folder']} changed in this moment; try again")
-        opening = pb.AppOpen(run=self._run, app=identity, bundle=bundle.data)
+        opening = pb.AppOpen(
+            run=self._run, app=identity, bundle=bundle.data, key=secrets.token_bytes(KEY_BYTES)
+        )
         self.link = AppLink(endpoint, opening, self._received, self._reopened, self._lost)
         self.grid.use(self.link)
         self._identity = identity

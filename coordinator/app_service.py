@@ -11,7 +11,8 @@ import grpc
 import structlog
 
 from atoll.errors import AtollError, BadFrame, UsageError
-from coordinator.app_desk import AppDesk, Queue, put
+from coordinator.app_desk import AppDesk
+from coordinator.app_mailbox import Mailbox
 from coordinator.app_parts import OWNER
 from coordinator.refusing import refuse
 from coordinator.sessions import worker_of
@@ -43,22 +44,22 @@ class OwnerApps(rpc.AppsServicer):
             first = await _first(request_iterator)
             if not first.HasField("open"):
                 raise BadFrame("the first message of a run opens it")
-            queue = desk.owner_comes(first.open)
+            box = desk.owner_comes(first.open)
         except AtollError as error:
             await refuse(context, error)
         run = first.open.run
 
         async def read() -> None:
             async for message in request_iterator:
-                if not desk.owner_says(run, message):
+                if not desk.owner_says(run, box, message):
                     return
-            desk.owner_goes(run)
+            desk.owner_goes(run, box)
 
         try:
-            async for message in _served(read, queue, context):
+            async for message in _served(read, box, context):
                 yield message
         finally:
-            desk.owner_goes(run)
+            desk.owner_goes(run, box)
 
     async def EndRun(self, request: pb.AppClose, context: Context) -> pb.PartList:  # noqa: N802
         """End a run whose ServerApp died."""
@@ -94,18 +95,19 @@ class NodeApps(rpc.AppWorkServicer):
                 raise BadFrame("the first message of an app host says hello")
         except AtollError as error:
             await refuse(context, error)
-        queue = desk.node_comes(worker, first.hello)
+        box = desk.node_comes(worker, first.hello)
 
         async def read() -> None:
             async for message in request_iterator:
+                await desk.room_for(message)
                 desk.node_says(worker, message)
-            put(queue, None)
+            box.close()
 
         try:
-            async for message in _served(read, queue, context):
+            async for message in _served(read, box, context):
                 yield message
         finally:
-            desk.node_goes(worker, queue)
+            desk.node_goes(worker, box)
 
     async def PutNodeParts(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.PartChunk], context: Context
@@ -133,28 +135,26 @@ async def _first(requests: AsyncIterator[Any]) -> Any:
         raise BadFrame("the stream ended before its first message") from None
 
 
-async def _served(read: Callable[[], Any], queue: Queue, context: Context) -> AsyncIterator[Any]:
-    """What is queued, while ``read`` runs beside it; what ``read`` raises ends the call."""
-    failure: list[AtollError] = []
+async def _served(read: Callable[[], Any], box: Mailbox, context: Context) -> AsyncIterator[Any]:
+    """What is in the box, while ``read`` runs beside it; what ``read`` raises ends the call."""
 
     async def guarded() -> None:
         try:
             await read()
         except AtollError as error:
-            failure.append(error)
-            put(queue, None)
+            box.close(error)
         except grpc.aio.AioRpcError:
-            put(queue, None)
+            box.close()
         except Exception:  # a stream that nobody reads any more must end, not wait for ever
             log.exception("apps.stream_broke")
-            put(queue, None)
+            box.close()
 
     reader = asyncio.create_task(guarded())
     try:
-        while (message := await queue.get()) is not None:
+        while (message := await box.get()) is not None:
             yield message
-        if failure:
-            await refuse(context, failure[0])
+        if box.error is not None:
+            await refuse(context, box.error)
     finally:
         reader.cancel()
         with suppress(asyncio.CancelledError):

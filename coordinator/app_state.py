@@ -113,6 +113,7 @@ class Run:
 
     run: int
     app: pb.AppIdentity
+    key: bytes = b""  # its owner's; without one a run whose owner is there cannot be taken over
     places: dict[str, Place] = field(default_factory=dict)
     partitions: int = 0  # 0: has not begun
     owned: dict[str, int] = field(default_factory=dict)  # worker -> partition it has or had

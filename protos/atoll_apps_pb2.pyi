@@ -183,15 +183,21 @@ Global___AppIdentity: _TypeAlias = AppIdentity  # noqa: Y015
 
 @_typing.final
 class AppOpen(_message.Message):
+    """key: drawn by the owner's process when it opens the run. Who resumes must have it; its newest stream
+    counts, and an older one, whose line may have been cut without a word, is ended.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     APP_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     BUNDLE_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
     run: _builtins.int
     resume: _builtins.bool
     bundle: _builtins.bytes
+    key: _builtins.bytes
     @_builtins.property
     def app(self) -> Global___AppIdentity: ...
     def __init__(
@@ -201,10 +207,11 @@ class AppOpen(_message.Message):
         app: Global___AppIdentity | None = ...,
         resume: _builtins.bool = ...,
         bundle: _builtins.bytes = ...,
+        key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["app", b"app"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "bundle", b"bundle", "resume", b"resume", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "bundle", b"bundle", "key", b"key", "resume", b"resume", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -923,7 +930,7 @@ class ChildSetup(_message.Message):
     outbox_dir: _builtins.str
     """what replies refer to, one file a hash"""
     runs_dir: _builtins.str
-    """Context.state of each run and node"""
+    """Context.state of each run and node of this app"""
     @_builtins.property
     def node_config(self) -> _containers.MessageMap[_builtins.str, Global___AppValue]:
         """from this machine's owner"""

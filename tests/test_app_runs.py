@@ -236,6 +236,42 @@ def test_a_second_owner_of_one_run_is_refused() -> None:
         fleet.runs.opened(pb.AppOpen(run=RUN, app=APP, resume=True))
 
 
+def test_who_has_a_runs_key_takes_it_over_and_nobody_else_does() -> None:
+    fleet = Fleet().attend("w-0")
+    opening = pb.AppOpen(run=RUN, app=APP, key=b"k" * 16)
+    fleet.do(fleet.runs.opened(opening))
+    fleet.ready("w-0").begin(1)
+    again = pb.AppOpen(run=RUN, app=APP, key=b"k" * 16, resume=True)
+    fleet.do(fleet.runs.opened(again))  # its line was cut, and nobody has noticed yet
+    assert len(fleet.owner[-1].nodes.nodes) == 1
+    other = pb.AppIdentity(hash="b" * 64)
+    for gone in (False, True):
+        for wrong in (
+            opening,
+            pb.AppOpen(run=RUN, app=APP, resume=True),
+            pb.AppOpen(run=RUN, app=APP, key=b"x" * 16, resume=True),
+            pb.AppOpen(run=RUN, app=other, key=b"k" * 16, resume=True),
+        ):
+            with pytest.raises(UsageError, match="has an owner"):
+                fleet.runs.opened(wrong)
+        if not gone:
+            fleet.do(fleet.runs.owner_lost(RUN, 10.0))
+    fleet.do(fleet.runs.opened(again))
+    fleet.do(fleet.runs.tick(100.0))
+    assert RUN in fleet.runs.runs
+
+
+def test_a_run_that_was_ended_while_its_owner_was_away_does_not_go_on_without_its_states() -> None:
+    fleet = running()
+    fleet.do(fleet.runs.owner_lost(RUN, 10.0))
+    fleet.do(fleet.runs.tick(10.1 + runs.OWNER_RETURNS_S))
+    with pytest.raises(
+        UsageError, match=r"was ended: its ServerApp was not heard of for 5 s; start it again"
+    ):
+        fleet.runs.opened(pb.AppOpen(run=RUN, app=APP, resume=True))
+    fleet.open()  # a new one may have any number
+
+
 def test_after_our_restart_nodes_keep_their_partitions_and_the_rest_follow() -> None:
     before = running(3)
     kept = tuple(pb.AppNode(node=p.node, worker=p.worker, partition=p.partition) for p in before.run.nodes())

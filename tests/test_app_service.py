@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import queue
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import pytest
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError, UsageError
 from benchmarks.fake_worker import FakeWorker
+from coordinator import app_desk, app_runs
 from coordinator.app_parts import PartStore
 from coordinator.calls import told
 from coordinator.config import CoordinatorConfig
-from coordinator.server import Running, serve
+from coordinator.server import Running, Server, serve
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
@@ -34,9 +38,20 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def running(stack: ExitStack, tmp_path: Path) -> Running:
-    found = serve(CoordinatorConfig(state_dir=tmp_path / "c", entry_port=0, wrong_token_delay_s=0.0))
+    config = CoordinatorConfig(
+        state_dir=tmp_path / "c", entry_port=0, wrong_token_delay_s=0.0, owner_ping_s=0.3, owner_answers_s=0.3
+    )
+    found = serve(config)
     stack.callback(found.stop)
     return found
+
+
+def eventually(check: Callable[[], object]) -> None:
+    for _ in range(3000):
+        if check():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not come about")
 
 
 class Stream:
@@ -68,13 +83,42 @@ class Stream:
         self.call.cancel()
 
 
+class Line:
+    """A connection to ``port`` that can be cut without a word to either end."""
+
+    def __init__(self, stack: ExitStack, port: int) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.cut = threading.Event()
+        near, self._far = None, socket.create_connection(("127.0.0.1", port))
+        stack.callback(self._far.close)
+        stack.callback(self._listening.close)
+
+        def accept() -> None:
+            nonlocal near
+            near, _ = self._listening.accept()
+            stack.callback(near.close)
+            threading.Thread(target=self._pump, args=(self._far, near), daemon=True).start()
+            self._pump(near, self._far)
+
+        threading.Thread(target=accept, daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.cut.is_set():
+                    sink.sendall(data)
+
+
 class Owner:
-    def __init__(self, stack: ExitStack, running: Running, token: str | None = None) -> None:
+    def __init__(
+        self, stack: ExitStack, running: Running, token: str | None = None, port: int | None = None
+    ) -> None:
         made = JoinToken.decode(running.started.owner_token or "")
         self.channel = grpc.secure_channel(
-            f"127.0.0.1:{running.started.entry_port}",
+            f"127.0.0.1:{port or running.started.entry_port}",
             channel_credentials(made.ca_pem),
-            options=name_options(COORDINATOR),
+            options=[*name_options(COORDINATOR), ("grpc.use_local_subchannel_pool", 1)],
         )
         stack.callback(self.channel.close)
         self.stub = rpc.AppsStub(self.channel)
@@ -160,6 +204,106 @@ def test_a_run_has_one_owner_and_parts_belong_to_it(stack: ExitStack, running: R
     assert isinstance(
         refused(lambda: next(owner.stub.GetParts(elsewhere, metadata=owner.metadata))), StorageError
     )
+
+
+def begun(run: Stream, node: Node) -> pb.AppNode:
+    """Start an opened run with the one node."""
+    node.stream.until("offer")
+    node.stream.say(pb.FromNode(ready=pb.AppReady(run=5)))
+    while not run.until("fleet").ready:
+        pass
+    run.say(pb.FromApp(begin=pb.AppBegin(nodes=1)))
+    [found] = run.until("nodes").nodes
+    return found
+
+
+def lent(running: Running, node: Node) -> str:
+    """The job of the node's worker."""
+    return str(
+        running.call(lambda server: server.shell.scheduler.roster.workers[node.worker.worker].member.job)
+    )
+
+
+def test_workers_come_back_from_an_owner_whose_line_was_cut_without_a_word(
+    stack: ExitStack, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_runs, "OWNER_RETURNS_S", 0.1)
+    line = Line(stack, running.started.entry_port)
+    owner, node = Owner(stack, running, port=line.port), Node(stack, running)
+    begun(owner.open(), node)
+    # An owner who is silent, but there, keeps what it has.
+    time.sleep(1.5)
+    assert lent(running, node) == "app-5"
+    line.cut.set()
+    eventually(lambda: not lent(running, node))
+    assert "not heard of" in node.stream.until("end").reason
+
+
+def test_the_newest_stream_of_an_owner_takes_its_run_over(stack: ExitStack, running: Running) -> None:
+    owner, node = Owner(stack, running), Node(stack, running)
+    first = owner.open(key=b"k" * 16)
+    me = begun(first, node)
+    assert isinstance(owner.open(key=b"x" * 16, resume=True).error(), UsageError)
+    second = owner.open(key=b"k" * 16, resume=True)
+    assert [n.node for n in second.until("nodes").nodes] == [me.node]
+    ended = first.error()
+    assert isinstance(ended, UsageError)
+    assert "has taken over" in str(ended)
+    first.close()
+    # Everything is the second one's now, and the end of the first is not that of the run.
+    for number in range(3):
+        second.say(pb.FromApp(task=pb.AppTask(message=f"m{number}", node=me.node, kind="train")))
+        task = node.stream.until("task")
+        node.stream.say(pb.FromNode(reply=pb.AppReply(run=5, message=task.message)))
+        assert second.until("reply").message == f"m{number}"
+    assert running.call(lambda server: server.desk.runs.runs[5].owner_gone_s) is None
+
+
+def test_replies_wait_at_their_nodes_while_their_owner_reads_slowly(
+    stack: ExitStack, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, count = 1 << 20, 40
+    monkeypatch.setattr(app_desk, "OWNER_BYTES", 8 * size)
+    owner, node = Owner(stack, running), Node(stack, running)
+    run = owner.open()
+    me = begun(run, node)
+    for number in range(count):
+        run.say(pb.FromApp(task=pb.AppTask(message=f"m{number}", node=me.node, kind="train")))
+    for _ in range(count):
+        message = node.stream.until("task").message
+        node.stream.say(pb.FromNode(reply=pb.AppReply(run=5, message=message, content=b"x" * size)))
+
+    def box(server: Server) -> tuple[int, int]:
+        found = server.desk._owners[5]
+        return len(found), found.bytes
+
+    eventually(lambda: running.call(box)[1] > 2 * size)
+    most = 0
+    for _ in range(50):
+        most = max(most, running.call(box)[1])
+        time.sleep(0.01)
+    assert most <= 4 * size
+    assert {run.until("reply").message for _ in range(count)} == {f"m{n}" for n in range(count)}
+
+
+def test_an_owner_who_does_not_read_what_cannot_wait_loses_its_run_and_hears_why(
+    stack: ExitStack, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_desk, "OWNER_BYTES", 20_000)
+    owner, node = Owner(stack, running), Node(stack, running)
+    run = owner.open()
+    begun(run, node)
+
+    def flood(server: Server) -> None:
+        """Errors for nodes that are not there, before anything can be read."""
+        for number in range(1000):
+            if 5 in server.desk.runs.runs:
+                task = pb.FromApp(task=pb.AppTask(message=f"{number:0100}", node=1, kind="train"))
+                server.desk.owner_says(5, server.desk._owners[5], task)
+
+    running.call(flood)
+    assert "wait for its owner, who does not read them" in run.until("ended").reason
+    eventually(lambda: not lent(running, node))
 
 
 def test_a_worker_sees_only_the_runs_it_was_offered(stack: ExitStack, running: Running) -> None:
