@@ -14,6 +14,8 @@ from worker.bundle import MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split
 from worker.connection import Connection
 from worker.frames import (
     MAX_CONFIRMED,
+    MAX_FRAME_BYTES,
+    MAX_MARKS,
     Ack,
     Close,
     Data,
@@ -27,6 +29,7 @@ from worker.frames import (
     decode,
     encode,
 )
+from worker.linetime import LineTime
 from worker.peer import Peer, TransportConfig
 
 SMALL = b"x" * 300
@@ -43,7 +46,7 @@ FRAMES = st.one_of(
     st.builds(Ping, st.integers(0, 2**32)),
     st.builds(Pong, st.integers(0, 2**32)),
     st.builds(Probe, st.just(0)),
-    st.builds(Ack, st.integers(0, 2**40), st.integers(0, 2**40), st.just((1, 2, 3))),
+    st.builds(Ack, st.just(((5, 7), (2**40, 0))), st.integers(0, 2**40), st.just((1, 2, 3))),
     st.builds(Close, st.booleans(), st.text(max_size=20)),
 )
 
@@ -63,7 +66,7 @@ def test_room_is_counted_for_the_largest_of_each_kind() -> None:
     )
     for frame, payload in (
         (data, b"payload!!"),
-        (Ack(2**63, 2**63, tuple(range(MAX_CONFIRMED))), b""),
+        (Ack(tuple((n, 9) for n in range(MAX_MARKS)), 2**63, tuple(range(MAX_CONFIRMED))), b""),
         (Close(True, "r" * 5000), b""),
         (Hello(1, 2**63, longest, longest, longest), b""),
     ):
@@ -79,8 +82,10 @@ def test_a_single_frame_is_no_bundle() -> None:
 def test_more_or_larger_than_the_bounds_is_our_own_mistake() -> None:
     with pytest.raises(ValueError, match="65 frames"):
         join([encode(Ping(3))] * (MAX_FRAMES + 1))
+    with pytest.raises(ValueError, match="bundle of 3"):
+        join([b"x" * MAX_BUNDLE_BYTES, b"x", b"y"])
     with pytest.raises(ValueError, match="bundle of 2"):
-        join([b"x" * MAX_BUNDLE_BYTES, b"x"])
+        join([b"x", b"x" * (MAX_FRAME_BYTES + 1)])
 
 
 def test_a_bundle_in_a_bundle_is_refused() -> None:
@@ -154,10 +159,83 @@ def test_sixteen_small_messages_leave_as_one_and_are_acknowledged_as_one() -> No
     assert kinds(message) == ["Data"] * 16
     b.connection.receive(message)
     assert b.got == [(key(micro), SMALL) for micro in range(16)]
+    b.peer.settle_receipts(b.connection.heard_s + 1)
     (answer,) = b.out()
     assert kinds(answer) == ["Ack"]
     a.connection.receive(answer)
     assert a.peer.idle
+
+
+def test_what_nobody_waits_for_is_acknowledged_with_the_data_that_goes_back() -> None:
+    a, b = ends()
+    a.queue((key(0), SMALL))
+    (message,) = a.out()
+    b.connection.receive(message)
+    assert list(b.out()) == []
+    assert not a.peer.idle
+    b.queue((key(0, Direction.BACKWARD), bytes(200_000)))
+    first, *rest = b.out()
+    assert kinds(first) == ["Ack", "Data"]
+    assert {kind for message in rest for kind in kinds(message)} <= {"Data"}
+    a.connection.receive(first)
+    assert a.peer.idle
+
+
+def test_what_finds_no_company_is_acknowledged_by_itself_after_a_while() -> None:
+    a, b = ends()
+    a.queue((key(0), SMALL))
+    (message,) = a.out()
+    b.connection.receive(message)
+    b.peer.settle_receipts(b.connection.heard_s + 0.01)
+    assert list(b.out()) == []
+    b.peer.settle_receipts(b.connection.heard_s + 0.06)
+    (answer,) = b.out()
+    assert kinds(answer) == ["Ack"]
+    a.connection.receive(answer)
+    assert a.peer.idle
+
+
+def test_who_waits_for_an_acknowledgement_asks_for_it() -> None:
+    a, b = ends()
+    a.queue((key(0), SMALL))
+    (message,) = a.out()
+    b.connection.receive(message)
+    a.peer.press()
+    a.peer.press()
+    (question,) = a.out()
+    assert kinds(question) == ["Probe"]
+    b.connection.receive(question)
+    (answer,) = b.out()
+    assert kinds(answer) == ["Ack"]
+    a.connection.receive(answer)
+    assert a.peer.idle
+
+
+def test_a_message_delivered_on_a_connection_that_broke_is_confirmed_on_another() -> None:
+    a, b = ends()
+    other = Connection(b.hello, dialled=True, checksum=False, on_end=lambda _: None)
+    other.open(a.hello, b.peer, None)
+    a.queue((key(0), SMALL))
+    (message,) = a.out()
+    b.connection.receive(message)
+    b.connection.fail("cable pulled")
+    b.peer.settle_receipts(b.connection.heard_s)
+    ack = decode(other.next_frame(0) or b"")[0]
+    assert isinstance(ack, Ack)
+    assert ack.confirmed == (0,)
+
+
+def test_the_line_is_timed_as_if_each_arrival_had_been_told_at_once() -> None:
+    told, waited = LineTime(), LineTime()
+    for line in (told, waited):
+        line.sent(1.0, 1000)
+    told.settled(1.3, 1000, 0.1)
+    for line in (told, waited):
+        line.sent(5.0, 1000)
+    waited.settled(1.3, 1000, 0.1)
+    for line in (told, waited):
+        line.settled(5.3, 1000, 0.1)
+    assert told.take() == waited.take() == pytest.approx(0.4)
 
 
 def test_backward_leaves_before_forward_within_a_bundle() -> None:
@@ -215,5 +293,6 @@ def test_a_bad_frame_in_a_bundle_is_refused_and_what_came_before_it_counts() -> 
     with pytest.raises(BadFrame):
         b.connection.receive(join([good, b"nothing like a frame"]))
     assert len(b.got) == 1
+    b.peer.settle_receipts(b.connection.heard_s + 1)
     (answer,) = b.out()
     assert kinds(answer) == ["Ack"]

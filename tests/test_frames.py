@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from atoll.errors import BadFrame
 from worker.frames import (
     ECHO_BYTES,
+    MAX_AGE_US,
     MAX_CHUNK_BYTES,
     MAX_CONFIRMED,
     MAX_FRAME_BYTES,
+    MAX_MARKS,
     MAX_SPAN,
     MIN_CHUNK_BYTES,
     Ack,
@@ -37,6 +39,9 @@ from worker.window import Window
 
 KEY = MessageKey("job-1", 3, 12, 4, 77, Direction.BACKWARD)
 u64 = st.integers(0, 2**64 - 1)
+marks = st.lists(st.tuples(u64, st.integers(0, MAX_AGE_US)), min_size=1, max_size=MAX_MARKS).map(
+    lambda found: tuple(sorted(dict(found).items()))
+)
 u32 = st.integers(0, 2**32 - 1)
 names = st.text(st.characters(codec="ascii"), max_size=40)
 keys = st.builds(
@@ -62,7 +67,7 @@ def data_frames(draw: st.DrawFn) -> tuple[Data, bytes]:
 
 
 other_frames: st.SearchStrategy[tuple[Frame, bytes]] = st.one_of(
-    st.builds(Ack, u64, u64, st.lists(u64, max_size=MAX_CONFIRMED).map(tuple)),
+    st.builds(Ack, marks, u64, st.lists(u64, max_size=MAX_CONFIRMED).map(tuple)),
     st.builds(Ping, u64),
     st.builds(Pong, u64),
     st.builds(Close, st.booleans(), names.filter(str.isprintable)),
@@ -150,7 +155,8 @@ def test_our_own_oversized_frames_are_our_own_mistake() -> None:
     for frame, payload in (
         (Probe(), bytes(MAX_CHUNK_BYTES + 1)),
         (Data(0, KEY, 0, 1, meta=bytes(1 << 20)), b"x"),
-        (Ack(0, 0, tuple(range(MAX_CONFIRMED + 1))), b""),
+        (Ack(((0, 0),), 0, tuple(range(MAX_CONFIRMED + 1))), b""),
+        (Ack(tuple((n, 0) for n in range(MAX_MARKS + 1)), 0), b""),
         (Hello(1, 2, "x" * 65, "y"), b""),
     ):
         with pytest.raises(ValueError, match="at most"):
@@ -402,10 +408,42 @@ def test_a_forged_or_old_acknowledgement_moves_nothing_back() -> None:
 
 def test_the_last_chunk_always_asks_for_an_acknowledgement() -> None:
     window = Window()
-    assert window.sent(0.0, 10, last=True)
+    assert window.sent(0.0, 10, last=True) == Flag.ACK_SOON
     assert not window.unasked
     assert not window.sent(0.0, 10, last=False)
     assert window.unasked
+
+
+def test_the_sender_asks_at_once_when_its_window_is_half_full_or_a_quarter_is_unacknowledged() -> None:
+    window = Window()
+    quarter = window.size // 4
+    assert window.sent(0.0, quarter - 1, last=False) == 0
+    assert window.sent(0.0, 1, last=False) == Flag.ACK_NOW
+    assert not window.unpressed
+    assert window.sent(0.0, quarter - 1, last=True) == Flag.ACK_SOON
+    assert window.unpressed
+    assert window.sent(0.0, 1, last=True) == Flag.ACK_NOW
+    assert not window.unpressed
+
+
+def test_a_rest_between_two_messages_does_not_read_as_a_slow_line() -> None:
+    window, now_s = Window(), 0.0
+    for _ in range(50):  # a message each half second over 10 MB/s, acknowledged just before the next
+        for last in (False, False, True):
+            window.sent(now_s, 50_000, last=last)
+        window.acked(now_s + 0.015, window.sent_bytes)
+        now_s += 0.5
+    rate = window.rate
+    window.sent(now_s, 50_000, last=True)
+    for _ in range(8):  # the acknowledgement still waits when the next message leaves
+        now_s += 0.5
+        window.sent(now_s, 50_000, last=False)
+        window.acked(now_s - 0.495, window.sent_bytes - 50_000)
+        window.sent(now_s, 50_000, last=True)
+        window.acked(now_s + 0.005, window.sent_bytes - 50_000)
+    assert rate is not None
+    assert window.rate is not None
+    assert window.rate > 0.9 * rate
 
 
 def test_the_prefix_is_ten_bytes() -> None:

@@ -3,9 +3,10 @@
 A message of the stream costs a fixed time on either side whatever its size (some 0.3 ms, measured
 on loopback), and each would be acknowledged by itself. What is small and waits for the same
 connection therefore leaves together: ``prefix | lengths | frames``, the prefix as every frame has
-it, with a sum over itself and the lengths. The frames inside keep their own sums. Nothing waits in
-order to be bundled: frames gather while the one before them is being written. No socket, clock or
-thread here.
+it, with a sum over itself and the lengths. The frames inside keep their own sums. No data waits in
+order to be bundled: frames gather while the one before them is being written. The last frame may be
+of any size, so that an acknowledgement travels with whatever goes back. No socket, clock or thread
+here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from atoll.errors import BadFrame
 from worker.frames import (
     MAGIC,
     MAX_CONFIRMED,
+    MAX_FRAME_BYTES,
+    MAX_MARKS,
     MAX_NAME_BYTES,
     MAX_REASON_BYTES,
     PREFIX,
@@ -32,9 +35,10 @@ from worker.frames import (
 
 MAX_FRAMES = 64
 MAX_BUNDLE_BYTES = 64 << 10
-"""Of all frames together: what an urgent frame may have to wait for."""
+"""Of all frames but the last: what an urgent frame may have to wait for."""
+MAX_MESSAGE_BYTES = MAX_BUNDLE_BYTES + MAX_FRAME_BYTES + 4 * MAX_FRAMES + PREFIX.size
 _FIXED = 64 + MAX_NAME_BYTES  # prefix and fixed fields of any frame, and a name
-LEAST_ROOM = _FIXED + max(8 * MAX_CONFIRMED, MAX_REASON_BYTES)
+LEAST_ROOM = _FIXED + max(12 * MAX_MARKS + 8 * MAX_CONFIRMED, MAX_REASON_BYTES)
 """Any frame that is no data fits in so much."""
 
 
@@ -44,7 +48,7 @@ def room_for(frame: Frame, payload: Buffer) -> int:
         case Data():
             return _FIXED + len(frame.meta) + len(payload)
         case Ack():
-            return _FIXED + 8 * len(frame.confirmed)
+            return _FIXED + 12 * len(frame.marks) + 8 * len(frame.confirmed)
     return LEAST_ROOM + len(payload)
 
 
@@ -57,10 +61,10 @@ def join(frames: Sequence[bytes]) -> bytes:
     """The frames as one message; a single frame stays as it is. ValueError beyond a bound."""
     if len(frames) == 1:
         return frames[0]
-    total = sum(map(len, frames))
-    if not 2 <= len(frames) <= MAX_FRAMES or total > MAX_BUNDLE_BYTES:
-        raise ValueError(f"bundle of {len(frames)} frames, {total} bytes")
-    lengths = struct.pack(f"!{len(frames)}I", *map(len, frames))
+    sizes = [*map(len, frames)]
+    if not 2 <= len(frames) <= MAX_FRAMES or not _fitting(sizes):
+        raise ValueError(f"bundle of {len(frames)} frames, {sum(sizes)} bytes")
+    lengths = struct.pack(f"!{len(sizes)}I", *sizes)
     start = PREFIX.pack(MAGIC, VERSION, FrameType.BUNDLE, len(lengths), 0)[:SUMMED]
     crc = zlib.crc32(lengths, zlib.crc32(start))
     return b"".join((start, crc.to_bytes(4, "big"), lengths, *frames))
@@ -85,10 +89,17 @@ def split(message: Buffer) -> tuple[Buffer, ...]:
         raise BadFrame("bundle checksum differs; it was damaged or forged")
     lengths = struct.unpack(f"!{count}I", head)
     body = view[PREFIX.size + head_length :]
-    if sum(lengths) != len(body) or len(body) > MAX_BUNDLE_BYTES:
-        raise BadFrame(f"bundle of {len(body)} bytes, {sum(lengths)} declared; at most {MAX_BUNDLE_BYTES}")
+    if sum(lengths) != len(body) or not _fitting(lengths):
+        raise BadFrame(
+            f"bundle of {len(body)} bytes, {sum(lengths)} declared; "
+            f"at most {MAX_BUNDLE_BYTES} before the last frame and {MAX_FRAME_BYTES} in it"
+        )
     found, at = [], 0
     for length in lengths:
         found.append(body[at : at + length])
         at += length
     return tuple(found)
+
+
+def _fitting(sizes: Sequence[int]) -> bool:
+    return sum(sizes[:-1]) <= MAX_BUNDLE_BYTES and sizes[-1] <= MAX_FRAME_BYTES

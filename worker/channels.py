@@ -11,7 +11,7 @@ import grpc._common
 
 from atoll.errors import ConnectionFailed
 from protos.credentials import channel_credentials, name_options, server_credentials
-from worker.frames import MAX_FRAME_BYTES
+from worker.bundle import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
@@ -25,8 +25,8 @@ METHOD = "/atoll.v1.Peer/Frames"
 MANY_STREAMS_RTT_S = 0.030
 SOME_STREAMS_RTT_S = 0.008
 _OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
     ("grpc.http2.lookahead_bytes", 8 << 20),
     ("grpc.http2.bdp_probe", 0),

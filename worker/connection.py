@@ -2,7 +2,8 @@
 
 gRPC pulls ``frames()`` in a thread of its own and hands every received message to ``receive``;
 both ends of a connection are alike, whoever dialled. Frames leave in this order: control,
-acknowledgements, data by urgency, measurements; small ones that wait leave as one message.
+acknowledgements, data by urgency, measurements; small ones that wait leave as one message. What
+the other side does not wait for is acknowledged with the data that goes back next.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from worker.frames import (
     encode,
 )
 from worker.outbox import Chunk
+from worker.receipts import Receipts
 from worker.shaper import Pipe, shaped
 from worker.window import Window
 
@@ -68,9 +70,8 @@ class Connection:
         self._wake = threading.Condition(self._lock)
         self._control: deque[Frame] = deque()
         self._closing = False
-        self._ack_due = False
-        self._ack_held = False  # more frames of the same message are being read
-        self._received = 0
+        self._receipts = Receipts()
+        self._reading = False  # more frames of the same message are being read
         self._under_way: deque[tuple[int, Chunk | None]] = deque()  # (end byte, chunk)
         self._pings: dict[int, float] = {}
         self._ping_number = 0
@@ -164,20 +165,31 @@ class Connection:
                 head, payload = self._choose()
             if head is None:
                 return None if self.ended else b""
-            room = min(MAX_BUNDLE_BYTES, self.window.chunk) - room_for(head, payload)
-            more = self._choose_more(room)
-        return join([encode(head, payload), *(encode(*frame) for frame in more)])
+            frames = [(head, payload)]
+            room = min(MAX_BUNDLE_BYTES, self.window.chunk) - LEAST_ROOM - room_for(head, payload)
+            frames += self._choose_more(room)
+            self._take_along(frames)
+        return join([encode(*frame) for frame in frames])
 
     def _choose_more(self, room: int) -> list[tuple[Frame, Buffer]]:
         """Frames that wait, in their order, while they are small; the lock is held."""
         found: list[tuple[Frame, Buffer]] = []
-        while room >= LEAST_ROOM and len(found) + 1 < MAX_FRAMES:
+        while room >= LEAST_ROOM and len(found) + 2 < MAX_FRAMES:
             head, payload = self._choose(within(room))
             if head is None:
                 break
             found.append((head, payload))
             room -= room_for(head, payload)
         return found
+
+    def _take_along(self, frames: list[tuple[Frame, Buffer]]) -> None:
+        """Acknowledge what arrived, where data leaves anyway."""
+        peer = self.peer
+        if peer is None or self._reading or not self._receipts.pending:
+            return
+        data = next((at for at, (head, _) in enumerate(frames) if isinstance(head, Data)), None)
+        if data is not None:
+            frames.insert(data, (self._acknowledgement(peer), b""))
 
     def _choose(self, most: int | None = None) -> tuple[Frame | None, Buffer]:
         """The frame to send now, or None; ``most``: with no more data than that, and no
@@ -189,9 +201,8 @@ class Connection:
         peer = self.peer
         if peer is None or self._closing:
             return None, b""
-        if (self._ack_due or peer.confirm) and not self._ack_held:
-            self._ack_due = False
-            return peer.acknowledgement(self._received), b""
+        if self._receipts.due and not self._reading:
+            return self._acknowledgement(peer), b""
         chunk = peer.take(self, most)
         if chunk is not None:
             flags = self._note_sent(peer, chunk, chunk.length, last=not peer.outbox.waiting)
@@ -208,21 +219,47 @@ class Connection:
             peer.probe_bytes -= length
             flags = self._note_sent(peer, None, length, last=not peer.probe_bytes)
             return Probe(flags), memoryview(_PROBE_FILLER)[:length]
-        if self.window.unasked:
+        if peer.outbox.waiting:
+            peer.press()  # only acknowledgements open the windows that it waits for
+        elif self.window.unasked:
             # Another connection took the last chunk; ours must not stay unacknowledged.
-            self.window.asked()
-            return Probe(Flag.ACK_NOW), b""
-        return None, b""
+            self.press()
+        return (self._control.popleft(), b"") if self._control else (None, b"")
+
+    def _acknowledgement(self, peer: Peer) -> Ack:
+        return self._receipts.take(time.monotonic(), peer.to_confirm())
 
     def _note_sent(self, peer: Peer, chunk: Chunk | None, length: int, *, last: bool) -> int:
         now_s = time.monotonic()
         ask = self.window.sent(now_s, length, last=last)
+        if ask == Flag.ACK_SOON and (peer.awaited or chunk is None):
+            self.window.pressed()
+            ask = Flag.ACK_NOW
         self._under_way.append((self.window.sent_bytes, chunk))
         peer.sent(now_s, length)
-        return self.checksum | (Flag.ACK_NOW if ask else 0)
+        return self.checksum | ask
 
     def nudge(self) -> None:
         self._wake.notify()
+
+    def press(self) -> None:
+        """Somebody waits for the acknowledgement of what is under way; the peer's lock is held."""
+        if self.window.unpressed:
+            self.window.pressed()
+            self._control.append(Probe(Flag.ACK_NOW))
+            self._wake.notify()
+
+    @property
+    def owes(self) -> bool:
+        """Something that arrived is still to be acknowledged."""
+        return self._receipts.pending
+
+    def settle_receipts(self, now_s: float, *, stranded: bool) -> None:
+        """Acknowledge what found nothing to travel with, or what another connection left behind when
+        it broke; the peer's lock is held."""
+        if stranded or self._receipts.overdue(now_s):
+            self._receipts.due = True
+            self._wake.notify()
 
     @property
     def spare(self) -> bool:
@@ -251,16 +288,17 @@ class Connection:
         """Handle one message. Raises BadFrame: the caller then closes this connection."""
         frames = split(message)
         # What arrived together is acknowledged together.
-        self._ack_held = len(frames) > 1
+        self._reading = len(frames) > 1
         try:
             for frame in frames:
                 if not self.gone.is_set():
                     self._handle(frame)
         finally:
-            if self._ack_held:
+            if self._reading:
                 with self._lock:
-                    self._ack_held = False
-                    self._wake.notify()
+                    self._reading = False
+                    if self._receipts.due:
+                        self._wake.notify()
 
     def _handle(self, message: Buffer) -> None:
         frame, payload = decode(message)
@@ -306,31 +344,28 @@ class Connection:
             else:
                 complete = peer.inbox.arrived(incoming, len(payload))
                 buffer = incoming.buffer
-            self._received += len(payload)
             peer.received_bytes += len(payload)
             peer.used_s = self.heard_s
             peer.progress += 1
             if not complete:
-                self._acknowledge(frame.flags, force=incoming is None)
+                self._note_arrival(len(payload), frame.flags)
         if complete and incoming is not None:
             if buffer is not None:
                 peer.deliver(peer.name, frame.key, incoming.meta, buffer)
             with peer.lock:
                 peer.confirm.append(incoming.number)
-                self._acknowledge(frame.flags, force=True)
+                self._note_arrival(len(payload), frame.flags)
 
     def _count(self, nbytes: int, flags: int) -> None:
         peer = self._attached()
         with peer.lock:
-            self._received += nbytes
             peer.progress += 1
-            self._acknowledge(flags, force=False)
+            self._note_arrival(nbytes, flags)
 
-    def _acknowledge(self, flags: int, *, force: bool) -> None:
-        if force or flags & Flag.ACK_NOW:
-            self._ack_due = True
-            if not self._ack_held:
-                self._wake.notify()
+    def _note_arrival(self, nbytes: int, flags: int) -> None:
+        self._receipts.arrived(self.heard_s, nbytes, flags)
+        if self._receipts.due and not self._reading:
+            self._wake.notify()
 
     def _on_ack(self, frame: Ack) -> None:
         peer = self._attached()
@@ -340,23 +375,29 @@ class Connection:
                 return  # what it carried has already gone back
             if frame.received > self.window.sent_bytes:
                 raise BadFrame(f"{frame.received} bytes acknowledged, {self.window.sent_bytes} sent")
-            new = self.window.acked(now_s, frame.received)
-            measured = 0
-            while self._under_way and self._under_way[0][0] <= frame.received:
-                chunk = self._under_way.popleft()[1]
-                if chunk is not None:
-                    peer.outbox.acknowledged(chunk)
-                    measured += chunk.length if chunk.message.key.direction in MEASURED else 0
-            if new:
-                # A hostile peer may acknowledge half a chunk and then the rest: never more than is new.
-                measured = min(measured, new)
-                peer.settled(now_s, new, self.window.rtt_s or 0.0, arrived=True, measured=measured)
+            for received, age_us in frame.marks:
+                self._on_mark(peer, now_s - 1e-6 * age_us, received)
             if peer.probe_acks is not None:
                 peer.probe_acks.append((self.number, frame.clock_ns, frame.received))
                 if peer.probe_done:
                     peer.room.notify_all()
             peer.confirmed(frame.confirmed)
-            self._wake.notify()
+            if peer.outbox.waiting or peer.probe_bytes > 0:
+                self._wake.notify()  # its window may have opened
+
+    def _on_mark(self, peer: Peer, at_s: float, received: int) -> None:
+        """The peer had ``received`` bytes; at once told, it would have been known at ``at_s``."""
+        new = self.window.acked(at_s, received)
+        measured = 0
+        while self._under_way and self._under_way[0][0] <= received:
+            chunk = self._under_way.popleft()[1]
+            if chunk is not None:
+                peer.outbox.acknowledged(chunk)
+                measured += chunk.length if chunk.message.key.direction in MEASURED else 0
+        if new:
+            # A hostile peer may acknowledge half a chunk and then the rest: never more than is new.
+            measured = min(measured, new)
+            peer.settled(at_s, new, self.window.rtt_s or 0.0, arrived=True, measured=measured)
 
     def _on_pong(self, frame: Pong) -> None:
         now_s = time.monotonic()

@@ -10,6 +10,7 @@ is used, and anything wrong raises BadFrame. No socket, clock or thread here.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"AT"
-VERSION = 2
+VERSION = 3
 MAX_CHUNK_BYTES = 1 << 20
 MIN_CHUNK_BYTES = 4 << 10
 """A message's chunks are at least this long, save the last: bounds the receiver's bookkeeping."""
@@ -33,6 +34,8 @@ MAX_NAME_BYTES = 64
 MAX_SPAN = 4096
 """A message's number is at most this far ahead of the oldest unconfirmed one."""
 MAX_CONFIRMED = 256  # message numbers in one ACK
+MAX_MARKS = 16  # arrivals in one ACK
+MAX_AGE_US = 2**32 - 1
 MAX_REASON_BYTES = 512
 ECHO_BYTES = 64
 MAX_FRAME_BYTES = MAX_CHUNK_BYTES + MAX_META_BYTES + 1024
@@ -41,7 +44,8 @@ PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc of a
 SUMMED = PREFIX.size - 4
 _HELLO = struct.Struct("!HQBBBBB")  # protocol, session, lane, lanes, name/target/label lengths
 _DATA = struct.Struct("!QIQIIBBHQQIB")
-_ACK = struct.Struct("!QQH")  # payload bytes received on this stream, receiver's clock ns, confirmed
+_ACK = struct.Struct("!QHH")  # receiver's clock ns, marks, confirmed
+_MARK = struct.Struct("!QI")  # payload bytes received on this stream, how long ago in us
 _ECHO = struct.Struct("!Q")
 
 
@@ -79,6 +83,7 @@ class Flag(IntEnum):
 
     ACK_NOW = 1
     CHECKSUM = 2  # the prefix's CRC covers the payload too
+    ACK_SOON = 4  # with what goes back next, or when nothing does for a while
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +126,21 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """Cumulative payload bytes received on this stream, and messages delivered."""
+    """What arrived on this stream, and messages delivered.
 
-    received: int
+    ``marks``: cumulative payload bytes and the age of that state in microseconds, ascending in
+    bytes. An acknowledgement that waited for something to travel with tells of every arrival since
+    the last one, so that the sender's clockwork sees each as if it had been told at once.
+    """
+
+    marks: tuple[tuple[int, int], ...]
     clock_ns: int
     confirmed: tuple[int, ...] = ()
+
+    @property
+    def received(self) -> int:
+        """Payload bytes in all."""
+        return self.marks[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +194,12 @@ def _head(frame: Frame) -> tuple[FrameType, bytes]:
         case Ack():
             if len(frame.confirmed) > MAX_CONFIRMED:
                 raise ValueError(f"{len(frame.confirmed)} confirmations in one ACK; at most {MAX_CONFIRMED}")
-            head = _ACK.pack(frame.received, frame.clock_ns, len(frame.confirmed))
-            return FrameType.ACK, head + struct.pack(f"!{len(frame.confirmed)}Q", *frame.confirmed)
+            if not 1 <= len(frame.marks) <= MAX_MARKS:
+                raise ValueError(f"{len(frame.marks)} arrivals in one ACK; 1 and at most {MAX_MARKS}")
+            head = _ACK.pack(frame.clock_ns, len(frame.marks), len(frame.confirmed))
+            marks = b"".join(_MARK.pack(received, age_us) for received, age_us in frame.marks)
+            confirmed = struct.pack(f"!{len(frame.confirmed)}Q", *frame.confirmed)
+            return FrameType.ACK, b"".join((head, marks, confirmed))
         case Ping() | Pong():
             kind = FrameType.PING if isinstance(frame, Ping) else FrameType.PONG
             filler = bytes(ECHO_BYTES - PREFIX.size - _ECHO.size)
@@ -287,10 +306,14 @@ def _check_data(frame: Data, length: int) -> None:
 
 
 def _read_ack(head: memoryview) -> Ack:
-    received, clock_ns, count = _ACK.unpack_from(head)
-    if count > MAX_CONFIRMED or len(head) != _ACK.size + 8 * count:
+    clock_ns, n_marks, n_confirmed = _ACK.unpack_from(head)
+    start = _ACK.size + n_marks * _MARK.size
+    if not 1 <= n_marks <= MAX_MARKS or n_confirmed > MAX_CONFIRMED or len(head) != start + 8 * n_confirmed:
         raise ValueError
-    return Ack(received, clock_ns, struct.unpack_from(f"!{count}Q", head, _ACK.size))
+    marks = tuple(_MARK.iter_unpack(head[_ACK.size : start]))
+    if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(marks)):
+        raise ValueError
+    return Ack(marks, clock_ns, struct.unpack_from(f"!{n_confirmed}Q", head, start))
 
 
 def _read_echo(head: memoryview) -> int:

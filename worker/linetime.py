@@ -38,6 +38,7 @@ class LineTime:
         if not self._sent:
             return
         first_s = self._sent[0][1]
+        now_s = max(now_s, first_s, self._settled_at_s)
         self._settled_bytes += nbytes
         while self._sent and self._sent[0][0] <= self._settled_bytes:
             self._sent.popleft()

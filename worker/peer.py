@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.errors import ConnectionFailed
-from worker.frames import Ack, Data, MessageKey, confirmations
+from worker.frames import Data, MessageKey, confirmations
 from worker.inbox import Expect, Inbox
 from worker.linetime import LineTime
 from worker.outbox import Chunk, Outbox
@@ -81,6 +82,16 @@ class Lane(Protocol):
     def nudge(self) -> None:
         """Something to send may be there; the peer's lock is held."""
 
+    def press(self) -> None:
+        """Ask for the acknowledgement of what is under way; the peer's lock is held."""
+
+    @property
+    def owes(self) -> bool:
+        """Something that arrived is still to be acknowledged."""
+
+    def settle_receipts(self, now_s: float, *, stranded: bool) -> None:
+        """Acknowledge what has waited long enough, or, ``stranded``, anything; the lock is held."""
+
 
 class Peer:
     """Shared state of one peer's connections. ``lock`` guards every field."""
@@ -108,6 +119,7 @@ class Peer:
         self.received_bytes = 0
         self.used_s = time.monotonic()  # the last chunk either way
         self.progress = 0  # chunks either way: stands still when nothing moves
+        self.awaited = 0  # who waits for confirmations now
         self._in_flight = 0
         self._settled = 0  # bytes that are no longer under way, on all connections
         self._window = Window()  # of all connections together
@@ -127,7 +139,8 @@ class Peer:
                         f"{self.name} did not take {len(payload)} bytes within {timeout_s} s: "
                         f"{self.outbox.held} bytes in {len(self.outbox)} messages are still unconfirmed"
                     )
-                self.room.wait(left_s)
+                with self._awaiting():
+                    self.room.wait(left_s)
             if self.gone:
                 raise PeerLost(self.name, self.gone)
             self.outbox.add(key, meta, payload)
@@ -154,6 +167,27 @@ class Peer:
         """Wake every connection, whatever its window."""
         for lane in self.lanes:
             lane.nudge()
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until everything sent is confirmed; False when it is not in time, or the peer lost."""
+        with self.lock, self._awaiting():
+            return self.room.wait_for(lambda: self.gone or self.idle, timeout_s) and not self.gone
+
+    @contextmanager
+    def _awaiting(self) -> Iterator[None]:
+        """Meanwhile acknowledgements are asked for at once; the lock is held."""
+        self.awaited += 1
+        self.press()
+        try:
+            yield
+        finally:
+            self.awaited -= 1
+
+    def press(self) -> None:
+        """Ask for the acknowledgement of everything under way."""
+        with self.lock:
+            for lane in self.lanes:
+                lane.press()
 
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
         """The next chunk for this connection, if its window and that of all together are open;
@@ -206,9 +240,17 @@ class Peer:
 
     # -- receiving
 
-    def acknowledgement(self, received: int) -> Ack:
+    def to_confirm(self) -> tuple[int, ...]:
+        """Numbers of messages for the acknowledgement that leaves now."""
         now, self.confirm = confirmations(self.confirm)
-        return Ack(received, time.monotonic_ns(), now)
+        return now
+
+    def settle_receipts(self, now_s: float) -> None:
+        """Acknowledge what found nothing to travel with, on a connection that still is."""
+        with self.lock:
+            stranded = bool(self.confirm) and not any(lane.owes for lane in self.lanes)
+            for lane in self.lanes:
+                lane.settle_receipts(now_s, stranded=stranded and lane is self.lanes[0])
 
     @property
     def idle(self) -> bool:

@@ -248,9 +248,7 @@ class PeerNetwork:
 
     def flush(self, peer: str, timeout_s: float) -> bool:
         """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""
-        known = self._known(peer)
-        with known.lock:
-            return known.room.wait_for(lambda: known.gone or known.idle, timeout_s) and not known.gone
+        return self._known(peer).flush(timeout_s)
 
     def forget(self, job: str, plan_version: int | None = None) -> None:
         """Drop what is queued or half received of a job, up to ``plan_version`` if given."""
@@ -580,6 +578,7 @@ class PeerNetwork:
             with peer.lock:
                 if peer.outbox.waiting:
                     peer.nudge()  # a connection with room may be held up below us
+                peer.settle_receipts(now_s)
                 down_since_s, reason, silent = peer.down_since_s, peer.down_reason, peer.down_silent
                 patience_s = max(self.config.reconnect_s, 6 * peer.last_rtt_s)
             if down_since_s is not None and (silent or now_s - down_since_s > patience_s):

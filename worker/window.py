@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from worker.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from worker.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Flag
 
 GAIN = 1.6
 SLACK_S = 0.010
@@ -43,7 +43,9 @@ class Window:
         self.sent_bytes = 0
         self.acked_bytes = 0
         self._acked_at_s = 0.0
-        self._asked_at = 0
+        self._asked_at = 0  # sent when an acknowledgement was last asked for, however soon
+        self._pressed_at = 0  # ... at once
+        self._rested_at = 0  # ... when last nothing else waited
 
     @property
     def in_flight(self) -> int:
@@ -88,33 +90,48 @@ class Window:
         """Bytes were sent after the last request for an acknowledgement."""
         return self.sent_bytes > self._asked_at
 
-    def asked(self) -> None:
-        """An acknowledgement of everything sent is asked for."""
-        self._asked_at = self.sent_bytes
+    @property
+    def unpressed(self) -> bool:
+        """Bytes under way whose acknowledgement was not asked for at once."""
+        return self.sent_bytes > max(self._pressed_at, self.acked_bytes)
 
-    def sent(self, now_s: float, nbytes: int, *, last: bool) -> bool:
-        """Note a chunk that leaves now; returns whether it should ask for an acknowledgement.
+    def pressed(self) -> None:
+        """An acknowledgement of everything sent is asked for at once."""
+        self._asked_at = self._pressed_at = self.sent_bytes
+
+    def sent(self, now_s: float, nbytes: int, *, last: bool) -> int:
+        """Note a chunk that leaves now; returns the acknowledgement it should ask for: 0,
+        Flag.ACK_NOW, or Flag.ACK_SOON while the window is far from closing.
 
         ``last``: nothing else waits to be sent.
         """
         if not self.in_flight:
             self._acked_at_s = now_s  # a pause is not a slow delivery
+        # While what was sent before a rest is unacknowledged, a sample spans that rest.
+        backlogged = not last and self.acked_bytes >= self._rested_at
         self.sent_bytes += nbytes
-        self._sent.append(_Sent(self.sent_bytes, now_s, self.acked_bytes, self._acked_at_s, not last))
-        ask = last or self.sent_bytes - self._asked_at >= self.size / 4
-        if ask:
-            self.asked()
-        return ask
+        self._sent.append(_Sent(self.sent_bytes, now_s, self.acked_bytes, self._acked_at_s, backlogged))
+        if last:
+            self._asked_at = self._rested_at = self.sent_bytes
+            if self.in_flight < self.size / 2:
+                return Flag.ACK_SOON
+        elif self.sent_bytes - max(self._pressed_at, self.acked_bytes) < self.size / 4:
+            return 0
+        self.pressed()
+        return Flag.ACK_NOW
 
     def acked(self, now_s: float, received: int) -> int:
-        """The peer has ``received`` bytes in all; returns how many of them are new."""
+        """The peer had ``received`` bytes in all at ``now_s`` less the way back, of which the caller
+        may learn later; returns how many of them are new."""
         new = received - self.acked_bytes
         if new <= 0:
             return 0
-        self.acked_bytes, self._acked_at_s = received, now_s
         newest = None
         while self._sent and self._sent[0].end <= received:
             newest = self._sent.popleft()
+        # A peer cannot have waited longer than since the chunk left.
+        now_s = max(now_s, self._acked_at_s, newest.at_s if newest is not None else now_s)
+        self.acked_bytes, self._acked_at_s = received, now_s
         if newest is not None:
             took_s = max(1e-6, now_s - newest.delivered_at_s)
             rate = (received - newest.delivered) / took_s
