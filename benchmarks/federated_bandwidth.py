@@ -3,6 +3,7 @@
     atoll data fetch mnist
     python -m benchmarks.federated_bandwidth --seeds 3 --jobs 2 --state runs.jsonl --plot bandwidth.png
     python -m benchmarks.federated_bandwidth --scenario my_lines.toml --downlink delta --base 32
+    python -m benchmarks.federated_bandwidth --down-mbit 100 --base even
 
 Setting: 6,000 random MNIST images, 10 clients by NIID-Bench's Dirichlet(0.1), all of them in each round, one
 local epoch, batch 64, SGD lr 0.02 momentum 0.9, McMahan's two-layer net (784-200-200-10, 199,210 weights),
@@ -18,7 +19,11 @@ time is a model (``bandwidth_report``) of a lab scenario's lines and ``--step-s`
     bcrs_ef     BCRS's ratios with error feedback
     bcrs_opwa   BCRS's ratios and OPWA
 
-A ratio is dense over sent bytes; BCRS's mean is of what its clients really send.
+A ratio is dense over sent bytes; BCRS's mean is of what its clients really send. Finish times are those of
+whole rounds, download to last byte up, and a spread is the latest over the earliest less 1: of all clients,
+and of those that the plan has hold something back. Who sends all it has ends when its line lets it; with
+``--base even`` the slowest's ratio is the least that has all of them end within 15 %, which a slow downlink
+can make impossible.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from atoll.errors import UsageError
 from atoll.federated import Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
@@ -53,6 +59,7 @@ from coordinator.capture import capture
 from coordinator.selecting import by_uplink, update_bytes
 from lab.reader import read_scenario
 from strategies import partition_data
+from strategies.bcrs import Uplink, even_base
 from strategies.files import update_metas
 from strategies.wrapped import owners
 from worker.federation_local import LocalFederation, local_model
@@ -122,7 +129,7 @@ class Conditions:
 
     lines: Mapping[str, Line]
     net: str = "2nn"
-    base: float = 20.0  # BCRS's ratio of the slowest
+    base: float = 20.0  # BCRS's ratio of the slowest; 0: the least with which all end together
     gamma: float = 5.0
     step_s: float = STEP_S
     downlink: str = "off"
@@ -145,16 +152,26 @@ def ratios_of(
     dense = float(sum(meta.nbytes for meta in up))
     down = DOWN_SHARE[conditions.downlink] * dense
     uplinks = {n: line.uplink(down, steps[n] * conditions.step_s) for n, line in conditions.lines.items()}
-    own = by_uplink(up, uplinks, conditions.base).ratios
+    base = conditions.base or least_even(up, uplinks)
+    own = by_uplink(up, uplinks, base).ratios
     if ratio == "own":
         return dict(own)
     sent = [update_bytes(up, own[name]) for name in own]
     one = {
         "mean": reporting.mean_ratio(sent, dense),
         "bytes": reporting.ratio_for(lambda r: update_bytes(up, r), sum(sent) / len(sent)),
-        "base": conditions.base,
+        "base": base,
     }
     return dict.fromkeys(own, one[ratio])
+
+
+def least_even(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink]) -> float:
+    """The base ratio with which the plan has all clients done within 15 % of each other."""
+    dense = float(sum(meta.nbytes for meta in up))
+    base = even_base(uplinks, dense, lambda ratio: update_bytes(up, ratio))
+    if base is None:
+        raise UsageError("no base ratio lets all end together on these lines; give --base a number")
+    return base
 
 
 def federation_of(
@@ -183,7 +200,7 @@ def federation_of(
         local_epochs=setting.epochs,
         held_out=0.0,
         evaluate_every=0,
-        uplink=f"topk:{conditions.base:g}" if variant.ratio else "off",
+        uplink=f"topk:{conditions.base or 1:g}" if variant.ratio else "off",  # each round says its own
         error_feedback=variant.feedback,
     )
     model = local_model(found.train, found.evaluation, found.state, training)
@@ -288,7 +305,9 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=40)
     made.add_argument("--beta", type=float, default=0.1, help="of the Dirichlet split")
     made.add_argument("--net", choices=sorted(NETS), default="2nn")
-    made.add_argument("--base", type=float, default=Conditions.base, help="BCRS's ratio of the slowest")
+    made.add_argument(
+        "--base", type=_base, default=Conditions.base, help="BCRS's ratio of the slowest, or even"
+    )
     made.add_argument("--gamma", type=float, default=Conditions.gamma, help="OPWA's")
     made.add_argument("--step-s", type=float, default=STEP_S, help="seconds of a local step")
     made.add_argument(
@@ -301,6 +320,10 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--plot", help="picture of accuracy against rounds, bytes and lab time")
     made.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     return made
+
+
+def _base(text: str) -> float:
+    return 0.0 if text == "even" else float(text)
 
 
 def conditions_of(args: argparse.Namespace) -> Conditions:
@@ -329,9 +352,8 @@ def main() -> None:
     runs = [reporting.timed(run, conditions.lines, conditions.step_s, conditions.downlink) for run in results]
     found = reporting.report(runs, args.target)
     reporting.show(found)
-    print(
-        f"machine {machine()}, seeds {seeds}, {args.scenario}, base {conditions.base:g}, {conditions.setting}"
-    )
+    base = f"base {conditions.base or 'even'}"
+    print(f"machine {machine()}, seeds {seeds}, {args.scenario}, {base}, {conditions.setting}")
     if args.plot:
         plot(runs, Path(args.plot))
         print(f"drawn in {args.plot}")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from benchmarks import bandwidth_report as reporting
 from benchmarks import federated_bandwidth as bench
@@ -67,6 +68,20 @@ def test_uniform_ratios_have_the_mean_the_bytes_or_the_base_of_those_by_uplink()
     assert mean["a"] > same["a"]
     assert set(bench.ratios_of(conditions, "base", STEPS, UP).values()) == {20.0}
     assert bench.ratios_of(conditions, "", STEPS, UP) == {}
+
+
+def test_an_even_base_has_all_end_within_15_percent_or_says_that_none_does() -> None:
+    wide = {name: Line(line.up_bps, 100e6, line.latency_s) for name, line in LINES.items()}
+    steps = dict.fromkeys(wide, 2)
+    found = bench.ratios_of(bench.Conditions(wide, base=0.0), "own", steps, UP)
+    sent = {name: update_bytes(UP, ratio) for name, ratio in found.items()}
+    dense = sum(meta.nbytes for meta in UP)
+    finish = reporting.finish_s(wide, steps, sent, dense, bench.STEP_S)
+    assert reporting.spread(list(finish.values())) <= 0.15
+    assert bench.ratios_of(bench.Conditions(wide, base=0.0), "base", steps, UP)["a"] == found["a"] > 2.0
+    with pytest.raises(UsageError, match="no base ratio"):
+        bench.ratios_of(bench.Conditions(LINES, base=0.0), "own", steps, UP)
+    assert bench.options().parse_args(["--base", "even"]).base == 0.0
 
 
 @given(st.floats(1.0, 500.0))
