@@ -47,8 +47,10 @@ from worker.federation_local import LocalFederation, RoundMetrics, local_model
 
 MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels
 CLASSES = 10
-VIRTUAL = VirtualSpec(seed=7, classes=CLASSES, per_class=200, shape=(1, 28, 28), base=8)
-VHL = VhlLoss(batch=64, pad=0, flip=False)
+# Found on seeds 10 to 21 and other test images (docs/federated.md): a small net has little room for images
+# that it need not know, so they are few, alike within a class, and count half.
+VIRTUAL = VirtualSpec(seed=7, classes=CLASSES, per_class=200, shape=(1, 28, 28), base=8, spread=0.2)
+VHL = VhlLoss(virtual=0.5, batch=16, pad=0, flip=False)
 FEDIMPRO: dict[str, float] = {"beta": 0.9, "max_std": 0.1}
 
 

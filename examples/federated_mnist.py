@@ -102,9 +102,10 @@ class FedImproClassifier(FedImpro):
 def wrapped(net: nn.Module, images: Tensor) -> nn.Module:
     """The net with the loss that the rule needs."""
     if STRATEGY == "vhl":
-        virtual = VirtualSpec(seed=7, classes=CLASSES, shape=(1, 28, 28))
-        # Mirrored and shifted digits would be other digits.
-        return VhlClassifier(net, "head", virtual, VhlLoss(batch=MICRO_BATCH, pad=0, flip=False))
+        # A small net has little room for images that it need not know. Mirrored digits would be other ones.
+        virtual = VirtualSpec(seed=7, classes=CLASSES, shape=(1, 28, 28), spread=0.2)
+        loss = VhlLoss(virtual=0.5, batch=16, pad=0, flip=False)
+        return VhlClassifier(net, "head", virtual, loss)
     if STRATEGY == "fedimpro":
         return FedImproClassifier(net, "low", CLASSES, images)
     return Classifier(net)
