@@ -27,7 +27,7 @@ from protos.app_bundle import Bundle, ConfigValue
 from protos.app_guard import Guarded
 
 LEAVE_WITHIN_S = 1.4  # from Ctrl+C to the end of the ServerApp's process
-MAX_LINE_CHARS = 1 << 20
+MAX_LINE_CHARS = 16 << 20  # ten thousand nodes are named in one
 _END_TIMEOUT_S = 1.0
 
 
@@ -91,7 +91,10 @@ class AppCommand:
         """What happens, until the app has ended. Raises what ended it, JobFailed when it crashed."""
         done = False
         while line := self._lines.readline(MAX_LINE_CHARS):
-            event: dict[str, Any] = json.loads(line)
+            try:
+                event: dict[str, Any] = json.loads(line)
+            except ValueError:
+                raise JobFailed(f"the ServerApp's process said {line[:80]!r}, which is no event") from None
             if event["event"] == "failed":
                 raise failure_of(event["kind"], event["reason"])
             done = done or event["event"] == "done"

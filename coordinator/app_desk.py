@@ -18,6 +18,7 @@ from coordinator.app_parts import PartStore
 from coordinator.storage_services import MAX_BLOBS_A_REQUEST
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
+from protos.app_words import Budget, clean
 
 if TYPE_CHECKING:
     from coordinator.shell import Shell
@@ -26,7 +27,7 @@ ATTEND_RETURNS_S = 2.0  # a worker's stream for apps that broke may be back so s
 MAX_QUEUED = 50_000  # messages for one owner or worker that does not read
 OWNER_BYTES = 128 << 20  # of these for one owner; workers hold their replies back at the half
 NODE_BYTES = 1 << 30
-MAX_KEY_BYTES = 64
+NOTICES, NOTICES_PER_S = 100, 1.0  # of one worker, of any run
 NEWEST_COUNTS = ("fleet", "nodes")  # what an owner has not read of these is old news
 MAX_CONTENT_BYTES = 16 << 20
 QUOTA_BYTES = 256 << 30
@@ -62,6 +63,7 @@ class AppDesk:
         self._owners: dict[int, Mailbox] = {}
         self._nodes: dict[str, Mailbox] = {}
         self._sent: dict[str, set[str]] = {}  # worker -> small parts it was given
+        self._notices: dict[str, Budget] = {}  # of every worker that ever came; their number is bounded
         shell.moved = self._moved
 
     def now_s(self) -> float:
@@ -73,12 +75,9 @@ class AppDesk:
     def owner_comes(self, request: pb.AppOpen) -> Mailbox:
         """The box of a run's owner; an owner that is back finds what it has missed, and a stream of its
         own that nobody has found broken yet is ended."""
-        if request.run == 0 or len(request.app.hash) != 64:
-            raise BadFrame("a run without a number or without its app's hash")
+        state.checked_opening(request)
         if len(request.bundle) > MAX_CONTENT_BYTES:
             raise BadFrame(f"an app bundle of {len(request.bundle)} bytes; at most {MAX_CONTENT_BYTES}")
-        if len(request.key) > MAX_KEY_BYTES:
-            raise BadFrame(f"a run's key of {len(request.key)} bytes; at most {MAX_KEY_BYTES} are accepted")
         self.parts.take_small(request.run, request.app.hash, request.bundle)
         try:
             todo = self.runs.opened(request)
@@ -102,7 +101,7 @@ class AppDesk:
             raise UsageError(f"a newer stream of run {run_id} has taken over")
         match message.WhichOneof("body"):
             case "begin":
-                self._do(self.runs.begun(run, message.begin))
+                self._do(self.runs.begun(run, state.checked_begin(message.begin)))
             case "task":
                 self._do(self.runs.task(run, self._taken_in(run_id, message.task)))
             case "cancel":
@@ -136,10 +135,11 @@ class AppDesk:
 
     def end(self, run: int, reason: str) -> None:
         """End a run; unknown ones have ended already."""
-        self._do(self.runs.closed(run, reason[: runs.MAX_REASON_CHARS]))
+        self._do(self.runs.closed(run, clean(reason, runs.MAX_REASON_CHARS)))
 
     def node_comes(self, worker: str, hello: pb.AppHello) -> Mailbox:
-        """A worker's stream for apps begins; an older one of it ends."""
+        """A worker's stream for apps begins; an older one of it ends. BadFrame when that is too often."""
+        self._heed(worker)
         old = self._nodes.get(worker)
         if old is not None:
             old.close()
@@ -161,8 +161,10 @@ class AppDesk:
         """Handle one message of a worker."""
         match message.WhichOneof("body"):
             case "ready":
+                self._heed(worker)
                 self._do(self.runs.ready(worker, message.ready))
             case "refused":
+                self._heed(worker)
                 self._do(self.runs.refused(worker, message.refused))
             case "reply":
                 reply = message.reply
@@ -172,6 +174,14 @@ class AppDesk:
                 self._do(self.runs.replied(worker, reply, self.parts.has))
             case body:
                 raise BadFrame(f"a message of kind {body!r}, which does not belong here")
+
+    def _heed(self, worker: str) -> None:
+        """Count what is logged here and told to owners; one who says it over and over is not heard."""
+        if not self._notices.setdefault(worker, Budget(NOTICES, NOTICES_PER_S)).take(self.now_s()):
+            raise BadFrame(
+                f"{worker} came, was ready or refused more than {NOTICES} times at once; once in "
+                f"{1 / NOTICES_PER_S:.0f} s is accepted"
+            )
 
     def node_goes(self, worker: str, box: Mailbox) -> None:
         """A worker's stream ended; a newer one may have replaced it."""

@@ -22,6 +22,7 @@ from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.serverapp import Grid
 
 from atoll.errors import AtollError, BadFrame, ConnectionFailed, JobFailed, UsageError
+from coordinator import app_heard as heard
 from coordinator.app_link import AppLink
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
@@ -31,6 +32,7 @@ RETURN_S = 15.0  # after the coordinator's restart its nodes have so long to com
 KEPT_PUSHES = 2  # arrays of the last pushes stay: what is evaluated is often trained on next
 FETCHES = 4
 ATTEMPTS, RETRY_S = 6, 3.0  # of a transfer, until its stream is known to be broken or not
+MAX_ERRORS_TOLD = 20  # of one batch; the rest is counted
 T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
 
@@ -161,9 +163,7 @@ class CoordinatorGrid(Grid):
             if isinstance(body, Error):
                 node = self._nodes.get(sent.task.node)
                 name = node.name if node is not None else f"node {sent.task.node}"
-                traffic.errors.append(
-                    f"{name}: {(body.reason or '').strip().splitlines()[:1] or [body.code]}"
-                )
+                traffic.errors.append(heard.in_short(name, body.reason or "", body.code))
             self._changed.notify_all()
         self._taken(reply, sent.parts)
         self._forget()
@@ -171,7 +171,7 @@ class CoordinatorGrid(Grid):
     def _body(self, reply: pb.AppReply, sent: _Sent) -> RecordDict | Error | None:
         """What the reply says; None: the coordinator went away with its arrays, and it comes again."""
         if reply.error:
-            return Error(int(reply.error), reply.reason)
+            return Error(int(reply.error), heard.reason_of(reply.reason))
         known = {part.hash: part.data for part in reply.parts if part.data or not part.size}
         wanted = {
             part.hash: part.size
@@ -186,12 +186,13 @@ class CoordinatorGrid(Grid):
             if fetched is None:
                 return None
             known |= fetched
-            return content.decode(reply.content, lambda name, size: _part(name, size, known, sent.parts))
+            records = content.decode(reply.content, lambda name, size: _part(name, size, known, sent.parts))
+            return heard.checked(records)
         except ConnectionFailed:
             raise  # no fault of this node
         except (AtollError, ValueError, TypeError, LookupError) as error:
             # Whatever a node answers costs its own reply, never the run.
-            return Error(flower.REPLY_UNAVAILABLE, str(error))
+            return Error(flower.REPLY_UNAVAILABLE, heard.reason_of(str(error)))
 
     # ------------------------------------------------------------ what Flower asks of a Grid
 
@@ -364,9 +365,11 @@ class CoordinatorGrid(Grid):
             self.link.say(pb.FromApp(forget=pb.AppForget(run=self._run_id, hashes=sorted(over))))
 
     def _report(self, replies: list[Message], traffic: list[Traffic], late: list[str], took_s: float) -> None:
+        errors = [error for one in traffic for error in one.errors]
         figures = {
             "replies": sum(not reply.has_error() for reply in replies),
-            "errors": [error for one in traffic for error in one.errors],
+            "errors": errors[:MAX_ERRORS_TOLD],
+            "failed": len(errors),
             "late": len(late),
             "down_bytes": sum(one.down_bytes for one in traffic),
             "up_bytes": sum(one.up_bytes for one in traffic),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from protos.app_words import clean
+
 METRICS_SHOWN = 6
 ERRORS_SHOWN = 4
 
@@ -54,7 +56,7 @@ class Shown:
     def _replies(self, event: Mapping[str, Any]) -> list[str]:
         self.down_bytes += event["down_bytes"]
         self.up_bytes += event["up_bytes"]
-        failed = len(event["errors"]) + event["late"]
+        failed = event["failed"] + event["late"]
         asked = event["replies"] + failed
         line = (
             f"{self._head or 'message'}  {self._kind}: {event['replies']} of {asked} nodes in "
@@ -62,8 +64,8 @@ class Shown:
         )
         lines = [line]
         lines += [f"  error from {error}" for error in event["errors"][:ERRORS_SHOWN]]
-        if len(event["errors"]) > ERRORS_SHOWN:
-            lines.append(f"  and {len(event['errors']) - ERRORS_SHOWN} more errors")
+        if event["failed"] > ERRORS_SHOWN:
+            lines.append(f"  and {event['failed'] - ERRORS_SHOWN} more errors")
         if event["late"]:
             lines.append(f"  {event['late']} nodes did not answer in time and were told to stop")
         return lines
@@ -79,7 +81,7 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
         for key, value in metrics.items()
     ]
     more = f", and {len(shown) - METRICS_SHOWN} more" if len(shown) > METRICS_SHOWN else ""
-    return ", ".join(text[:80] for text in shown[:METRICS_SHOWN]) + more
+    return ", ".join(clean(text, 80) for text in shown[:METRICS_SHOWN]) + more
 
 
 def in_bytes(count: int) -> str:

@@ -31,6 +31,7 @@ from coordinator.app_state import (
     node_id,
 )
 from protos import atoll_apps_pb2 as pb
+from protos.app_words import clean
 from protos.telemetry import Event as Name
 
 MAX_RUNS = 16
@@ -231,10 +232,12 @@ class AppRuns:
         refusal = pb.AppRefused(
             run=run.run,
             kind=message.kind,
-            reason=message.reason[:MAX_REASON_CHARS],
+            reason=clean(message.reason, MAX_REASON_CHARS, lines=True),
             worker=worker,
             name=self.view.name_of(worker),
         )
+        if place.refusal == refusal:
+            return self._done()
         if place.standing is Standing.NODE:
             self._lose(run, place, refusal.reason)
             place = run.places.setdefault(worker, Place(worker, Standing.REFUSED))

@@ -24,15 +24,20 @@ from flwr.app import Context, RecordDict
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from coordinator.app_gather import Verdict, judge
 from coordinator.app_grid import CoordinatorGrid
+from coordinator.app_heard import metrics_shown
 from coordinator.app_link import AppLink
 from coordinator.endpoint import Endpoint
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
 from protos.app_bundle import make_bundle
+from protos.app_words import Budget, clean
 from protos.credentials import JoinToken
 
 MAX_TRACE_CHARS = 4000
+MAX_REASON_CHARS = 8000
+MAX_LOG_CHARS = 8000  # of one line of Flower's
+WAITING_LINES, WAITING_LINES_PER_S = 30, 0.5
 KEY_BYTES = 16
 INTERRUPTED = 130
 
@@ -77,7 +82,19 @@ class Progress(logging.Handler):
         if kind == "round":
             self._parent.tell("round", {"round": value[0], "rounds": value[1]})
         elif value:
-            self._parent.tell("metrics", {"of": kind, "metrics": value})
+            self._parent.tell("metrics", {"of": kind, "metrics": metrics_shown(value)})
+
+
+class Bounded(logging.Formatter):
+    """Flower's own lines, cut: a strategy logs all metrics that its nodes named."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line as Flower formats it, its beginning."""
+        return self._inner.format(record)[:MAX_LOG_CHARS]
 
 
 class Host:
@@ -89,6 +106,7 @@ class Host:
         self._config: dict[str, Any] = setup["run_config"]
         self._changed = threading.Condition()
         self._verdict: Verdict | None = None
+        self._waiting = Budget(WAITING_LINES, WAITING_LINES_PER_S)
         self._begin: pb.AppBegin | None = None
         self._nodes: pb.AppNodes | None = None
         self._failure: AtollError | None = None
@@ -112,7 +130,10 @@ class Host:
         self.link.start()
         app = self._load()
         self._gather()
-        logging.getLogger(flower.LOG_NAME).addHandler(Progress(self._parent))
+        log = logging.getLogger(flower.LOG_NAME)
+        for handler in log.handlers:
+            handler.setFormatter(Bounded(handler.formatter or logging.Formatter()))
+        log.addHandler(Progress(self._parent))
         flower.take_identity(self._run, flower.SERVER_NODE)
         context = Context(
             run_id=self._run,
@@ -152,7 +173,7 @@ class Host:
                 verdict = self._verdict
                 left_s = until_s - time.monotonic()
                 if verdict is not None and verdict.settled and not verdict.nodes and left_s <= 0:
-                    raise NoWorkers(verdict.reason)
+                    raise NoWorkers(clean(verdict.reason, MAX_REASON_CHARS, lines=True))
                 waits = verdict is not None and verdict.settled and not verdict.nodes
                 self._changed.wait(left_s if waits else None)
         listed = [{"name": n.name, "worker": n.worker, "partition": n.partition} for n in self._nodes.nodes]
@@ -189,10 +210,13 @@ class Host:
             config = {key: content.value_to_proto(value) for key, value in self._config.items()}
             self._begin = pb.AppBegin(nodes=verdict.nodes, run_config=config)
             self.link.say(pb.FromApp(begin=self._begin))
-        self._parent.tell("waiting", {"reason": verdict.reason})
         with self._changed:
+            known = self._verdict is not None and self._verdict.reason == verdict.reason
             self._verdict = verdict
             self._changed.notify_all()
+        # However often workers change their mind: the last word is in the error, or nodes follow.
+        if not known and self._waiting.take(time.monotonic()):
+            self._parent.tell("waiting", {"reason": clean(verdict.reason, MAX_REASON_CHARS, lines=True)})
 
     def _reopened(self) -> None:
         self._parent.tell("reconnected", {})

@@ -93,9 +93,9 @@ class NodeApps(rpc.AppWorkServicer):
             first = await _first(request_iterator)
             if not first.HasField("hello"):
                 raise BadFrame("the first message of an app host says hello")
+            box = desk.node_comes(worker, first.hello)
         except AtollError as error:
             await refuse(context, error)
-        box = desk.node_comes(worker, first.hello)
 
         async def read() -> None:
             async for message in request_iterator:

@@ -9,7 +9,15 @@ from typing import Any, Protocol
 
 from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
+from protos import bounds
+from protos.app_bundle import MAX_CONFIG_KEYS
+from protos.app_words import clean, plain
 from protos.telemetry import Event as Name
+
+HASH_CHARS = 64
+MAX_KEY_BYTES = 64
+MAX_TEXT_CHARS, MAX_REFERENCE_CHARS = 200, 1000
+MAX_BEGIN_BYTES = 4 << 20
 
 
 class View(Protocol):
@@ -131,6 +139,29 @@ class Run:
 def node_id(worker: str) -> int:
     """A worker's node id, the same in every run and after every restart: 63 bits of its name's hash."""
     return int.from_bytes(hashlib.sha256(f"node:{worker}".encode()).digest()[:8], "big") >> 1 or 2
+
+
+def checked_opening(request: pb.AppOpen) -> pb.AppOpen:
+    """The opening when its figures and names are possible; BadFrame otherwise."""
+    app = request.app
+    if request.run == 0 or len(app.hash) != HASH_CHARS:
+        raise BadFrame("a run without a number or without its app's hash")
+    if len(request.key) > MAX_KEY_BYTES:
+        raise BadFrame(f"a run's key of {len(request.key)} bytes; at most {MAX_KEY_BYTES} are accepted")
+    for what, text in (("name", app.name), ("version", app.version), ("publisher", app.publisher)):
+        if len(text) > MAX_TEXT_CHARS or not plain(text):
+            raise BadFrame(f"the app's {what} {clean(text, 40)!r}; up to {MAX_TEXT_CHARS} plain characters")
+    if len(app.client) > MAX_REFERENCE_CHARS or not plain(app.client):
+        raise BadFrame(f"the app's ClientApp {clean(app.client, 40)!r}; write module:attribute")
+    return request
+
+
+def checked_begin(request: pb.AppBegin) -> pb.AppBegin:
+    """The beginning when every node can be told of it; BadFrame otherwise."""
+    bounds.count("run_config", request.run_config, MAX_CONFIG_KEYS)
+    if request.ByteSize() > MAX_BEGIN_BYTES:
+        raise BadFrame(f"a run_config of {request.ByteSize()} bytes; at most {MAX_BEGIN_BYTES} are accepted")
+    return request
 
 
 def checked_task(task: pb.AppTask, most_bytes: int) -> pb.AppTask:

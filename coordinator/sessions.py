@@ -20,6 +20,7 @@ from coordinator.wire import clean, introduction_from, message_from, probe_ops_m
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.app_words import Budget
 from protos.credentials import peer_name
 from protos.telemetry import Event
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 INTRODUCTION_WITHIN_S = 10.0
 MAX_LOG_FIELDS_CHARS = 8192
+LOG_CHARS, LOG_CHARS_PER_S = 256_000, 1000.0  # of one worker's lines: at most 86 MB a day
+LOG_LINE_CHARS = 120  # what the log adds to a line
 MAX_SPANS_A_MESSAGE = 20_000
 _ANYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - what a worker may say, not where we listen
 _sessions = itertools.count(1)
@@ -67,6 +70,7 @@ class WorkService(rpc.WorkServicer):
         self._shell = shell
         self._register = register
         self._insecure = insecure
+        self._lines: dict[str, Budget] = {}  # of every worker that ever came
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.FromWorker], context: Context
@@ -184,10 +188,16 @@ class WorkService(rpc.WorkServicer):
         shell = self._shell
         if request.WhichOneof("body") == "log":
             line = request.log
-            fields = {
+            fields: dict[str, Any] = {
                 "event": clean(line.event, 200),
                 "fields": clean(line.fields_json, MAX_LOG_FIELDS_CHARS),
             }
+            budget = self._lines.setdefault(worker, Budget(LOG_CHARS, LOG_CHARS_PER_S))
+            size = LOG_LINE_CHARS + sum(len(text) for text in fields.values())
+            if not budget.take(shell.clock(), size):
+                return
+            if left_out := budget.refused():
+                fields["left_out_before"] = left_out
             shell.say(
                 Event.WORKER_LOG.value,
                 clean(line.level, 16),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import ConfigRecord, Message, RecordDict
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from atoll.errors import BadFrame, ConnectionFailed
+from coordinator import app_heard as heard
 from coordinator.app_grid import CoordinatorGrid
+from coordinator.app_progress import Shown
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
@@ -82,6 +86,62 @@ def test_a_reply_that_cannot_be_read_is_that_nodes_error(reply: dict[str, Any], 
     found = answered(Link(BadFrame("byte 0 of 4 was not expected")), **reply)
     assert found.has_error()
     assert why in (found.error.reason or "")
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        RecordDict({"m": MetricRecord({"\x1b[2Jloss": 1.0})}),
+        RecordDict({"m": MetricRecord({"l" * 300: 1.0})}),
+        RecordDict({"m\r": MetricRecord({"loss": 1.0})}),
+        RecordDict({"c": ConfigRecord({"line\nline": "x"})}),
+        RecordDict({"a": ArrayRecord({"\u202ew": Array(np.zeros(1))})}),
+        RecordDict({"m": MetricRecord({f"{n}": 1.0 for n in range(heard.MAX_NAMES + 1)})}),
+    ],
+)
+def test_names_that_no_terminal_or_log_should_see_cost_the_reply(records: RecordDict) -> None:
+    encoded = content.encode(records)
+    found = answered(Link(), content=encoded.content, parts=content.inlined(encoded.parts))
+    assert found.has_error()
+    assert "accepted" in found.error.reason
+    assert "\x1b" not in found.error.reason
+
+
+def test_an_errors_words_are_cleaned_and_told_in_one_line() -> None:
+    link, told = Link(), []
+    flower.take_identity(5, flower.SERVER_NODE)
+    grid = CoordinatorGrid(5, None, lambda event, figures: told.append((event, figures)))
+    grid.use(link)  # type: ignore[arg-type]
+    nodes = [pb.AppNode(node=9 + n, name=f"n{n}", partition=n) for n in range(30)]
+    grid.nodes_changed(pb.AppNodes(nodes=nodes, partitions=30))
+
+    def answer(message: pb.FromApp) -> None:
+        link.said.append(message)
+        if message.HasField("task"):
+            reason = "\x1b[2Jbad\x07\nTraceback\x1b]0;x\n" + "y" * 50_000
+            grid.replied(pb.AppReply(message=message.task.message, error=2, reason=reason))
+
+    link.say = answer  # type: ignore[method-assign]
+    asks = [Message(RecordDict({"c": ConfigRecord({"a": 1})}), n.node, "query") for n in nodes]
+    replies = list(grid.send_and_receive(asks, timeout=30))
+    assert {len(reply.error.reason) for reply in replies} == {heard.MAX_ERROR_CHARS}
+    assert replies[0].error.reason.startswith(" [2Jbad \nTraceback ]0;x\ny")
+    figures = dict(told)["replies"]
+    assert (figures["failed"], len(figures["errors"])) == (30, 20)
+    assert all(error.endswith(":  [2Jbad ") or "\x1b" not in error for error in figures["errors"])
+    lines = Shown().take({"event": "replies", **figures})
+    assert len(lines) == 6
+    assert max(map(len, lines)) < 400
+
+
+def test_metrics_are_told_in_one_line_however_many_there_are() -> None:
+    metrics = {"\x1b[2J" + "n" * 1000 + str(n): [1.0] * 500 for n in range(5000)}
+    told = heard.metrics_shown({"text": "\x07" * 10_000, "flag": True, **metrics})
+    line = json.dumps(told)
+    assert len(line) < 100_000
+    assert "\\u001b" not in line
+    assert told["flag"] is True
+    assert len(told) <= heard.SHOWN_METRICS + 1
 
 
 def test_a_good_reply_is_read_and_a_lost_coordinator_is_not_the_nodes_fault(

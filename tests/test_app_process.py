@@ -8,11 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
-from worker.app_process import _environment
+from worker import app_run
+from worker.app_process import AppProcess, _environment
+from worker.app_run import Around
+from worker.app_store import AppStore
 
 
 def test_an_app_sees_no_credentials_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +30,34 @@ def test_an_app_sees_no_credentials_of_its_worker(monkeypatch: pytest.MonkeyPatc
     found = _environment(2)
     assert "secret" not in found.values()
     assert (found["PATH"], found["CUDA_VISIBLE_DEVICES"]) == ("/bin", "1")
+
+
+def test_what_an_app_prints_is_cleaned_and_cannot_fill_the_log(tmp_path: Path) -> None:
+    config: Any = SimpleNamespace()
+    around = Around(config, AppStore(tmp_path), lambda name: True, lambda message: None, lambda: 1)
+    with capture_logs() as logged:
+        for number in range(20_000):
+            around.printed("5", f"{number} " + "x" * 900)
+    spent = sum(len(line["line"]) + app_run.LINE_CHARS for line in logged)
+    assert 0.9 * app_run.PRINTED_CHARS < spent < 1.1 * app_run.PRINTED_CHARS
+    around.printing.take(1e9, 0.0)  # much later
+    with capture_logs() as logged:
+        around.printed("5", "later")
+    [line] = logged
+    assert line["left_out_before"] > 19_000
+    lines: list[str] = []
+    process = AppProcess(pb.ChildSetup(client="no:such"), 1, lines.append)
+    process.kill()
+    process._tail.clear()
+    lines.clear()
+    read, write = os.pipe()
+    os.write(write, b"\x1b[2J\x1b]0;title\x07ok\r\n" + b"y" * 9000 + b"\n\xff\n")
+    os.close(write)
+    process._process.stdout = os.fdopen(read, "rb")
+    process._read()
+    assert lines[0] == " [2J ]0;title ok"
+    assert [len(line) for line in lines[1:]] == [1000, 1000, 1000, 1]
+    assert list(process._tail) == lines
 
 
 SPAWNING = """

@@ -303,6 +303,18 @@ def test_refusals_are_told_with_the_workers_name_until_it_changes_its_mind() -> 
     assert judge(fleet.fleet(), 2, "a" * 64).nodes == 2
 
 
+def test_a_refusal_said_again_is_old_news_and_its_words_are_cleaned() -> None:
+    fleet = Fleet().attend("w-0").open()
+    refusal = pb.AppRefused(run=RUN, reason="\x1b[2Jone\ntwo\r" + "x" * 10_000)
+    fleet.do(fleet.runs.refused("w-0", refusal))
+    told = len(fleet.owner)
+    [heard] = fleet.fleet().refused
+    assert heard.reason.startswith(" [2Jone\ntwo x")
+    assert len(heard.reason) == runs.MAX_REASON_CHARS
+    assert fleet.runs.refused("w-0", refusal) == []
+    assert len(fleet.owner) == told
+
+
 def test_nobody_there_is_said_in_words() -> None:
     assert "no worker is connected" in judge(pb.AppFleet(), 0, "").reason
     waiting = judge(pb.AppFleet(workers=2, attending=2, preparing=1, ready=["a"]), 0, "")

@@ -17,13 +17,14 @@ import pytest
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError, UsageError
 from benchmarks.fake_worker import FakeWorker
-from coordinator import app_desk, app_runs
+from coordinator import app_desk, app_runs, sessions
 from coordinator.app_parts import PartStore
 from coordinator.calls import told
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running, Server, serve
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
+from protos import atoll_control_pb2 as control
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
 
 BUNDLE = b"no app, but bytes"
@@ -304,6 +305,61 @@ def test_an_owner_who_does_not_read_what_cannot_wait_loses_its_run_and_hears_why
     running.call(flood)
     assert "wait for its owner, who does not read them" in run.until("ended").reason
     eventually(lambda: not lent(running, node))
+
+
+def test_a_worker_that_says_the_same_over_and_over_is_not_heard(stack: ExitStack, running: Running) -> None:
+    owner, node = Owner(stack, running), Node(stack, running)
+    owner.open().until("fleet")
+    node.stream.until("offer")
+    for number in range(2 * app_desk.NOTICES):
+        node.stream.say(pb.FromNode(refused=pb.AppRefused(run=5, reason=f"\x1b[2J no {number}")))
+    assert "more than 100 times at once" in str(node.stream.error())
+
+    def lines(server: Server) -> list[str]:
+        return [line.fields_json for line in server.shell.logs.after(0, "")[1] if line.event == "app.refused"]
+
+    logged = running.call(lines)
+    assert 0 < len(logged) <= app_desk.NOTICES
+    assert not any("\\u001b" in line for line in logged)
+    # Nor is it by coming again.
+    again = Stream(node.stub.Attend, pb.FromNode(hello=pb.AppHello(incarnation=2)))
+    stack.callback(again.close)
+    again.say(pb.FromNode(refused=pb.AppRefused(run=5, reason="x")))
+    again.say(pb.FromNode(refused=pb.AppRefused(run=5, reason="y")))
+    assert isinstance(again.error(), BadFrame)
+
+
+def test_lines_of_a_worker_that_floods_the_log_are_counted_and_left_out(
+    stack: ExitStack, running: Running
+) -> None:
+    worker = Node(stack, running).worker
+    for _ in range(600):
+        worker.say(log=control.WorkerLog(level="info", event="flood", fields_json="x" * 9000))
+
+    def lines(server: Server) -> list[str]:
+        return [line.fields_json for line in server.shell.logs.after(0, "")[1] if line.event == "worker.log"]
+
+    eventually(lambda: len(running.call(lines)) >= sessions.LOG_CHARS // 9000)
+    assert len(running.call(lines)) < 2 * sessions.LOG_CHARS // 8000
+
+
+@pytest.mark.parametrize(
+    "app",
+    [
+        {"name": "a\x1b[31m"},
+        {"name": "a" * 300},
+        {"version": "1\n2"},
+        {"publisher": "\u202egnp.exe"},
+        {"client": "a" * 2000},
+    ],
+)
+def test_an_app_with_a_name_that_cannot_be_shown_is_refused(
+    stack: ExitStack, running: Running, app: dict[str, str]
+) -> None:
+    identity = pb.AppIdentity()
+    identity.CopyFrom(APP)
+    identity.MergeFrom(pb.AppIdentity(**app))
+    assert isinstance(Owner(stack, running).open(app=identity).error(), BadFrame)
 
 
 def test_a_worker_sees_only_the_runs_it_was_offered(stack: ExitStack, running: Running) -> None:

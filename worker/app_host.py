@@ -18,6 +18,7 @@ from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import bounds
+from protos.app_words import clean
 from worker.app_parts import Parts
 from worker.app_run import Around, HostedRun
 from worker.app_store import AppStore
@@ -169,7 +170,8 @@ class AppHost:
             reason = f"{MAX_RUNS} apps are open on this worker already"
             self._say(pb.FromNode(refused=pb.AppRefused(run=offer.run, reason=reason)))
             return
-        log.info("app.offered", app=offer.app.name, version=offer.app.version, hash=offer.app.hash)
+        name, version = clean(offer.app.name, 200), clean(offer.app.version, 200)
+        log.info("app.offered", app=name, version=version, hash=offer.app.hash)
         member = self._member
         assert member is not None  # noqa: S101 - a stream is open
         channel = member.channel(self._config)  # of its own: arrays must not hold up messages

@@ -15,9 +15,10 @@ from pathlib import Path
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
 from protos.app_pipe import Pipe
+from protos.app_words import clean
 
 TAIL_LINES = 40
-MAX_LINE_BYTES = 4000
+MAX_LINE_BYTES, MAX_LINE_CHARS = 4000, 1000
 # All that an app sees of the environment: no credentials of clouds, agents or proxies, whatever their names.
 _SHOWN = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV")
 _SHOWN_TOO = ("CUDA_", "LC_", "NVIDIA_", "FLWR_")
@@ -27,7 +28,7 @@ class AppProcess:
     """A child that runs one ClientApp, under a guard: it and all it started die together, and with us."""
 
     def __init__(self, setup: pb.ChildSetup, threads: int, said: Callable[[str], None]) -> None:
-        """``said`` is told every line that the app prints."""
+        """``said`` is told every line that the app prints, cleaned and cut."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._guarded = Guarded(
@@ -66,7 +67,7 @@ class AppProcess:
         assert output is not None  # noqa: S101 - a pipe was asked for
         with output:
             while line := output.readline(MAX_LINE_BYTES):
-                text = line.decode(errors="replace").rstrip()
+                text = clean(line.decode(errors="replace").rstrip(), MAX_LINE_CHARS)
                 if text:
                     self._tail.append(text)
                     self._said(text)

@@ -23,6 +23,7 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
 from protos.app_pipe import Gone
+from protos.app_words import Budget, clean
 from worker.app_code import AppCode, unpack
 from worker.app_parts import Parts
 from worker.app_process import AppProcess
@@ -39,6 +40,8 @@ MAX_LEFT_S = 30 * 86_400.0  # of a message's time to live
 LOAD_WITHIN_S = 600.0  # importing an app and all it needs
 MAX_KEPT = 64  # replies that may have to be said again
 MAX_REASON_CHARS = 4000
+PRINTED_CHARS, PRINTED_CHARS_PER_S = 256_000, 1000.0  # of all apps: at most 86 MB a day
+LINE_CHARS = 120  # what the log adds to a line
 # Flower's error codes.
 APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
 
@@ -52,6 +55,14 @@ class Around:
     accepts: Callable[[str], bool]  # an app's hash
     say: Callable[[pb.FromNode], None]
     epoch: Callable[[], int]  # rises with every new stream: what was under way is said again
+    printing: Budget = field(default_factory=lambda: Budget(PRINTED_CHARS, PRINTED_CHARS_PER_S))
+
+    def printed(self, run: str, line: str) -> None:
+        """Log what an app printed, as far as all apps here together may fill the log."""
+        if self.printing.take(time.monotonic(), len(line) + LINE_CHARS):
+            left_out = self.printing.refused()
+            more = {"left_out_before": left_out} if left_out else {}
+            log.info("app.printed", run=run, line=line, **more)
 
 
 @dataclass(slots=True)
@@ -157,7 +168,7 @@ class HostedRun:
         """Stop at once; ``for_good``: the run is over, its state goes too."""
         if self._ended.is_set:
             return
-        log.info("app.ended", run=f"{self.run:x}", reason=reason)
+        log.info("app.ended", run=f"{self.run:x}", reason=clean(reason, MAX_REASON_CHARS))
         self._ended.set(reason)
         with self._lock:
             entries = list(self._tasks.values())
@@ -218,7 +229,7 @@ class HostedRun:
             self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong)
             return
         took_s = time.monotonic() - started_s
-        log.info("app.loaded", run=f"{self.run:x}", app=self._app.name, took_s=round(took_s, 2))
+        log.info("app.loaded", run=f"{self.run:x}", app=clean(self._app.name, 200), took_s=round(took_s, 2))
         self._stand(pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s)))
 
     def _fetch_code(self) -> None:
@@ -412,7 +423,8 @@ class HostedRun:
     def _refuse(self, kind: Any, reason: str) -> None:
         if self._ended.is_set:
             return
-        log.warning("app.refused", run=f"{self.run:x}", app=self._app.name, reason=reason)
+        reason = clean(reason, MAX_REASON_CHARS, lines=True)
+        log.warning("app.refused", run=f"{self.run:x}", app=clean(self._app.name, 200), reason=reason)
         self._stand(pb.FromNode(refused=pb.AppRefused(run=self.run, kind=kind, reason=reason)))
 
     def _stand(self, standing: pb.FromNode) -> None:
@@ -420,7 +432,7 @@ class HostedRun:
         self._around.say(standing)
 
     def _printed(self, line: str) -> None:
-        log.info("app.printed", run=f"{self.run:x}", line=line)
+        self._around.printed(f"{self.run:x}", line)
 
     def _drop_process(self) -> None:
         process, self._process = self._process, None

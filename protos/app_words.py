@@ -1,0 +1,44 @@
+"""Words that come from an app or a worker: bounded, without control characters, not too many at once."""
+
+from __future__ import annotations
+
+import re
+
+# Control characters, line separators, changes of the reading direction, halves of pairs: all that may
+# move a terminal's cursor, forge a line of a log or show a text as another one.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_BUT_LINES = re.compile(_CONTROL.pattern.replace(r"\x00-\x1f", r"\x00-\x09\x0b-\x1f"))
+
+
+def plain(text: str) -> bool:
+    """Whether a name may be shown as it is."""
+    return _CONTROL.search(text) is None
+
+
+def clean(text: str, most: int, *, lines: bool = False) -> str:
+    """At most ``most`` characters of a text, each control character a space; ``lines``: but newlines stay."""
+    return (_CONTROL_BUT_LINES if lines else _CONTROL).sub(" ", text[:most])
+
+
+class Budget:
+    """So much at once, and so much each second after that; what is refused is counted."""
+
+    def __init__(self, burst: float, per_s: float) -> None:
+        self._burst, self._per_s = burst, per_s
+        self._left, self._at_s = burst, 0.0
+        self._refused = 0
+
+    def take(self, now_s: float, cost: float = 1.0) -> bool:
+        """Whether ``cost`` may be spent at ``now_s`` on a clock that never goes back."""
+        self._left = min(self._burst, self._left + self._per_s * max(0.0, now_s - self._at_s))
+        self._at_s = max(self._at_s, now_s)
+        if cost > self._left:
+            self._refused += 1
+            return False
+        self._left -= cost
+        return True
+
+    def refused(self) -> int:
+        """How often it said no since this was last asked."""
+        found, self._refused = self._refused, 0
+        return found
