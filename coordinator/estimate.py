@@ -47,6 +47,7 @@ _CLASS_OF = {name: cls for cls, names in CLASSES.items() for name in names}
 
 SCALE_WEIGHT = 0.1  # of a new measurement in a worker's scale (decentralized.md 1.5)
 SCALE_RANGE = (0.05, 20.0)
+ACTION_RANGE_S = (0.0, 1.0)
 
 # Tensors read and written per parameter element in one optimizer step, fp32.
 _APPLY_PASSES = {OptimizerName.SGD: 3, OptimizerName.ADAMW: 7}
@@ -193,6 +194,15 @@ def refresh_scale(scale: float, unit_s: float, measured_s: float, samples: int =
     weight = max(SCALE_WEIGHT, 1.0 / (samples + 1))
     blended = scale + weight * (measured_s / unit_s - scale)
     return min(max(blended, SCALE_RANGE[0]), SCALE_RANGE[1])
+
+
+def refresh_action(action_s: float, measured_s: float, samples: int = 0) -> float:
+    """Seconds around one action, averaged as ``refresh_scale`` averages; within ACTION_RANGE_S."""
+    if not isfinite(measured_s) or measured_s < 0.0:
+        return action_s
+    weight = max(SCALE_WEIGHT, 1.0 / (samples + 1))
+    blended = action_s + weight * (measured_s - action_s)
+    return min(max(blended, ACTION_RANGE_S[0]), ACTION_RANGE_S[1])
 
 
 def apply_seconds(n_bytes: float, n_tensors: float, training: TrainingSpec, device: Device) -> float:

@@ -107,6 +107,7 @@ class StepReady:
     backward_s: float = 0.0
     waited_s: float = 0.0
     optimizer_s: float = 0.0
+    handling_s: float = 0.0  # neither computing nor waiting; encoders included
     links: tuple[Goodput, ...] = ()
 
 

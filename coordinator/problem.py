@@ -173,6 +173,7 @@ class Problem:
                     apply_s=apply_seconds(*self.memory.trained(a, b), self.training, device),
                     commit_latency_s=device.coordinator.latency_s,
                     actions=_actions(self.n_micro, warmup),
+                    action_s=device.action_s,
                 )
             )
         routes = routes_of(self.fleet, candidate.devices, cut)

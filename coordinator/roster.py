@@ -11,9 +11,9 @@ from atoll.plan import LinkPrediction
 from coordinator import members
 from coordinator.coding import judge_speeds
 from coordinator.config import Liveness, Probing
-from coordinator.estimate import refresh_scale
+from coordinator.estimate import refresh_action, refresh_scale
 from coordinator.events import Goodput, Introduction, StepReady
-from coordinator.fleet import Device, Fleet
+from coordinator.fleet import ACTION_S, Device, Fleet
 from coordinator.links import MIN_GOODPUT_BYTES, Pair, judge_step
 from coordinator.members import Member, Phase
 from coordinator.opprobing import OpProbing
@@ -35,6 +35,8 @@ class Worker:
     measured_steps: int = 0  # behind the scale
     codec_scale: float = 1.0  # the same of encoding and decoding
     coded_steps: int = 0
+    action_s: float = ACTION_S  # around each forward or backward
+    handled_steps: int = 0
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
@@ -144,6 +146,7 @@ class Roster:
             timings=dict(timings),
             scale=known.scale,
             codec_scale=known.codec_scale,
+            action_s=known.action_s,
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
         )
@@ -182,6 +185,12 @@ class Roster:
         known.codec_scale = refresh_scale(known.codec_scale, unit_s, measured_s, known.coded_steps)
         known.coded_steps += 1
 
+    def handled(self, worker: str, actions: int, handling_s: float) -> None:
+        """What a committed step took besides computing, waiting and codecs, over its actions."""
+        known = self.workers[worker]
+        known.action_s = refresh_action(known.action_s, handling_s / actions, known.handled_steps)
+        known.handled_steps += 1
+
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:
         """A committed step's transfers refine a link's drag; ``link`` is what was foretold."""
         pair = (link.source, link.target)
@@ -194,7 +203,12 @@ class Roster:
 
     def judge(self, worker: str, report: StepReady, elapsed_s: float | None) -> str | None:
         """Take in what a stage says of its step; returns why its figures cannot be true."""
-        for what, value in (("forward", report.forward_s), ("backward", report.backward_s)):
+        seconds = {
+            "forward": report.forward_s,
+            "backward": report.backward_s,
+            "handling": report.handling_s,
+        }
+        for what, value in seconds.items():
             if not isfinite(value) or value < 0:
                 return f"{worker} reports {value:.3g} s of {what} work"
         if elapsed_s is not None:

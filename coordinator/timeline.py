@@ -198,7 +198,7 @@ class _Simulation:
                 return
             took = stage.backward_s
         self.running[s] = True
-        end = now + took + self.work.wire.per_action_s
+        end = now + took + stage.action_s
         if self.spans is not None:
             self.spans.append(Span(action.work.value, s, s, action.micro, now, end))
         self._push(end, _DONE, s, 0, None)

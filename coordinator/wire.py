@@ -122,6 +122,7 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         backward_s=m.backward_s,
         waited_s=m.waited_s,
         optimizer_s=m.optimizer_s,
+        handling_s=m.handling_s,
         links=tuple(
             ev.Goodput(g.peer, g.bytes, g.busy_s, g.rtt_s, g.dense_bytes, g.encode_s, g.decode_s)
             for g in bounds.count("link figures", m.links, LIMITS.stages)

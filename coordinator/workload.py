@@ -29,7 +29,6 @@ class Wire:
     ready_bytes: int = 0  # the coordinator's messages are too small to matter
     commit_s: float = 1.5e-3  # journal and dispatch at the coordinator
     pieces: int = 4  # of a bundle on lines that other pairs use too: their flows take turns
-    per_action_s: float = 5e-4  # waking the compute thread, queues, bookkeeping of one action
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,7 @@ class StageLoad:
     commit_latency_s: float  # one way to the coordinator
     actions: tuple[Action, ...]
     codec_s: float = 0.0  # of forward_s + backward_s: encoding and decoding
+    action_s: float = 0.0  # around each forward or backward: waking, queues, messages' own work
 
 
 @dataclass(frozen=True, slots=True)

@@ -661,6 +661,7 @@ class StepReady(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     FINITE_FIELD_NUMBER: _builtins.int
     OPTIMIZER_S_FIELD_NUMBER: _builtins.int
+    HANDLING_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -674,6 +675,8 @@ class StepReady(_message.Message):
     """every gradient is"""
     optimizer_s: _builtins.float
     """of the previous step's apply"""
+    handling_s: _builtins.float
+    """neither computing nor waiting: sends, encoders, bookkeeping"""
     @_builtins.property
     def square_norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """one a parameter in program order, when clipping is on"""
@@ -696,10 +699,11 @@ class StepReady(_message.Message):
         links: _abc.Iterable[Global___LinkGoodput] | None = ...,
         finite: _builtins.bool = ...,
         optimizer_s: _builtins.float = ...,
+        handling_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "finite", b"finite", "forward_s", b"forward_s", "job", b"job", "links", b"links", "loss", b"loss", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015

@@ -153,7 +153,7 @@ class Pipeline:
                     if hop.target == s:
                         yield self.signals[action.work, step, hop.source, s, m]
                 took = load.forward_s if action.work == "F" else load.backward_s
-                yield took + work.wire.per_action_s
+                yield took + load.action_s
                 for hop in hops:
                     if hop.source == s:
                         key = (action.work, step, s, hop.target, m)

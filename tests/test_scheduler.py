@@ -17,6 +17,8 @@ from coordinator import instructions as do
 from coordinator import members, rounds
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.facts import Fact, Ledger, from_record, to_record
+from coordinator.fleet import ACTION_S
+from coordinator.fleet import ACTION_S
 from coordinator.journal import Record
 from coordinator.roster import Roster
 from coordinator.scheduler import Scheduler
@@ -523,3 +525,15 @@ def test_shrunk_messages_do_not_make_a_fast_line_look_slow() -> None:
     dense = ev.Goodput("b", 2_000_000, 1.0, 0.002, dense_bytes=2_000_000)
     assert roster.judge("a", ev.StepReady("job", 1, 1, links=(dense,)), None) is None
     assert roster.links.table.get("a", "b").bandwidth_bps < 190e6
+
+
+def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> None:
+    roster = Roster(Liveness(), Probing())
+    roster.open("a", 1, introduction("a"), 0.0)
+    (fresh,) = roster.fleet(["a"], "fp32").devices
+    roster.handled("a", 32, 0.64)
+    roster.handled("a", 32, 0.96)
+    (device,) = roster.fleet(["a"], "fp32").devices
+    assert (fresh.action_s, device.action_s) == (ACTION_S, pytest.approx(0.025))
+    impossible = ev.StepReady("job", 1, 0, handling_s=float("nan"))
+    assert "handling" in (roster.judge("a", impossible, None) or "")

@@ -14,7 +14,7 @@ from tests.dags import chain_dag, gpt_like
 from tests.event_sim import step_seconds
 from tests.fleets import random_fleet, two_islands
 
-FREE = Wire(per_message_s=0.0, header_bytes=0, commit_s=0.0, per_action_s=0.0)
+FREE = Wire(per_message_s=0.0, header_bytes=0, commit_s=0.0)
 
 
 def chain_work(
@@ -169,3 +169,10 @@ def test_flows_that_share_a_line_get_it_in_turns():
     assert step_seconds(work) == pytest.approx(timeline.step_s)
     alone = simulate(replace(work, wire=replace(FREE, pieces=1)))
     assert alone.step_s == pytest.approx(timeline.step_s)
+
+
+def test_the_time_around_each_action_counts_on_its_own_device() -> None:
+    work = chain_work(2, 4)
+    slow = replace(work.stages[1], action_s=0.25)
+    busy = replace(work, stages=(work.stages[0], slow))
+    assert simulate(busy).step_s >= simulate(work).step_s + 4 * 2 * 0.25

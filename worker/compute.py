@@ -46,6 +46,7 @@ class StepReport:
     backward_s: float
     waited_s: float
     optimizer_s: float  # of the step before: finish_step and apply
+    handling_s: float = 0.0  # of the actions: neither computing nor waiting, encoders included
 
 
 class Progress:
@@ -118,6 +119,7 @@ class StageRun:
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
         self._stage.begin_step(step)
+        started_s = self._clock()
         for action in self._actions:
             cancel.check()
             if action.work is Work.FORWARD:
@@ -125,6 +127,7 @@ class StageRun:
             else:
                 self._backward(step, action.micro, cancel)
             self._progress.tick()
+        handling_s = self._clock() - started_s - sum(self._busy.values()) - self._waited_s
         self._fold_tied(step, cancel)
         started_s = self._clock()
         report = self._stage.finish_step()
@@ -137,6 +140,7 @@ class StageRun:
             self._busy[Work.BACKWARD],
             self._waited_s,
             optimizer_s,
+            max(0.0, handling_s),
         )
 
     def apply(self, step: int, gradient_scale: float) -> None:

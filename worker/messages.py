@@ -258,6 +258,7 @@ def step_ready(
             links=[_goodput(g, codecs.get(g.peer)) for g in links],
             finite=report.stage.finite,
             optimizer_s=report.optimizer_s,
+            handling_s=report.handling_s,
         )
     )
 
