@@ -48,6 +48,7 @@ class _Worker:
     task: asyncio.Task[None] | None = None
     process: Process | None = None
     at: str = ""  # the client whose update it takes now
+    made: set[str] = field(default_factory=set)  # blobs of its last answer, which may not be heard yet
 
 
 @dataclass(slots=True)
@@ -67,6 +68,10 @@ class Aggregators:
             worker = self.workers[request.job] = _Worker(asyncio.Queue())
             worker.task = asyncio.get_running_loop().create_task(self._run(request.job, worker))
         worker.asked.put_nowait(request)
+
+    def made(self) -> set[str]:
+        """Blobs of last answers: another job, over with the same bytes, must not take them away."""
+        return {name for worker in self.workers.values() for name in worker.made}
 
     def close(self, job: str) -> None:
         """End a job's process; nothing of it is posted any more."""
@@ -89,6 +94,8 @@ class Aggregators:
         while True:
             request = await worker.asked.get()
             worker.at = ""
+            if not isinstance(request, do.EvaluateModel):
+                worker.made = set()
             try:
                 answer = await self._answer(worker, request)
             except (OSError, EOFError, asyncio.IncompleteReadError, BadFrame) as error:
@@ -129,9 +136,9 @@ class Aggregators:
                     job, str(error), bool(reply.get("hopeless")), bool(reply.get("storage"))
                 )
             case do.OpenAggregator():
-                return await self._opened(job, reply)
+                return await self._opened(worker, job, reply)
             case do.AggregateRound():
-                return await self._summed(request, reply)
+                return await self._summed(worker, request, reply)
 
     def _message(self, request: Asked) -> dict[str, Any]:
         match request:
@@ -167,16 +174,18 @@ class Aggregators:
                 blobs = []  # it says of each batch that it begins it
         return sum(self.blobs.held(name) for name in blobs if name)
 
-    async def _opened(self, job: str, reply: Mapping[str, Any]) -> ev.AggregatorEvent:
-        model = await self._taken(reply["model"])
+    async def _opened(self, worker: _Worker, job: str, reply: Mapping[str, Any]) -> ev.AggregatorEvent:
+        model = await self._taken(worker, reply["model"])
         if model is None:
             return ev.AggregatorBroke(job, "it opened without a model")
         inputs = {name: TensorMeta(tuple(shape), dtype) for name, (dtype, shape) in reply["inputs"].items()}
         up = tuple(TensorMeta(tuple(shape), dtype) for dtype, shape in reply["up"])
         return ev.AggregatorOpened(job, int(reply["round"]), model, inputs, up)
 
-    async def _summed(self, request: do.AggregateRound, reply: Mapping[str, Any]) -> ev.AggregatorEvent:
-        state, model, delta = [await self._taken(reply[name]) for name in ("state", "model", "delta")]
+    async def _summed(
+        self, worker: _Worker, request: do.AggregateRound, reply: Mapping[str, Any]
+    ) -> ev.AggregatorEvent:
+        state, model, delta = [await self._taken(worker, reply[name]) for name in ("state", "model", "delta")]
         dropped = {str(name): str(why) for name, why in reply["dropped"].items()}
         return ev.Aggregated(
             request.job,
@@ -189,11 +198,12 @@ class Aggregators:
             float(reply["took_s"]),
         )
 
-    async def _taken(self, told: Mapping[str, Any] | None) -> ev.Blob | None:
+    async def _taken(self, worker: _Worker, told: Mapping[str, Any] | None) -> ev.Blob | None:
         """A file of the process becomes a blob."""
         if told is None:
             return None
         blob = ev.Blob(str(told["hash"]), int(told["size"]))
+        worker.made.add(blob.hash)
         await asyncio.to_thread(self.blobs.adopt, Path(told["path"]), blob.hash, blob.size)
         return blob
 

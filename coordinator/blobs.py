@@ -7,8 +7,10 @@ bytes hash to it and are on the disk: nothing half-written is ever read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import math
 import os
 import re
 import threading
@@ -47,7 +49,10 @@ class BlobStore:
         self.durable = durable
         self._lock = threading.Lock()
         (root / "partial").mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._used = 0 if reading else sum(p.stat().st_size for p in root.rglob("*") if p.is_file())
+        self._used = 0
+        if not reading:
+            self._forget_scraps()
+            self._used = sum(p.stat().st_size for p in root.rglob("*") if p.is_file())
 
     @property
     def used_bytes(self) -> int:
@@ -97,6 +102,8 @@ class BlobStore:
             here = self.held(name)
             if offset > here:
                 raise UsageError(f"blob {name[:12]}: bytes [{here}, {offset}) are missing; go on at {here}")
+            if size and not data:
+                return False  # no file for what may never come
             self._append(name, data[here - offset :])
             return here + max(0, len(data) - (here - offset)) == size and self._finish(name)
 
@@ -167,19 +174,49 @@ class BlobStore:
             self._used -= freed
         return freed
 
-    def sweep(self, keep: Collection[str]) -> int:
-        """Delete every whole blob outside ``keep``; returns the bytes freed."""
+    def touch(self, name: str) -> None:
+        """Somebody counts on this blob: a sweep takes it for new. One that is not here is left so."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.path(name))
+
+    def discard(self, names: Collection[str]) -> int:
+        """Delete these blobs, whole or partial; returns the bytes freed."""
         freed = 0
         with self._lock:
-            for folder in self.root.iterdir():
-                if folder.name == "partial":
-                    continue
-                for path in folder.iterdir():
-                    if folder.name + path.name not in keep:
-                        freed += path.stat().st_size
-                        path.unlink()
+            for path in (p for name in names for p in (self.path(name), self._partial(name)) if p.exists()):
+                freed += path.stat().st_size
+                path.unlink()
             self._used -= freed
         return freed
+
+    def sweep(self, keep: Collection[str], before_s: float = math.inf) -> tuple[int, int]:
+        """Delete whole blobs outside ``keep`` and partial ones, where nothing was written to them since
+        ``before_s`` (Unix time); returns how many and their bytes."""
+        swept = freed = 0
+        for folder in list(self.root.iterdir()):
+            for path in folder.iterdir():
+                partial = folder == self.partial
+                if not _NAME.fullmatch(path.name if partial else folder.name + path.name):
+                    continue
+                if not partial and folder.name + path.name in keep:
+                    continue
+                with self._lock:  # a blob at a time: nobody waits for a whole store
+                    try:
+                        found = path.stat()
+                        if found.st_mtime >= before_s:
+                            continue
+                        path.unlink()
+                    except FileNotFoundError:
+                        continue
+                    self._used -= found.st_size
+                swept, freed = swept + 1, freed + found.st_size
+        return swept, freed
+
+    def _forget_scraps(self) -> None:
+        """What lies among the partial blobs and is none was left by a process that was killed."""
+        for path in self.partial.iterdir():
+            if not _NAME.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
     def _partial(self, name: str) -> Path:
         self.path(name)

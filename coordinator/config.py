@@ -82,6 +82,7 @@ class CoordinatorConfig:
     max_message_bytes: int = 64 * MIB
     blob_quota_bytes: int = 512 * GIB
     max_blob_bytes: int = 64 * GIB
+    unneeded_blob_s: float = 86_400.0  # so long an upload may wait for its job, or for its rest
     outgoing_messages: int = 1024  # queued for one worker; beyond it the session is closed
     max_workers: int = 4096
     max_jobs: int = 10_000
@@ -111,6 +112,8 @@ class CoordinatorConfig:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        if not 60 <= self.unneeded_blob_s <= 1e9:
+            raise UsageError(f"unneeded_blob_s = {self.unneeded_blob_s}; give 60 s or more")
         if not 0 <= self.wrong_token_delay_s <= 60 or not math.isfinite(self.stop_within_s):
             raise UsageError(f"wrong_token_delay_s = {self.wrong_token_delay_s}; give 0 to 60")
         if not (0.01 <= self.owner_ping_s <= 3600 and 0.01 <= self.owner_answers_s <= 3600):

@@ -279,7 +279,7 @@ class Federating:
                 hooks.emit(do.CloseAggregator(job))
             case fed.Forget(blobs):
                 # A client may name any blob as its update; what a job still needs is not its to delete.
-                if unneeded := tuple(blob for blob in blobs if blob not in self._in_flight()):
+                if unneeded := tuple(blob for blob in blobs if blob not in self.in_flight()):
                     hooks.emit(do.DropBlobs(unneeded))
             case fed.Without(at_round, worker, reason):
                 hooks.log(
@@ -292,7 +292,7 @@ class Federating:
             case Dropped(why):
                 hooks.drop("client message", why, job)
 
-    def _in_flight(self) -> set[str]:
+    def in_flight(self) -> set[str]:
         """Blobs that rounds under way rest on; those of closed rounds the ledger knows."""
         found: set[str] = set()
         for state in self.jobs.values():

@@ -286,6 +286,7 @@ def close_summed(
     used = [u.update for u in state.updates.values()]
     if before.delta is not None:
         used.append(before.delta.hash)  # led to the model that this round began with
+    used.append(before.full.hash)  # which stays while a fact names it: that of round 0 none does
     todo.append(Forget(tuple(dict.fromkeys(used))))
     todo += round_points(state, fact)
     settled, more = evaluate(after, now_s)
@@ -355,6 +356,8 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
         central=False,
         clients={name: replace(client, loaded=False) for name, client in state.clients.items()},
     )
-    blobs = tuple(u.update for u in state.updates.values())
-    todo: list[Todo] = [Forget(blobs)] if blobs else []
+    left = {u.update for u in state.updates.values()}
+    if state.model is not None:  # stays where a fact names it
+        left |= {state.model.full.hash, *([state.model.delta.hash] if state.model.delta else [])}
+    todo: list[Todo] = [Forget(tuple(sorted(left)))] if left else []
     return ended, [Record(JobEnded(state.job, phase.value, reason)), *todo, Let("", reason), Close()]

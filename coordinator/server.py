@@ -43,7 +43,8 @@ from coordinator.runlog import Logs, RunLogs
 from coordinator.scheduler import Scheduler
 from coordinator.sessions import WorkService
 from coordinator.shell import Shell
-from coordinator.storage_services import BlobService
+from coordinator.storage_services import BlobService, OwnerRights, WorkerRights
+from coordinator.sweeping import sweep_for_ever
 from coordinator.tokens import Register
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
@@ -124,7 +125,10 @@ class Server:
         entry_port = await self._serve_entry(
             config.entry_port, identity, owner, owner_token, work_port, rules
         )
-        self._tasks = [asyncio.create_task(self.shell.run()), asyncio.create_task(self.shell.tick())]
+        self._tasks = [
+            asyncio.create_task(work)
+            for work in (self.shell.run(), self.shell.tick(), sweep_for_ever(self.shell))
+        ]
         if config.metrics_port is not None:
             self.exporter = Exporter(self.shell, config.host, config.metrics_port)
         join_token = self._join_token(owner, work_port)
@@ -169,7 +173,8 @@ class Server:
         insecure = identity is None
         server = self._new_server([WorkerGate(self.register, insecure)])
         rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure), server)
-        rpc.add_BlobsServicer_to_server(BlobService(self.blobs), server)
+        rights = WorkerRights(self.shell, insecure)
+        rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
         apps_rpc.add_AppWorkServicer_to_server(NodeApps(self.desk, insecure), server)
         return await self._listen(server, port, identity, mutual=True)
@@ -200,7 +205,7 @@ class Server:
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
         apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk), server)
-        rpc.add_BlobsServicer_to_server(BlobService(self.blobs), server)
+        rpc.add_BlobsServicer_to_server(BlobService(self.blobs, OwnerRights(self.shell)), server)
         return await self._listen(server, port, identity, mutual=False)
 
     def _new_server(self, interceptors: list[Any], *options: tuple[str, int]) -> grpc.aio.Server:

@@ -384,7 +384,7 @@ class Shell:
 
     async def _drop_blobs(self, blobs: tuple[str, ...]) -> None:
         """Updates that are counted or refused may go, unless a job names the same bytes."""
-        unneeded = set(blobs) - self.scheduler.ledger.referenced_blobs()
+        unneeded = set(blobs) - self.scheduler.ledger.referenced_blobs() - self.aggregators.made()
         if unneeded:
             await asyncio.to_thread(self.blobs.delete, unneeded)
 

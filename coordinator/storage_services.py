@@ -1,7 +1,8 @@
 """The Blobs and Data services: bytes in and out of the store, micro-batches to the stages.
 
 Disk work runs in threads, so a large upload never delays a step's commit. Every request is
-bounded; what is refused ends the call with INVALID_ARGUMENT and says why.
+bounded; what is refused ends the call with INVALID_ARGUMENT and says why. Who may fetch and put what,
+``Rights`` say (``coordinator.blob_rights``).
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from atoll.errors import AtollError, StorageError
+from atoll.errors import AccessDenied, AtollError, StorageError
+from coordinator.blob_rights import Accounts, Role, needed, role_of
+from coordinator.refusing import refuse
+from coordinator.sessions import worker_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Collection, Iterator
 
     from atoll.job import JobSpec
     from coordinator.blobs import BlobStore
     from coordinator.dataprovider import DataProvider
+    from coordinator.shell import Shell
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,17 +34,87 @@ MAX_BLOBS_A_REQUEST = 100_000
 T = TypeVar("T")
 
 
+class Rights:
+    """Anybody may do anything; subclasses end the calls of those who may not."""
+
+    async def fetch(self, names: Collection[str], context: Context) -> None:
+        """Whether the caller may have these blobs."""
+
+    async def put(self, name: str, size: int, context: Context) -> None:
+        """Whether the caller may put this blob, or so much of it."""
+
+    def asked_about(self, name: str) -> None:
+        """The caller learns that this blob is here, and will count on it."""
+
+
+class OwnerRights(Rights):
+    """The owner puts what he likes and fetches what jobs rest on, which no client's update is."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    async def fetch(self, names: Collection[str], context: Context) -> None:
+        """Only what a job refers to."""
+        known = self._shell.scheduler.ledger.referenced_blobs()
+        await _all_of(names, known, "of no job", context)
+
+    def asked_about(self, name: str) -> None:
+        """What waits here for its job waits longer."""
+        self._shell.blobs.touch(name)
+
+
+class WorkerRights(Rights):
+    """A worker fetches what its job named to it and puts what that asked for."""
+
+    def __init__(self, shell: Shell, insecure: bool) -> None:
+        self._shell = shell
+        self._insecure = insecure
+        self._accounts = Accounts()
+
+    async def fetch(self, names: Collection[str], context: Context) -> None:
+        """Only what the messages of its job named."""
+        role = await self._role(context)
+        known = await _guarded(role.named, context)
+        await _all_of(names, known, "that your job did not name to you", context)
+
+    async def put(self, name: str, size: int, context: Context) -> None:
+        """As much as its job asks for; what it put before and nothing needs gives way."""
+        worker = worker_of(context, self._insecure)
+        if self._accounts.counted(worker, name, size):
+            return
+        shell, role = self._shell, await self._role(context)
+        most = await _guarded(role.allowance, context)
+        settled = needed(shell.scheduler)
+        try:
+            away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled)
+        except AtollError as error:
+            await refuse(context, error)
+        if away:
+            await asyncio.to_thread(shell.blobs.discard, away)
+
+    async def _role(self, context: Context) -> Role:
+        role = role_of(self._shell.scheduler, self._shell.graphs, worker_of(context, self._insecure))
+        if role is None:
+            # A moment later it may have one again: after our restart, or once its connection is back.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "no job uses this worker now; try again")
+            raise AssertionError("abort returned")
+        return role
+
+
 class BlobService(rpc.BlobsServicer):
     """Uploads resume where ``Held`` says; downloads begin at any offset."""
 
-    def __init__(self, store: BlobStore) -> None:
+    def __init__(self, store: BlobStore, rights: Rights | None = None) -> None:
         self._store = store
+        self._rights = rights or Rights()
 
     async def Missing(self, request: pb.BlobList, context: Context) -> pb.BlobList:  # noqa: N802
         """Of the given blobs, those that are not whole here, with the bytes that are."""
         await _bounded(request, context)
 
         def find() -> pb.BlobList:
+            for b in request.blobs:
+                self._rights.asked_about(b.hash)
             absent = (b.hash for b in request.blobs if not self._store.has(b.hash))
             return pb.BlobList(blobs=[pb.BlobRef(hash=h, offset=self._store.held(h)) for h in absent])
 
@@ -60,6 +135,7 @@ class BlobService(rpc.BlobsServicer):
         """Take chunks of any blobs; answers with those that became whole."""
         whole: dict[str, int] = {}
         async for chunk in request_iterator:
+            await self._rights.put(chunk.hash, chunk.size, context)
             done = await _guarded(
                 partial(self._store.write, chunk.hash, chunk.size, chunk.offset, chunk.data), context
             )
@@ -70,6 +146,7 @@ class BlobService(rpc.BlobsServicer):
     async def Get(self, request: pb.BlobList, context: Context) -> AsyncIterator[pb.BlobChunk]:  # noqa: N802
         """The given blobs in turn, each from its offset; an empty rest is one empty chunk."""
         await _bounded(request, context)
+        await self._rights.fetch({blob.hash for blob in request.blobs}, context)
         for blob in request.blobs:
             size = await _guarded(partial(self._store.size, blob.hash), context)
             offset = blob.offset
@@ -112,6 +189,13 @@ async def _bounded(request: pb.BlobList, context: Context) -> None:
             grpc.StatusCode.INVALID_ARGUMENT,
             f"{len(request.blobs)} blobs in one request; ask for at most {MAX_BLOBS_A_REQUEST}",
         )
+
+
+async def _all_of(names: Collection[str], known: Collection[str], what: str, context: Context) -> None:
+    """End the call unless all ``names`` are ``known``, in the same words whether they are here or not."""
+    odd = sorted(set(names).difference(known))
+    if odd:
+        await refuse(context, AccessDenied(f"{len(odd)} blobs {what}, first {odd[0][:12]}"))
 
 
 async def _guarded(work: Callable[[], T], context: Context) -> T:

@@ -83,10 +83,34 @@ def test_gaps_oversize_and_quota_are_refused_with_numbers(tmp_path: Path) -> Non
 def test_a_sweep_keeps_what_is_named(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     kept, dropped = store.put(b"keep"), store.put(b"drop!")
-    assert store.sweep({kept}) == 5
+    assert store.sweep({kept}) == (1, 5)
     assert store.has(kept)
     assert not store.has(dropped)
     assert store.used_bytes == 4
+
+
+def test_a_sweep_takes_only_what_was_left_alone_for_long_and_nobody_needs(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    names = [store.put(data) for data in (b"needed", b"stale", b"asked about", b"fresh")]
+    needed, stale, asked, fresh = names
+    begun = {age: name_of(age.encode()) for age in ("old", "new")}
+    for name in begun.values():
+        store.write(name, 100, 0, b"half")
+    for path in (*map(store.path, names[:3]), store.partial / begun["old"]):
+        os.utime(path, (1000.0, 1000.0))
+    store.touch(asked)
+    assert store.sweep({needed}, before_s=2000.0) == (2, len(b"stale") + len(b"half"))
+    assert [store.has(name) for name in (needed, stale, asked, fresh)] == [True, False, True, True]
+    assert (store.held(begun["old"]), store.held(begun["new"])) == (0, 4)
+    assert store.used_bytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+
+
+def test_what_a_killed_process_left_is_no_blob_and_goes_at_the_next_start(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    scrap = store.partial / ".aggregator-job-1-state.17.part"
+    scrap.write_bytes(b"half a state")
+    again = BlobStore(tmp_path)
+    assert (scrap.exists(), again.used_bytes) == (False, 0)
 
 
 def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:

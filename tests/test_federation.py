@@ -226,7 +226,16 @@ def test_a_delta_goes_once_the_round_that_began_with_it_is_closed() -> None:
         world.step(ev.Aggregated("job-1", at_round, attempt, made, world.model(at_round + 1), delta, {}))
         world.evaluates("a")
     gone = [blob for item in world.todo if isinstance(item, fed.Forget) for blob in item.blobs]
-    assert gone == [name_of("a", 0), name_of("a", 1), name_of("delta", 0)]
+    first, second = name_of("model", 0), name_of("model", 1)  # the second a fact names: it stays meanwhile
+    assert gone == [name_of("a", 0), first, name_of("a", 1), name_of("delta", 0), second]
+    assert {first, second} & world.ledger.referenced_blobs() == {second}
+
+
+def test_a_job_that_ends_before_its_first_round_closes_leaves_no_broadcast() -> None:
+    world = World()
+    world.begin("a")
+    todo = world.step(Cancelled("by its owner"))
+    assert fed.Forget((name_of("model", 0),)) in todo
 
 
 def test_a_late_client_is_told_so_and_its_update_does_not_count() -> None:

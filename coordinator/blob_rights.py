@@ -1,0 +1,167 @@
+"""Who may fetch which blobs, and put how much.
+
+A worker fetches what the messages of the job it works for named to it, and puts what that job asks of
+it: an update a round, or its stage's part of two checkpoints. The owner puts what he likes and fetches
+what a job of his rests on: no single client's update is among that. Whatever is refused, is refused
+alike for blobs that are here and for those that are not.
+
+Roles are immutable values, taken on the event loop and looked at in any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from atoll.errors import StorageError
+from atoll.opdag import DTYPE_BYTES
+from coordinator.assigning import stage_of
+from coordinator.graphs import leaf_metas
+from coordinator.rounds import ENDED
+
+if TYPE_CHECKING:
+    from atoll.opdag import StateMeta
+    from coordinator.federation_state import FederationState
+    from coordinator.graphs import GraphStore
+    from coordinator.rounds import JobState
+    from coordinator.scheduler import Scheduler
+
+CHECKPOINTS = 2  # of a stage that may be under way: one that nobody took yet, and the next
+OPTIMIZER_TENSORS = 3  # beside a checkpoint's value, each float32
+HEADER_BYTES = 64 << 10  # of a tensor's file
+UPDATE_MARGIN = 0.25  # of the dense size: what a codec may need more than the values themselves
+UPDATE_TENSOR_BYTES = 16 << 10  # of a tensor's name, header and alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """Of what a worker puts and nothing needs yet."""
+
+    n_bytes: int
+    blobs: int
+
+
+@dataclass(frozen=True)
+class StageRole:
+    """A worker that holds a stage."""
+
+    state: JobState
+    stage: int
+    graphs: GraphStore
+
+    def named(self) -> frozenset[str]:
+        """The blobs of its stage's tensors."""
+        held = self.state.checkpoint.tensors
+        return frozenset(held[name] for name in self._leaves() if name in held)
+
+    def allowance(self) -> Allowance:
+        """Its part of some checkpoints."""
+        metas = [state.meta for state in self._leaves().values()]
+        once = sum(m.nbytes + 4 * OPTIMIZER_TENSORS * m.elements + HEADER_BYTES for m in metas)
+        return Allowance(CHECKPOINTS * once, CHECKPOINTS * len(metas))
+
+    def _leaves(self) -> dict[str, StateMeta]:
+        plan = self.state.plan
+        assert plan is not None  # noqa: S101 - it holds a stage of one
+        both = self.graphs.programs(plan)
+        mine = (both.train[self.stage], *both.evaluation[self.stage : self.stage + 1])
+        states, tensors = leaf_metas(mine, self.graphs.graphs(plan.dag_hash, plan.eval_dag_hash).states())
+        return {name: states[name] for name in tensors}
+
+
+@dataclass(frozen=True)
+class ClientRole:
+    """A worker that takes part in a federated job."""
+
+    state: FederationState
+
+    def named(self) -> frozenset[str]:
+        """The job's own tensors, and the broadcast of the round."""
+        found, model = set(self.state.spec.tensors.values()), self.state.model
+        if model is not None:
+            found |= {model.full.hash, *([model.delta.hash] if model.delta is not None else [])}
+        return frozenset(found)
+
+    def allowance(self) -> Allowance:
+        """One update."""
+        dense = sum(meta.elements * DTYPE_BYTES[meta.dtype] for meta in self.state.up)
+        margin = int(dense * UPDATE_MARGIN) + UPDATE_TENSOR_BYTES * (len(self.state.up) + 4)
+        return Allowance(dense + margin, 1)
+
+
+Role = StageRole | ClientRole
+
+
+def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | None:
+    """What ``worker`` does now; None where no job uses it."""
+    known = scheduler.roster.workers.get(worker)
+    job = known.member.job if known is not None else ""
+    state = scheduler.jobs.get(job)
+    if state is None or state.phase in ENDED:
+        return None
+    federation = scheduler.federating.jobs.get(job)
+    if federation is not None:
+        return ClientRole(federation) if scheduler.federating.takes_part(job, worker) else None
+    stage = stage_of(state, worker)
+    return StageRole(state, stage, graphs) if stage is not None else None
+
+
+def needed(scheduler: Scheduler) -> set[str]:
+    """Every blob that a journalled fact or a step or round under way rests on."""
+    found = scheduler.ledger.referenced_blobs() | scheduler.federating.in_flight()
+    for state in scheduler.jobs.values():
+        for parts in state.stores.values():
+            for tensors in parts.values():
+                found |= set(tensors.values())
+    return found - {""}
+
+
+@dataclass(slots=True)
+class _Put:
+    size: int
+    own: bool  # nobody else had put a byte of it
+
+
+@dataclass(slots=True)
+class Accounts:
+    """What each worker has put and nothing needs yet."""
+
+    puts: dict[str, dict[str, _Put]] = field(default_factory=dict)
+
+    def counted(self, worker: str, name: str, size: int) -> bool:
+        """Whether this blob is among what the worker may go on to put."""
+        put = self.puts.get(worker, {}).get(name)
+        return put is not None and size <= put.size
+
+    def admit(
+        self,
+        worker: str,
+        name: str,
+        size: int,
+        most: Allowance,
+        held: Callable[[str], int],
+        settled: Collection[str],
+    ) -> list[str]:
+        """Count a blob of ``size`` that ``worker`` begins or goes on to put.
+
+        Beyond ``most`` its oldest ones give way; returns those that may be deleted. StorageError
+        for one that is empty or too large by itself. ``held(name)``: bytes that are here; ``settled``: blobs
+        that are needed, and so count no more.
+        """
+        if not 0 < size <= most.n_bytes:
+            raise StorageError(
+                f"a blob of {size} bytes; what {worker} was asked for has at most {most.n_bytes}: update the "
+                "older of worker and coordinator"
+            )
+        mine = self.puts.setdefault(worker, {})
+        for other in [n for n in mine if n != name and n in settled]:
+            del mine[other]
+        before = mine.pop(name, None)  # the newest is last
+        mine[name] = _Put(max(size, before.size if before else 0), before.own if before else not held(name))
+        away = []
+        while len(mine) > most.blobs or sum(put.size for put in mine.values()) > most.n_bytes:
+            oldest = next(iter(mine))
+            if mine.pop(oldest).own and not any(oldest in puts for puts in self.puts.values()):
+                away.append(oldest)
+        return away
