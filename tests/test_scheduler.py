@@ -18,7 +18,6 @@ from coordinator import members, rounds
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.facts import Fact, Ledger, from_record, to_record
 from coordinator.fleet import ACTION_S
-from coordinator.fleet import ACTION_S
 from coordinator.journal import Record
 from coordinator.roster import Roster
 from coordinator.scheduler import Scheduler
