@@ -189,6 +189,13 @@ class Peer:
             for lane in self.lanes:
                 lane.press()
 
+    def relieve(self) -> None:
+        """Something waits for a window to open, which only acknowledgements do: ask, unless most come."""
+        with self.lock:
+            unasked = sum(lane.window.unasked_bytes for lane in self.lanes)
+            if unasked >= self._window.size_at(self.rtt_s) / 4:
+                self.press()
+
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
         """The next chunk for this connection, if its window and that of all together are open;
         ``most``: unless it has more bytes."""
@@ -232,6 +239,11 @@ class Peer:
             self.progress += 1
         if not self._in_flight:
             self.room.notify_all()
+
+    def fit(self, lane: Lane) -> None:
+        """Several connections share what the line carries."""
+        if len(self.lanes) > 1:
+            lane.window.fit(self._window)
 
     def confirmed(self, numbers: tuple[int, ...]) -> None:
         found = [self.outbox.confirmed(number) for number in numbers]

@@ -561,7 +561,7 @@ class PeerNetwork:
             if now_s - pinged_s >= config.ping_s:
                 pinged_s, rounds = now_s, rounds + 1
                 for connection in connections:
-                    if rounds % SPARE_ROUNDS == 0 or not connection.spare:
+                    if rounds % SPARE_ROUNDS == 0 or not (connection.spare or connection.heard(now_s)):
                         connection.ping(now_s)
             self._check(connections, now_s)
 
