@@ -20,7 +20,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -209,6 +209,22 @@ def read_dense(path: Path, expected: Metas) -> dict[str, Array]:
     if any(a[1] != b[0] for a, b in pairwise(filled)):
         raise BadFrame("tensors of a model file overlap")
     return found
+
+
+def drop_pages(arrays: Iterable[Array]) -> None:
+    """Give back the memory of mapped arrays. Values come again from the mapped file, or are zero where
+    there is none: what was written to them is lost. Arrays that are not mapped stay as they are."""
+    found = {id(mapped): mapped for array in arrays if (mapped := _mapping_of(array)) is not None}
+    for mapped in found.values():
+        if hasattr(mapped, "madvise"):
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapping_of(array: Array) -> mmap.mmap | None:
+    base: Any = array
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    return base if isinstance(base, mmap.mmap) else None
 
 
 def dense_metas(path: Path, most_header_bytes: int = 64 << 20) -> dict[str, TensorMeta]:

@@ -85,6 +85,8 @@ class Aggregating:
         except Exception as error:  # noqa: BLE001 - said to the coordinator, which decides
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}", "hopeless": False}
+        if self._half is not None:
+            self._half.rest()
         return {**reply, "took_s": time.perf_counter() - begun}
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from strategies.layout import Array
 
 LOSS = "loss"
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Measured:
 
 
 class CentralEvaluation:
-    """The evaluation graph as one stage, compiled once."""
+    """The evaluation graph as one stage."""
 
     def __init__(self, spec: JobSpec, dag: OpDag | None, blobs: BlobStore) -> None:
         """UsageError for a job without an evaluation graph or held-out data."""
@@ -44,29 +45,33 @@ class CentralEvaluation:
         (program,) = stage_programs(dag, [0])
         self._spec, self._dag, self._data = spec, dag, spec.eval_data
         names = (*program.parameters, *program.buffers, *program.constants)
-        self._initial = {n: torch.from_numpy(np.array(map_value(blobs.path(spec.tensors[n])))) for n in names}
-        self._values = {name: tensor.clone() for name, tensor in self._initial.items()}
+        self._program = program
+        self._initial = {n: map_value(blobs.path(spec.tensors[n]), private=True) for n in names}
         self._arrays = {f.blob: map_value(blobs.path(f.blob)) for f in self._data.fields}
-        self._executor = Executor(
-            program, "cpu", spec.training.precision, spec.training.seed, differentiate=False
-        )
-        self._executor.load(self._values)
         self._wanted = {**dag.metrics, LOSS: dag.loss}
 
     def run(self, weights: Mapping[str, Array], tick: Callable[[], None] = lambda: None) -> Measured:
         """The model with ``weights``; every other tensor as the job gave it. ``tick``: a batch begins."""
-        for name, value in self._values.items():
-            value.copy_(torch.from_numpy(np.array(weights[name])) if name in weights else self._initial[name])
-        self._executor.refresh()
+        executor = self._loaded(weights)
         found: dict[str, list[float]] = {name: [] for name in self._wanted}
         batches = self._spec.training.eval_batches
         for micro in range(batches):
             tick()
-            out = self._executor.forward(0, micro, self._batch(micro), {})
+            out = executor.forward(0, micro, self._batch(micro), {})
             for name, op in self._wanted.items():
                 found[name].append(float(out[op]))
+        del executor  # and with it the views of the weights
         means = {name: fsum(values) / batches for name, values in found.items()}
         return Measured(means.pop(LOSS), means, batches * self._data.batch)
+
+    def _loaded(self, weights: Mapping[str, Array]) -> Executor:
+        """On the arrays themselves; what the ops write is a copy."""
+        training = self._spec.training
+        executor = Executor(self._program, "cpu", training.precision, training.seed, differentiate=False)
+        values = {name: _tensor(weights.get(name, mapped)) for name, mapped in self._initial.items()}
+        executor.load(values | {name: values[name].clone() for name in executor.mutated_buffers})
+        executor.refresh()
+        return executor
 
     def _batch(self, micro: int) -> dict[str, torch.Tensor]:
         samples = sample_indices(self._data, self._spec.training.eval_batches, 0, micro)
@@ -76,3 +81,9 @@ class CentralEvaluation:
             )
             for f in self._data.fields
         }
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """Shares memory where that lies as torch's own would: kernels look at alignment."""
+    shareable = array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
+    return torch.from_numpy(array) if shareable else torch.from_numpy(np.array(array)).clone()

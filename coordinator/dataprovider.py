@@ -81,8 +81,9 @@ class DataProvider:
         return self._mapped[blob]
 
 
-def map_value(path: Path) -> Array:
-    """The tensor "value" of a safetensors file, memory-mapped read-only.
+def map_value(path: Path, *, private: bool = False) -> Array:
+    """The tensor "value" of a safetensors file, memory-mapped read-only; ``private``: writable, while the
+    file stays as it is.
 
     StorageError when the file is not of that form.
     """
@@ -99,7 +100,7 @@ def map_value(path: Path) -> Array:
             raise StorageError(f"{path.name}: {end - begin} bytes do not hold {shape} of {dtype}")
         if not all(shape):
             return np.empty(shape, dtype)
-        return np.memmap(path, dtype, "r", 8 + length + begin, shape)
+        return np.memmap(path, dtype, "c" if private else "r", 8 + length + begin, shape)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise StorageError(
             f"data blob {path.name[:12]} cannot be read: {error}; submit the job again"

@@ -21,7 +21,7 @@ from atoll.federated import Downlink
 from atoll.job import stepwise_groups
 from atoll.opdag import OpDag, StateMeta, TensorMeta
 from atoll.program import stage_programs
-from compressors.container import Stored, dense_metas, read_dense, write_dense
+from compressors.container import Stored, dense_metas, drop_pages, read_dense, write_dense
 from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.dataprovider import map_value
 from coordinator.graphs import Graphs
@@ -105,7 +105,7 @@ class ServerHalf:
 
     def open(self, state: str, n_clients: int) -> Written:
         """Go on at a stored state, or with "" at the job's initial tensors; returns the broadcast."""
-        self.state = self._stored(state) if state else self._initial(n_clients)
+        self.state = self._stored(self._blobs.path(state)) if state else self._initial(n_clients)
         written, _ = self._write_model(self.state)
         return written
 
@@ -130,9 +130,10 @@ class ServerHalf:
         after = self._summed(state, _Round(offered, dropped, begins), least)
         if after is None:
             return Summed(None, None, None, dropped)
-        self.state = after
         kept = self._write_state(after)
-        model, delta = self._write_model(after)
+        del after
+        self.state = self._stored(kept.path)  # mapped: between rounds it costs no memory
+        model, delta = self._write_model(self.state)
         return Summed(kept, model, delta, dropped)
 
     def weights(self) -> dict[str, Array]:
@@ -140,6 +141,12 @@ class ServerHalf:
         assert self.state is not None  # noqa: S101 - opened before it is evaluated
         broadcast = self.rule.configure(self.state)
         return dict(self.rule.evaluate_with(broadcast, self.rule.client_init(self.layout)))
+
+    def rest(self) -> None:
+        """Give back what was read of files, until it is needed again."""
+        if self.state is not None:
+            slots = self.state.slots.values()
+            drop_pages([*self.state.weights.values(), *(a for slot in slots for a in slot.values())])
 
     # ------------------------------------------------------------ sums
 
@@ -188,10 +195,9 @@ class ServerHalf:
         return self.rule.init(layout_of(self.spec, self.graphs), values, max(1, n_clients))
 
     def _tensor(self, name: str) -> Array:
-        return np.array(map_value(self._blobs.path(self.spec.tensors[name])))
+        return map_value(self._blobs.path(self.spec.tensors[name]), private=True)
 
-    def _stored(self, blob: str) -> ServerState:
-        path = self._blobs.path(blob)
+    def _stored(self, path: Path) -> ServerState:
         arrays = read_dense(path, dense_metas(path))
         about = {name: int(arrays.pop(name)) for name in (ABOUT_ROUND, ABOUT_CLIENTS)}
         weights, slots = parted(arrays)

@@ -6,7 +6,7 @@ without this client and say why.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_METRICS = 64
 MAX_NAME = 128
+PART_ELEMENTS = 1 << 20
 MAX_ELEMENT = 1e18
 """Times the most samples this is still a float32, so no client alone makes a sum overflow."""
 
@@ -140,11 +141,16 @@ def _check_arrays(what: str, arrays: Arrays, expected: Mapping[str, TensorMeta])
                 f"{what} {name!r} is {array.dtype} {tuple(array.shape)}; expected {meta.dtype} {meta.shape}"
             )
         most = _most(array)
-        large = ~(np.abs(array) <= most)
-        if np.any(large):
-            bad = int(np.sum(~np.isfinite(array)))
+        if any(np.any(~(np.abs(part) <= most)) for part in _parts(array)):
+            bad = sum(int(np.sum(~np.isfinite(part))) for part in _parts(array))
             why = f"{bad} non-finite elements" if bad else f"elements beyond {most:g}"
             raise BadUpdate(f"{what} {name!r} has {why}")
+
+
+def _parts(array: Array) -> Iterator[Array]:
+    """The elements piece by piece: what is computed of them shall not need a tensor's memory again."""
+    flat = array.reshape(-1)
+    return (flat[at : at + PART_ELEMENTS] for at in range(0, flat.size, PART_ELEMENTS))
 
 
 def _check_scalars(rule: Strategy, scalars: Mapping[str, float]) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from strategies.layout import Arrays, Slots
 
 
+PART_ELEMENTS = 1 << 20
+
+
 @dataclass(frozen=True)
 class Term:
     """``weight`` times ``arrays``."""
@@ -69,11 +72,13 @@ def total(parts: Iterable[Contribution | Sums]) -> Sums:
 def _add(sums: dict[str, Any], term: Term) -> None:
     for name, array in term.arrays.items():
         kind = np.result_type(array.dtype, np.float32)  # halves would lose the small clients
-        scaled = np.multiply(array, term.weight, dtype=kind)
-        if name in sums:
-            sums[name] += scaled
-        else:
-            sums[name] = scaled
+        if name not in sums:
+            sums[name] = np.multiply(array, term.weight, out=np.empty(array.shape, kind), dtype=kind)
+            continue
+        total, part = sums[name].reshape(-1), array.reshape(-1)
+        for at in range(0, part.size, PART_ELEMENTS):  # no second array of a tensor's size
+            here = slice(at, at + PART_ELEMENTS)
+            total[here] += np.multiply(part[here], term.weight, dtype=kind)
 
 
 def divided(arrays: Arrays, by: float) -> dict[str, Any]:

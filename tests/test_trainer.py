@@ -220,6 +220,21 @@ def test_clients_trained_by_one_trainer_do_not_see_each_other() -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("rule", ["fedavg", "scaffold", "fedbn"])
+def test_memory_given_back_between_rounds_changes_no_bit(rule: str) -> None:
+    busy, resting = (federation_of(rule, width=256) for _ in range(2))  # tensors of more than a page
+    for _ in range(2):
+        busy.run_round()
+        resting.run_round()
+        working = resting.trainer._values["head.weight"]
+        assert working.any()
+        resting.trainer.rest()
+        assert not working.any()  # the system has its pages
+        assert resting.evaluate_clients() == busy.evaluate_clients()
+    for name, weights in busy.weights.items():
+        assert np.array_equal(weights, resting.weights[name]), name
+
+
 def test_the_rate_follows_the_rounds_and_groups_scale_or_freeze_it() -> None:
     optimizer = replace(SGD, groups=(ParamGroup(("head.*",), frozen=True), ParamGroup(("norm.*",), 0.5)))
     schedule = Schedule(ScheduleKind.COSINE, warmup_steps=2)

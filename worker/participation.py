@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
@@ -22,6 +23,7 @@ from atoll.job import TrainingSpec
 from atoll.opdag import StateMeta
 from atoll.program import StageProgram
 from atoll.rehearse import rehearse
+from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
 from strategies import make_strategy
 from strategies.checking import check_feedback
@@ -158,6 +160,8 @@ class Participation:
             self._store.folder / MODELS, site.blobs, site.cache, broadcast_metas(rule, layout), site.tick
         )
         self._secret = _secret(self._store.folder.parent)
+        self._trainer.rest()  # until the first broadcast
+        give_back()
 
     def train(self, order: TrainOrder, cancel: Cancel) -> Update:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
@@ -166,7 +170,12 @@ class Participation:
         state, left = self._store.load(order.codec)
         broadcast = broadcast_of(order.round, fetched.arrays)
         trained = self._trainer.train(
-            self._client, broadcast, state, cancel, noise_seed=self._noise_seed(order)
+            self._client,
+            broadcast,
+            state,
+            cancel,
+            noise_seed=self._noise_seed(order),
+            loaded=partial(drop_pages, fetched.arrays.values()),
         )
         del fetched, broadcast, state  # before the codec needs memory
         coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
@@ -177,6 +186,7 @@ class Participation:
             draft.finish(trained.state)
         answer, square_loss = replace(trained.update, delta={}, extra={}), trained.square_loss
         del arrays, trained, left
+        self._trainer.rest()  # while the update is sent, and until the next order
         give_back()
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         site = self._site
@@ -193,7 +203,11 @@ class Participation:
         began_s = time.perf_counter()
         state, _ = self._store.load("")
         broadcast = broadcast_of(order.round, fetched.arrays)
-        found = self._trainer.evaluate(self._client, broadcast, state, cancel)
+        found = self._trainer.evaluate(
+            self._client, broadcast, state, cancel, loaded=partial(drop_pages, fetched.arrays.values())
+        )
+        self._trainer.rest()
+        give_back()
         if not all(map(isfinite, (found.loss, *found.metrics.values()))):
             raise JobFailed(f"round {order.round}: the held-out loss is {found.loss}")
         return Assessment(found, time.perf_counter() - began_s, fetched.bytes, fetched.seconds)

@@ -11,6 +11,7 @@ is the optimizer's, so rules see it as part of the loss. The learning rate is th
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -25,6 +26,7 @@ from atoll.execute import Executor
 from atoll.job import OptimizerName
 from atoll.ops import check_node
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
+from compressors.container import drop_pages
 from strategies.base import Done
 from strategies.checking import check_broadcast, check_optimizer, check_update
 from strategies.layout import SHARED, Role
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from worker.local_model import Client, LocalModel
 
 ROUND_STEPS = 1 << 32  # a round's steps have keys of their own among random draws
+MAPPED_BYTES = 1 << 16
 LOSS = "loss"  # the metric every update carries: mean over the first phase's steps
 
 
@@ -95,6 +98,7 @@ class LocalTrainer:
         self._tick = tick
         self._sent = frozenset(self.layout.names(*SHARED, Role.TOLD))
         names = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
+        self._scratch: list[Array] = []
         self._values = self._own(names)
         self._frozen = model.frozen | {
             n for n in model.program.parameters if not model.states[n].requires_grad
@@ -121,32 +125,49 @@ class LocalTrainer:
         cancel: Cancel | None = None,
         *,
         noise_seed: int = 0,
+        loaded: Callable[[], None] = lambda: None,
     ) -> Trained:
         """This client's answer to ``broadcast``.
 
-        ``noise_seed``: of what the rule draws on the client, known to it alone. BadUpdate for a
+        ``noise_seed``: of what the rule draws on the client, known to it alone. ``loaded``: called when
+        ``broadcast`` was read and the steps do not need it. BadUpdate for a
         broadcast that is not the rule's or an answer nobody would count, JobFailed when the loss is
         not finite, Cancelled.
         """
         check_broadcast(self.rule, self.layout, broadcast)
         cancel = cancel or Cancel()
-        done, square_loss = self._run_phases(client, broadcast, state, cancel)
+        done, square_loss = self._run_phases(client, broadcast, state, cancel, loaded)
         update, after = self.rule.end(self.layout, broadcast, done, state, noise_seed)
         check_update(self.rule, self.layout, broadcast.round, update)
         return Trained(update, after, square_loss)
 
     def evaluate(
-        self, client: Client, broadcast: Broadcast, state: ClientState, cancel: Cancel | None = None
+        self,
+        client: Client,
+        broadcast: Broadcast,
+        state: ClientState,
+        cancel: Cancel | None = None,
+        *,
+        loaded: Callable[[], None] = lambda: None,
     ) -> Evaluated:
-        """What the model this client would use does on its held-out samples."""
+        """What the model this client would use does on its held-out samples. ``loaded``: as of ``train``."""
         check_broadcast(self.rule, self.layout, broadcast)
         samples = client.split.held_out
         if not len(samples):
             raise UsageError("held_out = 0 leaves nothing to evaluate on; set evaluate_every=0")
         self._begin(self.rule.evaluate_with(broadcast, state))
+        loaded()
         batches = list(held_out_batches(samples, client.data.batch))
         loss, metrics = self._measure(client, batches, cancel or Cancel())
         return Evaluated(min(len(samples), len(batches) * client.data.batch), loss, metrics)
+
+    def rest(self) -> None:
+        """Give the system the memory of all that the next broadcast sets anyway.
+
+        Answers lie in the same memory: they are lost, unless they were written or copied before.
+        """
+        self._forget()
+        drop_pages(self._scratch)
 
     def steps_of(self, client: Client) -> int:
         """Local steps of a round."""
@@ -156,7 +177,12 @@ class LocalTrainer:
     # ---------------------------------------------------------------- one phase
 
     def _run_phases(
-        self, client: Client, broadcast: Broadcast, state: ClientState, cancel: Cancel
+        self,
+        client: Client,
+        broadcast: Broadcast,
+        state: ClientState,
+        cancel: Cancel,
+        loaded: Callable[[], None],
     ) -> tuple[list[Done], float]:
         """All phases, and the first one's mean squared loss. What they were begun with is freed here,
         before the answer is made."""
@@ -164,17 +190,25 @@ class LocalTrainer:
         done: list[Done] = []
         square_losses = []
         for at, phase in enumerate(phases):
-            found, square_loss = self._run_phase(client, broadcast, phase, at, cancel)
+            found, square_loss = self._run_phase(client, broadcast, phase, at, cancel, loaded)
             square_losses.append(square_loss)
             # The next phase trains in the same memory.
             done.append(found if at == len(phases) - 1 else self._kept(found))
         return done, square_losses[0]
 
     def _run_phase(
-        self, client: Client, broadcast: Broadcast, phase: Phase, at: int, cancel: Cancel
+        self,
+        client: Client,
+        broadcast: Broadcast,
+        phase: Phase,
+        at: int,
+        cancel: Cancel,
+        loaded: Callable[[], None],
     ) -> tuple[Done, float]:
         """What came of it, and the mean of the squared losses."""
         self._begin(phase.start)
+        if not phase.correction:
+            loaded()
         wanted = self.rule.facts.needs_start_loss and at == 0
         start_loss = self._start_loss(client, broadcast, cancel) if wanted else None
         optimizer, rate = self.training.optimizer, self.training.learning_rate(broadcast.round)
@@ -300,10 +334,19 @@ class LocalTrainer:
         values = {}
         for name in names:
             given = self.model.tensors[name].detach()
-            values[name] = torch.empty(given.shape, dtype=given.dtype, device=self.device)
-            if name not in self._sent:
-                values[name].copy_(given)
+            if name in self._sent:
+                values[name] = self._empty(given)
+            else:
+                values[name] = torch.empty(given.shape, dtype=given.dtype, device=self.device).copy_(given)
         return values
+
+    def _empty(self, like: Tensor) -> Tensor:
+        """On a CPU large ones lie in a mapping of their own, which ``rest`` can empty."""
+        nbytes = like.numel() * like.element_size()
+        if self.device.type != "cpu" or nbytes < MAPPED_BYTES:
+            return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        self._scratch.append(np.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE), np.uint8))
+        return torch.from_numpy(self._scratch[-1]).view(like.dtype).view(like.shape)
 
     def _executor(self, program: StageProgram, *, differentiate: bool) -> Executor:
         training = self.training

@@ -17,6 +17,7 @@ import torch
 
 from atoll.errors import AtollError
 from worker import checkpoint, events, instructions, messages, optimings, round_messages
+from worker.allocator import give_back
 from worker.cancel import Cancel, Cancelled
 from worker.link import LinksAborted
 from worker.loading import Surroundings, connect_one, load
@@ -358,6 +359,7 @@ class Workbench:
         try:
             done = self._busy or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
         finally:
+            give_back()  # codecs were timed on large tensors
             self._say(messages.codec_speeds(self._gauge.rates))
         if not done:
             self.tell_codecs()  # behind those that wait
