@@ -37,6 +37,7 @@ class Introduction:
     python_version: str = ""
     atoll_version: str = ""
     platform: str = ""
+    cores: float = 0.0  # that the worker may use at once; 0: not told
     addresses: tuple[tuple[str, int], ...] = ()  # empty: outbound only
     site: str = ""
     codecs: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from atoll.plan import LinkPrediction
 from coordinator import members
 from coordinator.coding import judge_speeds
 from coordinator.config import Liveness, Probing
-from coordinator.estimate import refresh_action, refresh_scale
+from coordinator.estimate import first_action, refresh_action, refresh_scale
 from coordinator.events import Goodput, Introduction, StepReady
 from coordinator.fleet import ACTION_S, Device, Fleet
 from coordinator.links import MIN_GOODPUT_BYTES, Pair, judge_step
@@ -81,7 +81,8 @@ class Roster:
         known = self.workers.get(worker)
         if known is None:
             member = members.joined(worker, introduction.incarnation, now_s)
-            self.workers[worker] = Worker(member, introduction, session)
+            action_s = first_action(introduction.cores)
+            self.workers[worker] = Worker(member, introduction, session, action_s=action_s)
             return None, None
         before, replaced = known.member, known.session
         if introduction.incarnation != before.incarnation:
@@ -247,6 +248,8 @@ def refusal(introduction: Introduction) -> str | None:
         )
     if not 1 <= introduction.threads <= 65536:
         return f"{introduction.threads} threads; possible are 1 to 65536"
+    if not 0.0 <= introduction.cores <= 65536:
+        return f"{introduction.cores} CPU cores; possible are 0 to 65536"
     return judge_speeds(introduction.codec_speeds)
 
 

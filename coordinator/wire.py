@@ -40,6 +40,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         kind=clean(device.kind, 16),
         model=clean(device.model, 200),
         threads=device.threads,
+        cores=device.cores,
         memory_bytes=device.memory_bytes,
         memory_limit_bytes=device.memory_limit_bytes,
         torch_version=clean(device.torch_version, 60),

@@ -216,6 +216,7 @@ class DeviceFacts(_message.Message):
     PYTHON_VERSION_FIELD_NUMBER: _builtins.int
     ATOLL_VERSION_FIELD_NUMBER: _builtins.int
     PLATFORM_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """cpu | cuda"""
     model: _builtins.str
@@ -228,6 +229,8 @@ class DeviceFacts(_message.Message):
     python_version: _builtins.str
     atoll_version: _builtins.str
     platform: _builtins.str
+    cores: _builtins.float
+    """CPU cores that the worker may use at once; less than 1 under a quota"""
     def __init__(
         self,
         *,
@@ -240,10 +243,11 @@ class DeviceFacts(_message.Message):
         python_version: _builtins.str = ...,
         atoll_version: _builtins.str = ...,
         platform: _builtins.str = ...,
+        cores: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "platform", b"platform", "python_version", b"python_version", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "platform", b"platform", "python_version", b"python_version", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,24 @@ def test_a_discarded_step_leaves_no_trace() -> None:
     assert_same(crew.snapshot(), reference.snapshot())
 
 
+def test_on_a_part_of_a_core_what_other_threads_do_counts_as_handling() -> None:
+    made = case("branches")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    for run in crew.runs:
+        used = iter([100.0, 101.0, 200.0, 201.0])  # CPU seconds of the whole process
+        run._cores, run._cpu_clock = 0.125, used.__next__
+    handled: list[list[float]] = []
+    for step in range(4):
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        crew.all("apply", step, 1.0)
+        if step == 1:
+            crew.all("evaluate", step, Cancel())  # takes CPU, too, which is no step's
+        handled.append([r.handling_s + r.forward_s + r.backward_s + r.optimizer_s for r in reports])
+    assert max(handled[0] + handled[2]) < 5.0
+    for at in (1, 3):
+        assert handled[at] == pytest.approx([8.0, 8.0])
+
+
 def test_every_message_was_declared_by_its_receiver() -> None:
     made = case("gpt2")
     assignments = assign(made, cut_evenly(made.dag, 3), TRAINING, ScheduleName.ONE_F_ONE_B)

@@ -30,6 +30,7 @@ from worker.checkpoint import BlobCache
 from worker.codec_speed import CodecGauge
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
+from worker.cores import usable_cores
 from worker.datasets import known_facts
 from worker.enroll import find_work_address, join
 from worker.loading import Surroundings, connect_one
@@ -264,6 +265,7 @@ class Daemon:
             kind=device.kind,
             model=device.model,
             threads=device.threads,
+            cores=usable_cores(),
             memory_bytes=device.memory_bytes,
             memory_limit_bytes=device.memory_limit_bytes,
             torch_version=known["torch"],

@@ -17,6 +17,7 @@ from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
 from worker.compute import Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
+from worker.cores import usable_cores
 from worker.datasets import open_dataset
 from worker.link import Links
 from worker.participation import Site
@@ -92,6 +93,7 @@ def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[
         _held_out(assignment, around),
         around.spans,
         around.progress,
+        cores=usable_cores(),
     )
     try:
         run.open(assignment.first_step)
