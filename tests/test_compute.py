@@ -16,6 +16,7 @@ from tests.crew import JOIN_S, TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel, Cancelled
 from worker.compute import StepReport
+from worker.cores import CpuMeter
 from worker.frames import Direction
 from worker.local import LocalPipeline
 from worker.peer import PeerLost
@@ -82,7 +83,7 @@ def test_on_a_part_of_a_core_what_other_threads_do_counts_as_handling() -> None:
     crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
     for run in crew.runs:
         used = iter([100.0, 101.0, 200.0, 201.0])  # CPU seconds of the whole process
-        run._cores, run._cpu_clock = 0.125, used.__next__
+        run._cpu = CpuMeter(0.125, cpu_clock=used.__next__)
     handled: list[list[float]] = []
     for step in range(4):
         reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]

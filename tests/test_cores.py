@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.cores import usable_cores
+from worker.cores import CpuMeter, usable_cores
 
 ALL = float(len(os.sched_getaffinity(0)))
 
@@ -52,3 +52,24 @@ def test_what_makes_no_sense_limits_nothing(tmp_path: Path, text: str) -> None:
 
 def test_a_line_without_colons_is_passed_over(tmp_path: Path) -> None:
     assert found(tmp_path, "nonsense\n") == ALL
+
+
+def test_what_a_process_takes_at_rest_is_no_steps_work() -> None:
+    now, used = [0.0], [0.0]
+    meter = CpuMeter(0.5, lambda: now[0], lambda: used[0])
+
+    def later(seconds: float, cpu_s: float) -> None:
+        now[0] += seconds
+        used[0] += cpu_s
+
+    for seconds, cpu_s in ((10.0, 2.0), (10.0, 0.1), (0.5, 0.0)):  # others measure; rest; too short to tell
+        with meter.resting():
+            later(seconds, cpu_s)
+    assert meter.needed_s() == 0.0
+    later(4.0, 1.04)
+    assert meter.needed_s() == pytest.approx(2.0)
+    later(4.0, 0.01)
+    assert meter.needed_s() == 0.0
+    later(4.0, 3.0)
+    meter.forget()
+    assert meter.needed_s() == 0.0

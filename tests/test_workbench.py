@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from protos import atoll_control_pb2 as pb
 from worker import instructions, optimings
+from worker.cores import CpuMeter
 from worker.messages import OpsRequest
 from worker.workbench import Workbench
 
@@ -38,7 +39,8 @@ class Gauge:
 def bench_with(gauge: Gauge) -> tuple[Workbench, queue.SimpleQueue[Any], queue.SimpleQueue[pb.FromWorker]]:
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
     said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
-    around: Any = SimpleNamespace(device=SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30))
+    device = SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30)
+    around: Any = SimpleNamespace(device=device, cpu=CpuMeter())
     bench = Workbench(around, posted.put, said.put, gauge)  # type: ignore[arg-type]
     bench.start()
     return bench, posted, said

@@ -7,7 +7,6 @@ queued as soon as it is computed, and the transport lets gradients pass activati
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from atoll.microbatch import Work
 from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
 from worker.codec import StageCodecs, lossy
+from worker.cores import CpuMeter
 from worker.frames import Direction, MessageKey
 from worker.ports import HeldOut, MicroBatches, TensorLinks
 from worker.spans import Span, Spans
@@ -73,16 +73,14 @@ class StageRun:
         spans: Spans,
         progress: Progress,
         clock: Callable[[], float] = time.perf_counter,
-        cores: float = math.inf,
-        cpu_clock: Callable[[], float] = time.process_time,
+        cpu: CpuMeter | None = None,
     ) -> None:
-        """``cores``: that this process may use at once. ``cpu_clock``: seconds of all its threads."""
         self.assignment = assignment
         self.spans = spans
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
         self._progress, self._clock = progress, clock
-        self._cores, self._cpu_clock = cores, cpu_clock
-        self._cpu_s: float | None = None  # of the process when the last step's report was made
+        self._cpu = cpu or CpuMeter()
+        self._cpu.forget()
         self._eras = [(0, assignment)]  # first step -> the plan version from there on, ascending
         self._actions = assignment.plan.actions(assignment.stage)
         self._expected: int | None = None  # last step whose messages are taken
@@ -139,7 +137,8 @@ class StageRun:
         report = self._stage.finish_step()
         optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
         self._finish_s = self._clock() - started_s
-        handling_s = max(handling_s, self._needed_s() - sum(self._busy.values()) - optimizer_s)
+        # On a part of a core, messages that other threads handle keep the computing waiting as if it did.
+        handling_s = max(handling_s, self._cpu.needed_s() - sum(self._busy.values()) - optimizer_s)
         return StepReport(
             step,
             report,
@@ -149,12 +148,6 @@ class StageRun:
             optimizer_s,
             max(0.0, handling_s),
         )
-
-    def _needed_s(self) -> float:
-        """The least time in which these cores do what the process did since the last report. On a part
-        of a core, messages that other threads handle keep the computing waiting as if it did."""
-        before_s, self._cpu_s = self._cpu_s, self._cpu_clock()
-        return 0.0 if before_s is None else (self._cpu_s - before_s) / self._cores
 
     def apply(self, step: int, gradient_scale: float) -> None:
         """Commit: the optimizer's step."""
@@ -175,7 +168,7 @@ class StageRun:
 
         ``coded``: through the links' codecs; None everywhere when none of them loses anything.
         """
-        self._cpu_s = None  # what this takes is not the next step's
+        self._cpu.forget()  # what this takes is not the next step's
         program = self.assignment.eval_program
         if program is None or (coded and not lossy(self.at(step).plan.links)):
             return None

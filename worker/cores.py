@@ -1,18 +1,61 @@
-"""How many CPU cores this process may use at once: its affinity, and what cgroups allow.
+"""How many CPU cores this process may use at once, and the least time in which they do what it does.
 
-Cgroups of version 1 (``cpu.cfs_quota_us``) and 2 (``cpu.max``), from the process's own group up: the
-tightest of them counts. A container sees its own group as the root.
+The cores are its affinity, and what cgroups allow. Cgroups of version 1 (``cpu.cfs_quota_us``) and 2
+(``cpu.max``), from the process's own group up: the tightest of them counts. A container sees its own
+group as the root.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
+REST_S = 1.0
+"""A shorter rest does not tell what the process takes at rest."""
+
+
+class CpuMeter:
+    """CPU time of all threads, less what they take at rest: watching connections, heartbeats. Not
+    thread-safe: one thread rests, loads and computes."""
+
+    def __init__(
+        self,
+        cores: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._cores, self._clock, self._cpu_clock = cores, clock, cpu_clock
+        self._share_at_rest = math.inf
+        self._since: tuple[float, float] | None = None  # (s, CPU s) of the last call
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Nothing is asked of this process meanwhile; the least share so far is what rest takes, as
+        others may measure links to it."""
+        begun_s, used_s = self._clock(), self._cpu_clock()
+        yield
+        lasted_s = self._clock() - begun_s
+        if lasted_s >= REST_S:
+            self._share_at_rest = min(self._share_at_rest, (self._cpu_clock() - used_s) / lasted_s)
+
+    def forget(self) -> None:
+        """What came since the last ``needed_s`` does not count."""
+        self._since = None
+
+    def needed_s(self) -> float:
+        """Seconds that the cores need for the CPU time since the last call; 0 at the first."""
+        before, self._since = self._since, (self._clock(), self._cpu_clock())
+        if before is None:
+            return 0.0
+        at_rest = 0.0 if math.isinf(self._share_at_rest) else self._share_at_rest
+        used_s = self._since[1] - before[1] - at_rest * (self._since[0] - before[0])
+        return max(0.0, used_s) / self._cores
 
 
 def usable_cores(own: Path = OWN, groups: Path = GROUPS) -> float:

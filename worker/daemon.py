@@ -30,7 +30,7 @@ from worker.checkpoint import BlobCache
 from worker.codec_speed import CodecGauge
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
-from worker.cores import usable_cores
+from worker.cores import CpuMeter, usable_cores
 from worker.datasets import known_facts
 from worker.enroll import find_work_address, join
 from worker.loading import Surroundings, connect_one
@@ -351,6 +351,7 @@ class Daemon:
             fetch_of=lambda job: data_fetch(bulk, member.metadata, member.work_address, job),
             spans=Spans(),
             progress=self._progress,
+            cpu=CpuMeter(usable_cores()),
         )
 
     def _catch_signals(self) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
 from worker.compute import Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
-from worker.cores import usable_cores
+from worker.cores import CpuMeter
 from worker.datasets import open_dataset
 from worker.link import Links
 from worker.participation import Site
@@ -48,6 +48,7 @@ class Surroundings:
     fetch_of: Callable[[str], feed.Fetch]  # job -> its data
     spans: Spans
     progress: Progress
+    cpu: CpuMeter = field(default_factory=CpuMeter)
 
     def site(self) -> Site:
         """The same as a participation in a federated job needs it."""
@@ -93,7 +94,7 @@ def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[
         _held_out(assignment, around),
         around.spans,
         around.progress,
-        cores=usable_cores(),
+        cpu=around.cpu,
     )
     try:
         run.open(assignment.first_step)

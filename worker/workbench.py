@@ -140,7 +140,7 @@ class Workbench:
     # ---------------------------------------------------------------- the threads
 
     def _work(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> None:
-        while (entry := tasks.get()) is not None:
+        while (entry := self._next(tasks)) is not None:
             task, cancel = entry
             try:
                 task(cancel)
@@ -149,6 +149,12 @@ class Workbench:
             finally:
                 with self._lock:
                     self._pending.remove(cancel)
+
+    def _next(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> tuple[Task, Cancel] | None:
+        if tasks is self._stores or self._busy:
+            return tasks.get()
+        with self._around.cpu.resting():
+            return tasks.get()
 
     def _submit(self, task: Task, store: bool = False) -> None:
         cancel = Cancel()
