@@ -18,7 +18,7 @@ from worker.frames import Data, MessageKey, confirmations
 from worker.inbox import Expect, Inbox
 from worker.linetime import LineTime
 from worker.outbox import Chunk, Outbox
-from worker.window import Window
+from worker.window import LARGEST_SHARED_CHUNK, Window
 
 Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
 """``deliver(peer, key, header, payload)``; called in a receiving thread, must not block long."""
@@ -190,10 +190,11 @@ class Peer:
                 lane.press()
 
     def relieve(self) -> None:
-        """Something waits for a window to open, which only acknowledgements do: ask, unless most come."""
+        """Something waits for a window to open, which only acknowledgements do: ask for what was not asked
+        for; on a slow line, where asking costs as much as a chunk, only for more than one chunk."""
         with self.lock:
             unasked = sum(lane.window.unasked_bytes for lane in self.lanes)
-            if unasked >= self._window.size_at(self.rtt_s) / 4:
+            if unasked > (LARGEST_SHARED_CHUNK if self._window.slow else 0):
                 self.press()
 
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:

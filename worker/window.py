@@ -18,10 +18,11 @@ SLACK_S = 0.010
 CHUNK_S = 0.032
 """A chunk lasts about this long on the link: what a backward message waits at most behind one."""
 SMALLEST_CHUNK = 16 << 10
-LARGEST_SHARED_CHUNK = 64 << 10
-"""Of several connections to a peer each shows only its part of the line's rate. Chunks fit the line up
-to here, since each costs both ends some hundred microseconds; not beyond, since one flow that has lost
-a packet carries its chunk at its own rate, and the message waits for it."""
+LARGEST_SHARED_CHUNK = 32 << 10
+SLOW_WINDOW = 8 * LARGEST_SHARED_CHUNK
+"""Of several connections to a peer each shows only its part of the line's rate. Where all together need no
+more than this, chunks fit the line up to 32 KiB, since each costs both ends some hundred microseconds. On
+faster lines each connection has its own: one that has lost a packet should hold little."""
 RATE_HORIZON_S = 1.0
 RTT_HORIZON_S = 30.0
 
@@ -82,9 +83,15 @@ class Window:
     def _least(self) -> int:
         return 4 * self._least_chunk
 
+    @property
+    def slow(self) -> bool:
+        """The line needs no more than a few chunks under way."""
+        return self.rate is not None and self.size <= SLOW_WINDOW
+
     def fit(self, line: Window) -> None:
         """This connection carries a part of what ``line``, all of them together, do."""
-        self._least_chunk = max(SMALLEST_CHUNK, min(LARGEST_SHARED_CHUNK, line.chunk))
+        shared = min(LARGEST_SHARED_CHUNK, line.chunk) if line.slow else 0
+        self._least_chunk = max(SMALLEST_CHUNK, shared)
 
     @property
     def chunk(self) -> int:
