@@ -64,6 +64,7 @@ class Connection:
         self.leaving = False  # the peer said goodbye
         self.silent = False  # nothing came for too long
         self.heard_s = time.monotonic()
+        self.asked_s = float("-inf")  # the first ping since something was heard
         self._on_end = on_end
         self.gone = threading.Event()
         self._lock = threading.RLock()  # the peer's, once attached
@@ -275,6 +276,10 @@ class Connection:
         """What came of late shows that the other side lives."""
         return self.peer is not None and now_s - self.heard_s < self.peer.config.ping_s / 2
 
+    def unanswered_s(self, now_s: float) -> float:
+        """How long the other side, asked whether it lives, has said nothing at all."""
+        return now_s - self.asked_s if self.asked_s > self.heard_s else 0.0
+
     def ping(self, now_s: float) -> int:
         """Queue an echo request; returns its number."""
         with self._lock:
@@ -282,6 +287,8 @@ class Connection:
             if len(self._pings) > 16:
                 self._pings.clear()
             self._pings[self._ping_number] = now_s
+            if self.asked_s <= self.heard_s:
+                self.asked_s = now_s
             self._control.append(Ping(self._ping_number))
             self._wake.notify()
             return self._ping_number
