@@ -30,7 +30,7 @@ from coordinator.blobs import BlobStore
 from protos.convert import encode
 
 COMMAND = ("-m", "coordinator.aggregating")
-CLOSE_WITHIN_S = 1.0
+END_WITHIN_S = 1.0
 SILENT_S = 300.0  # at most, and as long again as the bytes of a request take at ...
 SLOWEST_BYTES_PER_S = 1e6  # ... the rate that no machine falls below: usual ones do a hundred times that
 _ROOT = str(Path(atoll.__file__).resolve().parent.parent)
@@ -261,11 +261,7 @@ async def _exchange(
 async def _killed(worker: _Worker) -> int | None:
     """Make sure that a process which broke is gone; its exit code."""
     process, worker.process = worker.process, None
-    if process is None:
-        return None
-    if process.returncode is None:
-        process.kill()
-    return await process.wait()
+    return None if process is None else await _exit_code(process)
 
 
 async def _ended(worker: _Worker) -> None:
@@ -277,8 +273,17 @@ async def _ended(worker: _Worker) -> None:
         return
     if process.stdin is not None:
         process.stdin.close()
+    await _exit_code(process)
+
+
+async def _exit_code(process: Process) -> int:
+    """The exit code of a process that is to end by itself soon, or else is killed.
+
+    Never killed at once: kill() first polls, and a poll that finds a process just ended takes the exit
+    code that asyncio's own watcher waits for, which then reports 255 in its place.
+    """
     try:
-        await asyncio.wait_for(process.wait(), CLOSE_WITHIN_S)
+        return await asyncio.wait_for(process.wait(), END_WITHIN_S)
     except TimeoutError:
         process.kill()
-        await process.wait()
+        return await process.wait()

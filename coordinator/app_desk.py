@@ -206,6 +206,10 @@ class AppDesk:
         if found is None or worker not in found.places:
             raise AccessDenied(f"{worker} takes no part in app run {run}")
 
+    def takes_from(self, worker: str) -> None:
+        """A chunk of a part came from a worker."""
+        self._shell.uploading(worker)
+
     # ------------------------------------------------------------ the fleet, the clock
 
     def _moved(self, moved: do.MemberMoved) -> None:

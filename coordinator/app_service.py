@@ -117,7 +117,12 @@ class NodeApps(rpc.AppWorkServicer):
             worker = worker_of(context, self._insecure)
         except AtollError as error:
             await refuse(context, error)
-        return await _take(self._desk, worker, request_iterator, context, self._right(context))
+
+        def allowed(run: int) -> None:
+            self._desk.may(worker, run)
+            self._desk.takes_from(worker)
+
+        return await _take(self._desk, worker, request_iterator, context, allowed)
 
     async def GetNodeParts(self, request: pb.PartList, context: Context) -> AsyncIterator[pb.PartChunk]:  # noqa: N802
         """The given parts in turn."""

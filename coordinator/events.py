@@ -233,6 +233,13 @@ class Arrived:
     message: PeerMessage
 
 
+@dataclass(frozen=True, slots=True)
+class Uploading:
+    """Bytes of a blob came from it: heartbeats may be late behind them."""
+
+    worker: str
+
+
 # ---------------------------------------------------------------- our own
 
 
@@ -406,6 +413,7 @@ Event = (
     SessionOpened
     | SessionClosed
     | Arrived
+    | Uploading
     | Tick
     | Submitted
     | JobRead

@@ -44,8 +44,8 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatArrived:
-    """A sign of life."""
+class Heard:
+    """A sign of life: a message on its session, or bytes that it uploads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +87,8 @@ class Kicked:
     reason: str
 
 
-Event = (
-    Joined
-    | Admitted
-    | HeartbeatArrived
-    | ConnectionLost
-    | Tick
-    | AssignedTo
-    | Released
-    | LeavingSaid
-    | Kicked
-)
-FROM_PEER = (Joined, HeartbeatArrived, LeavingSaid)
+Event = Joined | Admitted | Heard | ConnectionLost | Tick | AssignedTo | Released | LeavingSaid | Kicked
+FROM_PEER = (Joined, Heard, LeavingSaid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +237,7 @@ _LIVE = (Phase.JOINED, Phase.POOL, Phase.ASSIGNED, Phase.SUSPECT, Phase.DRAINING
 TRANSITIONS: dict[tuple[Phase, type], Transition] = {
     **{(phase, Joined): _rejoin for phase in Phase},
     (Phase.JOINED, Admitted): _admit,
-    **{(phase, HeartbeatArrived): _hear for phase in _LIVE},
+    **{(phase, Heard): _hear for phase in _LIVE},
     **{(phase, Tick): _watch for phase in _LIVE},
     **{(phase, Tick): _nothing for phase in GONE},
     **{(phase, ConnectionLost): _lose_connection for phase in _LIVE},

@@ -191,6 +191,7 @@ class Scheduler:
         if worker is None or worker.session != event.session:
             self._drop(type(event.message).__name__, "of a session that was replaced")
             return
+        self._move(event.worker, members.Heard())
         match event.message:
             case ev.Heartbeat():
                 self._heartbeat(event.worker, event.message)
@@ -217,8 +218,12 @@ class Scheduler:
             case _:
                 self._from_stage(event.worker, event.message)
 
+    def _uploading(self, event: ev.Uploading) -> None:
+        worker = self.roster.workers.get(event.worker)
+        if worker is not None and not worker.member.gone:
+            self._move(event.worker, members.Heard())
+
     def _heartbeat(self, name: str, beat: ev.Heartbeat) -> None:
-        self._move(name, members.HeartbeatArrived())
         worker = self.roster.workers[name]
         worker.memory_bytes = beat.memory_bytes
         self.roster.heard(name, beat.worker_time_s, self.now_s)
@@ -659,6 +664,7 @@ _HANDLERS: Mapping[type, Callable[[Scheduler, Any], None]] = {
     ev.SessionOpened: Scheduler._opened,
     ev.SessionClosed: Scheduler._closed,
     ev.Arrived: Scheduler._arrived,
+    ev.Uploading: Scheduler._uploading,
     ev.Tick: Scheduler._tick,
     ev.Submitted: Scheduler._submitted,
     ev.JobRead: Scheduler._read,

@@ -110,6 +110,12 @@ class Shell:
         """Queue an event."""
         self._events.put_nowait(_Posted(event, time.perf_counter(), None))
 
+    def uploading(self, worker: str) -> None:
+        """Bytes came from a worker beside its session; cheap, so that every chunk may say it."""
+        known = self.scheduler.roster.workers.get(worker)
+        if known is not None and self.clock() - known.member.seen_s > self.config.liveness.heartbeat_s / 2:
+            self.post(ev.Uploading(worker))
+
     async def ask(self, event: ev.Event) -> None:
         """Queue an event and wait until it was handled and its facts are on the disk.
 

@@ -80,6 +80,7 @@ class WorkerRights(Rights):
     async def put(self, name: str, size: int, context: Context) -> None:
         """As much as its job asks for; what it put before and nothing needs gives way."""
         worker = worker_of(context, self._insecure)
+        self._shell.uploading(worker)
         if self._accounts.counted(worker, name, size):
             return
         shell, role = self._shell, await self._role(context)

@@ -202,3 +202,21 @@ def test_an_upload_that_the_owner_asks_about_again_waits_again(stack: ExitStack,
     assert swept() == (0, 0)
     os.utime(path, (1000.0, 1000.0))
     assert swept() == (1, len(data))
+
+
+def test_bytes_of_a_worker_are_a_sign_of_life(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (worker,) = fleet(stack, running, 1)
+
+    def unseen_s() -> float:
+        def ask(server: Any) -> float:
+            known = server.shell.scheduler.roster.workers.get(worker.worker)
+            return 0.0 if known is None else server.shell.clock() - known.member.seen_s
+
+        return float(running.call(ask))
+
+    worker.ended.set()  # no heartbeats any more
+    eventually(lambda: unseen_s() > 1.0)
+    with pytest.raises(grpc.RpcError, match="no job uses this worker now"):
+        put(worker, b"x")
+    eventually(lambda: unseen_s() < 1.0)

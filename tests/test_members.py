@@ -12,7 +12,7 @@ from coordinator.members import (
     Admitted,
     AssignedTo,
     ConnectionLost,
-    HeartbeatArrived,
+    Heard,
     Joined,
     Kicked,
     LeavingSaid,
@@ -55,7 +55,7 @@ def test_a_worker_without_a_stage_may_be_silent_longer() -> None:
 
 
 def test_a_suspect_that_is_heard_again_keeps_its_stage() -> None:
-    member = after((0.0, Admitted()), (0.0, AssignedTo("j", 2)), (1.6, Tick()), (1.7, HeartbeatArrived()))
+    member = after((0.0, Admitted()), (0.0, AssignedTo("j", 2)), (1.6, Tick()), (1.7, Heard()))
     assert (member.phase, member.job, member.stage) == (Phase.ASSIGNED, "j", 2)
 
 
@@ -68,7 +68,7 @@ def test_a_broken_connection_is_death_unless_it_returns_at_once() -> None:
 
 
 def test_a_heartbeat_under_way_does_not_revive_a_broken_connection() -> None:
-    member = after((0.0, Admitted()), (1.0, ConnectionLost()), (1.1, HeartbeatArrived()), (1.4, Tick()))
+    member = after((0.0, Admitted()), (1.0, ConnectionLost()), (1.1, Heard()), (1.4, Tick()))
     assert member.phase is Phase.DEAD
 
 
@@ -92,7 +92,7 @@ def test_leaving_from_the_pool_is_immediate_and_from_a_stage_it_drains() -> None
 
 def test_a_peers_event_out_of_place_is_refused_with_the_last_changes() -> None:
     gone = after((0.0, Admitted()), (1.0, Kicked("wrong results")))
-    same, refused = step(gone, HeartbeatArrived(), 2.0, TIMING)
+    same, refused = step(gone, Heard(), 2.0, TIMING)
     assert same == gone
     assert refused is not None
     assert "kicked: wrong results" in refused
@@ -109,7 +109,7 @@ def test_our_stall_is_nobodys_silence() -> None:
 
 
 EVENTS = st.sampled_from(
-    [Joined(7), Joined(8), HeartbeatArrived(), ConnectionLost(), Tick(), LeavingSaid("x"), Kicked("y")]
+    [Joined(7), Joined(8), Heard(), ConnectionLost(), Tick(), LeavingSaid("x"), Kicked("y")]
 )
 
 

@@ -304,6 +304,20 @@ def test_a_kicked_worker_is_dismissed_and_replaced() -> None:
     assert world.holders() == ["a", "c"]
 
 
+def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late() -> None:
+    world = World().training()
+    for _ in range(16):
+        world.handle(ev.Uploading("a"))
+        world.wait(0.25, ("b", "c"))
+    assert world.state().phase is rounds.Phase.TRAINING
+    world.wait(2.25, ("b", "c"))  # nothing comes any more
+    assert "silent for 2" in world.scheduler.roster.workers["a"].member.reason
+    assert world.state().version == 2
+    world.handle(ev.Uploading("a"))  # what was still under way does not bring it back
+    world.handle(ev.Uploading("nobody"))
+    assert world.scheduler.roster.workers["a"].member.phase is members.Phase.DEAD
+
+
 def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:
     world = World().training()
     world.says("a", ev.StageFailed("job-1", 1, 0, "link broke", lost_peer="b"))

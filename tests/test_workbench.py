@@ -65,6 +65,23 @@ def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_
     assert bench.stop(20.0)
 
 
+def test_codecs_asked_for_twice_are_measured_and_do_not_make_way_for_each_other() -> None:
+    gauge = Gauge()
+    bench, _, said = bench_with(gauge)
+    bench.tell_codecs()
+    gauge.entered.get(timeout=20)
+    for _ in range(3):
+        bench.tell_codecs()
+    gauge.go_on.put(None)
+    gauge.entered.get(timeout=20)
+    gauge.go_on.put(None)
+    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1"]
+    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1", "codec2"]
+    assert bench.stop(20.0)
+    assert gauge.waited == [True, False]
+    assert said.empty()
+
+
 def test_a_worker_that_leaves_does_not_wait_for_the_codecs_that_are_left() -> None:
     gauge = Gauge()
     bench, _, said = bench_with(gauge)

@@ -60,6 +60,7 @@ class Workbench:
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: list[Cancel] = []
+        self._codecs_asked = False  # and not begun
         self._run: StageRun | None = None
         self._part: Participation | None = None
         self._links: Links | None = None
@@ -135,7 +136,10 @@ class Workbench:
 
     def tell_codecs(self) -> None:
         """Say how fast the codecs are; measures first what is not known, while no stage is held."""
-        self._submit(self._tell_codecs)
+        with self._lock:
+            asked, self._codecs_asked = self._codecs_asked, True
+        if not asked:  # two that wait would make way for each other for ever
+            self._submit(self._tell_codecs)
 
     # ---------------------------------------------------------------- the threads
 
@@ -362,6 +366,8 @@ class Workbench:
     # ---------------------------------------------------------------- probes
 
     def _tell_codecs(self, cancel: Cancel) -> None:
+        with self._lock:
+            self._codecs_asked = False
         try:
             done = self._busy or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
         finally:
