@@ -398,6 +398,16 @@ def test_a_chunk_lasts_a_few_hundredths_of_a_second_on_the_link_whatever_its_rat
         assert least <= window.chunk <= most
 
 
+def test_connections_to_one_peer_cut_chunks_for_the_line_that_they_share() -> None:
+    for mbit, least, most in ((8, 28 << 10, 32 << 10), (100, 36 << 10, 52 << 10), (1, 16 << 10, 16 << 10)):
+        line, eighth = Window(), Window()
+        drive(line, mbit * 125_000, 0.08, 5.0)
+        drive(eighth, mbit * 125_000 / 8, 0.08, 5.0)
+        eighth.fit(line)
+        assert least <= eighth.chunk <= most
+        assert eighth.size >= 4 * eighth.chunk
+
+
 def test_a_forged_or_old_acknowledgement_moves_nothing_back() -> None:
     window = Window()
     window.sent(0.0, 1000, last=True)

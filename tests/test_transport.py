@@ -643,13 +643,26 @@ def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: 
     lanes = [c for c in network._connections if c.peer is not None]
     first = [c for c in lanes if not c.spare]
     assert (len(lanes), len(first)) == (4, 1)
-    now_s = first[0].heard_s
+    now_s = first[0].heard_s + 1.0
+    for connection in lanes:
+        connection.asked_s = now_s  # and nothing came since
     network._check(lanes, now_s + 19.0)
     assert not any(c.ended for c in lanes)
     network._check([c for c in lanes if c.spare], now_s + 60.0)
     assert not any(c.ended for c in lanes)
     network._check(first, now_s + 60.0)
     assert first[0].ended
+
+
+def test_silence_counts_from_the_first_question_that_nothing_answered(host: Make) -> None:
+    a, _ = connected(host, TransportConfig(streams=1, silence_s=20.0, reconnect_s=10.0))
+    (connection,) = [c for c in a.network._connections if c.peer is not None]
+    now_s = connection.heard_s + 100.0
+    assert connection.unanswered_s(now_s) == 0.0  # nothing was asked
+    connection.asked_s = now_s
+    assert connection.unanswered_s(now_s + 3.0) == 3.0
+    connection.heard_s = now_s + 1.0
+    assert connection.unanswered_s(now_s + 3.0) == 0.0
 
 
 def test_threads_that_wait_are_woken_by_what_they_wait_for_not_by_the_clock() -> None:

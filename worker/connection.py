@@ -64,6 +64,7 @@ class Connection:
         self.leaving = False  # the peer said goodbye
         self.silent = False  # nothing came for too long
         self.heard_s = time.monotonic()
+        self.asked_s = float("-inf")  # the first ping since something was heard
         self._on_end = on_end
         self.gone = threading.Event()
         self._lock = threading.RLock()  # the peer's, once attached
@@ -220,7 +221,7 @@ class Connection:
             flags = self._note_sent(peer, None, length, last=not peer.probe_bytes)
             return Probe(flags), memoryview(_PROBE_FILLER)[:length]
         if peer.outbox.waiting:
-            peer.press()  # only acknowledgements open the windows that it waits for
+            peer.relieve()
         elif self.window.unasked:
             # Another connection took the last chunk; ours must not stay unacknowledged.
             self.press()
@@ -266,10 +267,18 @@ class Connection:
         """Nothing under way, and not the first connection of a peer that we work with: it need not
         show that the peer lives. A pool of hundreds would else be woken by its own pings alone."""
         peer = self.peer
-        if peer is None or self.window.in_flight or len(peer.outbox):
+        if peer is None or self.window.in_flight:
             return False
         idle = time.monotonic() - peer.used_s > peer.config.idle_s
         return idle or self not in peer.lanes[:1]
+
+    def heard(self, now_s: float) -> bool:
+        """What came of late shows that the other side lives."""
+        return self.peer is not None and now_s - self.heard_s < self.peer.config.ping_s / 2
+
+    def unanswered_s(self, now_s: float) -> float:
+        """How long the other side, asked whether it lives, has said nothing at all."""
+        return now_s - self.asked_s if self.asked_s > self.heard_s else 0.0
 
     def ping(self, now_s: float) -> int:
         """Queue an echo request; returns its number."""
@@ -278,6 +287,8 @@ class Connection:
             if len(self._pings) > 16:
                 self._pings.clear()
             self._pings[self._ping_number] = now_s
+            if self.asked_s <= self.heard_s:
+                self.asked_s = now_s
             self._control.append(Ping(self._ping_number))
             self._wake.notify()
             return self._ping_number
@@ -398,6 +409,7 @@ class Connection:
             # A hostile peer may acknowledge half a chunk and then the rest: never more than is new.
             measured = min(measured, new)
             peer.settled(at_s, new, self.window.rtt_s or 0.0, arrived=True, measured=measured)
+            peer.fit(self)
 
     def _on_pong(self, frame: Pong) -> None:
         now_s = time.monotonic()

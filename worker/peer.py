@@ -18,7 +18,7 @@ from worker.frames import Data, MessageKey, confirmations
 from worker.inbox import Expect, Inbox
 from worker.linetime import LineTime
 from worker.outbox import Chunk, Outbox
-from worker.window import Window
+from worker.window import LARGEST_SHARED_CHUNK, Window
 
 Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
 """``deliver(peer, key, header, payload)``; called in a receiving thread, must not block long."""
@@ -189,6 +189,14 @@ class Peer:
             for lane in self.lanes:
                 lane.press()
 
+    def relieve(self) -> None:
+        """Something waits for a window to open, which only acknowledgements do: ask for what was not asked
+        for; on a slow line, where asking costs as much as a chunk, only for more than one chunk."""
+        with self.lock:
+            unasked = sum(lane.window.unasked_bytes for lane in self.lanes)
+            if unasked > (LARGEST_SHARED_CHUNK if self._window.slow else 0):
+                self.press()
+
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
         """The next chunk for this connection, if its window and that of all together are open;
         ``most``: unless it has more bytes."""
@@ -232,6 +240,11 @@ class Peer:
             self.progress += 1
         if not self._in_flight:
             self.room.notify_all()
+
+    def fit(self, lane: Lane) -> None:
+        """Several connections share what the line carries."""
+        if len(self.lanes) > 1:
+            lane.window.fit(self._window)
 
     def confirmed(self, numbers: tuple[int, ...]) -> None:
         found = [self.outbox.confirmed(number) for number in numbers]

@@ -557,23 +557,23 @@ class PeerNetwork:
             if asleep_s > config.ping_s:
                 # We were stopped, not they.
                 for connection in connections:
-                    connection.heard_s = max(connection.heard_s, now_s - config.ping_s)
+                    connection.asked_s = min(connection.asked_s, connection.heard_s)
             if now_s - pinged_s >= config.ping_s:
                 pinged_s, rounds = now_s, rounds + 1
                 for connection in connections:
-                    if rounds % SPARE_ROUNDS == 0 or not connection.spare:
+                    if rounds % SPARE_ROUNDS == 0 or not (connection.spare or connection.heard(now_s)):
                         connection.ping(now_s)
             self._check(connections, now_s)
 
     def _check(self, connections: list[Connection], now_s: float) -> None:
         for connection in connections:
             if connection.spare:
-                # Hardly pinged, so hardly heard. Its silence counts from when it is used again.
-                connection.heard_s = max(connection.heard_s, now_s - self.config.ping_s)
-            silent_s = now_s - connection.heard_s
-            if silent_s > self.config.silence_s:
+                # Its silence counts from when it is used again.
+                connection.asked_s = min(connection.asked_s, connection.heard_s)
+            # Counted from the question: an answer may wait behind a second of data on a slow line.
+            if connection.unanswered_s(now_s) > self.config.silence_s - self.config.ping_s / 2:
                 connection.silent = True
-                connection.fail(f"silent for {silent_s:.1f} s")
+                connection.fail(f"silent for {now_s - connection.heard_s:.1f} s")
         for peer in self._all_peers():
             with peer.lock:
                 if peer.outbox.waiting:

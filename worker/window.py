@@ -18,6 +18,11 @@ SLACK_S = 0.010
 CHUNK_S = 0.032
 """A chunk lasts about this long on the link: what a backward message waits at most behind one."""
 SMALLEST_CHUNK = 16 << 10
+LARGEST_SHARED_CHUNK = 32 << 10
+SLOW_WINDOW = 8 * LARGEST_SHARED_CHUNK
+"""Of several connections to a peer each shows only its part of the line's rate. Where all together need no
+more than this, chunks fit the line up to 32 KiB, since each costs both ends some hundred microseconds. On
+faster lines each connection has its own: one that has lost a packet should hold little."""
 RATE_HORIZON_S = 1.0
 RTT_HORIZON_S = 30.0
 
@@ -43,6 +48,7 @@ class Window:
         self.sent_bytes = 0
         self.acked_bytes = 0
         self._acked_at_s = 0.0
+        self._least_chunk = SMALLEST_CHUNK
         self._asked_at = 0  # sent when an acknowledgement was last asked for, however soon
         self._pressed_at = 0  # ... at once
         self._rested_at = 0  # ... when last nothing else waited
@@ -71,14 +77,28 @@ class Window:
         rate = self.rate
         if rate is None or rtt_s is None:
             return self._initial
-        return int(min(self._maximum, max(4 * SMALLEST_CHUNK, GAIN * rate * (rtt_s + SLACK_S))))
+        return int(min(self._maximum, max(self._least, GAIN * rate * (rtt_s + SLACK_S))))
+
+    @property
+    def _least(self) -> int:
+        return 4 * self._least_chunk
+
+    @property
+    def slow(self) -> bool:
+        """The line needs no more than a few chunks under way."""
+        return self.rate is not None and self.size <= SLOW_WINDOW
+
+    def fit(self, line: Window) -> None:
+        """This connection carries a part of what ``line``, all of them together, do."""
+        shared = min(LARGEST_SHARED_CHUNK, line.chunk) if line.slow else 0
+        self._least_chunk = max(SMALLEST_CHUNK, shared)
 
     @property
     def chunk(self) -> int:
         """Bytes of the next chunk, a multiple of 4 KiB."""
         rate = self.rate
         wanted = self._initial / 4 if rate is None else rate * CHUNK_S
-        fitting = int(min(MAX_CHUNK_BYTES, max(SMALLEST_CHUNK, min(wanted, self.size / 4))))
+        fitting = int(min(MAX_CHUNK_BYTES, max(self._least_chunk, min(wanted, self.size / 4))))
         return fitting // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
 
     @property
@@ -93,7 +113,12 @@ class Window:
     @property
     def unpressed(self) -> bool:
         """Bytes under way whose acknowledgement was not asked for at once."""
-        return self.sent_bytes > max(self._pressed_at, self.acked_bytes)
+        return self.unasked_bytes > 0
+
+    @property
+    def unasked_bytes(self) -> int:
+        """Under way, without an acknowledgement asked for at once: they do not open the window."""
+        return max(0, self.sent_bytes - max(self._pressed_at, self.acked_bytes))
 
     def pressed(self) -> None:
         """An acknowledgement of everything sent is asked for at once."""
@@ -115,7 +140,7 @@ class Window:
             self._asked_at = self._rested_at = self.sent_bytes
             if self.in_flight < self.size / 2:
                 return Flag.ACK_SOON
-        elif self.sent_bytes - max(self._pressed_at, self.acked_bytes) < self.size / 4:
+        elif self.unasked_bytes < self.size / 4:
             return 0
         self.pressed()
         return Flag.ACK_NOW
