@@ -86,4 +86,8 @@ class CentralEvaluation:
 def _tensor(array: Array) -> torch.Tensor:
     """Shares memory where that lies as torch's own would: kernels look at alignment."""
     shareable = array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % ALIGNMENT == 0
-    return torch.from_numpy(array) if shareable else torch.from_numpy(np.array(array)).clone()
+    if shareable:
+        return torch.from_numpy(array)
+    tensor = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype)
+    np.copyto(tensor.numpy(), array)
+    return tensor

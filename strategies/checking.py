@@ -16,7 +16,7 @@ import numpy as np
 from atoll.errors import BadUpdate, UsageError
 from atoll.federated import parse_uplink
 from atoll.job import OptimizerName
-from strategies.layout import SHARED, Role, meta_of
+from strategies.layout import SHARED, Role, meta_of, pieces
 
 if TYPE_CHECKING:
     from atoll.federated import Federated
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 MAX_METRICS = 64
 MAX_NAME = 128
-PART_ELEMENTS = 1 << 20
 MAX_ELEMENT = 1e18
 """Times the most samples this is still a float32, so no client alone makes a sum overflow."""
 
@@ -148,9 +147,8 @@ def _check_arrays(what: str, arrays: Arrays, expected: Mapping[str, TensorMeta])
 
 
 def _parts(array: Array) -> Iterator[Array]:
-    """The elements piece by piece: what is computed of them shall not need a tensor's memory again."""
     flat = array.reshape(-1)
-    return (flat[at : at + PART_ELEMENTS] for at in range(0, flat.size, PART_ELEMENTS))
+    return (flat[piece] for piece in pieces(flat.size))
 
 
 def _check_scalars(rule: Strategy, scalars: Mapping[str, float]) -> None:

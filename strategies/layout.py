@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ class Role(StrEnum):
     STILL = "still"  # with the job, once: integer counters, constants, frozen parameters
 
 
+PIECE_ELEMENTS = 1 << 20
 NUMPY_DTYPES = frozenset(DTYPE_BYTES) - {"bfloat16"}
 SHARED = (Role.TRAINED, Role.AVERAGED)
 
@@ -98,6 +99,11 @@ class Layout:
 def meta_of(array: Array) -> TensorMeta:
     """Shape and dtype of a numpy array."""
     return TensorMeta(tuple(array.shape), str(array.dtype))
+
+
+def pieces(size: int) -> Iterator[slice]:
+    """Of a flat array of ``size`` elements: what is computed of one needs no tensor's memory again."""
+    return (slice(at, at + PIECE_ELEMENTS) for at in range(0, size, PIECE_ELEMENTS))
 
 
 def zeros(layout: Layout, *roles: Role) -> dict[str, Array]:

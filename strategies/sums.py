@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from strategies.layout import pieces
+
 if TYPE_CHECKING:
     from strategies.layout import Arrays, Slots
-
-
-PART_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,7 @@ def _add(sums: dict[str, Any], term: Term) -> None:
             sums[name] = np.multiply(array, term.weight, out=np.empty(array.shape, kind), dtype=kind)
             continue
         total, part = sums[name].reshape(-1), array.reshape(-1)
-        for at in range(0, part.size, PART_ELEMENTS):  # no second array of a tensor's size
-            here = slice(at, at + PART_ELEMENTS)
+        for here in pieces(part.size):
             total[here] += np.multiply(part[here], term.weight, dtype=kind)
 
 

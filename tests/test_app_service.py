@@ -381,12 +381,7 @@ def test_small_parts_go_with_the_first_task_and_are_only_named_after_that(
 ) -> None:
     owner, node = Owner(stack, running), Node(stack, running)
     run = owner.open()
-    node.stream.until("offer")
-    node.stream.say(pb.FromNode(ready=pb.AppReady(run=5)))
-    while not run.until("fleet").ready:
-        pass
-    run.say(pb.FromApp(begin=pb.AppBegin(nodes=1)))
-    [me] = run.until("nodes").nodes
+    me = begun(run, node)
     assert (me.name, me.partition) == ("fake", 0)
     name = hashlib.sha256(b"small").hexdigest()
     for number, data in enumerate((b"small", b"")):

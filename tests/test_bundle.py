@@ -152,6 +152,14 @@ def kinds(message: bytes) -> list[str]:
     return [type(decode(part)[0]).__name__ for part in split(message)]
 
 
+def acknowledges_all(b: End, a: End) -> None:
+    """``b`` has one message for ``a``, which then waits for nothing more."""
+    (answer,) = b.out()
+    assert kinds(answer) == ["Ack"]
+    a.connection.receive(answer)
+    assert a.peer.idle
+
+
 def test_sixteen_small_messages_leave_as_one_and_are_acknowledged_as_one() -> None:
     a, b = ends()
     a.queue(*((key(micro), SMALL) for micro in range(16)))
@@ -160,10 +168,7 @@ def test_sixteen_small_messages_leave_as_one_and_are_acknowledged_as_one() -> No
     b.connection.receive(message)
     assert b.got == [(key(micro), SMALL) for micro in range(16)]
     b.peer.settle_receipts(b.connection.heard_s + 1)
-    (answer,) = b.out()
-    assert kinds(answer) == ["Ack"]
-    a.connection.receive(answer)
-    assert a.peer.idle
+    acknowledges_all(b, a)
 
 
 def test_what_nobody_waits_for_is_acknowledged_with_the_data_that_goes_back() -> None:
@@ -189,10 +194,7 @@ def test_what_finds_no_company_is_acknowledged_by_itself_after_a_while() -> None
     b.peer.settle_receipts(b.connection.heard_s + 0.01)
     assert list(b.out()) == []
     b.peer.settle_receipts(b.connection.heard_s + 0.06)
-    (answer,) = b.out()
-    assert kinds(answer) == ["Ack"]
-    a.connection.receive(answer)
-    assert a.peer.idle
+    acknowledges_all(b, a)
 
 
 def test_who_waits_for_an_acknowledgement_asks_for_it() -> None:
@@ -205,10 +207,7 @@ def test_who_waits_for_an_acknowledgement_asks_for_it() -> None:
     (question,) = a.out()
     assert kinds(question) == ["Probe"]
     b.connection.receive(question)
-    (answer,) = b.out()
-    assert kinds(answer) == ["Ack"]
-    a.connection.receive(answer)
-    assert a.peer.idle
+    acknowledges_all(b, a)
 
 
 def test_a_message_delivered_on_a_connection_that_broke_is_confirmed_on_another() -> None:

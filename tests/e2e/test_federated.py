@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,24 +21,9 @@ from benchmarks.federated_fleet import COORDINATOR, FederatedFleet
 from coordinator.prepare import prepare
 from strategies.fedimpro_module import FedImpro
 from strategies.moon_module import Moon
+from tests.same_job import Classifier
 
 BATCH = 16
-
-
-class Classifier(nn.Module):
-    """Loss in training, loss and accuracy in evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-
-    def forward(self, x: Tensor, y: Tensor) -> Any:
-        logits = self.layers(x)
-        loss = F.cross_entropy(logits, y)
-        if self.training:
-            return loss
-        return SimpleNamespace(loss=loss, accuracy=(logits.argmax(-1) == y).float().mean())
 
 
 def samples(n: int, seed: int) -> dict[str, Any]:
