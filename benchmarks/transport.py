@@ -106,7 +106,10 @@ class End:
     def connect(self, host: str, port: int, raw: int) -> dict[str, Any]:
         self.network.dial("w-b", [(host, port)], 30)
         self.socket = socket.create_connection((host, raw))
-        return {"rtt_s": self.network.rtt("w-b"), "connections": self.network.connections("w-b")}
+        return {"rtt_s": self.network.rtt("w-b")}
+
+    def connections(self) -> int:
+        return self.network.connections("w-b")
 
     def ours(self, total: int) -> float:
         started_s = time.perf_counter()
@@ -313,6 +316,7 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
                 took_s = sender.ask(way, count * nbytes)
                 assert receiver.ask("check"), f"{way}: wrong values"
                 shares[way] = count * nbytes / took_s / (link.mbit * 125_000)
+            connections = sender.ask("connections")
             probe_bps = sender.ask("measured", 2.0, total)
         finally:
             sender.close()
@@ -325,7 +329,7 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         "mtu": scenario.mtu,
         "share": shares["ours"],
         "share_one_raw_flow": shares["raw"],
-        "connections": facts["connections"],
+        "connections": connections,
         "rtt_s": facts["rtt_s"],
         "probe_share": probe_bps / (link.mbit * 1e6),
     }

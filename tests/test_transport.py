@@ -25,7 +25,7 @@ from protos.credentials import (
     new_key,
     signing_request,
 )
-from worker.channels import IDLE_WAKE_S, METHOD, streams_for
+from worker.channels import IDLE_WAKE_S, METHOD
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
 from worker.measure import burst_rate_bps
 from worker.shaper import Shaper, shaped
@@ -567,10 +567,6 @@ def test_a_frozen_peer_is_noticed_by_its_silence(remote: tuple[Host, subprocess.
 
 
 # ---------------------------------------------------------------- pure parts
-
-
-def test_more_connections_the_longer_the_way() -> None:
-    assert [streams_for(rtt_s) for rtt_s in (0.0002, 0.010, 0.080)] == [1, 2, 8]
 
 
 def test_a_burst_is_measured_by_the_receivers_clock_and_without_its_start() -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 grpc._common.MAXIMUM_WAIT_TIMEOUT = IDLE_WAKE_S = 5.0
 
 METHOD = "/atoll.v1.Peer/Frames"
-MANY_STREAMS_RTT_S = 0.030
-SOME_STREAMS_RTT_S = 0.008
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -36,15 +34,6 @@ _OPTIONS: list[tuple[str, int]] = [
     # Each connection to a peer is a TCP flow of its own.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-
-
-def streams_for(rtt_s: float) -> int:
-    """Connections to a peer at this round trip.
-
-    One TCP flow carries at most 1.22 * MSS / (RTT * sqrt(loss)) and halves on every loss, so
-    the longer the way, the more flows it takes to fill it (papers/peers.md 7.4).
-    """
-    return 1 if rtt_s < SOME_STREAMS_RTT_S else 2 if rtt_s < MANY_STREAMS_RTT_S else 8
 
 
 def open_channel(identity: Identity | None, peer: str, address: tuple[str, int]) -> grpc.Channel:

@@ -55,7 +55,7 @@ class TransportConfig:
     max_messages: int = 1024  # unconfirmed, per peer
     max_window_bytes: int = 64 << 20  # in flight on one connection
     max_connections: int = 64  # accepted, all peers together
-    streams: int = 0  # connections to a peer, 1 to 16; 0 = by round-trip time
+    streams: int = 0  # connections to a peer, 1 to 16; 0 = by what is under way
     ping_s: float = 0.5
     silence_s: float = 1.5  # without any frame: frozen
     idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
@@ -281,6 +281,11 @@ class Peer:
         in which the line carried them."""
         nbytes, self._measured_bytes = self._measured_bytes, 0
         return nbytes, self._line.take()
+
+    @property
+    def under_way(self) -> int:
+        """Bytes that the line holds of what is sent here, at the rate that it has shown; 0 before."""
+        return self._window.size_at(self.rtt_s) if self._window.rate is not None else 0
 
     @property
     def rtt_s(self) -> float | None:

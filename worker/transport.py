@@ -23,9 +23,10 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos import PROTOCOL_VERSION
 from protos.credentials import peer_name
 from worker.allocator import keep_chunk_memory
-from worker.channels import METHOD, PeerServer, open_channel, streams_for
+from worker.channels import METHOD, PeerServer, open_channel
 from worker.connection import Connection
 from worker.frames import Direction, Hello, MessageKey, decode, printable
+from worker.lanes import FIRST, Lanes, most_lanes
 from worker.measure import ECHOES, Goodput, burst, round_trip
 from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
 from worker.shaper import Shaper
@@ -84,6 +85,7 @@ class PeerNetwork:
         self._connections: set[Connection] = set()
         self._cancels: dict[Connection, Callable[[], None]] = {}
         self._addresses: dict[Connection, tuple[str, int]] = {}
+        self._dialled: dict[str, Lanes] = {}
         self._handshakes: dict[object, tuple[float, Callable[[], None]]] = {}
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
@@ -113,8 +115,9 @@ class PeerNetwork:
     def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
         """Connect to ``peer`` at the first address that answers as it; returns that address.
 
-        Opens more connections when the round trip is long. Raises ConnectionFailed after
-        ``timeout_s``, AccessDenied or ProtocolMismatch when trying again cannot help.
+        Opens more connections where the round trip is long, and as traffic fills them. Raises
+        ConnectionFailed after ``timeout_s``, AccessDenied or ProtocolMismatch when trying again
+        cannot help.
         """
         self.admit(peer)
         deadline_s = time.monotonic() + timeout_s
@@ -168,13 +171,22 @@ class PeerNetwork:
             return len(known.lanes) if known else 0
 
     def _add_lanes(self, peer: str, address: tuple[str, int], deadline_s: float) -> None:
-        lanes = self.config.streams or streams_for(self.rtt(peer, echoes=3))
+        streams = self.config.streams
+        lanes = Lanes(address, streams or most_lanes(self.rtt(peer, echoes=3)))
+        with self._lock:
+            self._dialled[peer] = lanes
+        self._open_lanes(peer, lanes, lanes.take(streams or FIRST), deadline_s)
+
+    def _open_lanes(self, peer: str, lanes: Lanes, numbers: Sequence[int], deadline_s: float) -> None:
         pending = [
-            self._spawn(self._try_connect, f"peer-lane-{peer}", peer, address, lane, lanes, deadline_s)
-            for lane in range(1, lanes)
+            self._spawn(
+                self._try_connect, f"peer-lane-{peer}", peer, lanes.address, number, lanes.most, deadline_s
+            )
+            for number in numbers
         ]
         for thread in pending:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        lanes.growing = False
 
     def _try_connect(
         self, peer: str, address: tuple[str, int], lane: int, lanes: int, deadline_s: float
@@ -528,6 +540,7 @@ class PeerNetwork:
         with self._lock:
             if self._peers.get(peer.name) is peer:
                 del self._peers[peer.name]
+                self._dialled.pop(peer.name, None)
             connections = [c for c in self._connections if c.peer is peer]
             receivers = list(self._receivers.values())
             self._changed.notify_all()
@@ -581,8 +594,20 @@ class PeerNetwork:
                 peer.settle_receipts(now_s)
                 down_since_s, reason, silent = peer.down_since_s, peer.down_reason, peer.down_silent
                 patience_s = max(self.config.reconnect_s, 6 * peer.last_rtt_s)
+                self._grow(peer, now_s)
             if down_since_s is not None and (silent or now_s - down_since_s > patience_s):
                 self._lose(peer, reason)
+
+    def _grow(self, peer: Peer, now_s: float) -> None:
+        """More connections to a peer that we dialled, once those it has are full; its lock is held."""
+        lanes, rtt_s = self._dialled.get(peer.name), peer.rtt_s
+        if lanes is None or rtt_s is None:
+            return
+        numbers = lanes.lacking(now_s, peer.under_way, peer.received_bytes, rtt_s)
+        if numbers:
+            lanes.growing = True
+            deadline_s = now_s + self.config.handshake_s
+            self._spawn(self._open_lanes, f"peer-grow-{peer.name}", peer.name, lanes, numbers, deadline_s)
 
     def _spawn(self, target: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
         def run() -> None:
