@@ -73,6 +73,7 @@ class StagePrediction:
     memory_bytes: int
     memory_limit_bytes: int
     codec_s: float = 0.0  # per step: encoding and decoding, beside compute_s
+    handling_s: float = 0.0  # per step: messages, wakings; beside both
 
 
 @dataclass(frozen=True, slots=True)

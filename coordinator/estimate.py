@@ -28,7 +28,6 @@ from atoll.opdag import (
     leaf_refs,
     op_refs,
 )
-from coordinator.fleet import ACTION_S
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,8 +47,6 @@ _CLASS_OF = {name: cls for cls, names in CLASSES.items() for name in names}
 
 SCALE_WEIGHT = 0.1  # of a new measurement in a worker's scale (decentralized.md 1.5)
 SCALE_RANGE = (0.05, 20.0)
-ACTION_RANGE_S = (0.0, 1.0)
-MESSAGES_CPU_S = 3e-3  # one in, one out, over a line of 8 Mbit/s and 40 ms
 
 
 # Tensors read and written per parameter element in one optimizer step, fp32.
@@ -197,26 +194,6 @@ def refresh_scale(scale: float, unit_s: float, measured_s: float, samples: int =
     weight = max(SCALE_WEIGHT, 1.0 / (samples + 1))
     blended = scale + weight * (measured_s / unit_s - scale)
     return min(max(blended, SCALE_RANGE[0]), SCALE_RANGE[1])
-
-
-def first_action(cores: float) -> float:
-    """Seconds around one action of a worker that may use ``cores`` (0: not told), before any training.
-
-    What its messages take runs beside the computing where there is a second core, else before or
-    after it, and on a part of a core as much longer.
-    """
-    if not 0.0 < cores < 2.0:
-        return ACTION_S
-    return ACTION_S + MESSAGES_CPU_S / cores * min(1.0, 2.0 - cores)
-
-
-def refresh_action(action_s: float, measured_s: float, samples: int = 0) -> float:
-    """Seconds around one action, averaged as ``refresh_scale`` averages; within ACTION_RANGE_S."""
-    if not isfinite(measured_s) or measured_s < 0.0:
-        return action_s
-    weight = max(SCALE_WEIGHT, 1.0 / (samples + 1))
-    blended = action_s + weight * (measured_s - action_s)
-    return min(max(blended, ACTION_RANGE_S[0]), ACTION_RANGE_S[1])
 
 
 def apply_seconds(n_bytes: float, n_tensors: float, training: TrainingSpec, device: Device) -> float:

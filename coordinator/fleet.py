@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home line, until probed
-ACTION_S = 5e-4  # of a whole modern core, until measured
 TCP_SHARE = 0.95  # payload share of a configured rate (decentralized.md 0.1)
 
 
@@ -48,7 +47,8 @@ class Device:
     timings: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scale: float = 1.0
     codec_scale: float = 1.0  # the same of its codecs
-    action_s: float = ACTION_S  # around each forward or backward; training measures it
+    cores: float = 0.0  # that it may use at once; 0: not told, taken for enough
+    handling_scale: float = 1.0  # the same of what messages take (``coordinator.handling``)
     coordinator: LinkEstimate = UNKNOWN
     # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)

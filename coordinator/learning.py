@@ -9,7 +9,7 @@ TELLING_SHARE = 0.25  # of the mean stage's compute: less does not tell a worker
 
 
 def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
-    """Refine devices' scales, the time around their actions, and links' drags.
+    """Refine devices' scales and links' drags.
 
     ``follows``: the job's links are believed as training measures them, so a drag on top of that
     would count the same slowness twice; and other codecs than foretold may be in use by now.
@@ -26,12 +26,14 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
             roster.computed(state.job, told.worker, told.compute_s, measured_s)
         coding_s = sum(carried.encode_s + carried.decode_s for carried in report.links)
         # After a change of the links the plan's seconds are those of other codecs.
-        if told.worker in roster.workers and told.codec_s > 0 and len(state.lineage) == 1:
+        if told.worker not in roster.workers or len(state.lineage) > 1:
+            continue
+        if told.codec_s > 0:
             roster.coded(state.job, told.worker, told.codec_s, coding_s)
-        if told.worker in roster.workers:
+        if told.handling_s > 0:
             encoding_s = sum(carried.encode_s for carried in report.links)
-            actions = 2 * state.spec.training.n_micro
-            roster.handled(told.worker, actions, max(0.0, report.handling_s - encoding_s))
+            handling_s = max(0.0, report.handling_s - encoding_s)
+            roster.handled(state.job, told.worker, told.handling_s, handling_s)
     if follows:
         return
     foretold = {(link.source, link.target): link for link in prediction.links}

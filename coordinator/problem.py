@@ -21,6 +21,7 @@ from coordinator.bound import lower_bound
 from coordinator.chain import Chain
 from coordinator.coding import coded
 from coordinator.estimate import OpTable, apply_seconds
+from coordinator.handling import handled
 from coordinator.memory import MemoryModel, prefix
 from coordinator.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 from coordinator.timeline import Timeline, simulate, step_seconds
@@ -173,15 +174,14 @@ class Problem:
                     apply_s=apply_seconds(*self.memory.trained(a, b), self.training, device),
                     commit_latency_s=device.coordinator.latency_s,
                     actions=_actions(self.n_micro, warmup),
-                    action_s=device.action_s,
                 )
             )
         routes = routes_of(self.fleet, candidate.devices, cut)
         work = Workload(tuple(stages), self.n_micro, cut.forward, cut.backward, cut.tied, routes, self.wire)
-        if not specs:
-            return work
         devices = [self.fleet.devices[d] for d in candidate.devices]
-        return coded(work, self.traffic.loads(candidate.starts), specs, devices)
+        if specs:
+            work = coded(work, self.traffic.loads(candidate.starts), specs, devices)
+        return handled(work, devices)
 
     def undisturbed(self, work: Workload) -> Workload:
         """``work`` on the rates that its lines have shown, whatever training's messages got of them."""

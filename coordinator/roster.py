@@ -11,9 +11,9 @@ from atoll.plan import LinkPrediction
 from coordinator import members
 from coordinator.coding import judge_speeds
 from coordinator.config import Liveness, Probing
-from coordinator.estimate import first_action, refresh_action, refresh_scale
+from coordinator.estimate import refresh_scale
 from coordinator.events import Goodput, Introduction, StepReady
-from coordinator.fleet import ACTION_S, Device, Fleet
+from coordinator.fleet import Device, Fleet
 from coordinator.links import MIN_GOODPUT_BYTES, Pair, judge_step
 from coordinator.members import Member, Phase
 from coordinator.opprobing import OpProbing
@@ -35,7 +35,7 @@ class Worker:
     measured_steps: int = 0  # behind the scale
     codec_scale: float = 1.0  # the same of encoding and decoding
     coded_steps: int = 0
-    action_s: float = ACTION_S  # around each forward or backward
+    handling_scale: float = 1.0  # the same of what messages take around the actions
     handled_steps: int = 0
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
@@ -56,6 +56,7 @@ class Planned:
 
     scales: Mapping[str, float]  # by worker
     codec_scales: Mapping[str, float]
+    handling_scales: Mapping[str, float]
     drags: Mapping[Pair, float]
 
 
@@ -81,8 +82,7 @@ class Roster:
         known = self.workers.get(worker)
         if known is None:
             member = members.joined(worker, introduction.incarnation, now_s)
-            action_s = first_action(introduction.cores)
-            self.workers[worker] = Worker(member, introduction, session, action_s=action_s)
+            self.workers[worker] = Worker(member, introduction, session)
             return None, None
         before, replaced = known.member, known.session
         if introduction.incarnation != before.incarnation:
@@ -130,6 +130,7 @@ class Roster:
         self.planned[job] = Planned(
             {worker: self.workers[worker].scale for worker in workers},
             {worker: self.workers[worker].codec_scale for worker in workers},
+            {worker: self.workers[worker].handling_scale for worker in workers},
             {(a, b): self.links.table.drag((a, b)) for a in workers for b in workers if a != b},
         )
         return self.fleet(workers, precision, flops)
@@ -147,7 +148,8 @@ class Roster:
             timings=dict(timings),
             scale=known.scale,
             codec_scale=known.codec_scale,
-            action_s=known.action_s,
+            cores=known.introduction.cores,
+            handling_scale=known.handling_scale,
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
         )
@@ -186,10 +188,14 @@ class Roster:
         known.codec_scale = refresh_scale(known.codec_scale, unit_s, measured_s, known.coded_steps)
         known.coded_steps += 1
 
-    def handled(self, worker: str, actions: int, handling_s: float) -> None:
-        """What a committed step took besides computing, waiting and codecs, over its actions."""
+    def handled(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
+        """The same of what a step took besides computing, waiting and codecs."""
         known = self.workers[worker]
-        known.action_s = refresh_action(known.action_s, handling_s / actions, known.handled_steps)
+        planned = self.planned.get(job)
+        if planned is None or worker not in planned.handling_scales:
+            return
+        unit_s = predicted_s / planned.handling_scales[worker]
+        known.handling_scale = refresh_scale(known.handling_scale, unit_s, measured_s, known.handled_steps)
         known.handled_steps += 1
 
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:

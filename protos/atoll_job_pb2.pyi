@@ -978,12 +978,14 @@ class StagePrediction(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     CODEC_S_FIELD_NUMBER: _builtins.int
+    HANDLING_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     compute_s: _builtins.float
     busy_share: _builtins.float
     memory_bytes: _builtins.int
     memory_limit_bytes: _builtins.int
     codec_s: _builtins.float
+    handling_s: _builtins.float
     def __init__(
         self,
         *,
@@ -993,10 +995,11 @@ class StagePrediction(_message.Message):
         memory_bytes: _builtins.int = ...,
         memory_limit_bytes: _builtins.int = ...,
         codec_s: _builtins.float = ...,
+        handling_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "codec_s", b"codec_s", "compute_s", b"compute_s", "handling_s", b"handling_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

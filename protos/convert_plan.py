@@ -37,6 +37,7 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
                 memory_bytes=s.memory_bytes,
                 memory_limit_bytes=s.memory_limit_bytes,
                 codec_s=s.codec_s,
+                handling_s=s.handling_s,
             )
             for s in prediction.stages
         ],
@@ -79,6 +80,7 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
                 memory_bytes=s.memory_bytes,
                 memory_limit_bytes=s.memory_limit_bytes,
                 codec_s=s.codec_s,
+                handling_s=s.handling_s,
             )
             for s in bounds.count("predicted stages", message.stages, limits.stages)
         ),

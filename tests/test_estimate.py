@@ -7,18 +7,16 @@ from hypothesis import strategies as st
 
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from coordinator.estimate import (
-    MESSAGES_CPU_S,
     SCALE_RANGE,
     OpTable,
     apply_seconds,
-    first_action,
     op_class,
     probe_ops,
     refresh_scale,
     signature,
     signatures,
 )
-from coordinator.fleet import ACTION_S, Device
+from coordinator.fleet import Device
 from tests.dags import gpt_like
 
 DEVICE = Device("w", 2**30, gflops={"": 10.0, "matmul": 40.0}, memory_gbps=5.0, op_overhead_s=0.0)
@@ -101,13 +99,6 @@ def test_the_scale_is_the_first_measurements_mean_and_follows_later_ones_slowly(
         scale = refresh_scale(scale, 3.0, measured_s, samples)
     assert scale == pytest.approx(7.0 / 3.0)
     assert refresh_scale(2.0, 3.0, 12.0, samples=1000) == pytest.approx(2.2)
-
-
-def test_before_training_actions_take_longer_on_less_than_two_cores():
-    assert first_action(0.0) == first_action(2.0) == first_action(64.0) == ACTION_S
-    found = [first_action(cores) for cores in (1.5, 1.0, 0.5, 0.125)]
-    assert found == sorted(found)
-    assert found[-1] == pytest.approx(ACTION_S + 8 * MESSAGES_CPU_S)
 
 
 def test_adamw_moves_more_memory_than_sgd():

@@ -17,7 +17,6 @@ from coordinator import instructions as do
 from coordinator import members, rounds
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.facts import Fact, Ledger, from_record, to_record
-from coordinator.fleet import ACTION_S
 from coordinator.journal import Record
 from coordinator.roster import Roster
 from coordinator.scheduler import Scheduler
@@ -543,10 +542,14 @@ def test_shrunk_messages_do_not_make_a_fast_line_look_slow() -> None:
 def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> None:
     roster = Roster(Liveness(), Probing())
     roster.open("a", 1, introduction("a"), 0.0)
-    (fresh,) = roster.fleet(["a"], "fp32").devices
-    roster.handled("a", 32, 0.64)
-    roster.handled("a", 32, 0.96)
-    (device,) = roster.fleet(["a"], "fp32").devices
-    assert (fresh.action_s, device.action_s) == (ACTION_S, pytest.approx(0.025))
+    (fresh,) = roster.fleet_for("job", ["a"], "fp32", {}).devices
+    for measured_s in (0.6, 1.0):
+        roster.handled("job", "a", 0.4, measured_s)
+    (device,) = roster.fleet_for("job", ["a"], "fp32", {}).devices
+    assert (fresh.handling_scale, device.handling_scale) == (1.0, pytest.approx(2.0))
+    roster.handled("job", "a", 0.8, 0.8)  # as foretold: nothing to learn
+    assert roster.workers["a"].handling_scale == pytest.approx(2.0)
+    roster.handled("another", "a", 0.8, 9.0)
+    assert roster.workers["a"].handling_scale == pytest.approx(2.0)
     impossible = ev.StepReady("job", 1, 0, handling_s=float("nan"))
     assert "handling" in (roster.judge("a", impossible, None) or "")

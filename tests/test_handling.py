@@ -1,0 +1,48 @@
+"""What messages take of their ends."""
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.fleet import Device
+from coordinator.handling import ACTION_S, BYTE_CPU_S, MESSAGE_CPU_S, action_seconds, handled, message_cpu_s
+from coordinator.traffic import Hop
+from coordinator.workload import Route, StageLoad, Wire, Workload
+
+KIB = 1024
+
+
+def device(cores: float, scale: float = 1.0) -> Device:
+    return Device("w", 1 << 30, cores=cores, handling_scale=scale)
+
+
+def test_a_byte_takes_more_on_a_slow_line_and_a_message_something_without_any() -> None:
+    assert message_cpu_s(0, 8e6) == MESSAGE_CPU_S
+    slow, fast = (message_cpu_s(128 * KIB, rate) - MESSAGE_CPU_S for rate in (8e6, 200e6))
+    assert slow == pytest.approx(128 * KIB * BYTE_CPU_S)
+    assert fast == pytest.approx(slow / 4)
+
+
+def test_on_a_part_of_a_core_handling_takes_as_much_longer() -> None:
+    found = [action_seconds(0.003, device(cores)) for cores in (0.0, 2.0, 64.0, 1.5, 1.0, 0.5, 0.125)]
+    assert found[:3] == [ACTION_S] * 3
+    assert found[2:] == sorted(found[2:])
+    assert found[-1] == pytest.approx(ACTION_S + 0.024)
+    assert action_seconds(0.003, device(0.125, 2.0)) == pytest.approx(2 * found[-1])
+
+
+def test_each_stage_handles_what_it_sends_and_what_it_gets() -> None:
+    stage = StageLoad(0, 0.1, 0.2, 0.0, 0.0, ())
+    route = Route((("line", 8e6),), 0.04)
+    work = Workload(
+        (stage, stage, replace(stage, device=1)),
+        4,
+        (Hop(0, 1, 128 * KIB, 1), Hop(1, 2, KIB, 1)),
+        (Hop(1, 0, 128 * KIB, 1), Hop(2, 1, KIB, 1)),
+        (),
+        dict.fromkeys(((0, 1), (1, 0), (1, 2), (2, 1)), route),
+        Wire(),
+    )
+    found = [s.action_s for s in handled(work, [device(1.0)] * 3).stages]
+    large, small = message_cpu_s(128 * KIB, 8e6), message_cpu_s(KIB, 8e6)
+    assert found == pytest.approx([ACTION_S + large, ACTION_S + large + small, ACTION_S + small])
