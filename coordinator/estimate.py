@@ -183,17 +183,23 @@ class OpTable:
         return Costs(forward * device.scale, backward * device.scale, share)
 
 
-def refresh_scale(scale: float, unit_s: float, measured_s: float, samples: int = 0) -> float:
+def refresh_scale(
+    scale: float,
+    unit_s: float,
+    measured_s: float,
+    samples: int = 0,
+    within: tuple[float, float] = SCALE_RANGE,
+) -> float:
     """The mean of the first measured_s / unit_s, then their moving average.
 
     ``unit_s`` is what was predicted at scale 1, ``samples`` how many measurements ``scale`` already
-    holds. Impossible figures leave it as it is; the result stays in SCALE_RANGE.
+    holds. Impossible figures leave it as it is; the result stays ``within``.
     """
     if not (isfinite(measured_s) and measured_s > 0.0 and isfinite(unit_s) and unit_s > 0.0):
         return scale
     weight = max(SCALE_WEIGHT, 1.0 / (samples + 1))
     blended = scale + weight * (measured_s / unit_s - scale)
-    return min(max(blended, SCALE_RANGE[0]), SCALE_RANGE[1])
+    return min(max(blended, within[0]), within[1])
 
 
 def apply_seconds(n_bytes: float, n_tensors: float, training: TrainingSpec, device: Device) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from atoll.plan import LinkPrediction
-from coordinator import members
+from coordinator import handling, members
 from coordinator.coding import judge_speeds
 from coordinator.config import Liveness, Probing
 from coordinator.estimate import refresh_scale
@@ -195,7 +195,9 @@ class Roster:
         if planned is None or worker not in planned.handling_scales:
             return
         unit_s = predicted_s / planned.handling_scales[worker]
-        known.handling_scale = refresh_scale(known.handling_scale, unit_s, measured_s, known.handled_steps)
+        known.handling_scale = refresh_scale(
+            known.handling_scale, unit_s, measured_s, known.handled_steps, handling.SCALE_RANGE
+        )
         known.handled_steps += 1
 
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:

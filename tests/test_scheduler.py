@@ -551,5 +551,7 @@ def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> 
     assert roster.workers["a"].handling_scale == pytest.approx(2.0)
     roster.handled("another", "a", 0.8, 9.0)
     assert roster.workers["a"].handling_scale == pytest.approx(2.0)
+    roster.handled("job", "a", 0.8, 99.0)  # a slow step's connections, not its messages
+    assert roster.workers["a"].handling_scale == 2.0
     impossible = ev.StepReady("job", 1, 0, handling_s=float("nan"))
     assert "handling" in (roster.judge("a", impossible, None) or "")
