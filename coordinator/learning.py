@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from atoll.plan import LinkPrediction, Prediction
 from coordinator.job_state import JobState
 from coordinator.roster import Roster
 
@@ -36,9 +39,21 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
             roster.handled(state.job, told.worker, told.handling_s, handling_s)
     if follows:
         return
-    foretold = {(link.source, link.target): link for link in prediction.links}
+    foretold = {(link.source, link.target): _with_ends(link, prediction) for link in prediction.links}
     for stage, report in state.reports.items():
         for carried in report.links:
             link = foretold.get((prediction.stages[stage].worker, carried.peer))
             if link is not None:
                 roster.transferred(state.job, link, carried)
+
+
+def _with_ends(link: LinkPrediction, prediction: Prediction) -> LinkPrediction:
+    """With the time that both ends take to handle its messages: as measured, they are under way until
+    then, and around the ends' actions it is counted already."""
+    ends = [end for other in prediction.links for end in (other.source, other.target)]
+    handled_s = sum(
+        told.handling_s / ends.count(told.worker)
+        for told in prediction.stages
+        if told.worker in (link.source, link.target)
+    )
+    return replace(link, under_way_s=link.under_way_s + handled_s)

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkSpec, Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
 from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator import members, rounds
@@ -524,6 +524,34 @@ def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
         world.ready("b", forward_s=0.5, backward_s=1.0)
     workers = world.scheduler.roster.workers
     assert (workers["a"].scale, workers["b"].scale) == (1.0, pytest.approx(1.5))
+
+
+def test_what_the_ends_take_to_handle_messages_is_no_drag_of_their_link() -> None:
+    """Messages are under way 1.8 s instead of 1.0 s; 0.4 s are the ends: a drag of 1.8 / 1.4."""
+    world = World()
+    plain = world.plan
+
+    def plan(request: do.MakePlan) -> ev.Event:
+        made = plain(request)
+        assert isinstance(made, ev.PlanMade)
+        stages = tuple(StagePrediction(w, 0.5, 0.5, 1, 2, handling_s=h) for w, h in (("a", 0.6), ("b", 0.2)))
+        links = (
+            LinkPrediction("a", "b", 2_000_000, 1.0, under_way_s=1.0),
+            LinkPrediction("b", "a", 2_000_000, 1.0, under_way_s=1.0),
+        )
+        prediction = Prediction(2.0, 1.0, "link a>b", "it is slow", stages, links)
+        return replace(made, plan=replace(made.plan, prediction=prediction))
+
+    world.plan = plan  # type: ignore[method-assign]
+    world.join("a", "b")
+    world.submit(what=spec(steps=10))
+    world.load()
+    for _ in range(5):
+        world.now_s += 3.0
+        world.ready("b", forward_s=0.1, backward_s=0.4)
+        carried = ev.Goodput("b", 2_000_000, 1.8, 0.02, dense_bytes=2_000_000)
+        world.ready("a", forward_s=0.1, backward_s=0.4, handling_s=0.6, links=(carried,))
+    assert world.scheduler.roster.links.table.drag(("a", "b")) == pytest.approx(1.8 / 1.4)
 
 
 def test_shrunk_messages_do_not_make_a_fast_line_look_slow() -> None:
