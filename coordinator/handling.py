@@ -24,7 +24,7 @@ BYTE_CPU_S = 25e-9  # and a byte on a line of up to ...
 SCALE_RANGE = (0.5, 2.0)
 """Of what training measured over what is foretold here: connections in use also take CPU time as it
 passes, so the messages of slow steps look dearer than the next plan's will be."""
-PACKETS_BPS = 50e6  # ... this rate; on faster ones more packets are read at a time
+PACKETS_BPS = 20e6  # ... this rate; on faster ones more packets are read at a time
 
 
 def message_cpu_s(n_bytes: float, rate_bps: float) -> float:

@@ -20,7 +20,7 @@ def test_a_byte_takes_more_on_a_slow_line_and_a_message_something_without_any() 
     assert message_cpu_s(0, 8e6) == MESSAGE_CPU_S
     slow, fast = (message_cpu_s(128 * KIB, rate) - MESSAGE_CPU_S for rate in (8e6, 200e6))
     assert slow == pytest.approx(128 * KIB * BYTE_CPU_S)
-    assert fast == pytest.approx(slow / 4)
+    assert fast == pytest.approx(slow / 10)
 
 
 def test_on_a_part_of_a_core_handling_takes_as_much_longer() -> None:

@@ -108,6 +108,7 @@ class PeerNetwork:
             self._expected.discard(peer)
             connections = [c for c in self._connections if c.peer is not None and c.peer.name == peer]
             known = self._peers.pop(peer, None)
+            self._dialled.pop(peer, None)
         if known is not None:
             known.lose("dismissed")
         self._close_all(connections, "no longer needed", leaving=True)
@@ -192,6 +193,9 @@ class PeerNetwork:
         self, peer: str, address: tuple[str, int], lane: int, lanes: int, deadline_s: float
     ) -> None:
         """One more connection; the link works without it."""
+        with self._lock:
+            if peer not in self._dialled:  # dismissed or lost meanwhile
+                return
         try:
             self._connect(peer, address, lane, lanes, deadline_s)
         except AtollError:
