@@ -571,15 +571,15 @@ def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> 
     roster = Roster(Liveness(), Probing())
     roster.open("a", 1, introduction("a"), 0.0)
     (fresh,) = roster.fleet_for("job", ["a"], "fp32", {}).devices
-    for measured_s in (0.6, 1.0):
+    for measured_s in (0.2, 0.4):
         roster.handled("job", "a", 0.4, measured_s)
     (device,) = roster.fleet_for("job", ["a"], "fp32", {}).devices
-    assert (fresh.handling_scale, device.handling_scale) == (1.0, pytest.approx(2.0))
-    roster.handled("job", "a", 0.8, 0.8)  # as foretold: nothing to learn
-    assert roster.workers["a"].handling_scale == pytest.approx(2.0)
+    assert (fresh.handling_scale, device.handling_scale) == (1.0, pytest.approx(0.75))
+    roster.handled("job", "a", 0.3, 0.3)  # as foretold: nothing to learn
+    assert roster.workers["a"].handling_scale == pytest.approx(0.75)
     roster.handled("another", "a", 0.8, 9.0)
-    assert roster.workers["a"].handling_scale == pytest.approx(2.0)
-    roster.handled("job", "a", 0.8, 99.0)  # a slow step's connections, not its messages
-    assert roster.workers["a"].handling_scale == 2.0
+    assert roster.workers["a"].handling_scale == pytest.approx(0.75)
+    roster.handled("job", "a", 0.3, 99.0)  # a slow step's connections, not its messages
+    assert roster.workers["a"].handling_scale == 1.0
     impossible = ev.StepReady("job", 1, 0, handling_s=float("nan"))
     assert "handling" in (roster.judge("a", impossible, None) or "")
