@@ -100,21 +100,21 @@ def test_messages_that_take_longer_than_foretold_are_drag_not_another_rate():
     table.probed("a", "b", 10e6, 0.02)
     table.carried("a", "b", 1_000_000, 1.0, 0.02)  # 8 Mbit/s
     assert table.get("a", "b").bandwidth_bps == 10e6
-    for seconds in (1.2, 1.4):
+    for seconds in (1.02, 1.06):
         table.dragged(("a", "b"), 1.0, 1.0, seconds)
-    assert table.drag(("a", "b")) == pytest.approx(1.3)
-    table.dragged(("c", "d"), 1.0, 1.0, 1.5)
-    assert table.drag(("x", "y")) == pytest.approx(1.4), "a pair that has not trained: the median"
-    # The plan knew a drag of 1.3 and was right: nothing changes.
-    table.dragged(("a", "b"), 1.3, 2.0, 2.0)
-    assert table.drag(("a", "b")) == pytest.approx(1.3)
+    assert table.drag(("a", "b")) == pytest.approx(1.04)
+    table.dragged(("c", "d"), 1.0, 1.0, 1.08)
+    assert table.drag(("x", "y")) == pytest.approx(1.06), "a pair that has not trained: the median"
+    # The plan knew a drag of 1.04 and was right: nothing changes.
+    table.dragged(("a", "b"), 1.04, 2.0, 2.0)
+    assert table.drag(("a", "b")) == pytest.approx(1.04)
 
 
-@given(st.floats(), st.floats(), st.floats(1.0, 4.0))
+@given(st.floats(), st.floats(), st.floats(1.0, 1.1))
 def test_drag_stays_in_its_range_whatever_is_reported(predicted, measured, planned):
     table = LinkTable()
     table.dragged(("a", "b"), planned, predicted, measured)
-    assert 1.0 <= table.drag(("a", "b")) <= 4.0
+    assert 1.0 <= table.drag(("a", "b")) <= 1.1
 
 
 def test_a_rate_that_is_less_than_a_quarter_is_another_line():
@@ -126,7 +126,7 @@ def test_a_rate_that_is_less_than_a_quarter_is_another_line():
 
 def test_a_shared_line_is_dragged_as_little_as_the_best_pair_on_it():
     table = LinkTable()
-    table.dragged(("a", "x"), 1.0, 1.0, 1.2)
+    table.dragged(("a", "x"), 1.0, 1.0, 1.05)
     table.dragged(("b", "x"), 1.0, 1.0, 1.6)
     line = table.dragged_line(Uplink("home", ("a", "b"), 12e6, 48e6))
-    assert (line.up_bps, line.down_bps) == (pytest.approx(10e6), 48e6)
+    assert (line.up_bps, line.down_bps) == (pytest.approx(12e6 / 1.05), 48e6)
