@@ -21,10 +21,10 @@ ACTION_S = 5e-4
 """Around an action without messages: waking, queues."""
 MESSAGE_CPU_S = 1.2e-3  # of one end, a message of any size; with TLS
 BYTE_CPU_S = 25e-9  # and a byte on a line of up to ...
+PACKETS_BPS = 20e6  # ... this rate; on faster ones more packets are read at a time
 SCALE_RANGE = (0.05, 1.0)
 """Of what training measured over what is foretold here. Never more: connections in use also take CPU time
 as it passes, which a step's measurement counts as its messages', the more the slower the step."""
-PACKETS_BPS = 20e6  # ... this rate; on faster ones more packets are read at a time
 
 
 def message_cpu_s(n_bytes: float, rate_bps: float) -> float:
