@@ -11,7 +11,7 @@ from atoll.plan import LinkPrediction
 from coordinator import handling, members
 from coordinator.coding import judge_speeds
 from coordinator.config import Liveness, Probing
-from coordinator.estimate import refresh_scale
+from coordinator.estimate import SCALE_RANGE, refresh_scale
 from coordinator.events import Goodput, Introduction, StepReady
 from coordinator.fleet import Device, Fleet
 from coordinator.links import MIN_GOODPUT_BYTES, Pair, judge_step
@@ -24,6 +24,28 @@ MAX_MEMORY_BYTES = 2**50
 
 
 @dataclass(slots=True)
+class Ratio:
+    """Measured over predicted seconds, as committed steps taught it."""
+
+    value: float = 1.0
+    samples: int = 0
+
+    def refine(
+        self,
+        planned: float | None,
+        predicted_s: float,
+        measured_s: float,
+        within: tuple[float, float] = SCALE_RANGE,
+    ) -> None:
+        """``predicted_s`` holds ``planned``, the ratio that the job's plan was made with: learning from
+        it while the ratio moves would never settle. None: a plan of an earlier life."""
+        if planned is None:
+            return
+        self.value = refresh_scale(self.value, predicted_s / planned, measured_s, self.samples, within)
+        self.samples += 1
+
+
+@dataclass(slots=True)
 class Worker:
     """One worker; ``session`` None while it is not connected."""
 
@@ -31,12 +53,9 @@ class Worker:
     introduction: Introduction
     session: int | None
     aside: str = ""  # why no plan uses it; a new process starts clean
-    scale: float = 1.0  # measured over predicted compute time
-    measured_steps: int = 0  # behind the scale
-    codec_scale: float = 1.0  # the same of encoding and decoding
-    coded_steps: int = 0
-    handling_scale: float = 1.0  # the same of what messages take around the actions
-    handled_steps: int = 0
+    computing: Ratio = field(default_factory=Ratio)
+    coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
+    handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
@@ -58,6 +77,9 @@ class Planned:
     codec_scales: Mapping[str, float]
     handling_scales: Mapping[str, float]
     drags: Mapping[Pair, float]
+
+
+NOT_PLANNED = Planned({}, {}, {}, {})
 
 
 @dataclass(slots=True)
@@ -128,9 +150,9 @@ class Roster:
     def fleet_for(self, job: str, workers: list[str], precision: str, flops: Mapping[str, int]) -> Fleet:
         """The same for a plan that will run; what it takes is compared with these figures."""
         self.planned[job] = Planned(
-            {worker: self.workers[worker].scale for worker in workers},
-            {worker: self.workers[worker].codec_scale for worker in workers},
-            {worker: self.workers[worker].handling_scale for worker in workers},
+            {worker: self.workers[worker].computing.value for worker in workers},
+            {worker: self.workers[worker].coding.value for worker in workers},
+            {worker: self.workers[worker].handling.value for worker in workers},
             {(a, b): self.links.table.drag((a, b)) for a in workers for b in workers if a != b},
         )
         return self.fleet(workers, precision, flops)
@@ -146,10 +168,10 @@ class Roster:
             site=known.introduction.site,
             gflops={"": rate} if rate > 0 else {},
             timings=dict(timings),
-            scale=known.scale,
-            codec_scale=known.codec_scale,
+            scale=known.computing.value,
+            codec_scale=known.coding.value,
             cores=known.introduction.cores,
-            handling_scale=known.handling_scale,
+            handling_scale=known.handling.value,
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
         )
@@ -165,50 +187,32 @@ class Roster:
         return wrong
 
     def computed(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
-        """A committed step's compute time refines the worker's scale.
-
-        ``predicted_s`` holds the scale that the job's plan was made with: learning from it while
-        the scale moves would never settle.
-        """
-        known = self.workers[worker]
-        planned = self.planned.get(job)
-        if planned is None or worker not in planned.scales:  # a plan of an earlier life
-            return
-        unit_s = predicted_s / planned.scales[worker]
-        known.scale = refresh_scale(known.scale, unit_s, measured_s, known.measured_steps)
-        known.measured_steps += 1
+        """A committed step's compute time refines the worker's scale."""
+        planned = self._planned(job).scales.get(worker)
+        self.workers[worker].computing.refine(planned, predicted_s, measured_s)
 
     def coded(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
         """The same of a step's encoding and decoding."""
-        known = self.workers[worker]
-        planned = self.planned.get(job)
-        if planned is None or worker not in planned.codec_scales:
-            return
-        unit_s = predicted_s / planned.codec_scales[worker]
-        known.codec_scale = refresh_scale(known.codec_scale, unit_s, measured_s, known.coded_steps)
-        known.coded_steps += 1
+        planned = self._planned(job).codec_scales.get(worker)
+        self.workers[worker].coding.refine(planned, predicted_s, measured_s)
 
     def handled(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
         """The same of what a step took besides computing, waiting and codecs."""
-        known = self.workers[worker]
-        planned = self.planned.get(job)
-        if planned is None or worker not in planned.handling_scales:
-            return
-        unit_s = predicted_s / planned.handling_scales[worker]
-        known.handling_scale = refresh_scale(
-            known.handling_scale, unit_s, measured_s, known.handled_steps, handling.SCALE_RANGE
-        )
-        known.handled_steps += 1
+        planned = self._planned(job).handling_scales.get(worker)
+        self.workers[worker].handling.refine(planned, predicted_s, measured_s, handling.SCALE_RANGE)
+
+    def _planned(self, job: str) -> Planned:
+        return self.planned.get(job, NOT_PLANNED)
 
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:
         """A committed step's transfers refine a link's drag; ``link`` is what was foretold."""
         pair = (link.source, link.target)
-        planned = self.planned.get(job)
-        if planned is None or pair not in planned.drags or carried.n_bytes < MIN_GOODPUT_BYTES:
+        planned = self._planned(job).drags.get(pair)
+        if planned is None or carried.n_bytes < MIN_GOODPUT_BYTES:
             return
         # Reports are cut by the clock, steps by their commit: not always the same messages.
         predicted_s = link.under_way_s * carried.n_bytes / max(link.bytes_per_step, 1)
-        self.links.table.dragged(pair, planned.drags[pair], predicted_s, carried.busy_s)
+        self.links.table.dragged(pair, planned, predicted_s, carried.busy_s)
 
     def judge(self, worker: str, report: StepReady, elapsed_s: float | None) -> str | None:
         """Take in what a stage says of its step; returns why its figures cannot be true."""

@@ -478,7 +478,7 @@ def test_what_steps_take_refines_a_worker_s_scale_and_settles() -> None:
         for worker in world.holders():
             world.ready(worker, forward_s=0.6, backward_s=1.3, optimizer_s=0.1)
     roster = world.scheduler.roster
-    assert roster.workers["a"].scale == pytest.approx(2.0)
+    assert roster.workers["a"].computing.value == pytest.approx(2.0)
     assert roster.fleet(["a"], "fp32").devices[0].scale == pytest.approx(2.0)
 
 
@@ -516,7 +516,7 @@ def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
         world.ready("a", forward_s=0.06, backward_s=0.06)
         world.ready("b", forward_s=0.5, backward_s=1.0)
     workers = world.scheduler.roster.workers
-    assert (workers["a"].scale, workers["b"].scale) == (1.0, pytest.approx(1.5))
+    assert (workers["a"].computing.value, workers["b"].computing.value) == (1.0, pytest.approx(1.5))
 
 
 def test_what_the_ends_take_to_handle_messages_is_no_drag_of_their_link() -> None:
@@ -566,10 +566,10 @@ def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> 
     (device,) = roster.fleet_for("job", ["a"], "fp32", {}).devices
     assert (fresh.handling_scale, device.handling_scale) == (1.0, pytest.approx(0.75))
     roster.handled("job", "a", 0.3, 0.3)  # as foretold: nothing to learn
-    assert roster.workers["a"].handling_scale == pytest.approx(0.75)
+    assert roster.workers["a"].handling.value == pytest.approx(0.75)
     roster.handled("another", "a", 0.8, 9.0)
-    assert roster.workers["a"].handling_scale == pytest.approx(0.75)
+    assert roster.workers["a"].handling.value == pytest.approx(0.75)
     roster.handled("job", "a", 0.3, 99.0)  # a slow step's connections, not its messages
-    assert roster.workers["a"].handling_scale == 1.0
+    assert roster.workers["a"].handling.value == 1.0
     impossible = ev.StepReady("job", 1, 0, handling_s=float("nan"))
     assert "handling" in (roster.judge("a", impossible, None) or "")
