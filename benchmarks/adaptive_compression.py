@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import CommandFailed, LabFleet, machine, parser, steady
-from benchmarks.pipeline_vs_torch import LOSS_TOLERANCE, SAME_MATHS, hosts_of, summary
+from benchmarks.pipeline_vs_torch import LOSS_TOLERANCE, SAME_MATHS, SCHEDULED, hosts_of, summary
 from coordinator.jobfile import load_job
 
 CASES: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +33,6 @@ CASES: Mapping[str, tuple[str, ...]] = {
 }
 """Job settings by scenario; the demo's model at a size that its memory budgets force apart."""
 OTHERWISE = ("n_micro=16",)
-SCHEDULED = 1000  # of the learning rate; a run ends after --steps, before anything is stored
 RUN_S = 900.0  # at most, for one variant
 RATIO = 100.0  # of the slowest link, papers/decentralized.md 1.8
 DENSE = {"even_off": "even", "op_fence_off": "op_fence"}
@@ -48,6 +47,7 @@ class Series:
     """What one variant's runs gave."""
 
     step_s: list[float] = field(default_factory=list)  # a run's steady step each
+    steps_s: list[float] = field(default_factory=list)  # every step of the last run
     predicted_s: list[float] = field(default_factory=list)
     lower_bound_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # of the last run
@@ -63,7 +63,7 @@ class Series:
     def add(self, run: Mapping[str, Any]) -> None:
         """Take in a run of ours, or of the rival, which has no plan."""
         self.step_s.append(steady(run["step_s"]))
-        self.losses = list(run["loss"])
+        self.steps_s, self.losses = list(run["step_s"]), list(run["loss"])
         if "plan" in run:
             self.plan, self.links = run["plan"], run["links"]
             self.stages = run.get("stages", [])
@@ -135,6 +135,7 @@ def aggregate(found: Mapping[str, Series], samples: int, names: Mapping[str, str
         "predicted_s": {name: round(seconds, 4) for name, seconds in predicted.items()},
         "measured_s": {name: round(series.measured_s, 4) for name, series in found.items()},
         "runs_s": {name: [round(s, 4) for s in series.step_s] for name, series in found.items()},
+        "steps_s": {name: [round(s, 3) for s in series.steps_s] for name, series in found.items()},
         "prediction_error": {
             name: round(predicted[name] / series.measured_s - 1.0, 4) for name, series in ours.items()
         },

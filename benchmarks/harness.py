@@ -58,6 +58,7 @@ def machine() -> dict[str, Any]:
 
 JOIN_CPU_S = 6.0  # of a worker: its keys and its own measurements; over its CPU share
 BUILT = b"built"  # what a rank of the rival says before its first step
+RIVAL_S = 600.0  # at most, for one run of the rival
 PROBE_S = 4.0  # one pair, both directions
 
 
@@ -326,13 +327,27 @@ class LabFleet:
                 )
             )
         self._when_built(hosts, ranks)
-        results = [p.communicate(timeout=900) for p in ranks]
-        if any(p.returncode for p in ranks):
-            raise CommandFailed(
-                "the rival failed: " + "".join(e.decode(errors="replace")[-600:] for _, e in results)
-            )
+        results = self._ended(ranks, f"torch's {schedule}")
         last = json.loads(results[-1][0].decode().strip().splitlines()[-1])
         return {"step_s": last["seconds"], "loss": last["losses"]}
+
+    def _ended(self, ranks: Sequence[subprocess.Popen[bytes]], what: str) -> list[tuple[bytes, bytes]]:
+        """What each rank printed; none waits on for one that failed, or for the end of a deadlock."""
+        deadline = time.monotonic() + RIVAL_S
+        while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        late = [p for p in ranks if p.poll() is None]
+        failed = any(p.returncode for p in ranks)
+        for process in late:
+            self.lab.kill(process)
+        results = [p.communicate() for p in ranks]
+        if failed or late:
+            why = "a rank failed" if failed else f"not over after {RIVAL_S:.0f} s"
+            tails = "".join(err.decode(errors="replace")[-600:] for _, err in results)
+            raise CommandFailed(f"{what}: {why}: {tails}")
+        return results
 
     def _when_built(self, hosts: Sequence[str], ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         """Wait until every rank has its stage (or ended), then slow the hosts down again."""

@@ -21,6 +21,7 @@ OURS = ("op_fence", "proportional", "even")
 RIVALS = {"torch_gpipe": "gpipe", "torch_1f1b": "1f1b"}
 # What torch's pipelining does not offer across ranks is left out on both sides.
 SAME_MATHS = ("optimizer.clip_norm=none", "optimizer.weight_decay=0")
+SCHEDULED = 1000  # of the learning rate; a run ends after --steps, before anything is stored
 REFRESHER = "even"  # gives every worker a stage
 REFRESHING_STEPS = 5
 LOSS_TOLERANCE = 2e-3  # relative; the rival's initial weights and order of sums differ in the last bits
@@ -37,13 +38,14 @@ def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: in
     limits: dict[str, float] = {}
     refused: dict[str, str] = {}
     with LabFleet(scenario) as fleet:
-        fleet.train(job, REFRESHER, [*settings, f"steps={REFRESHING_STEPS}"])
-        for _ in range(rounds):
+        fleet.train(job, REFRESHER, settings, stop_after=REFRESHING_STEPS)
+        for number in range(rounds):
             for name in OURS:
-                run = fleet.train(job, name, settings)
+                run = fleet.train(job, name, settings, stop_after=steps)
                 plans[name], losses[name] = run["plan"], run["loss"]
                 seconds = steady(run["step_s"])
                 rates[name].append(samples / seconds)
+                tell(number, name, rates)
                 limits[name] = seconds / run["plan"]["prediction"]["lower_bound_s"]
             order = hosts_of(fleet, plans["op_fence"])
             for name, schedule in RIVALS.items():
@@ -54,6 +56,7 @@ def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: in
                     continue
                 losses[name] = run["loss"]
                 rates[name].append(samples / steady(run["step_s"]))
+                tell(number, name, rates)
     return {
         "scenario": fleet.scenario.name,
         "samples_per_s": {name: round(statistics.median(r), 4) for name, r in rates.items() if r},
@@ -62,6 +65,11 @@ def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: in
         "same_losses": agree(losses),
         "refused": refused,
     }
+
+
+def tell(number: int, name: str, rates: dict[str, list[float]]) -> None:
+    """One run's line, while the others still go."""
+    print(f"  round {number}: {name:<13} {rates[name][-1]:8.2f} samples/s", flush=True)
 
 
 def hosts_of(fleet: LabFleet, plan: dict[str, Any]) -> list[str]:
@@ -100,7 +108,7 @@ def main() -> None:
     options.add_argument("--set", action="append", default=[], help="job override")
     args = options.parse_args()
     settings = [
-        f"steps={args.steps}",
+        f"steps={SCHEDULED}",
         f"seed={args.seed}",
         "n_micro=16",
         "eval_batches=0",
