@@ -21,7 +21,8 @@ ACTION_S = 5e-4
 """Around an action without messages: waking, queues."""
 MESSAGE_CPU_S = 1.2e-3  # of one end, a message of any size; with TLS
 BYTE_CPU_S = 25e-9  # and a byte on a line of up to ...
-PACKETS_BPS = 20e6  # ... this rate; on faster ones more packets are read at a time
+PACKETS_BPS = 10e6  # ... this rate; on faster ones more packets are read at a time ...
+LEAST_SHARE = 0.15  # ... down to this part of it: copies, encryption
 SCALE_RANGE = (0.05, 1.0)
 """Of what training measured over what is foretold here. Never more: connections in use also take CPU time
 as it passes, which a step's measurement counts as its messages', the more the slower the step."""
@@ -29,7 +30,8 @@ as it passes, which a step's measurement counts as its messages', the more the s
 
 def message_cpu_s(n_bytes: float, rate_bps: float) -> float:
     """CPU seconds that one end spends on one message. Measured in benchmarks' lab on quota'd cores."""
-    return MESSAGE_CPU_S + n_bytes * BYTE_CPU_S * min(1.0, PACKETS_BPS / max(rate_bps, 1.0))
+    share = min(1.0, max(LEAST_SHARE, PACKETS_BPS / max(rate_bps, 1.0)))
+    return MESSAGE_CPU_S + n_bytes * BYTE_CPU_S * share
 
 
 def action_seconds(cpu_s: float, device: Device) -> float:

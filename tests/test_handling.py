@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from coordinator.fleet import Device
-from coordinator.handling import ACTION_S, BYTE_CPU_S, MESSAGE_CPU_S, action_seconds, handled, message_cpu_s
+from coordinator.handling import (
+    ACTION_S,
+    BYTE_CPU_S,
+    LEAST_SHARE,
+    MESSAGE_CPU_S,
+    action_seconds,
+    handled,
+    message_cpu_s,
+)
 from coordinator.traffic import Hop
 from coordinator.workload import Route, StageLoad, Wire, Workload
 
@@ -18,9 +26,10 @@ def device(cores: float, scale: float = 1.0) -> Device:
 
 def test_a_byte_takes_more_on_a_slow_line_and_a_message_something_without_any() -> None:
     assert message_cpu_s(0, 8e6) == MESSAGE_CPU_S
-    slow, fast = (message_cpu_s(128 * KIB, rate) - MESSAGE_CPU_S for rate in (8e6, 200e6))
+    slow, faster, fast = (message_cpu_s(128 * KIB, rate) - MESSAGE_CPU_S for rate in (8e6, 20e6, 1e9))
     assert slow == pytest.approx(128 * KIB * BYTE_CPU_S)
-    assert fast == pytest.approx(slow / 10)
+    assert faster == pytest.approx(slow / 2)
+    assert fast == pytest.approx(slow * LEAST_SHARE)
 
 
 def test_on_a_part_of_a_core_handling_takes_as_much_longer() -> None:
