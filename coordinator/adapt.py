@@ -4,20 +4,34 @@ against what the codecs in use were chosen for. Pure: steps and seconds come in.
 ``linkmoves`` judges one link by a table of (phase, sign) -> move; here are all links of a job, how
 long its steps take, when a decision may be made at all, and the guard: a model trained through
 lossy codecs adapts to them, so its loss through the codecs hides what they cost. Where the loss
-without them is worse by more than a bound, no link may compress as hard as it does.
+without them is worse by more than a bound, no link may compress as hard as it does; a codec that
+its owner named stays, and what it costs is said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from atoll.compression import ADATOPK, AUTO
+from atoll.job import TrainingSpec
+from atoll.plan import Plan
 from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sight, Sign, measure, sign_of
 from coordinator.links import Pair
 
 USUAL_RISE = 0.02  # of the difference, a step
+LOOKS = 20  # of the guard in a run, where the job names no interval: at most, ...
+FEWEST_LOOKS = 4  # ... and, where that leaves steps enough between them, at least
+LEAST_STEPS = 20  # from one look to the next
+LOOK_SHARE = 0.1  # of the training time: what looks may cost before they become rarer
+FORWARD_SHARE = 1 / 3  # of a micro-batch's compute; the backward is the rest
+CAPS: Mapping[str, tuple[float, ...]] = {AUTO: (8.0, 3.9, 1.95, 1.0), ADATOPK: (8.0, 1.95, 1.0)}
+"""By mode, what the cap falls to below 8. Each is a little less than what the next milder codec reaches:
+eden, int8_block, 16 bits an element, nothing that loses precision. A cap in between would leave them out
+and the planner with top-k, which at a few times fewer bytes loses more than what it stands in for."""
+LOWER = 0.9  # of the ratio in use: a cap above that might leave the codec as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,28 +173,98 @@ def answered(state: State, step: int, changed: bool, settings: Settings) -> Stat
     return replace(state, links=links, changed_step=changed_step)
 
 
+# ---------------------------------------------------------------- the guard
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A job whose codec its owner named: what the evaluations showed, and whether it was said."""
+
+    gaps: tuple[float, ...] = ()
+    told: bool = False
+
+
+def look_every(training: TrainingSpec, plan: Plan) -> int:
+    """Steps between the guard's evaluations of a job that names no interval, >= 20.
+
+    A function of job and plan: who goes on with the job evaluates after the same steps. Doubled while
+    looks are predicted to cost more than a tenth of the training time, as long as four remain.
+    """
+    every, cost = max(LEAST_STEPS, math.ceil(training.steps / LOOKS)), look_steps(training, plan)
+    while cost > LOOK_SHARE * every and 2 * every * FEWEST_LOOKS <= training.steps:
+        every *= 2
+    return every
+
+
+def look_steps(training: TrainingSpec, plan: Plan) -> float:
+    """How many steps' time one look takes, as predicted: each micro-batch forward through the codecs
+    and once more dense, which on a link that a codec made fast enough is what takes long."""
+    at = {stage.worker: i for i, stage in enumerate(plan.stages)}
+    prediction, dense = plan.prediction, 0.0
+    if prediction is not None and prediction.step_s > 0:
+        for link in prediction.links:
+            if link.bytes_per_step and at.get(link.source, 0) < at.get(link.target, 0):
+                dense_s = link.busy_s * link.dense_bytes_per_step / link.bytes_per_step
+                dense = max(dense, dense_s / prediction.step_s)
+    return training.eval_batches / training.n_micro * (2 * FORWARD_SHARE + dense)
+
+
 def evaluated(
-    state: State, step: int, loss: float, coded_loss: float, largest_ratio: float, settings: Settings
+    state: State,
+    step: int,
+    loss: float,
+    coded_loss: float,
+    largest_ratio: float,
+    settings: Settings,
+    caps: Sequence[float] = CAPS[AUTO],
 ) -> tuple[State, Decision | None]:
-    """The guard: the held-out loss without codecs and through them, after ``step`` steps."""
-    if not (math.isfinite(loss) and math.isfinite(coded_loss) and coded_loss > 0):
-        return state, None
-    gap = (loss - coded_loss) / coded_loss
-    gaps = (*state.gaps, gap)[-3:]
-    grows = len(gaps) == 3 and gaps[0] < gaps[1] < gaps[2] and gap > settings.gap / 2
+    """The guard: the held-out loss without codecs and through them, after ``step`` steps.
+
+    ``largest_ratio``: of the links that lose precision; 1 where none does. ``caps``: of the job's mode.
+    """
+    gaps, wrong = _judged(state.gaps, loss, coded_loss, settings)
     state = replace(state, gaps=gaps)
-    if largest_ratio <= 1.0 or not (gap > settings.gap or grows):
+    if largest_ratio <= 1.0 or not wrong:
         return state, None
-    cap = max(1.0, largest_ratio * settings.gap_cap)
-    why = "and grows" if grows and gap <= settings.gap else f"over {settings.gap:.0%}"
-    reason = (
-        f"held-out loss without codecs {loss:.4g}, through them {coded_loss:.4g}: a gap of {gap:.1%}, {why}; "
-        f"no ratio above {cap:.3g}"
-    )
+    cap = min(_lower(largest_ratio, caps, settings), math.inf if state.cap is None else state.cap)
+    then = f"no ratio above {cap:.3g}" if cap > 1.0 else "nothing that loses precision any more"
+    reason = f"{wrong}; {then}"
     # What was measured before the change says nothing of the codecs after it.
     capped = replace(state, cap=cap, changed_step=step, recent_s=(), usual_s=None, gaps=())
     rates = {pair: link.assumed_bps for pair, link in capped.links.items()}
     return capped, Decision(rates, dict.fromkeys(capped.links, reason), reason, cap)
+
+
+def watched(watch: Watch, loss: float, coded_loss: float, settings: Settings) -> tuple[Watch, str]:
+    """The guard where the owner named the codec, which stays: what is wrong, "" where it was said.
+
+    Once said it is not said again until the gap has fallen to half the bound.
+    """
+    gaps, wrong = _judged(watch.gaps, loss, coded_loss, settings)
+    told = watch.told and gaps[-1] > settings.gap / 2
+    return Watch(gaps, told or bool(wrong)), "" if told else wrong
+
+
+def _judged(
+    gaps: tuple[float, ...], loss: float, coded_loss: float, settings: Settings
+) -> tuple[tuple[float, ...], str]:
+    """The newest three gaps, and what is wrong with them, "" where nothing is."""
+    if not (math.isfinite(loss) and math.isfinite(coded_loss) and coded_loss > 0):
+        return gaps, ""
+    gap = (loss - coded_loss) / coded_loss
+    gaps = (*gaps, gap)[-3:]
+    grows = len(gaps) == 3 and gaps[0] < gaps[1] < gaps[2] and gap > settings.gap / 2
+    if not (gap > settings.gap or grows):
+        return gaps, ""
+    why = f"over {settings.gap:.0%}" if gap > settings.gap else "and grows"
+    losses = f"held-out loss without codecs {loss:.4g}, through them {coded_loss:.4g}"
+    return gaps, f"{losses}: a gap of {gap:.1%}, {why}"
+
+
+def _lower(ratio: float, caps: Sequence[float], settings: Settings) -> float:
+    """What a ratio that costs too much is capped at."""
+    cap = ratio * settings.gap_cap
+    return cap if cap >= caps[0] else max((c for c in caps if c < LOWER * ratio), default=1.0)
 
 
 def _summary(reasons: Mapping[Pair, str]) -> str:

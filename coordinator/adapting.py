@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from atoll.compression import LOSSLESS
 from atoll.job import JobSpec
 from coordinator import adapt, relink
 from coordinator import instructions as do
@@ -34,12 +35,13 @@ class _Asked:
 
 @dataclass(slots=True)
 class Adapting:
-    """``of``: the state of every job that adapts."""
+    """``of``: the state of every job that adapts; ``watched``: what the guard has seen of the others."""
 
     roster: Roster
     settings: Settings
     emit: Callable[[do.Instruction], None]
     of: dict[str, adapt.State] = field(default_factory=dict)
+    watched: dict[str, adapt.Watch] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _attempts: int = 0
 
@@ -55,6 +57,7 @@ class Adapting:
     def over(self, job: str) -> None:
         """The job has ended."""
         self.of.pop(job, None)
+        self.watched.pop(job, None)
         self._asked.pop(job, None)
 
     def committed(self, state: JobState) -> None:
@@ -76,22 +79,44 @@ class Adapting:
             if pair in table.estimates:
                 table.believe(pair, bps)
 
-    def evaluated(self, state: JobState) -> float | None:
-        """Both held-out losses are there: the guard looks at what lies between them; returns a new cap."""
+    def evaluated(self, state: JobState, at_end: bool = False) -> float | None:
+        """Both held-out losses are there: the guard looks at what lies between them; returns a new cap.
+
+        ``at_end``: the last step is over, so that it can only say what it sees.
+        """
+        if state.eval_loss is None or state.coded_loss is None:
+            return None
         known = self.of.get(state.job)
-        if known is None or state.eval_loss is None or state.coded_loss is None:
+        if known is None or at_end:
+            self._warn(state, state.eval_loss, state.coded_loss, at_end)
             return None
         after, decision = adapt.evaluated(
             known,
             state.step,
             state.eval_loss,
             state.coded_loss,
-            relink.largest_ratio(state.plan),
+            relink.largest_ratio(state),
             self.settings,
+            adapt.CAPS.get(state.spec.training.compression.mode, (1.0,)),
         )
         self.of[state.job] = after
         self._decided(state, decision)
         return after.cap if after.cap != known.cap else None
+
+    def _warn(self, state: JobState, loss: float, coded_loss: float, at_end: bool) -> None:
+        """No codec will change any more, or none may, as the owner named it: what it costs is said."""
+        before = self.watched.get(state.job, adapt.Watch())
+        self.watched[state.job], wrong = adapt.watched(before, loss, coded_loss, self.settings)
+        if not wrong:
+            return
+        asked = state.spec.training.compress
+        told = "the last step is over" if at_end else f"{asked} is what the job asks for and stays; cancel it"
+        reason = (
+            f"{wrong}; {told}. To lose less, submit it with --resume {state.job} and more --steps, under "
+            f"--compress auto or a milder codec than {asked}"
+        )
+        fields = {"step": state.step, "reason": reason}
+        self.emit(do.Log(Name.LINKS_JUDGED.value, "warning", state.job, fields))
 
     def _decided(self, state: JobState, decision: adapt.Decision | None) -> None:
         if decision is None or state.plan is None:
@@ -173,12 +198,12 @@ def believing(fleet: Fleet, rates_bps: Mapping[Pair, float]) -> Fleet:
 
 
 def capped(spec: JobSpec, cap: float | None) -> JobSpec:
-    """The job with no ratio above ``cap`` on any link; as it is where its compression is exact."""
+    """The job with no ratio above ``cap`` on any link, exact at 1; as it is where it is exact anyway."""
     wanted = spec.training.compression
     if cap is None or wanted.exact:
         return spec
-    ratio = max(1.0, round(cap if wanted.ratio is None else min(cap, wanted.ratio), 4))
-    compress = str(replace(wanted, ratio=ratio))
+    ratio = round(cap if wanted.ratio is None else min(cap, wanted.ratio), 4)
+    compress = str(replace(wanted, ratio=ratio)) if cap > 1.0 else LOSSLESS
     return replace(spec, training=replace(spec.training, compress=compress))
 
 

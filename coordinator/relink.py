@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from atoll.compression import ADATOPK, AUTO, LOSSLESS
+from atoll.compression import ADATOPK, AUTO, LOSSLESS, Compression
 from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from compressors.catalogue import CODECS
 from coordinator.instructions import Relink
 from coordinator.job_state import JobState, Relinked
+from coordinator.ratios import assumed_ratio
 
 AHEAD = 2  # steps from the commit that says it to the first step under it
 MATERIAL = 0.1  # of a ratio: less is not worth a new version
@@ -37,10 +38,24 @@ def lossy(plan: Plan | None) -> bool:
     return plan is not None and any(link.source < link.target and _loses(link) for link in plan.links)
 
 
-def largest_ratio(plan: Plan | None) -> float:
-    """Of the lossy links; 1 where there is none."""
-    links = plan.links if plan is not None else ()
-    return max((link.ratio for link in links if _loses(link)), default=1.0)
+def largest_ratio(state: JobState) -> float:
+    """Dense bytes / wire bytes, the largest of the lossy links; 1 where there is none."""
+    links = state.plan.links if state.plan is not None else ()
+    return max((_ratio(state, link) for link in links if _loses(link)), default=1.0)
+
+
+def _ratio(state: JobState, link: LinkSpec) -> float:
+    """What the codec was asked for; of one of a fixed rate what the last committed step's bytes show,
+    which is less than the codec's own rate where some tensors travel as they are."""
+    known = CODECS.get(link.codec)
+    if known is None or known.rated or state.plan is None:
+        return link.ratio
+    fixed = assumed_ratio(Compression(link.codec))
+    peer, report = state.plan.stages[link.target].worker, state.reports.get(link.source)
+    for carried in report.links if report is not None else ():
+        if carried.peer == peer and 0 < carried.n_bytes < carried.dense_bytes:
+            return min(fixed, carried.dense_bytes / carried.n_bytes)
+    return fixed
 
 
 def _loses(link: LinkSpec) -> bool:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from coordinator import relink
+from coordinator import adapt, relink
 from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.facts import (
     Checkpoint,
@@ -90,6 +90,7 @@ RECENT = 21  # step times kept for medians
 CHECKPOINT_EVERY_S = 300.0  # where the job does not say: a lost worker costs at most this much work
 STORING_SHARE = 20.0  # and storing takes at most a twentieth of the time: a slow uplink stores rarely
 MAX_FAILURES = 3  # of stages, without a committed step in between
+SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
 Outcome = tuple[JobState, list[Todo]]
@@ -248,11 +249,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     training = state.spec.training
     done = state.step + 1
     last = done >= training.steps
-    evaluate = bool(
-        _can_evaluate(state)
-        and training.eval_batches
-        and (last or (training.eval_every and done % training.eval_every == 0))
-    )
+    evaluate = _can_evaluate(state) and (last or _evaluation_due(state, done))
     store = last or _store_due(state, done, now_s)
     reports = [ready[stage] for stage in range(state.n_stages)]
     norms = [square for report in reports for square in report.square_norms]
@@ -319,7 +316,17 @@ def _relink(state: JobState, event: Event, now_s: float) -> Outcome:
 
 def _can_evaluate(state: JobState) -> bool:
     """Whether there is held-out data and a cut of the evaluation graph that goes with the plan."""
-    return state.spec.eval_data is not None and bool(state.plan and state.plan.stages[-1].eval_stop)
+    held_out = state.spec.eval_data is not None and state.spec.training.eval_batches > 0
+    return held_out and bool(state.plan and state.plan.stages[-1].eval_stop)
+
+
+def _evaluation_due(state: JobState, done: int) -> bool:
+    """Every ``eval_every`` steps; where the job does not say, as often as the guard looks at what codecs
+    lose, so only at the end where they lose nothing."""
+    every, plan = state.spec.training.eval_every, state.plan
+    if not every and plan is not None and relink.lossy(plan):
+        every = adapt.look_every(state.spec.training, plan)
+    return every > 0 and done % every == 0
 
 
 def _diverged(state: JobState, stage: int, report: StepReady) -> Outcome:
@@ -385,10 +392,19 @@ def _settle(state: JobState) -> Outcome:
         reason = f"evaluating after step {state.awaiting_eval}"
         return replace(state, phase=Phase.EVALUATING, reason=reason), []
     if state.step < state.steps:
-        return replace(state, phase=Phase.TRAINING, reason=f"training with plan {state.version}"), []
+        reason = f"training with plan {state.version}{_gap(state)}"
+        return replace(state, phase=Phase.TRAINING, reason=reason), []
     if state.stores:
         return replace(state, phase=Phase.STORING, reason="storing the result"), []
     return _end(state, Phase.FINISHED, f"{state.step} steps done")
+
+
+def _gap(state: JobState) -> str:
+    """What the newest evaluation shows of the codecs' cost, "" below what is worth a word."""
+    if state.eval_loss is None or state.coded_loss is None or not state.coded_loss > 0:
+        return ""
+    gap = state.eval_loss / state.coded_loss - 1.0
+    return f"; held-out loss without codecs {gap:.1%} above that through them" if gap > SHOWN_GAP else ""
 
 
 # ---------------------------------------------------------------- interruptions and ends

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.compression import ADATOPK, AUTO, Compression
+from atoll.job import TrainingSpec
+from atoll.microbatch import ScheduleName
+from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StageSpec
 from coordinator import adapt
-from coordinator.adapt import Decision, State
+from coordinator.adapt import CAPS, Decision, State, Watch
+from coordinator.chooser import specs_for
 from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sign, measure
+from coordinator.ratios import FINE_RATIOS, assumed_ratio
+from tests.test_ratios import chain, values
 
 PAIR = ("a", "b")
 SETTINGS = Settings()
@@ -264,6 +271,110 @@ def test_a_cap_reaches_every_later_decision_and_ends_at_one() -> None:
             assert decision.cap == 1.0
             return
     pytest.fail("a link at a tenth of its rate was not noticed")
+
+
+@pytest.mark.parametrize(
+    ("mode", "ratio", "caps"),
+    [
+        (AUTO, 32.0, [22.4, 15.68, 10.976, 8.0, 3.9, 1.95, 1.0]),
+        (AUTO, assumed_ratio(Compression("int8_block")), [1.95, 1.0]),
+        (AUTO, assumed_ratio(Compression("fp16")), [1.0]),
+        (AUTO, assumed_ratio(Compression("bf16")), [1.0]),
+        (ADATOPK, 12.0, [8.4, 1.95, 1.0]),
+        (ADATOPK, 4.0, [1.95, 1.0]),
+    ],
+)
+def test_the_guard_goes_down_to_what_the_next_milder_codec_reaches(
+    mode: str, ratio: float, caps: list[float]
+) -> None:
+    state, found = adapt.begin({PAIR: 5e6}), []
+    for step in range(10, 200, 10):
+        state, decision = adapt.evaluated(state, step, 5.0, 4.0, ratio, SETTINGS, CAPS[mode])
+        if decision is None:
+            break
+        assert decision.cap is not None
+        found.append(decision.cap)
+        ratio = decision.cap
+    assert found == pytest.approx(caps)
+    assert ratio == 1.0
+
+
+def test_the_last_cap_says_that_nothing_may_lose_precision() -> None:
+    _, decision = adapt.evaluated(adapt.begin({PAIR: 5e6}), 10, 5.0, 4.0, 2.0, SETTINGS)
+    assert decision is not None
+    assert decision.reason.endswith("nothing that loses precision any more")
+
+
+def test_a_cap_never_rises_again() -> None:
+    state = adapt.begin({PAIR: 5e6}, cap=1.95)
+    _, decision = adapt.evaluated(state, 10, 5.0, 4.0, 32.0, SETTINGS)
+    assert decision is not None
+    assert decision.cap == 1.95
+
+
+def codecs_under(compress: str) -> list[str]:
+    """What the planner makes of a link that is far too slow, both ways."""
+    thin = chain(1.0, tensors=values((64, 2048)))
+
+    def judge(specs: tuple[LinkSpec, ...]) -> float:
+        by_pair = {(spec.source, spec.target): spec for spec in specs}
+        return max(one.coded_s(by_pair[one.pair]) if specs else one.dense_s for one in thin)
+
+    return [spec.codec for spec in specs_for(thin, Compression.parse(compress), 1e-3, judge)]
+
+
+def test_each_cap_below_8_gets_the_planner_to_the_codec_that_it_is_for() -> None:
+    assert CAPS[AUTO][0] == CAPS[ADATOPK][0] == FINE_RATIOS[0]
+    found = [codecs_under(f"auto:{cap:g}") for cap in CAPS[AUTO][:-1]]
+    assert found == [["eden", "eden"], ["int8_block", "int8_block"], ["fp16", "bf16"]]
+    assert codecs_under("auto:5.6") == ["topk", "topk"]  # why no cap lies in between
+
+
+def watched(*gaps: float) -> list[bool]:
+    """Whether anything is said at each of these gaps."""
+    watch, said = Watch(), []
+    for gap in gaps:
+        watch, wrong = adapt.watched(watch, 4.0 * (1 + gap), 4.0, SETTINGS)
+        said.append(bool(wrong))
+    return said
+
+
+def test_a_codec_by_name_is_told_of_once_until_its_gap_falls() -> None:
+    assert watched(0.01, 0.03, 0.05, 0.03, 0.015, 0.03) == [False, True, False, False, False, False]
+    assert watched(0.03, 0.009, 0.03) == [True, False, True]
+    assert watched(0.005, 0.012, 0.015) == [False, False, True]  # it grows
+    watch, wrong = adapt.watched(Watch(), float("nan"), 4.0, SETTINGS)
+    assert (watch, wrong) == (Watch(), "")
+
+
+# ---------------------------------------------------------------- when the guard looks
+
+
+def planned(slowdown: float = 0.0) -> Plan:
+    """Two stages; dense, all that the link carries forward in a step takes ``slowdown`` steps."""
+    stages = tuple(StageSpec(i, i + 1, i, i + 1, (worker,), 1) for i, worker in enumerate(PAIR))
+    ahead = LinkPrediction("a", "b", 1000, 0.1 * slowdown, dense_bytes_per_step=10_000)
+    back = LinkPrediction("b", "a", 1000, 100.0, dense_bytes_per_step=10_000)
+    prediction = Prediction(1.0, 0.5, "latency", "", links=(ahead, back))
+    return Plan("j", 1, "", "", "even", ScheduleName.GPIPE, 8, stages, prediction=prediction)
+
+
+def every(steps: int, slowdown: float = 0.0, eval_batches: int = 1) -> int:
+    training = TrainingSpec(steps=steps, n_micro=8, compress="auto", eval_batches=eval_batches)
+    return adapt.look_every(training, planned(slowdown))
+
+
+def test_the_guard_looks_twenty_times_and_at_most_every_twenty_steps() -> None:
+    assert [every(steps) for steps in (30, 100, 400, 410, 500, 10_000)] == [20, 20, 20, 21, 25, 500]
+
+
+def test_looks_that_would_cost_a_tenth_of_the_time_become_rarer_down_to_four() -> None:
+    training = TrainingSpec(steps=1000, n_micro=8, compress="auto", eval_batches=16)
+    assert adapt.look_steps(training, planned(4.0)) == pytest.approx(2 * (2 / 3 + 4.0))
+    assert every(1000, 4.0, 16) == 100  # 9.3 of 100 steps
+    assert every(1000, 100.0, 16) == 200
+    assert every(80, 100.0, 16) == 20
+    assert every(160, 100.0, 16) == 40
 
 
 @given(

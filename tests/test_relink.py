@@ -257,6 +257,7 @@ class Adapting(World):
 
     links: tuple[LinkSpec, ...] = FINE
     mbit: float = 50.0
+    dense_bytes: int = 1_000_000  # of the 500,000 that each link carries in a step
     planned_with = ""  # --compress of the newest plan
 
     def plan(self, request: do.MakePlan) -> ev.Event:
@@ -277,7 +278,7 @@ class Adapting(World):
             self.now_s += 1.0
             for worker in ("a", "b"):
                 peer = "b" if worker == "a" else "a"
-                carried = ev.Goodput(peer, 500_000, 4.0 / self.mbit, 0.01, dense_bytes=1_000_000)
+                carried = ev.Goodput(peer, 500_000, 4.0 / self.mbit, 0.01, self.dense_bytes)
                 self.ready(worker, links=(carried,))
         return self
 
@@ -369,11 +370,16 @@ def test_plans_to_come_start_from_what_training_measured() -> None:
     assert table.estimates["a", "b"].bandwidth_bps == pytest.approx(5e6, rel=0.05)
 
 
-def guarded() -> Adapting:
-    """A job whose guard has found a gap of 5 % at ratio 16."""
+def guarded(
+    links: tuple[LinkSpec, ...] = COARSE,
+    compress: str = "auto:32",
+    dense_bytes: int = 1_000_000,
+    steps: int = 100,
+) -> Adapting:
+    """A job whose guard has found a gap of 5 %."""
     world = Adapting()
-    world.links = COARSE
-    training_spec = TrainingSpec(steps=100, n_micro=2, compress="auto:32", eval_every=5, eval_batches=1)
+    world.links, world.dense_bytes = links, dense_bytes
+    training_spec = TrainingSpec(steps=steps, n_micro=2, compress=compress, eval_every=5, eval_batches=1)
     job = spec()
     job = replace(job, training=training_spec, eval_data=job.data, eval_dag_hash="cd" * 32)
     world.bandwidth_bps = 50e6
@@ -416,6 +422,65 @@ def test_the_guards_cap_outlives_a_lost_stage_and_a_restart_of_the_coordinator()
     again.mbit = 5.0
     again.steps(20)
     assert again.asked()[0].training.compress == "auto:11.2"
+
+
+@pytest.mark.parametrize(
+    ("codec", "milder"), [("fp16", "lossless"), ("bf16", "lossless"), ("int8_block", "auto:1.95")]
+)
+def test_the_guard_acts_on_codecs_of_a_fixed_rate_too(codec: str, milder: str) -> None:
+    links = (LinkSpec(0, 1, codec), LinkSpec(1, 0, codec))
+    world = guarded(links, dense_bytes=1_969_000 if codec == "int8_block" else 1_000_000)
+    (request,) = world.asked()
+    assert request.training.compress == milder
+    assert "a gap of 5.0%" in world.logged("links.judged")[0].fields["reason"]
+
+
+def test_the_largest_ratio_is_what_was_asked_for_or_what_the_bytes_show() -> None:
+    def of(codec: str, ratio: float, n_bytes: int, dense_bytes: int) -> float:
+        state = training(compress="auto")
+        assert state.plan is not None
+        links = (LinkSpec(0, 1, codec, ratio), LinkSpec(1, 2, "lossless"))
+        carried = (ev.Goodput("w1", n_bytes, 1.0, 0.01, dense_bytes),)
+        reports = {0: ev.StepReady("j", 1, 0, links=carried)}
+        return relink.largest_ratio(replace(state, plan=replace(state.plan, links=links), reports=reports))
+
+    assert of("topk", 16.0, 100, 1200) == 16.0
+    assert of("int8_block", 1.0, 100, 250) == 2.5  # some tensors travel as they are
+    assert of("fp16", 1.0, 0, 0) == pytest.approx(2.0, rel=1e-3)  # nothing was reported
+    assert of("fp16", 1.0, 1, 10**9) == pytest.approx(2.0, rel=1e-3)  # no worker can say more
+    assert of("lossless", 1.0, 100, 120) == 1.0
+
+
+def test_a_codec_by_name_stays_and_what_it_costs_is_said_once_until_it_falls() -> None:
+    world = guarded(compress="topk:16")
+    (line,) = world.logged("links.judged")
+    assert line.level == "warning"
+    assert line.fields["step"] == 5
+    assert "a gap of 5.0%, over 2%; topk:16 is what the job asks for and stays" in line.fields["reason"]
+    assert "--resume job-1" in line.fields["reason"]
+    assert "--compress auto or a milder codec than topk:16" in line.fields["reason"]
+    assert world.state().reason == (
+        "training with plan 1; held-out loss without codecs 5.0% above that through them"
+    )
+    said = []
+    for loss in (4.3, 4.0, 4.2):
+        world.steps(5)
+        world.says("b", EvalReady("job-1", 1, world.state().step - 1, loss, 4.0))
+        said.append(len(world.logged("links.judged")))
+    assert said == [1, 1, 2]
+    assert world.asked() == []
+    assert world.relinks() == []
+    assert not [fact for fact in world.facts if isinstance(fact, RatioCapped)]
+
+
+@pytest.mark.parametrize("compress", ["topk:16", "auto:32"])
+def test_after_the_last_step_the_guard_can_only_say_what_it_sees(compress: str) -> None:
+    world = guarded(compress=compress, steps=5)
+    (line,) = world.logged("links.judged")
+    assert line.level == "warning"
+    assert "a gap of 5.0%, over 2%; the last step is over" in line.fields["reason"]
+    assert world.asked() == []
+    assert not [fact for fact in world.facts if isinstance(fact, RatioCapped)]
 
 
 def test_facts_of_a_relinked_job_fold_to_its_steps() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.job import DataSpec, JobSpec, Optimizer, TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import Plan, StageSpec
+from atoll.plan import LinkSpec, Plan, StageSpec
 from coordinator import rounds
 from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
@@ -92,6 +92,51 @@ def test_a_step_is_committed_once_all_stages_are_ready_and_recorded_first() -> N
     assert isinstance(todo[0].fact, StepCommitted)
     assert commits(todo) == [CommitStep("j", 1, 0, 1.0, store=False, evaluate=False, last=False)]
     assert (state.step, state.loss) == (1, 2.0)
+
+
+def evaluated_after(state: JobState) -> list[int]:
+    """Steps after which the job is evaluated, until it has ended."""
+    found = []
+    while state.step < state.steps:
+        state, todo = committed(state)
+        found += [c.step + 1 for c in commits(todo) if c.evaluate]
+        if state.awaiting_eval is not None:
+            state, _ = step(state, FromStage(2, EvalReady("j", state.version, state.awaiting_eval - 1, 1.5)))
+    return found
+
+
+def linked(codec: str, at: int = 0, **changes: Any) -> JobState:
+    """Training from step ``at`` on with that codec between the first two stages."""
+    state = JobState("j", spec(**{"steps": 90, **changes}), Checkpoint(at, {}), 0.0)
+    planned = rounds.Planned(replace(plan(), links=(LinkSpec(0, 1, codec, 8.0),)))
+    for event in (rounds.Picked("go"), rounds.Profiled(), planned):
+        state, _ = step(state, event)
+    for stage in range(STAGES):
+        state, _ = step(state, FromStage(stage, Loaded("j", 1)))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("codec", "changes", "after"),
+    [
+        ("topk", {"compress": "topk:8"}, [20, 40, 60, 80, 90]),
+        ("fp16", {"compress": "auto"}, [20, 40, 60, 80, 90]),
+        ("topk", {"compress": "auto", "eval_every": 30}, [30, 60, 90]),
+        ("topk", {"compress": "auto", "eval_every": 1000}, [90]),
+        ("topk", {"compress": "auto", "eval_batches": 0}, []),
+        ("lossless", {"compress": "lossless"}, [90]),
+        ("none", {"compress": "off"}, [90]),
+        ("none", {"compress": "auto"}, [90]),
+    ],
+)
+def test_where_links_lose_precision_the_guard_looks_unless_the_job_names_an_interval(
+    codec: str, changes: dict[str, Any], after: list[int]
+) -> None:
+    assert evaluated_after(linked(codec, **{"eval_batches": 1, **changes})) == after
+
+
+def test_a_resumed_job_is_evaluated_after_the_same_steps() -> None:
+    assert evaluated_after(linked("topk", at=33, eval_batches=1)) == [40, 60, 80, 90]
 
 
 def test_a_duplicate_report_is_dropped_and_counts_once() -> None:
