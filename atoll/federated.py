@@ -37,6 +37,15 @@ MAX_METRICS = 16
 MAX_FIELDS = 64
 MAX_DIMS = 8
 MAX_SAMPLES = 2**40
+COUNTED_SAMPLES = 1_000_000
+"""Default of ``max_samples``: above what one owner holds of the usual federated data sets (all of MNIST has
+60,000 images), so that hardly an honest one is turned down. It is also what a liar may claim: the owner of
+a small federation lowers it."""
+MOST_COUNTED = 10**9
+"""The highest ``max_samples``: weighted sums of the largest deltas allowed still are finite in float32."""
+MAX_RESIDUAL_ROUNDS = 10
+"""A client drawn for half of the rounds misses so many in a row once in 1,000 times; ``bandwidth_aware``, as
+it comes, lets nobody wait longer."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 
@@ -69,6 +78,7 @@ class Federated:
     uplink: str = OFF
     error_feedback: bool = True
     downlink: str = Downlink.OFF.value
+    max_samples: int = COUNTED_SAMPLES  # that a client may register: no claim weighs more
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -77,6 +87,7 @@ class Federated:
             ("clients", self.clients, 0, 4096),
             ("min_clients", self.min_clients, 1, 4096),
             ("evaluate_every", self.evaluate_every, 0, 10**9),
+            ("max_samples", self.max_samples, 1, MOST_COUNTED),
         ):
             if type(value) is not int or not low <= value <= high:
                 raise UsageError(f"{name} = {value!r}; give a whole number from {low} to {high}")
@@ -184,6 +195,15 @@ def parse_uplink(text: str) -> Compression:
     if parsed.mode == BCRS and parsed.ratio is None:
         raise UsageError("uplink bcrs needs the slowest client's ratio, as in bcrs:32")
     return parsed
+
+
+def residual_counts(left_in: int, at_round: int) -> bool:
+    """Whether what a codec left out of the update of round ``left_in`` is added to that of ``at_round``.
+
+    Older than ``MAX_RESIDUAL_ROUNDS`` it was left by a model too far back, and by one that is still to come
+    if the rounds began anew: both are dropped.
+    """
+    return 0 <= at_round - left_in <= MAX_RESIDUAL_ROUNDS
 
 
 def checked_name(what: str, name: str) -> str:

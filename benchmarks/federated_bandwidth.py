@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 SCENARIO = "federated_homes"
 STEP_S = 0.01  # of one local step on any client: an assumption, alike for all variants
 TARGET = 0.9
-PLANNED_EVEN = 0.12  # of finish times, for 15 %: real files are some per cent off what was planned
 DOWN_SHARE = {
     "off": 1.0,
     "lossless": 0.83,
@@ -167,9 +166,9 @@ def ratios_of(
 
 
 def least_even(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink]) -> float:
-    """The base ratio with which the plan has all clients done within 15 % of each other, with some room."""
+    """The base ratio with which the plan has all clients done within 15 % of each other."""
     dense = float(sum(meta.nbytes for meta in up))
-    base = even_base(uplinks, dense, lambda ratio: update_bytes(up, ratio), PLANNED_EVEN)
+    base = even_base(uplinks, dense, lambda ratio: update_bytes(up, ratio))
     if base is None:
         raise UsageError("no base ratio lets all end together on these lines; give --base a number")
     return base

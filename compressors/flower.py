@@ -15,7 +15,8 @@ A packet travels as an ``Array`` with stype ``atoll.packet:CODEC[:RATIO]``: two 
 the packet's header, its payload. The receiver knows shape and dtype from what it sent and bounds every
 length by them; a reply that does not fit is left out with the reason. Requests are not compressed:
 weights with something lost would change what is trained. A residual is kept as soon as the reply is
-made, since Flower does not tell a node whether its reply was taken.
+made, since Flower does not tell a node whether its reply was taken, and dropped once it is too old
+(``atoll.federated.residual_counts``).
 
 Needs the extra ``atoll[flower]``; imports nothing of Flower but its public API.
 """
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from atoll.compression import Compression
 from atoll.errors import BadFrame, UsageError
+from atoll.federated import residual_counts
 from compressors import CODECS, make_compressor
 from compressors.base import MAX_HEADER_BYTES, Compressor, State, check_packet, meta_of, parse_packet
 from compressors.catalogue import Codec, Use, takes
@@ -57,7 +59,9 @@ NUMPY = "numpy.ndarray"
 CODEC = "atoll-codec"
 """Key of a request's config: the codec that the server wants."""
 RESIDUAL = "atoll.residual"
-"""Records of a node's Context: what was left out, and by which codec."""
+"""Records of a node's Context: what was left out, by which codec, and in which round."""
+ROUND = "server-round"
+"""Key of a request's config, which Flower's strategies set, and of that record."""
 _LENGTH = struct.Struct("<H")
 
 
@@ -121,7 +125,8 @@ def _pack_reply(
 ) -> None:
     """Replace arrays of ``reply`` by packets, and keep what they leave out."""
     codec = coding.feeding_back() if error_feedback else coding.codec
-    before = _kept(context, coding)
+    at_round = _round_of(message)
+    before = _kept(context, coding, at_round)
     after: dict[str, Array] = {}
     for key, arrays in reply.content.array_records.items():
         sent = message.content.array_records.get(key, ArrayRecord())
@@ -141,22 +146,36 @@ def _pack_reply(
             arrays[name] = _to_array(packet.header, packet.payload, coding.text)
             after.update(_to_keep(state, f"{key}/{name}"))
     context.state[RESIDUAL] = ArrayRecord(after)
-    context.state[f"{RESIDUAL}.codec"] = ConfigRecord({CODEC: coding.text})
+    facts = ConfigRecord({CODEC: coding.text})
+    if at_round is not None:
+        facts[ROUND] = at_round
+    context.state[f"{RESIDUAL}.codec"] = facts
 
 
 def _seed(message: Message, context: Context, key: str, name: str) -> int:
     """Of random roundings: another for every round, node and array, the same when a run is repeated."""
-    rounds = [c["server-round"] for c in message.content.config_records.values() if "server-round" in c]
+    rounds = [c[ROUND] for c in message.content.config_records.values() if ROUND in c]
     node = context.node_config.get("partition-id", context.node_id)
     text = f"{rounds or message.metadata.message_id}/{node}/{key}/{name}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _kept(context: Context, coding: Coding) -> ArrayRecord:
-    """Residuals of the same codec; those of another one are dropped."""
+def _round_of(message: Message) -> int | None:
+    """None where the server does not say."""
+    told = (config.get(ROUND) for config in message.content.config_records.values())
+    return next((value for value in told if type(value) is int), None)
+
+
+def _kept(context: Context, coding: Coding, at_round: int | None) -> ArrayRecord:
+    """Residuals of the same codec that are not too old; all others are dropped. Where a round is not known,
+    no residual is too old."""
     by = context.state.config_records.get(f"{RESIDUAL}.codec", ConfigRecord())
-    held = context.state.array_records.get(RESIDUAL)
-    return held if held is not None and by.get(CODEC) == coding.text else ArrayRecord()
+    held, left_in = context.state.array_records.get(RESIDUAL), by.get(ROUND)
+    if held is None or by.get(CODEC) != coding.text:
+        return ArrayRecord()
+    if type(left_in) is int and at_round is not None and not residual_counts(left_in, at_round):
+        return ArrayRecord()
+    return held
 
 
 def _restored(codec: Compressor, meta: TensorMeta, kept: ArrayRecord, key: str) -> State:

@@ -157,6 +157,7 @@ def _blame(state: FederationState, worker: str, reason: str) -> Outcome:
 
 
 def _invite(state: FederationState, event: Event, now_s: float) -> Outcome:
+    """What it registered decides how much it weighs: more than the owner lets count is turned down."""
     assert isinstance(event, Invited)  # noqa: S101 - the table says so
     known = state.clients.get(event.worker) or Client(event.worker, event.n_samples)
     # Its strikes stay: a client is who its certificate says, however often its process starts anew.
@@ -169,6 +170,14 @@ def _invite(state: FederationState, event: Event, now_s: float) -> Outcome:
         out=known.out if known.barred else "",
         model="",
     )
+    most = state.federated.rule.max_samples
+    if client.n_samples > most:
+        why = (
+            f"registered {client.n_samples} samples of {state.federated.data!r}, at most {most} may count; "
+            "register fewer, or let the job's owner raise Federated(max_samples=...)"
+        )
+        turned_down = with_client(state, replace(client, out=client.out or why))
+        return turned_down, [Without(state.round, event.worker, why), Let(event.worker, why)]
     return with_client(state, client), [Invite(event.worker)]
 
 

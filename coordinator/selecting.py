@@ -16,16 +16,17 @@ from atoll.compression import LOSSLESS, OFF
 from atoll.errors import StorageError
 from atoll.federated import BCRS, Federated, parse_uplink
 from atoll.opdag import TensorMeta
-from compressors.catalogue import codec
+from compressors.catalogue import codec, takes
+from compressors.sparse_sizes import whole_size
 from coordinator.federation_state import Client, FederationState
 from strategies.bcrs import Ratios, Uplink, bcrs
 from strategies.oort import OortState, Seen
-from strategies.selection import Candidate, Outcome, Selector
+from strategies.selection import Candidate, Outcome, Selector, candidates_of
+from strategies.selection import smoothed as smoothed
 from strategies.selectors import make_selector
 
 BCRS_CODEC = "topk"
 NONE = "none"
-UNKNOWN_S = 1.0  # of a round, before any was measured
 UNKNOWN_BPS = 20e6  # of an uplink: the same for all until one is measured
 LEAST_SAMPLES = 1
 
@@ -37,16 +38,9 @@ def selector_of(rule: Federated) -> Selector:
 
 def candidates(state: FederationState) -> dict[str, Candidate]:
     """Clients that could take part now."""
-    known = [client.round_s for client in state.clients.values() if client.round_s > 0.0]
-    unseen_s = median(known) if known else UNKNOWN_S
     share = 1.0 - state.federated.rule.held_out
-    return {
-        name: Candidate(
-            max(LEAST_SAMPLES, int(state.clients[name].n_samples * share)),
-            state.clients[name].round_s or unseen_s,
-        )
-        for name in state.ready
-    }
+    samples = {name: max(LEAST_SAMPLES, int(state.clients[name].n_samples * share)) for name in state.ready}
+    return candidates_of(samples, {name: client.round_s for name, client in state.clients.items()})
 
 
 def places(state: FederationState) -> int:
@@ -99,8 +93,13 @@ def codecs(state: FederationState, names: tuple[str, ...]) -> tuple[dict[str, tu
 
 
 def update_bytes(up: Sequence[TensorMeta], ratio: float) -> float:
-    """Of one update under BCRS's codec, which leaves small tensors as they are."""
-    return sum(codec(BCRS_CODEC).payload_bytes(meta, ratio) for meta in up)
+    """Of one update under BCRS's codec: as ``compressors.model_file`` codes it, top-k over each tensor as a
+    whole, and small tensors as they are."""
+    facts = codec(BCRS_CODEC)
+    return sum(
+        min(float(meta.nbytes), whole_size(meta, ratio)) if takes(facts, meta) else float(meta.nbytes)
+        for meta in up
+    )
 
 
 def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: float) -> Ratios:
@@ -152,11 +151,6 @@ def selector_from_json(value: Any) -> Any:
         return OortState(seen, float(oort["percentile"]), tuple(oort["gathered"]))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise StorageError(f"the journal holds a damaged selector state: {error}") from error
-
-
-def smoothed(before: float, measured: float, weight: float = 0.3) -> float:
-    """Exponential mean; the first measurement counts whole."""
-    return measured if before <= 0.0 else (1.0 - weight) * before + weight * measured
 
 
 def learn_of(client: Client, **figures: Any) -> Client:

@@ -185,7 +185,11 @@ class ServerHalf:
         update = ClientUpdate(
             at_round, told.n_samples, told.steps, delta, slots, told.scalars, told.metrics, client
         )
-        check_update(self.rule, self.layout, at_round, update, Limits(samples=told.registered))
+        limits = Limits(
+            samples=min(told.registered, self.rule_spec.max_samples),
+            rate=self.spec.training.learning_rate(at_round),
+        )
+        check_update(self.rule, self.layout, at_round, update, limits)
         return update
 
     # ------------------------------------------------------------ files

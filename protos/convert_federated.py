@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from atoll.errors import BadFrame
 from atoll.federated import (
+    COUNTED_SAMPLES,
     MAX_DIMS,
     MAX_FIELDS,
     MAX_OPTIONS,
@@ -64,6 +65,7 @@ def federated_to_proto(spec: FederatedSpec) -> pb.FederatedSpec:
         uplink=rule.uplink,
         error_feedback=rule.error_feedback,
         downlink=rule.downlink,
+        max_samples=rule.max_samples,
         data=spec.data,
         inputs=[pb.FieldOfInput(input=name, field=spec.inputs[name]) for name in sorted(spec.inputs)],
     )
@@ -91,6 +93,7 @@ def federated_from_proto(message: pb.FederatedSpec, limits: Limits) -> Federated
         uplink=message.uplink,
         error_feedback=message.error_feedback,
         downlink=message.downlink,
+        max_samples=message.max_samples or COUNTED_SAMPLES,  # a job journalled before there was a bound
     )
     return FederatedSpec(rule, message.data, inputs)
 

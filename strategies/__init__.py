@@ -7,7 +7,6 @@ Importing this package does not load torch; the files ``*_module.py`` do, for th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
 from atoll.errors import UsageError
 from strategies.base import Strategy
@@ -25,6 +24,7 @@ from strategies.fedprox import FedProx
 from strategies.fedyogi import FedYogi
 from strategies.krum import Krum
 from strategies.moon import Moon
+from strategies.options import Option, typed
 from strategies.opwa import Opwa
 from strategies.qfedavg import QFedAvg
 from strategies.scaffold import Scaffold
@@ -32,8 +32,6 @@ from strategies.trimmed_mean import TrimmedMean
 from strategies.vhl import Vhl
 
 __all__ = ["STRATEGIES", "Option", "Strategy", "make_strategy"]
-
-Option = float | int | bool | str
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "fedavg": FedAvg,
@@ -63,14 +61,4 @@ def make_strategy(name: str, options: Mapping[str, Option] | None = None) -> Str
     rule = STRATEGIES.get(name)
     if rule is None:
         raise UsageError(f"no strategy {name[:64]!r}; there are {', '.join(sorted(STRATEGIES))}")
-    known = {field.name: field for field in fields(rule)}
-    given = dict(options or {})
-    for option, value in given.items():
-        if option not in known:
-            raise UsageError(f"{name} has no option {option[:64]!r}; it has {', '.join(known) or 'none'}")
-        wanted = type(known[option].default)
-        if wanted is float and type(value) is int:
-            given[option] = float(value)
-        elif type(value) is not wanted:
-            raise UsageError(f"{name}: {option} = {value!r}; give a {wanted.__name__}")
-    return rule(**given)
+    return rule(**typed(rule, options or {}))

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import isclose, isfinite, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from atoll.errors import BadUpdate, UsageError
-from atoll.federated import parse_uplink
+from atoll.federated import MOST_COUNTED, parse_uplink
 from atoll.job import OptimizerName
 from strategies.layout import SHARED, Role, meta_of, pieces
 
@@ -29,15 +29,20 @@ MAX_METRICS = 64
 MAX_NAME = 128
 MAX_ELEMENT = 1e18
 """Times the most samples this is still a float32, so no client alone makes a sum overflow."""
+RATE = "lr"
+"""What a rule calls the local learning rate where its clients upload it."""
+SAME_RATE = 1e-6  # two machines' libraries may round a schedule's cosine apart
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What no honest update exceeds. ``samples``: what this client registered, where it is known."""
+    """What no honest update exceeds, or differs from. ``samples``: what this client registered and the
+    owner lets count, where that is known."""
 
-    samples: int = 10**9
+    samples: int = MOST_COUNTED
     steps: int = 10**8
     norm: float = float("inf")  # L2 of the whole delta
+    rate: float | None = None  # the round's learning rate by the job's schedule; None: not known
 
 
 NO_LIMITS = Limits()
@@ -58,6 +63,7 @@ def check_update(
     _check_arrays("delta", update.delta, layout.metas_of(*SHARED))
     _check_slots(update.extra, rule.extra_up(layout))
     _check_scalars(rule, update.scalars)
+    _check_rate(update.scalars, limits.rate)
     if len(update.metrics) > MAX_METRICS or any(len(name) > MAX_NAME for name in update.metrics):
         raise BadUpdate(f"{len(update.metrics)} metrics; at most {MAX_METRICS}, names to {MAX_NAME} letters")
     bad = [name for name, value in update.metrics.items() if not isfinite(value)]
@@ -159,6 +165,13 @@ def _check_scalars(rule: Strategy, scalars: Mapping[str, float]) -> None:
         value = scalars[name]
         if not isfinite(value) or not bound.low <= value <= bound.high:
             raise BadUpdate(f"{name} = {value:g}; from {bound.low:g} to {bound.high:g}")
+
+
+def _check_rate(scalars: Mapping[str, float], rate: float | None) -> None:
+    if rate is None or RATE not in scalars:
+        return
+    if not isclose(scalars[RATE], rate, rel_tol=SAME_RATE):
+        raise BadUpdate(f"trained at the rate {scalars[RATE]:g}; this round's is {rate:g}")
 
 
 def _most(array: Array) -> float:

@@ -31,10 +31,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from atoll.errors import BadUpdate, UsageError
+from atoll.federated import COUNTED_SAMPLES, MOST_COUNTED
 from strategies import STRATEGIES, Option, make_strategy
 from strategies import flower_records as words
 from strategies.base import ServerState, Strategy
-from strategies.checking import check_update
+from strategies.checking import Limits, check_update
 from strategies.flower_client import (
     LocalWork,
     correct,
@@ -69,6 +70,7 @@ class AtollStrategy(FlowerFedAvg):
     ``trained``: names that have gradients (``trained_names(module)``); by default every floating array
     but BatchNorm's running statistics. ``averaged``: buffers that training writes; by default those
     statistics. ``n_clients``: of the whole federation; 0 counts the nodes connected at the first round.
+    ``max_samples``: a reply that claims more examples is left out, for nobody registers them here.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class AtollStrategy(FlowerFedAvg):
         trained: Collection[str] | None = None,
         averaged: Collection[str] | None = None,
         n_clients: int = 0,
+        max_samples: int = COUNTED_SAMPLES,
         **settings: Any,
     ) -> None:
         try:
@@ -86,7 +89,10 @@ class AtollStrategy(FlowerFedAvg):
             raise UsageError(f"{rule.name}: {error}; options are {_options(rule)} and Flower's") from None
         if n_clients < 0:
             raise UsageError(f"n_clients = {n_clients}; 0 counts the nodes of the first round")
+        if not 1 <= max_samples <= MOST_COUNTED:
+            raise UsageError(f"max_samples = {max_samples}; give a whole number from 1 to {MOST_COUNTED}")
         self.rule, self.n_clients = rule, n_clients
+        self._limits = Limits(samples=max_samples)
         self._trained, self._averaged = trained, averaged
         self._held: tuple[ServerState, Layout] | None = None  # and the roles before the rule changed any
         self._arrays = ArrayRecord()  # the whole model
@@ -224,7 +230,7 @@ class AtollStrategy(FlowerFedAvg):
                 if node in found:
                     raise BadUpdate("a second reply")
                 counted = read_reply(self.rule, self.state, node, reply.content, self.weighted_by_key)
-                check_update(self.rule, self.state.layout, self.state.round, counted[0])
+                check_update(self.rule, self.state.layout, self.state.round, counted[0], self._limits)
                 found[node] = counted
             except BadUpdate as error:
                 log.warning("round %d without node %s: %s", self.state.round + 1, node, error)

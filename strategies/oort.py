@@ -3,6 +3,8 @@
     utility_k = |B_k| sqrt(mean loss^2), clipped at its 0.9 quantile, scaled to [0, 1] over the explored
     score_k   = (utility_k + sqrt(0.1 ln t / last_k)) * (T / t_k)^2 where t_k > T
 
+the loss is a micro-batch's, which is what clients have: mean loss^2 is over their local steps, and less
+than over samples by how much these differ within a batch;
 t the round from 1, last_k that in which k's utility was seen, t_k its measured seconds. T is a percentile
 of all t_k: it starts at the 30th; every 20 rounds it is raised by 5 points when the utility gathered has
 changed by less than 10 %, and lowered by 5 when by more than five times. A share of each round, 0.9 at

@@ -5,7 +5,9 @@
 
 q = 0 is the unweighted mean. F_k must be the loss at the received weights: Flower takes whatever the
 client calls train_loss, usually that after or during training, and so weighs by another quantity.
-1e-10 is added to F_k. Source: Li 2020 (fair resource allocation), Alg. 2; papers/federated.md 4.
+1e-10 is added to F_k. A job's server knows the round's lr and refuses another; F_k and w_k it has to
+believe, so this is no rule where clients may lie: with q < 1 one that claims a loss of 0 swells the divisor
+until nothing moves. Source: Li 2020 (fair resource allocation), Alg. 2; papers/federated.md 4.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from atoll.errors import UsageError
+from atoll.errors import BadUpdate, UsageError
 from strategies.base import Facts, Scalar, Uploads, Work
+from strategies.checking import RATE
+from strategies.layout import Role
 from strategies.linear import TRAINED, WEIGHT, Linear
 from strategies.options import within
 from strategies.sums import Contribution, Term
@@ -25,8 +29,12 @@ if TYPE_CHECKING:
     from strategies.base import ClientUpdate
     from strategies.layout import Layout
 
-LOSS, RATE = "start_loss", "lr"
+LOSS = "start_loss"
 FLOOR = 1e-10
+MAX_SHARE = 1e34
+"""Of one client in a sum: of 4,096 of them the sum is still a float32."""
+LEAST_SHARE = 1e-30
+"""Losses near 0 to a high q vanish as float32; where all of them do, a round shall not be 0 / 0."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +57,31 @@ class QFedAvg(Linear):
     def scalars_up(self) -> tuple[Scalar, ...]:
         return (Scalar(LOSS, 0.0, 1e6), Scalar(RATE, 1e-12, 1e3))
 
+    def check(self, layout: Layout, update: ClientUpdate) -> None:
+        """BadUpdate for one that could make a sum overflow."""
+        trained = [update.delta[name] for name in layout.names(Role.TRAINED)]
+        largest = max((float(np.abs(array).max(initial=0.0)) for array in trained), default=0.0)
+        weight, divisor = self._shares(update, largest**2 * sum(array.size for array in trained))
+        share = max(weight, weight * largest, divisor)
+        if not share <= MAX_SHARE:
+            raise BadUpdate(
+                f"a start loss of {update.scalars[LOSS]:g} at the rate {update.scalars[RATE]:g} and a change "
+                f"of up to {largest:.3g} weigh {share:.3g} with q = {self.q:g}; at most {MAX_SHARE:g}"
+            )
+
     def contribute(self, layout: Layout, update: ClientUpdate) -> Contribution:
         base = super().contribute(layout, update)
-        reach, loss = 1.0 / update.scalars[RATE], update.scalars[LOSS] + FLOOR
         trained = base.terms[TRAINED].arrays
-        square = reach**2 * sum(float(np.sum(np.square(a, dtype=np.float64))) for a in trained.values())
-        divisor = self.q * loss ** (self.q - 1.0) * square + reach * loss**self.q
-        pushed = Term(reach * loss**self.q, trained)
+        square = sum(float(np.sum(np.square(a, dtype=np.float64))) for a in trained.values())
+        weight, divisor = self._shares(update, square)
+        pushed = Term(weight, trained)
         return Contribution({**base.terms, TRAINED: pushed}, {**base.scalars, WEIGHT: divisor})
+
+    def _shares(self, update: ClientUpdate, square: float) -> tuple[float, float]:
+        """(factor of the delta, part of the divisor) where the delta's squared norm is ``square``."""
+        reach, loss = 1.0 / update.scalars[RATE], update.scalars[LOSS] + FLOOR
+        weight = max(LEAST_SHARE, reach * loss**self.q)
+        return weight, self.q * loss ** (self.q - 1.0) * (reach**2 * square) + weight
 
     def _uploads(self, work: Work) -> Uploads:
         first = work.done[0]

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
 
 from atoll.errors import UsageError
+
+UNKNOWN_S = 1.0  # of a round, before any was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a participant showed. ``square_loss``: mean over its samples of the squared loss."""
+    """What a participant showed. ``square_loss``: mean over its local steps of the squared loss of a
+    micro-batch, itself a mean; ``seconds`` as a Candidate's."""
 
     square_loss: float
     n_samples: int
@@ -92,6 +96,19 @@ class Random(Selector):
         losses: Mapping[str, float] | None = None,
     ) -> Selection:
         return draw(dict.fromkeys(candidates, 1.0), count, generator(seed, at_round)), state
+
+
+def candidates_of(n_samples: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, Candidate]:
+    """Those who could take part, by their samples. ``seconds``: of a round, of whomever they are known;
+    0 or absent means the median of the others, and ``UNKNOWN_S`` before any is known."""
+    known = [value for value in seconds.values() if value > 0.0]
+    unseen_s = median(known) if known else UNKNOWN_S
+    return {name: Candidate(count, seconds.get(name) or unseen_s) for name, count in n_samples.items()}
+
+
+def smoothed(before: float, measured: float, weight: float = 0.3) -> float:
+    """Exponential mean; the first measurement counts whole."""
+    return measured if before <= 0.0 else (1.0 - weight) * before + weight * measured
 
 
 def generator(seed: int, at_round: int, use: int = 0) -> np.random.Generator:

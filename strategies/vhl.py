@@ -3,7 +3,7 @@
     L = CE(real) + alpha CE(virtual) + lambda SupCon([f_real, stopgrad(f_virtual)]) + 0.1 SupCon(f_virtual)
 
 The loss lives in the wrapper of the owner's module (``strategies.vhl_module``); this file is the rule
-around it: any other rule by name as ``base``, unchanged, and the buffer that ends the matching after
+around it: another rule by name as ``base``, with its own options, and the buffer that ends the matching after
 ``match_epochs`` local epochs of a round. The virtual set is a buffer of the wrapper, so it goes out once
 with the job and is the same bytes everywhere; a client that makes it from the seed compares its
 fingerprint (``strategies.virtual_data``). Costs: about twice the local computation, 2C instead of C
@@ -13,6 +13,7 @@ outputs. Source: VHL (Tang 2022); papers/federated.md 1.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from strategies.fedavgm import FedAvgM
 from strategies.feddyn import FedDyn
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
-from strategies.options import within
+from strategies.options import parsed, typed, within
 from strategies.scaffold import Scaffold
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ BASES: dict[str, type[Strategy]] = {
 
 @dataclass(frozen=True)
 class Vhl(Around):
-    """``base``: a rule of ``BASES`` by name, at its defaults; ``match_epochs`` >= 0."""
+    """``base``: a rule of ``BASES`` by name; ``match_epochs`` >= 0; ``base_options``: the base's, as in
+    "mu=0.1, server_lr=0.5", within the bounds that it has alone."""
 
     name: ClassVar[str] = "vhl"
     FACTS: ClassVar[Facts] = Facts(
@@ -53,15 +55,18 @@ class Vhl(Around):
 
     base: str = "fedavg"
     match_epochs: int = 5
+    base_options: str = ""
 
     def __post_init__(self) -> None:
         within(self.name, "match_epochs", self.match_epochs, 0, 1_000_000)
         if self.base not in BASES:
             raise UsageError(f"vhl: base {self.base[:64]!r}; it goes around {', '.join(BASES)}")
+        _ = self.inner  # whose options are checked where it is made
 
-    @property
+    @cached_property
     def inner(self) -> Strategy:
-        return BASES[self.base]()
+        rule = BASES[self.base]
+        return rule(**typed(rule, parsed("vhl: base_options", self.base_options)))
 
     @property
     def facts(self) -> Facts:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from benchmarks import bandwidth_report as reporting
 from benchmarks import federated_bandwidth as bench
 from benchmarks.bandwidth_report import Line
 from benchmarks.federated_mnist import Setting
+from compressors.model_file import Coding, write_update
 from coordinator.selecting import by_uplink, update_bytes
 from lab.reader import read_scenario
 
@@ -53,6 +55,17 @@ def test_own_ratios_are_the_coordinators_and_the_slowest_has_the_base() -> None:
     assert found["a"] == 20.0 > found["b"] > found["c"] >= 1.0
     finish = [uplinks[name].finish_s(update_bytes(UP, found[name])) for name in ("a", "b")]
     assert reporting.spread(finish) < 0.02
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0, 5.0, 20.0, 100.0])
+def test_planned_bytes_are_those_of_the_files_but_for_their_directory(tmp_path: Path, ratio: float) -> None:
+    draw = np.random.default_rng(4711)
+    up = [*UP, TensorMeta((200, 200), "float32"), TensorMeta((10, 200), "float32")]
+    arrays = {f"w{at}": draw.normal(size=meta.shape).astype(np.float32) for at, meta in enumerate(up)}
+    made = write_update(tmp_path / "update", arrays, Coding("topk", ratio, frozenset(arrays)))
+    directory = 512
+    assert made.size - directory <= update_bytes(up, ratio) * 1.002
+    assert made.size >= update_bytes(up, ratio) * 0.998
 
 
 def test_uniform_ratios_have_the_mean_the_bytes_or_the_base_of_those_by_uplink() -> None:

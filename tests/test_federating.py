@@ -35,6 +35,7 @@ from coordinator.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 from protos.convert import from_proto, to_proto
 from protos.convert_federated import dataset_from_proto, dataset_to_proto, datasets_from_proto
+from protos.telemetry import Event
 from strategies import make_strategy
 from strategies.oort import Oort
 from strategies.selection import Candidate, Outcome
@@ -126,6 +127,24 @@ def test_a_data_set_that_does_not_fit_is_told_and_its_worker_left_alone() -> Non
     shown = job_update(world.scheduler, "job-1", 0.0).federated
     assert [(c.worker, c.state) for c in shown.clients] == [("w1", "loading"), ("w2", "unfit")]
     assert "samples of shape (9, 9)" in shown.clients[1].reason
+
+
+def test_a_registration_beyond_what_may_count_is_logged_shown_and_not_tried_again() -> None:
+    world = Fleet(holds={"w2": (replace(DIGITS, n_samples=2**40),)})
+    world.join("w1", "w2")
+    world.submit(what=spec())
+    world.wait(1.0)
+    assert world.phase("w2") is members.Phase.POOL
+    shown = job_update(world.scheduler, "job-1", world.now_s).federated
+    assert [(c.worker, c.state) for c in shown.clients] == [("w1", "loading"), ("w2", "left out")]
+    assert "at most 1000000 may count" in shown.clients[1].reason
+    logged = [i for i in world.other if isinstance(i, do.Log) and i.event == Event.CLIENT_DROPPED]
+    assert [(i.fields["worker"], i.fields["reason"]) for i in logged] == [("w2", shown.clients[1].reason)]
+    assert not world.messages("w2", do.Participate)
+    world.loads("w1")
+    for at_round in range(3):
+        world.answers("w1", at_round=at_round)
+    assert world.state().phase is Phase.FINISHED
 
 
 @pytest.mark.parametrize(
@@ -288,6 +307,8 @@ def test_only_federated_jobs_resume_federated_ones() -> None:
         ({"held_out": 0.0}, "nothing to evaluate on"),
         ({"deadline_s": float("nan")}, "deadline_s"),
         ({"local_epochs": 0}, "local_epochs"),
+        ({"max_samples": 0}, "max_samples = 0; give a whole number from 1"),
+        ({"max_samples": 2**40}, "max_samples"),
         ({"uplink": "auto"}, "give off, lossless"),
         ({"uplink": "bcrs"}, "needs the slowest client's ratio"),
         ({"downlink": "zip"}, "downlink"),
@@ -336,15 +357,31 @@ OPTIONS = st.dictionaries(
 )
 
 
-@given(options=OPTIONS, chosen=OPTIONS, held=st.floats(0.01, 0.9), steps=st.integers(0, 10**6))
+@given(
+    options=OPTIONS,
+    chosen=OPTIONS,
+    held=st.floats(0.01, 0.9),
+    steps=st.integers(0, 10**6),
+    samples=st.integers(1, 10**9),
+)
 def test_a_federated_job_survives_the_wire(
-    options: dict[str, Any], chosen: dict[str, Any], held: float, steps: int
+    options: dict[str, Any], chosen: dict[str, Any], held: float, steps: int, samples: int
 ) -> None:
-    rule = Federated(options=options, selector_options=chosen, held_out=held, local_steps=steps)
+    rule = Federated(
+        options=options, selector_options=chosen, held_out=held, local_steps=steps, max_samples=samples
+    )
     sent = FederatedSpec(rule, "digits", {"x": "image"})
     assert from_proto(to_proto(sent)) == sent
     job = replace(spec(), federated=sent)
     assert from_proto(to_proto(job)) == job
+
+
+def test_a_job_from_before_there_was_a_bound_on_samples_gets_the_default() -> None:
+    message = to_proto(spec(max_samples=5))
+    message.federated.max_samples = 0
+    found = from_proto(message).federated
+    assert found is not None
+    assert found.rule.max_samples == Federated().max_samples
 
 
 def test_a_federated_job_that_brings_data_is_refused() -> None:

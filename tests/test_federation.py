@@ -272,6 +272,33 @@ def test_impossible_figures_drop_the_client_with_the_reason(figures: dict[str, A
     assert world.heard("b", do.RoundTaken)[0].reason == closed.dropped["b"]
 
 
+@pytest.mark.parametrize("rule", ["fedavg", "coordinate_median"])
+def test_who_registers_more_than_may_count_is_turned_down_and_the_job_goes_on(rule: str) -> None:
+    world = World(spec(rounds=1, strategy=rule, evaluate_every=0))
+    world.step(fed.Begin())
+    world.step(fed.Invited("a", 100))
+    todo = world.step(fed.Invited("huge", 2**40))
+    why = world.state.clients["huge"].out
+    assert "registered 1099511627776 samples of 'digits', at most 1000000 may count" in why
+    assert todo == [fed.Without(0, "huge", why), fed.Let("huge", why)]
+    world.says("huge", ev.Loaded("job-1", 1))  # whatever it says
+    world.says("a", ev.Loaded("job-1", 1))
+    assert world.state.chosen == ("a",)
+    world.says("huge", update("huge", 0, n_samples=2 * 10**9))
+    world.updates("a")
+    (closed,) = world.facts(RoundClosed)
+    assert list(closed.participants) == ["a"]
+    assert world.state.phase is Phase.FINISHED
+
+
+def test_who_registers_less_again_is_invited() -> None:
+    world = World(spec(max_samples=150))
+    world.step(fed.Begin())
+    world.step(fed.Invited("a", 151))
+    assert fed.Invite("a") in world.step(fed.Invited("a", 150))
+    assert world.state.clients["a"].out == ""
+
+
 def test_an_update_that_the_aggregator_refuses_drops_its_client() -> None:
     world = World(bad={"b"})
     world.begin("a", "b")

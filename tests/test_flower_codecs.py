@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import BadFrame, UsageError
+from atoll.federated import MAX_RESIDUAL_ROUNDS
 from compressors import CODECS
 from compressors.catalogue import Use
 from compressors.flower import RESIDUAL, STYPE, Coding, Compressed, Mod, compress_mod
@@ -118,6 +119,21 @@ def test_a_residual_of_another_codec_is_dropped() -> None:
     run(Compressed(fedavg(), "lossless"), nodes, 1)
     assert before
     assert not nodes.contexts[1].state[RESIDUAL]
+
+
+def packet_of(nodes: LocalGrid, at_round: int) -> bytes:
+    """What node 1 sends when it is asked in this round."""
+    requests = Compressed(fedavg()).configure_train(at_round, record(model()), ConfigRecord(), nodes)
+    replies = {r.metadata.src_node_id: r for r in nodes.send_and_receive(requests)}
+    return replies[1].content["arrays"]["weight"].data
+
+
+def test_a_residual_counts_for_some_rounds_and_then_no_more() -> None:
+    for missed, counts in ((MAX_RESIDUAL_ROUNDS, True), (MAX_RESIDUAL_ROUNDS + 1, False), (-1, False)):
+        nodes = grid(compress_mod("topk:8"))
+        packet_of(nodes, 3)
+        fresh = packet_of(grid(compress_mod("topk:8")), 3 + missed)
+        assert (packet_of(nodes, 3 + missed) != fresh) is counts
 
 
 def test_power_iterations_go_on_where_they_were() -> None:

@@ -185,6 +185,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "bytes": (array_with("net.fc.bias", Array("float32", (3,), "numpy.ndarray", b"\x93NUMPY")), "header"),
     "pickle": (array_with("net.fc.bias", Array("float32", (3,), "python.pickle", b"")), "serialised as"),
     "samples": (metric_with("num-examples", 10**12), "samples"),
+    "more than may count": (metric_with("num-examples", 1_000_001), "from 1 to 1000000"),
     "fraction": (metric_with("num-examples", 0.5), "whole number"),
     "list": (metric_with("num-examples", [1, 2]), "whole number"),
     "no samples": (without("metrics", "num-examples"), "whole number"),
@@ -208,6 +209,31 @@ def test_a_round_closes_without_a_bad_reply_and_says_why(how: str, caplog: pytes
     warned = [record.getMessage() for record in caplog.records if "node 3" in record.getMessage()]
     assert all(reason in text for text in warned)
     assert len(warned) == (how != "lost")
+
+
+@pytest.mark.parametrize("name", ["fedavg", "coordinate_median", "krum"])
+def test_a_huge_claim_of_examples_costs_its_node_the_round_under_every_rule(name: str) -> None:
+    rule = make_strategy(name)
+    strategy, grid = adapted(rule, max_samples=50), nodes(rule)
+    grid.change = reply_with(metric_with("num-examples", 2 * 10**9))
+    strategy.start(grid=grid, initial_arrays=initial(), num_rounds=2)
+    assert strategy.state.round == 2
+    state, whole = start(rule, "float32")
+    clients: dict[str, Any] = {}
+    for _ in range(2):
+        updates = one_round(rule, state, whole, clients)
+        state = rule.aggregate(state, [u for u in updates if u.client != "c2"])
+    agree(strategy.state, state, 1e-6)
+
+
+def test_a_start_loss_that_would_overflow_a_sum_leaves_its_node_out() -> None:
+    rule = make_strategy("qfedavg", {"q": 8.0})
+    strategy, grid = adapted(rule), nodes(rule)
+    grid.change = reply_with(metric_with("atoll-start_loss", 1e6))
+    strategy.start(grid=grid, initial_arrays=initial(), num_rounds=1)
+    state, whole = start(rule, "float32")
+    others = [u for u in one_round(rule, state, whole, {}) if u.client != "c2"]
+    agree(strategy.state, rule.aggregate(state, others), 1e-6)
 
 
 def test_a_client_that_raises_and_a_reply_that_comes_twice_count_once_at_most() -> None:
@@ -333,6 +359,8 @@ def test_every_rule_has_a_class_of_its_own_with_its_options() -> None:
         flower.FedProx(mew=1.0)
     with pytest.raises(UsageError, match="n_clients = -1"):
         flower.FedProx(n_clients=-1)
+    with pytest.raises(UsageError, match="max_samples = 0; give a whole number from 1 to 1000000000"):
+        flower.FedProx(max_samples=0)
     with pytest.raises(AttributeError, match="FedSgd"):
         _ = flower.FedSgd
 

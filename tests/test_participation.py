@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError, UsageError
-from atoll.federated import Federated, FederatedSpec
+from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated, FederatedSpec
 from atoll.job import TrainingSpec
 from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.capture import capture
@@ -222,7 +222,7 @@ def test_word_that_comes_while_the_round_is_trained_again_finds_the_first_draft(
     with pytest.raises(Cancelled):
         client.train(order(0, server.broadcast()), cancel)
     client.settle(0, True)
-    state, _ = ClientStore(tmp_path / "w", "federation").load("none")
+    state, _ = ClientStore(tmp_path / "w", "federation").load(1, "none")
     assert "dual" in state.slots
 
 
@@ -231,13 +231,37 @@ def test_residuals_are_kept_across_restarts_and_bring_back_what_topk_left_out(tm
     for at_round in range(3):
         update = run_round(server, joined(server, tmp_path / "w"), at_round, "topk", 16.0)
     assert 2 * update.stored.size < sum(a.nbytes for a in server.state.weights.values())
-    _, left = ClientStore(tmp_path / "w", "federation").load("topk")
+    _, left = ClientStore(tmp_path / "w", "federation").load(3, "topk")
     assert left.keys() == {"weights/head.weight"}  # smaller tensors travel whole
     assert float(left["weights/head.weight"].abs().sum()) > 0
-    assert ClientStore(tmp_path / "w", "federation").load("int8_block")[1] == {}
+    assert ClientStore(tmp_path / "w", "federation").load(3, "int8_block")[1] == {}
     without = Server(tmp_path / "other", uplink="topk:16", error_feedback=False)
     run_round(without, joined(without, tmp_path / "v"), 0, "topk", 16.0)
-    assert ClientStore(tmp_path / "v", "federation").load("topk")[1] == {}
+    assert ClientStore(tmp_path / "v", "federation").load(1, "topk")[1] == {}
+
+
+AGES = ((1, True), (MAX_RESIDUAL_ROUNDS, True), (MAX_RESIDUAL_ROUNDS + 1, False))
+
+
+def test_a_residual_that_is_too_old_is_not_sent(tmp_path: Path) -> None:
+    server = Server(tmp_path / "server", uplink="topk:16")
+    client, fresh = joined(server, tmp_path / "w"), joined(server, tmp_path / "x")
+    run_round(server, client, 0, "topk", 16.0)
+    model = server.broadcast()
+    for at_round, counts in AGES:
+        asked = order(at_round, model, "topk", 16.0)
+        one, other = (c.train(asked, Cancel()).stored for c in (client, fresh))
+        assert (one != other) is counts
+
+
+def test_the_rules_own_state_does_not_age_as_a_residual_does(tmp_path: Path) -> None:
+    server = Server(tmp_path / "server", "feddyn", uplink="topk:16")
+    run_round(server, joined(server, tmp_path / "w"), 0, "topk", 16.0)
+    store = ClientStore(tmp_path / "w", "federation")
+    for at_round, counts in AGES:
+        state, left = store.load(at_round, "topk")
+        assert "dual" in state.slots
+        assert bool(left) is counts
 
 
 def test_rounds_with_another_ratio_each_keep_their_residual(tmp_path: Path) -> None:
@@ -256,9 +280,9 @@ def test_damaged_state_counts_as_never_kept(tmp_path: Path) -> None:
     store = ClientStore(tmp_path / "w", "federation")
     [kept] = list(store.folder.rglob("state"))
     kept.write_bytes(kept.read_bytes()[:100])
-    assert store.load("none")[0].slots == {}
+    assert store.load(1, "none")[0].slots == {}
     (store.folder / "kept.json").write_text("{}")
-    assert store.load("none")[0].slots == {}
+    assert store.load(1, "none")[0].slots == {}
     client.train(order(1, server.broadcast()), Cancel())
 
 
@@ -317,7 +341,7 @@ def test_a_cancelled_upload_leaves_the_store_and_the_state_alone(tmp_path: Path)
     server.store.put = lambda chunks: cancel.set("leaving") or next(chunks)  # type: ignore[assignment,func-returns-value]
     with pytest.raises(Cancelled):
         client.train(order(0, server.broadcast()), cancel)
-    assert ClientStore(tmp_path / "w", "federation").load("none")[0].slots == {}
+    assert ClientStore(tmp_path / "w", "federation").load(1, "none")[0].slots == {}
 
 
 def test_a_store_that_stays_away_is_an_error_and_not_for_ever(

@@ -191,6 +191,64 @@ def test_what_cannot_be_counted_is_dropped_with_the_reason(
         np.testing.assert_array_equal(half.state.weights[name], array)
 
 
+def five(server: Server, half: ServerHalf, **changes: Any) -> dict[str, Offered]:
+    """Of as many clients as every rule here needs."""
+    return {name: server.offer(half, at, **changes) for at, name in enumerate("abcde", 1)}
+
+
+def same_without(server: Server, half: ServerHalf, good: dict[str, Offered]) -> None:
+    """``half`` has closed the round that it closes where ``good`` are all that came."""
+    alone = server.half()
+    alone.open("", 6)
+    summed(server, alone, good)
+    assert half.state is not None
+    assert alone.state is not None
+    for name, array in alone.state.weights.items():
+        np.testing.assert_array_equal(half.state.weights[name], array)
+
+
+@pytest.mark.parametrize("rule", ["fedavg", "fednova", "coordinate_median", "trimmed_mean", "krum"])
+def test_whoever_registered_too_much_costs_the_round_its_own_update_alone(tmp_path: Path, rule: str) -> None:
+    server = made(tmp_path, strategy=rule, max_samples=50)
+    half = server.half()
+    half.open("", 6)
+    numbers = {"effective_steps": 3.0} if rule == "fednova" else {}
+    good = five(server, half, scalars=numbers)
+    for claim in (51, 2 * 10**9):
+        half.open("", 6)
+        huge = server.offer(half, 9, claim, registered=2**40, scalars=numbers)
+        found = summed(server, half, {**good, "huge": huge})
+        assert found.state is not None
+        assert found.dropped == {"huge": f"{claim} samples; a whole number from 1 to 50"}
+        same_without(server, half, good)
+
+
+FAIR = {"start_loss": 1.0, "lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ({"lr": 1e-12}, "trained at the rate 1e-12; this round's is 0.1"),
+        ({"lr": 1e3}, "trained at the rate 1000; this round's is 0.1"),
+        ({"lr": 0.1001}, "this round's is 0.1"),
+        ({"start_loss": 1e6}, "a start loss of 1e+06 at the rate 0.1"),
+    ],
+)
+def test_under_qfedavg_no_client_chooses_its_rate_or_makes_a_sum_overflow(
+    tmp_path: Path, numbers: dict[str, float], why: str
+) -> None:
+    server = made(tmp_path, strategy="qfedavg", options={"q": 6.0})
+    half = server.half()
+    half.open("", 6)
+    good = five(server, half, scalars=FAIR)
+    found = summed(server, half, {**good, "odd": server.offer(half, 9, scalars={**FAIR, **numbers})})
+    assert found.state is not None
+    assert list(found.dropped) == ["odd"]
+    assert why in found.dropped["odd"]
+    same_without(server, half, good)
+
+
 def test_a_decoder_that_trips_over_one_update_costs_only_that_one(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -282,6 +283,18 @@ def test_limits_of_a_client_bound_its_samples_and_its_norm() -> None:
     assert issubclass(BadUpdate, BadFrame)
 
 
+def test_a_rate_is_the_schedules_where_that_is_known() -> None:
+    rule = make_strategy("qfedavg")
+    state, whole = start(rule)
+    update = one_round(rule, state, whole, {})[0]
+    check_update(rule, state.layout, 0, update)
+    check_update(rule, state.layout, 0, update, Limits(rate=0.05 * (1 + 1e-9)))
+    with pytest.raises(BadUpdate, match=r"rate 0\.05; this round's is 0\.06"):
+        check_update(rule, state.layout, 0, update, Limits(rate=0.06))
+    plain = make_strategy("fedavg")
+    check_update(plain, state.layout, 0, replace(update, scalars={}), Limits(rate=0.06))
+
+
 def test_a_broadcast_is_checked_by_the_client_too() -> None:
     rule = make_strategy("scaffold")
     state, _ = start(rule)
@@ -336,6 +349,16 @@ def test_options_are_checked_when_a_rule_is_made() -> None:
         make_strategy("feddyn", {"alpha": 0.0})
     with pytest.raises(UsageError, match="goes around"):
         make_strategy("vhl", {"base": "krum"})
+    for text, why in (
+        ("mu=-1", "fedprox: mu = -1; give a number from 0 to 100"),
+        ("mew=1", "fedprox has no option 'mew'; it has server_lr, mu"),
+        ("mu=much", "fedprox: mu = 'much'; give a float"),
+        ("mu=true", "fedprox: mu = True; give a float"),
+        ("mu", "base_options 'mu'; write each option once"),
+        ("mu=1,mu=2", "base_options 'mu=2'; write each option once"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(why)):
+            make_strategy("vhl", {"base": "fedprox", "base_options": text})
     assert make_strategy("fedavgm", {"beta": 0, "nesterov": True}).facts.linear
 
 

@@ -15,7 +15,16 @@ from strategies.bandwidth_aware import BandwidthAware
 from strategies.bcrs import EVEN, Uplink, bcrs, even_base
 from strategies.oort import Oort, OortState, Seen
 from strategies.power_of_choice import PowerOfChoice
-from strategies.selection import Candidate, Outcome, Selector, draw, generator
+from strategies.selection import (
+    UNKNOWN_S,
+    Candidate,
+    Outcome,
+    Selector,
+    candidates_of,
+    draw,
+    generator,
+    smoothed,
+)
 from strategies.selectors import SELECTORS
 
 TEN = {f"c{i}": Candidate(n_samples=10 * (i + 1), seconds=1.0 + i) for i in range(10)}
@@ -129,6 +138,15 @@ def test_oort_gives_time_when_utility_stands_still_and_takes_it_when_it_jumps() 
         state = selector.learn(state, at_round, {"a": Outcome(49.0, 10, 1.0)})
     assert state.percentile == 30.0
     assert selector.learn(state, 61, {"b": Outcome(float("nan"), 1, 1.0)}).seen.keys() == {"a"}
+
+
+def test_who_was_not_measured_yet_is_taken_for_a_middling_one() -> None:
+    samples = {"a": 10, "b": 20, "c": 30}
+    found = candidates_of(samples, {"a": 10.0, "b": 0.0, "gone": 2.0, "gone too": 9.0})
+    assert found == {"a": Candidate(10, 10.0), "b": Candidate(20, 9.0), "c": Candidate(30, 9.0)}
+    assert {c.seconds for c in candidates_of(samples, {}).values()} == {UNKNOWN_S}
+    assert smoothed(0.0, 5.0) == 5.0
+    assert smoothed(1.0, 2.0) == pytest.approx(1.3)
 
 
 def test_draws_of_two_uses_differ() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.errors import UsageError
+from atoll.errors import BadUpdate, UsageError
 from strategies import make_strategy
 from strategies.base import ClientState, ClientUpdate, Done, Strategy
 from strategies.fedimpro import COUNTS, PAIRS, WEIGHT
@@ -126,6 +126,34 @@ def test_qfedavg_is_its_formula_and_q_0_is_the_plain_mean() -> None:
     plain = make_strategy("qfedavg", {"q": 0.0})
     found = plain.aggregate(plain.init(layout, arrays, 3), made).weights["x"]
     assert np.allclose(found, arrays["x"] + DRAWN[0].mean(0), atol=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    q=st.floats(0.0, 10.0),
+    loss=st.floats(0.0, 1e6),
+    rate=st.floats(1e-12, 1e3),
+    size=st.floats(0.0, 1e18),
+    alone=st.booleans(),
+)
+def test_no_single_client_makes_qfedavgs_step_anything_but_finite(
+    q: float, loss: float, rate: float, size: float, alone: bool
+) -> None:
+    weights = {"x": np.zeros(4, "float32")}
+    layout, rule = Layout.of(weights, {"x"}), make_strategy("qfedavg", {"q": q})
+    state = rule.init(layout, weights, 2)
+
+    def update(client: str, moved: float, numbers: dict[str, float]) -> ClientUpdate:
+        return ClientUpdate(0, 1, 1, {"x": np.full(4, moved, "float32")}, scalars=numbers, client=client)
+
+    honest = [] if alone else [update("a", 0.01, {"start_loss": 0.7, "lr": 0.1})]
+    odd = update("odd", size, {"start_loss": loss, "lr": rate})
+    try:
+        found = rule.aggregate(state, [*honest, odd])
+    except BadUpdate as error:
+        assert str(error).startswith("client 'odd': ")  # noqa: PT017 - both ends are right
+        return
+    assert np.isfinite(found.weights["x"]).all()
 
 
 def test_scaffold_feddyn_and_fednova_are_their_formulas_with_some_clients_absent() -> None:
@@ -294,6 +322,30 @@ def test_vhl_matches_features_in_the_first_epochs_only_whatever_its_base() -> No
     layout, arrays = layout_of()
     broadcast = rule.configure(rule.init(layout, arrays, 1))
     assert [float(rule.at_epoch(layout, broadcast, e)[MATCH]) for e in range(4)] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("base", "text", "options"),
+    [
+        ("fedprox", "mu=0.5", {"mu": 0.5}),
+        ("fedavgm", "beta=0.7, nesterov=true", {"beta": 0.7, "nesterov": True}),
+        ("feddyn", "alpha=1", {"alpha": 1.0}),
+        ("fedavg", "", {}),
+    ],
+)
+def test_vhl_around_a_base_with_options_is_that_base_with_these(
+    base: str, text: str, options: dict[str, Any]
+) -> None:
+    rule, alone = make_strategy("vhl", {"base": base, "base_options": text}), make_strategy(base, options)
+    for one, other in zip(trajectory(rule), trajectory(alone), strict=True):
+        assert np.array_equal(one, other)
+    layout, arrays = layout_of()
+    found, wanted = (
+        r.begin(layout, r.configure(r.init(layout, arrays, 3)), r.client_init(layout))[0].correction
+        for r in (rule, alone)
+    )
+    assert found.pull == wanted.pull
+    assert found.offset.keys() == wanted.offset.keys()
 
 
 def fedimpro_model() -> tuple[Layout, dict[str, Any]]:

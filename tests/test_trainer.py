@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.errors import BadUpdate, JobFailed, UsageError
-from atoll.federated import Federated
+from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated
 from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind, TrainingSpec
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, split
 from coordinator.capture import capture
@@ -352,6 +353,62 @@ def test_lossy_uplinks_train_and_error_feedback_brings_them_nearer_to_the_dense_
             assert max(metrics[-1].uploaded_bytes.values()) < metrics[-1].downloaded_bytes / 2
     far = {n: float(np.linalg.norm(v - ends["dense"])) for n, v in ends.items()}
     assert far["fed back"] < far["dropped"]
+
+
+def test_a_residual_left_too_many_rounds_ago_is_not_added() -> None:
+    def later(rounds: int, *, remembers: bool) -> bytes:
+        federation = federation_of(clients=1, width=16, uplink="topk:16")
+        federation.run_round()
+        federation.state = replace(federation.state, round=rounds)
+        if not remembers:
+            federation._left.clear()
+        federation.run_round()
+        return federation.state.weights["head.weight"].tobytes()
+
+    for rounds, counts in ((MAX_RESIDUAL_ROUNDS, True), (MAX_RESIDUAL_ROUNDS + 1, False)):
+        assert (later(rounds, remembers=True) != later(rounds, remembers=False)) is counts
+
+
+# ---------------------------------------------------------------- who takes part
+
+
+def selecting(selector: str, seconds: Mapping[str, float], **options: Any) -> LocalFederation:
+    """Two of these clients a round, one step each; ``seconds`` of their rounds."""
+    data = {name: arrays(20, at) for at, name in enumerate(seconds)}
+    rule = Federated(clients=2, local_steps=1, selector=selector, selector_options=options)
+
+    def took(client: str, steps: int, down_bytes: int, up_bytes: int) -> float:
+        assert min(steps, down_bytes, up_bytes) >= 1
+        return seconds[client]
+
+    return LocalFederation(model_of(Small(), spec()), rule, data, seconds=took)
+
+
+def test_oort_learns_what_its_participants_showed_and_comes_back_to_them() -> None:
+    federation = selecting("oort", {f"c{at}": 1.0 + at for at in range(4)}, explore=1.0, decay=1.0, least=0.5)
+    seen: set[str] = set()
+    again: set[str] = set()
+    for at_round in range(4):
+        chosen = set(federation.run_round().participants)
+        again |= chosen & seen
+        seen |= chosen
+        known = federation._selection.seen
+        assert known.keys() == seen
+        assert {known[name].at_round for name in chosen} == {at_round + 1}
+    assert {n: known[n].seconds for n in known} == pytest.approx({n: 1.0 + int(n[1:]) for n in known})
+    assert all(known[name].utility > 0.0 for name in known)
+    assert again
+
+
+def test_selection_by_speed_follows_the_modelled_seconds() -> None:
+    federation = selecting("bandwidth_aware", {"a": 1.0, "b": 1.0, "c": 1.0, "d": 50.0}, power=4.0)
+    counts = Counter(name for _ in range(12) for name in federation.run_round().participants)
+    assert counts["d"] <= 2 < min(counts[name] for name in "abc")  # unknown at first; nobody waits for ever
+
+
+def test_who_holds_more_than_may_count_is_refused_here_too() -> None:
+    with pytest.raises(UsageError, match="client c1 has 49 samples, at most 40 may count"):
+        federation_of(max_samples=40)
 
 
 def test_a_loss_that_is_not_finite_ends_the_round_with_the_step() -> None:

@@ -7,7 +7,7 @@ through the files that would travel where the uplink has a codec.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import OFF
 from atoll.errors import UsageError
-from atoll.federated import BCRS, parse_uplink
+from atoll.federated import BCRS, parse_uplink, residual_counts
 from atoll.program import stage_programs
 from atoll.sampling import client_key
 from compressors.model_file import NONE, Coding, read_update, write_update
@@ -23,8 +23,8 @@ from strategies import make_strategy
 from strategies.base import Broadcast, ClientState, ClientUpdate
 from strategies.checking import check_feedback
 from strategies.files import lossy_names, parted, update_arrays, update_metas
-from strategies.selection import Candidate
-from strategies.selectors import SELECTORS
+from strategies.selection import Outcome, candidates_of, smoothed
+from strategies.selectors import make_selector
 from worker.local_model import Client, LocalData, LocalModel
 from worker.trainer import LOSS, Evaluated, LocalTrainer
 
@@ -39,6 +39,23 @@ if TYPE_CHECKING:
     from strategies.layout import Array, Arrays
 
     Fields = Mapping[str, Array]
+
+RoundSeconds = Callable[[str, int, int, int], float]
+"""(client, local steps, bytes down, bytes up) -> seconds of its round, more than 0."""
+STEP_S = 0.01
+
+
+def alike(client: str, steps: int, down_bytes: int, up_bytes: int) -> float:
+    """Seconds of a round where all machines are alike and lines cost nothing."""
+    return STEP_S * steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What the codec left out of one client's update of ``round``, by tensor."""
+
+    round: int
+    errors: dict[str, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +93,8 @@ class LocalFederation:
     """Clients by name, each with its arrays by field, under one rule.
 
     ``inputs``: input of the model -> field; by default fields are named after inputs. ``held_out_data``
-    is the owner's own, by input, for ``evaluate``. UsageError for data that does not fit.
+    is the owner's own, by input, for ``evaluate``. ``seconds``: a model of rounds, which selectors learn from
+    as they do from measured ones. UsageError for data that does not fit.
     """
 
     def __init__(
@@ -87,6 +105,7 @@ class LocalFederation:
         *,
         inputs: Mapping[str, str] | None = None,
         held_out_data: Fields | None = None,
+        seconds: RoundSeconds = alike,
         device: torch.device | str = "cpu",
     ) -> None:
         if not clients:
@@ -100,6 +119,12 @@ class LocalFederation:
             name: Client.of(name, LocalData(fields, named, model.inputs), federated.held_out, seed)
             for name, fields in clients.items()
         }
+        for name, client in self.clients.items():
+            if client.data.n_samples > federated.max_samples:
+                raise UsageError(
+                    f"client {name} has {client.data.n_samples} samples, at most {federated.max_samples} may "
+                    "count; raise Federated(max_samples=...)"
+                )
         self._owner = None
         if held_out_data is not None:
             own = {name: name for name in model.inputs}
@@ -108,14 +133,13 @@ class LocalFederation:
         weights = {n: model.tensors[n].detach().cpu().numpy().copy() for n in layout.metas}
         self.state: ServerState = self.rule.init(model.layout(), weights, len(clients))
         self.client_states = dict.fromkeys(clients, ClientState())
-        selector = SELECTORS.get(federated.selector)
-        if selector is None:
-            raise UsageError(f"no selector {federated.selector!r}; there are {', '.join(SELECTORS)}")
-        self.selector = selector(**federated.selector_options)
+        self.selector = make_selector(federated.selector, federated.selector_options)
         self._selection = self.selector.init()
+        self._seconds = seconds
+        self._round_s: dict[str, float] = {}  # of those that took part
         check_feedback(self.rule, federated)
         self._uplink = parse_uplink(federated.uplink)
-        self._residuals: dict[str, dict[str, Tensor | None]] = {name: {} for name in clients}
+        self._left: dict[str, _Left] = {}
 
     @property
     def weights(self) -> Arrays:
@@ -128,13 +152,19 @@ class LocalFederation:
         broadcast = self.rule.configure(self.state)
         updates: list[ClientUpdate] = []
         up_bytes: dict[str, int] = {}
+        down_bytes = _nbytes(broadcast.weights, *broadcast.extra.values())
+        outcomes: dict[str, Outcome] = {}
         for name in chosen:
             found = self.trainer.train(self.clients[name], broadcast, self.client_states[name])
             coding = self._coding((ratios or {}).get(name))
             update, up_bytes[name] = self._sent(name, found.update, coding)
             updates.append(replace(update, client=name))
             self.client_states[name] = found.state
+            took_s = self._seconds(name, update.steps, down_bytes, up_bytes[name])
+            self._round_s[name] = smoothed(self._round_s.get(name, 0.0), took_s)
+            outcomes[name] = Outcome(found.square_loss, update.n_samples, self._round_s[name])
         self.state = self.rule.aggregate(self.state, updates)
+        self._selection = self.selector.learn(self._selection, broadcast.round, outcomes)
         total = sum(update.n_samples for update in updates)
         return RoundMetrics(
             broadcast.round,
@@ -142,7 +172,7 @@ class LocalFederation:
             sum(u.metrics[LOSS] * u.n_samples for u in updates) / total,
             {u.client: u.steps for u in updates},
             up_bytes,
-            _nbytes(broadcast.weights, *broadcast.extra.values()),
+            down_bytes,
             {u.client: u.metrics for u in updates},
         )
 
@@ -158,20 +188,22 @@ class LocalFederation:
         arrays = update_arrays(update)
         if coding.codec == NONE:
             return update, _nbytes(arrays)
-        left_out = self._residuals[name]
+        before = self._left.get(name, _Left(update.round, {}))
+        left = _Left(update.round, before.errors if residual_counts(before.round, update.round) else {})
         seed = client_key(f"{name}/{update.round}")
         with TemporaryDirectory(prefix="atoll-") as folder:
             path = Path(folder) / "update"
-            stored = write_update(path, arrays, coding, seed, left_out.get, left_out.__setitem__)
+            stored = write_update(path, arrays, coding, seed, left.errors.get, left.errors.__setitem__)
             metas = update_metas(self.rule, self.trainer.layout)
             weights, slots = parted(read_update(path, metas, coding))
+        self._left[name] = left
         return replace(update, delta=weights, extra=slots), stored.size
 
     def choose(self) -> tuple[str, ...]:
         """The participants of the next round."""
         names, seed = sorted(self.clients), self.model.training.seed
         count = self.federated.clients or len(names)
-        candidates = {n: Candidate(len(self.clients[n].split.train)) for n in names}
+        candidates = candidates_of({n: len(self.clients[n].split.train) for n in names}, self._round_s)
         at = self.state.round
         asked = self.selector.ask(candidates, count, at, seed)
         losses = {name: self._loss_of(name) for name in asked}

@@ -7,7 +7,8 @@
 
 A round's answer changes both at once or neither: the pointer is replaced atomically, and only when the
 coordinator says that the update was taken. A round that was lost, late or refused leaves all as it was,
-so that training it again gives the same update. What is damaged on disk counts as never kept.
+so that training it again gives the same update. What is damaged on disk counts as never kept, and so does
+a residual of another codec or one that is too old (``atoll.federated.residual_counts``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import structlog
 import torch
 
 from atoll.errors import BadFrame, StorageError
+from atoll.federated import residual_counts
 from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
 from strategies.base import ClientState
@@ -90,15 +92,17 @@ class ClientStore:
             if at + 1 >= MAX_JOBS or total > self.max_bytes:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def load(self, codec: str) -> tuple[ClientState, dict[str, Tensor]]:
-        """What counts now, mapped: the rule's state, and the residual by tensor where it is of ``codec``."""
+    def load(self, at_round: int, codec: str) -> tuple[ClientState, dict[str, Tensor]]:
+        """What counts in ``at_round``, mapped: the rule's state, and the residual by tensor where it is of
+        ``codec`` and not too old."""
         pointer = self._pointer(KEPT)
         if pointer is None:
             return ClientState(), {}
         try:
             place = self.folder / Path(pointer.folder).name
             state = _read(place / STATE)
-            left = _read(place / LEFT) if pointer.codec == codec else {}
+            counts = pointer.codec == codec and residual_counts(pointer.round, at_round)
+            left = _read(place / LEFT) if counts else {}
         except (BadFrame, StorageError) as error:
             log.warning("client.state_lost", round=pointer.round, reason=str(error))
             return ClientState(), {}

@@ -167,7 +167,7 @@ class Participation:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
         fetched = self._models.fetch(order.model, cancel)
         nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
-        state, left = self._store.load(order.codec)
+        state, left = self._store.load(order.round, order.codec)
         broadcast = broadcast_of(order.round, fetched.arrays)
         trained = self._trainer.train(
             self._client,
@@ -201,7 +201,7 @@ class Participation:
         """Mean loss and metrics of what this client would use, on its held-out share."""
         fetched = self._models.fetch(order.model, cancel)
         began_s = time.perf_counter()
-        state, _ = self._store.load("")
+        state, _ = self._store.load(order.round, "")
         broadcast = broadcast_of(order.round, fetched.arrays)
         found = self._trainer.evaluate(
             self._client, broadcast, state, cancel, loaded=partial(drop_pages, fetched.arrays.values())
