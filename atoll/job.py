@@ -114,7 +114,7 @@ class TrainingSpec:
     schedule: Schedule = field(default_factory=Schedule)
     precision: Precision = Precision.FP32
     recompute: bool = False  # keep stage inputs only, run the forward again in the backward
-    eval_every: int = 0  # steps; 0 = only at the end
+    eval_every: int = 0  # steps; 0 = at the end, and where links lose precision as often as the guard looks
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
     checkpoint_every: int = 0  # steps; 0 = every few minutes, by the clock; always at the end
     compress: str = "off"  # what links may do to boundary tensors: ``atoll.compression``
@@ -157,7 +157,7 @@ class Job:
     data: DataSource
     training: TrainingSpec
     name: str = "job"
-    notes: Mapping[str, Any] = field(default_factory=dict)  # shown by `atoll status`, never used
+    notes: Mapping[str, Any] = field(default_factory=dict)  # for the job file's own records: never used
     metrics: tuple[str, ...] = ()
     federated: Federated | None = None
 

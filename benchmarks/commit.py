@@ -128,6 +128,7 @@ def run(workers: int, steps: int, state_dir: Path, step_s: float = 0.02) -> dict
             "127.0.0.1:0",
             "--state-dir",
             str(state_dir),
+            "--json",
         ],
         stdout=subprocess.PIPE,
         stderr=log,
@@ -137,11 +138,7 @@ def run(workers: int, steps: int, state_dir: Path, step_s: float = 0.02) -> dict
     fakes: list[FakeWorker] = []
     try:
         assert coordinator.stdout is not None
-        token = ""
-        for line in coordinator.stdout:
-            if "--token" in line:
-                token = line.split("--token")[1].strip()
-                break
+        token = json.loads(coordinator.stdout.readline())["join_token"]
         endpoint = find_endpoint(state_dir=state_dir)
         watch = Stopwatch(workers)
         # Each fits a fifth more than its share of the model, so all are needed.

@@ -21,7 +21,7 @@ from coordinator.cli_base import (
     out,
     print_json,
 )
-from coordinator.endpoint import default_state_dir, parse_address, remember
+from coordinator.endpoint import Endpoint, default_state_dir, parse_address, remember
 from coordinator.render import status_view
 from coordinator.render_words import in_seconds, plain
 
@@ -54,6 +54,7 @@ def serve(
         str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
     ] = "",
     insecure: Insecure = False,
+    json: AsJson = False,
 ) -> None:
     """Run the coordinator until it is interrupted; prints the command with which workers join."""
     from coordinator.config import CoordinatorConfig
@@ -76,6 +77,18 @@ def serve(
 
     def announce(started: Started) -> None:
         remember(folder, host, started.entry_port, insecure=insecure)
+        if json:
+            print_json(
+                {
+                    "address": Endpoint(host, started.entry_port).address,
+                    "work_address": Endpoint(host, started.work_port).address,
+                    "state_dir": str(folder),
+                    "insecure": insecure,
+                    "join_command": started.join_command,
+                    "join_token": started.join_token,
+                }
+            )
+            return
         out.print(f"coordinator listens on {host}:{started.entry_port}, state in {folder}", soft_wrap=True)
         if insecure:
             out.print("insecure: no TLS and no tokens, for experiments on this machine only")
@@ -109,6 +122,7 @@ def kick(
     token: Token = None,
     state_dir: StateDir = None,
     insecure: Insecure = False,
+    json: AsJson = False,
 ) -> None:
     """Make a worker leave at once; its stage moves on as if it had been lost."""
     with client_of(coordinator, token, state_dir, insecure) as client:
@@ -118,7 +132,10 @@ def kick(
             names = ", ".join(f"{w.worker} ({w.name})" for w in known) or "none"
             raise UsageError(f"{worker} names {len(found)} workers; known are {names}")
         client.kick(found[0], reason, for_good=for_good)
-    out.print(f"{found[0]} was told to leave{' for good' if for_good else ''}")
+    if json:
+        print_json({"worker": found[0], "reason": reason, "for_good": for_good})
+    else:
+        out.print(f"{found[0]} was told to leave{' for good' if for_good else ''}")
 
 
 @token_app.command("create", epilog="Example: atoll token create --name lab --expires 24h --uses 10")
@@ -181,11 +198,15 @@ def token_revoke(
     token: Token = None,
     state_dir: StateDir = None,
     insecure: Insecure = False,
+    json: AsJson = False,
 ) -> None:
     """Let nobody else join with this token; who has joined stays (see `atoll kick`)."""
     with client_of(coordinator, token, state_dir, insecure) as client:
         client.revoke_token(id)
-    out.print(f"{id} is revoked")
+    if json:
+        print_json({"id": id, "revoked": True})
+    else:
+        out.print(f"{id} is revoked")
 
 
 def parse_duration(text: str) -> float:

@@ -54,7 +54,8 @@ def register(app: typer.Typer) -> None:
         submit
     )
     app.command(
-        epilog="Example: atoll plan examples/gpt.py --fleet fleet.toml --compress auto --plot plan.png"
+        epilog="Example: atoll plan examples/gpt.py --fleet examples/fleet.toml --compress auto "
+        "--plot plan.png"
     )(plan)
     app.command(epilog="Example: atoll watch j-1")(watch)
     app.command(epilog="Example: atoll logs j-1 --follow")(logs)
@@ -119,7 +120,10 @@ def plan(
     jobfile: JobFile,
     fleet: Annotated[
         Path | None,
-        typer.Option(metavar="FLEET.toml", help="Plan for the fleet in this file, without a coordinator."),
+        typer.Option(
+            metavar="FLEET.toml",
+            help="Plan for the fleet in this file (docs/fleet-files.md), without a coordinator.",
+        ),
     ] = None,
     partitioner: Partitioner = "op_fence",
     schedule: Schedule = "auto",

@@ -1,35 +1,4 @@
-"""Reads a fleet described in a file, for ``atoll plan --fleet fleet.toml``.
-
-    [default]                  # of every pair and device, all optional
-    mbit = 100                 # each direction
-    ms = 20                    # one way
-    memory_mib = 8192
-    gflops = 50                # or a table by op class: { matmul = 80, conv = 40 }
-    memory_gbps = 10           # GB/s
-    op_overhead_us = 20
-    coordinator_ms = 10        # one way, each device to the coordinator
-    coordinator_mbit = 100
-    payload_share = 0.95       # of every rate: what TCP and TLS leave
-    codec_gbps = { topk = [0.4, 9] }  # GB/s of dense tensor: encode, decode; defaults where not given
-
-    [[device]]                 # in join order
-    name = "lab1"
-    group = "lab"
-    memory_mib = 4096          # and gflops, memory_gbps, op_overhead_us, codec_gbps, ...
-    up_mbit = 50               # its own line, shared by all its flows; down_mbit too
-
-    [[group]]                  # machines behind one line
-    name = "lab"
-    mbit = 1000                # between its members
-    ms = 0.2
-    up_mbit = 40               # shared by all flows that leave the group; down_mbit too
-
-    [[link]]                   # between devices or groups; later entries win
-    from = "lab"
-    to = "home1"
-    mbit = 20
-    ms = 35
-    one_way = false            # true: this direction only
+"""Reads a fleet described in a file, for ``atoll plan --fleet``; docs/fleet-files.md has every key.
 
 Unknown keys, names and impossible values are refused, each with the place and what would be right.
 """
@@ -87,7 +56,7 @@ def read_fleet(path: str | Path) -> Fleet:
 
 
 def parse_fleet(document: Table, where: str = "fleet") -> Fleet:
-    """The fleet of a parsed document; see the module's text for its keys."""
+    """The fleet of a parsed document; UsageError says what is wrong where."""
     _only(document, {"default", "device", "group", "link"}, where)
     default = _table(document.get("default", {}), f"{where}: default")
     _only(default, _DEFAULT_KEYS, f"{where}: default")

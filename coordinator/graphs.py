@@ -101,11 +101,14 @@ class GraphStore:
                 self._programs.popitem(last=False)
         return found
 
-    def check(self, spec: JobSpec) -> Graphs:
-        """Whether everything a job names is here and fits together; UsageError says what does not."""
+    def check(self, spec: JobSpec, resumed: JobSpec | None = None) -> Graphs:
+        """Whether everything a job names is here and fits together, also with the job ``resumed`` that
+        it goes on from; UsageError says what does not."""
         graphs = self.graphs(spec.dag_hash, spec.eval_dag_hash)
         _check_tensors(spec, graphs)
         _check_inputs(spec, graphs)
+        if resumed is not None:
+            _check_resumed(spec, graphs, self.graphs(resumed.dag_hash, resumed.eval_dag_hash))
         blobs = [
             *spec.tensors.values(),
             *(f.blob for d in (spec.data, spec.eval_data) if d for f in d.fields),
@@ -149,6 +152,21 @@ def _check_inputs(spec: JobSpec, graphs: Graphs) -> None:
                 raise UsageError(f"the {what} lacks input {name!r}; it has {sorted(given)}")
             if meta.shape and meta.shape[0] != data.batch and prod(meta.shape) > 1:
                 raise UsageError(f"input {name!r} of shape {meta.shape}, but micro-batches of {data.batch}")
+
+
+def _check_resumed(spec: JobSpec, graphs: Graphs, resumed: Graphs) -> None:
+    """Every tensor that a checkpoint of the resumed job holds has this job's shape and dtype."""
+    held, wanted = resumed.states(), graphs.states()
+    # The checkpoint of a federated job has no constants: they are the new job's own.
+    own = set(graphs.train.constants) if spec.federated is not None else set()
+    kept = sorted(name for name in spec.tensors.keys() - own if name in held and name in wanted)
+    odd = [name for name in kept if held[name].meta != wanted[name].meta]
+    if odd:
+        was, now = held[odd[0]].meta, wanted[odd[0]].meta
+        raise UsageError(
+            f"{spec.resume_of} holds another model: {len(odd)} tensors differ, first {odd[0]}, there "
+            f"{was.dtype} {was.shape}, here {now.dtype} {now.shape}; resume with the model that it trained"
+        )
 
 
 def leaf_metas(

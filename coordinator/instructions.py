@@ -9,8 +9,9 @@ from typing import Any
 from atoll.job import JobSpec, TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.events import Blob, UpdateReady
-from coordinator.facts import Fact
+from coordinator.facts import CheckpointStored, Evaluated, Fact, RoundEvaluated
 from coordinator.fleet import Fleet
+from protos.telemetry import Event as Name
 
 Addresses = tuple[tuple[str, int], ...]
 
@@ -326,6 +327,20 @@ class Log:
     level: str = "info"
     job: str = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def line_of(fact: Fact) -> Log | None:
+    """The log line of a fact that nothing else tells people."""
+    match fact:
+        case Evaluated(job, step, loss):
+            return Log(Name.EVALUATED.value, job=job, fields={"step": step, "loss": loss})
+        case RoundEvaluated(job, at_round, where, loss):
+            fields = {"round": at_round, "where": where, "loss": loss}
+            return Log(Name.EVALUATED.value, job=job, fields=fields)
+        case CheckpointStored(job, step, tensors):
+            fields = {"step": step, "tensors": len(tensors)}
+            return Log(Name.CHECKPOINT_STORED.value, job=job, fields=fields)
+    return None
 
 
 Instruction = (

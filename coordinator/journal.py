@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from atoll.errors import StorageError
+from atoll.errors import AtollError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 MAX_RECORD_BYTES = 64 << 20
+_EXAMPLES = "for example postgresql://USER@HOST/NAME or sqlite:////var/lib/atoll/journal.sqlite"
 
 _METADATA = sa.MetaData()
 _EVENTS = sa.Table(
@@ -42,19 +43,22 @@ class Record:
 
 
 class Journal:
-    """Append-only event log; one writer."""
+    """Append-only event log at a file or a database's URL; one writer.
+
+    UsageError for a URL that cannot be used as given, StorageError when the database refuses.
+    """
 
     def __init__(self, where: Path | str) -> None:
-        url = where if isinstance(where, str) and "://" in where else f"sqlite:///{where}"
-        self._engine = sa.create_engine(url)
-        if self._engine.dialect.name == "sqlite":
-            sa.event.listen(self._engine, "connect", _full_synchronisation)
+        url = _url(where)
         try:
+            self._engine = sa.create_engine(url)
+            if self._engine.dialect.name == "sqlite":
+                sa.event.listen(self._engine, "connect", _full_synchronisation)
             _METADATA.create_all(self._engine)
             # One connection for the process's life: a step's commit must not pay for connecting.
             self._connection = self._engine.connect()
-        except sa.exc.SQLAlchemyError as error:
-            raise StorageError(f"cannot open the journal at {where}: {_cause(error)}") from error
+        except (sa.exc.SQLAlchemyError, ImportError, TypeError, ValueError) as error:
+            raise _not_opened(url, error) from error
 
     def append(self, records: Sequence[Record]) -> None:
         """Write records in one transaction; on return they survive a crash.
@@ -87,6 +91,34 @@ class Journal:
         self._engine.dispose()
 
 
+def _url(where: Path | str) -> sa.URL:
+    if not isinstance(where, str) or "://" not in where:
+        return sa.URL.create("sqlite", database=str(where))
+    try:
+        url = sa.make_url(where)
+    except (sa.exc.ArgumentError, ValueError):  # not told which part: it may hold a password
+        raise UsageError(f"--database is no database URL; write {_EXAMPLES}") from None
+    # The driver of our extra, whichever this SQLAlchemy would take.
+    return url.set(drivername="postgresql+psycopg") if url.drivername == "postgresql" else url
+
+
+def _not_opened(url: sa.URL, error: Exception) -> AtollError:
+    shown = url.render_as_string(hide_password=True)
+    match error:
+        case sa.exc.NoSuchModuleError():
+            return UsageError(f"no installed package knows databases of {shown}; write {_EXAMPLES}")
+        case ImportError():
+            module = error.name or url.drivername.partition("+")[2]
+            how = "`pip install 'atoll[postgresql]'`" if module == "psycopg" else "the package that has it"
+            return UsageError(
+                f"{shown} needs the Python module {module}, which cannot be imported: install {how}, or "
+                "leave --database out, since SQLite in the state folder needs nothing"
+            )
+        case sa.exc.ArgumentError() | TypeError() | ValueError():
+            return UsageError(f"{shown} cannot be used: {_cause(error)}; write {_EXAMPLES}")
+    return StorageError(f"cannot open the journal at {shown}: {_cause(error)}")
+
+
 def _encoded(record: Record) -> str:
     text = json.dumps(record.payload, separators=(",", ":"))
     if len(text) > MAX_RECORD_BYTES:
@@ -101,6 +133,6 @@ def _full_synchronisation(connection: Any, _: object) -> None:
     cursor.close()
 
 
-def _cause(error: sa.exc.SQLAlchemyError) -> str:
+def _cause(error: Exception) -> str:
     original = getattr(error, "orig", None)
     return str(original or error).splitlines()[0]

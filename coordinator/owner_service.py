@@ -88,7 +88,8 @@ class OwnerService(rpc.OwnerServicer):
         wrong = self._shell.scheduler.refusal(spec)
         if wrong is not None:
             raise UsageError(wrong)
-        graphs = await asyncio.to_thread(self._shell.graphs.check, spec)
+        resumed = ledger.jobs[spec.resume_of].submitted.spec if spec.resume_of else None
+        graphs = await asyncio.to_thread(self._shell.graphs.check, spec, resumed)
         job = _job_name(spec.name, set(ledger.jobs))
         await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops))
         return job
@@ -265,6 +266,7 @@ class OwnerService(rpc.OwnerServicer):
         now_s = self._shell.clock()
         payload = self._register.created(token.presented, name, lifetime_s, max_uses, now_s)
         self._write(Record(Event.TOKEN_CREATED, now_s, payload))
+        self._say(Event.TOKEN_CREATED, token=payload["id"], name=name)
         return self._register.tokens[payload["id"]]
 
     async def ListTokens(self, request: pb.Empty, context: Context) -> pb.TokenList:  # noqa: N802
@@ -277,6 +279,7 @@ class OwnerService(rpc.OwnerServicer):
             if request.id not in self._register.tokens:
                 raise UsageError(f"no token {request.id[:80]!r}; `atoll token list` shows them")
             self._write(Record(Event.TOKEN_REVOKED, self._shell.clock(), {"id": request.id}))
+            self._say(Event.TOKEN_REVOKED, token=request.id)
         except AtollError as error:
             await refuse(context, error)
         return pb.Empty()
@@ -297,6 +300,9 @@ class OwnerService(rpc.OwnerServicer):
     def _write(self, record: Record) -> None:
         self._shell.journal.append([record])
         self._register.apply(record)
+
+    def _say(self, event: Event, **fields: Any) -> None:
+        self._shell.say(event.value, "info", "", "coordinator", fields, self._shell.clock())
 
 
 def _job_name(name: str, taken: set[str]) -> str:

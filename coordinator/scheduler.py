@@ -100,25 +100,33 @@ class Scheduler:
         waiting = sum(state.phase not in rounds.ENDED for state in self.jobs.values())
         if waiting >= self.config.max_jobs:
             return f"{waiting} jobs wait or run already; cancel some or raise max_jobs"
-        if spec.resume_of:
-            old = self.ledger.jobs.get(spec.resume_of)
-            if old is None:
-                return f"no job {spec.resume_of} to resume; `atoll status` lists them"
-            before, after = old.submitted.spec.federated, spec.federated
-            if (before is None) != (after is None):
-                return f"{spec.resume_of} and this job: only one of them is federated"
-            if before is not None and after is not None and before.rule.strategy != after.rule.strategy:
-                names = f"{before.rule.strategy}, this one {after.rule.strategy}"
-                return f"{spec.resume_of} holds the state of {names}; take the same strategy"
-            done = old.last_checkpoint.step
-            if done >= spec.training.steps:
-                return (
-                    f"{spec.resume_of} is at step {done} already, {spec.training.steps} steps asked for; "
-                    "raise --steps"
-                )
-            if old.submitted.spec.tensors.keys() != spec.tensors.keys():
-                odd = sorted(old.submitted.spec.tensors.keys() ^ spec.tensors.keys())
-                return f"{spec.resume_of} holds another model: {len(odd)} tensors differ, first {odd[0]}"
+        return self._not_resumable(spec) if spec.resume_of else None
+
+    def _not_resumable(self, spec: JobSpec) -> str | None:
+        """Why ``spec`` cannot go on from the job it names; shapes are the graphs' business."""
+        old = self.ledger.jobs.get(spec.resume_of)
+        if old is None:
+            return f"no job {spec.resume_of} to resume; `atoll status` lists them"
+        before, after = old.submitted.spec.federated, spec.federated
+        if (before is None) != (after is None):
+            return f"{spec.resume_of} and this job: only one of them is federated"
+        if before is not None and after is not None:
+            # Its clients' optimizers begin anew in every round: only the rule keeps a state.
+            held, wanted, kind = before.rule.strategy, after.rule.strategy, "strategy"
+        else:
+            held, wanted = old.submitted.spec.training.optimizer.name, spec.training.optimizer.name
+            kind = "optimizer"
+        if held != wanted:
+            return f"{spec.resume_of} holds the state of {held}, this one {wanted}; take the same {kind}"
+        done = old.last_checkpoint.step
+        if done >= spec.training.steps:
+            return (
+                f"{spec.resume_of} is at step {done} already, {spec.training.steps} steps asked for; "
+                "raise --steps"
+            )
+        if old.submitted.spec.tensors.keys() != spec.tensors.keys():
+            odd = sorted(old.submitted.spec.tensors.keys() ^ spec.tensors.keys())
+            return f"{spec.resume_of} holds another model: {len(odd)} tensors differ, first {odd[0]}"
         return None
 
     # ------------------------------------------------------------ sessions
@@ -443,16 +451,13 @@ class Scheduler:
             self._dirty = True
         if changed or before.step != state.step or before.eval_loss != state.eval_loss:
             self._emit(do.Notify(job))
-        if state.phase in rounds.ENDED:
-            self.adapting.over(job)
-        elif (
-            before.awaiting_eval is not None
-            and state.awaiting_eval is None
-            and state.phase in rounds.STEPPING
-        ):
-            cap = self.adapting.evaluated(state)
+        stepping, at_end = state.phase in rounds.STEPPING, state.phase is rounds.Phase.STORING
+        if before.awaiting_eval is not None and state.awaiting_eval is None and (stepping or at_end):
+            cap = self.adapting.evaluated(state, at_end)
             if cap is not None:
                 self._record(RatioCapped(job, state.step, cap))
+        if state.phase in rounds.ENDED:
+            self.adapting.over(job)
 
     def _obey(self, state: JobState, todo: rounds.Todo) -> None:
         match todo:
@@ -646,6 +651,9 @@ class Scheduler:
     def _record(self, fact: Fact) -> None:
         self.ledger.apply(fact)
         self._emit(do.Journal(fact))
+        line = do.line_of(fact)
+        if line is not None:
+            self._emit(line)
 
     def _log(self, event: Name, level: str = "info", job: str = "", **fields: Any) -> None:
         self._emit(do.Log(event.value, level, job, fields))

@@ -33,6 +33,7 @@ INTRODUCTION_WITHIN_S = 10.0
 MAX_LOG_FIELDS_CHARS = 8192
 LOG_CHARS, LOG_CHARS_PER_S = 256_000, 1000.0  # of one worker's lines: at most 86 MB a day
 LOG_LINE_CHARS = 120  # what the log adds to a line
+REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a worker that knocks for ever must not fill it
 MAX_SPANS_A_MESSAGE = 20_000
 _ANYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - what a worker may say, not where we listen
 _sessions = itertools.count(1)
@@ -71,6 +72,7 @@ class WorkService(rpc.WorkServicer):
         self._register = register
         self._insecure = insecure
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
+        self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.FromWorker], context: Context
@@ -79,7 +81,7 @@ class WorkService(rpc.WorkServicer):
         try:
             worker, introduction = await self._admit(request_iterator, context)
         except AtollError as error:
-            log.warning(Event.SESSION_REFUSED.value, peer=context.peer(), reason=str(error))
+            self._say_refused(context, error)
             await refuse(context, error)
         shell = self._shell
         yield pb.ToWorker(
@@ -132,6 +134,15 @@ class WorkService(rpc.WorkServicer):
                 address.host = seen
         introduction = introduction_from(first.introduction)
         return worker, introduction
+
+    def _say_refused(self, context: Context, error: AtollError) -> None:
+        shell = self._shell
+        if not self._refusals.take(shell.clock()):
+            return
+        fields: dict[str, Any] = {"peer": clean(context.peer() or "", 200), "reason": clean(str(error), 500)}
+        if left_out := self._refusals.refused():
+            fields["left_out_before"] = left_out
+        shell.say(Event.SESSION_REFUSED.value, "warning", "", "coordinator", fields, shell.clock())
 
     async def _read(self, requests: AsyncIterator[pb.FromWorker], outbox: Outbox) -> None:
         worker, session, shell = outbox.worker, outbox.session, self._shell

@@ -23,7 +23,6 @@ class Event(StrEnum):
     TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
-    WORKER_REFUSED = "worker.refused"
     WORKER_SET_ASIDE = "worker.set_aside"
     WORKER_KICKED = "worker.kicked"
     WORKER_LOG = "worker.log"
@@ -38,8 +37,6 @@ class Event(StrEnum):
     JOB_STATE = "job.state"
     PLAN_MADE = "plan.made"
     PLAN_FAILED = "plan.failed"
-    STEP_COMMITTED = "step.committed"
-    STEP_DISCARDED = "step.discarded"
     MESSAGE_DROPPED = "message.dropped"
     EVALUATED = "job.evaluated"
     ROUND_CLOSED = "round.closed"

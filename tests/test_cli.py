@@ -1,6 +1,6 @@
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,10 +15,13 @@ from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageS
 from coordinator.cli import app
 from coordinator.cli_admin import parse_duration
 from coordinator.cli_base import run
+from coordinator.endpoint import parse_address
 from coordinator.render_words import in_bytes, in_seconds, plain, share_bar, sparkline
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
+from protos.credentials import JoinToken
 from tests.fake_owner import FakeOwnerServer, Script
+from tests.interrupts import interrupted, own_session
 
 ROOT = Path(__file__).parent.parent
 JOB = """
@@ -40,6 +43,34 @@ def job():
     rows = {"x": torch.randn(32, 8, generator=torch.Generator().manual_seed(1))}
     training = TrainingSpec(steps=10, n_micro=2, eval_batches=2)
     return Job(Net(), {"x": torch.zeros(4, 8)}, Rows(rows, rows), training)
+"""
+MISREAD = """
+import torch
+from atoll import Job, Rows, TrainingSpec
+from tests.test_selfcheck import {kind}
+
+def job():
+    rows = {{"x": torch.linspace(-2, 2, 96).reshape(16, 6)}}
+    return Job({kind}(), {{"x": torch.zeros(4, 6)}}, Rows(rows), TrainingSpec(steps=2, n_micro=2))
+"""
+ENDLESS = """
+import os
+import threading
+import torch
+from atoll import Job, Rows, TrainingSpec
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        os.write(1, b"capturing\\n")
+        threading.Event().wait()
+        return self.fc(x).mean()
+
+def job():
+    return Job(Net(), {"x": torch.zeros(4, 8)}, Rows({"x": torch.zeros(32, 8)}), TrainingSpec(2, 1))
 """
 FLEET = """
 [[device]]
@@ -222,6 +253,28 @@ def test_submit_uploads_everything_the_spec_names(
     assert {t.name for t in spec.tensors} == {f"layers.{i}.{p}" for i in range(3) for p in ("weight", "bias")}
 
 
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("CustomBackward", "the gradient of parameter 'fc."),
+        ("TensorHook", "the gradient of parameter 'fc."),
+        ("ReboundBuffer", "buffer 'level' after a training forward"),
+    ],
+)
+def test_a_model_that_would_be_trained_wrongly_is_refused_by_name_and_never_sent(
+    kind: str,
+    named: str,
+    script: Script,
+    server: FakeOwnerServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "misread.py").write_text(MISREAD.format(kind=kind))
+    assert run(app, ["submit", str(tmp_path / "misread.py"), *server.options]) == 3
+    assert named in capsys.readouterr().err
+    assert (script.submissions, script.blobs, script.partial) == ({}, {}, {})
+
+
 def test_watching_prints_plain_lines_where_there_is_no_terminal(
     script: Script, server: FakeOwnerServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -358,23 +411,39 @@ def test_nothing_heavy_is_imported_before_a_command_needs_it() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_ctrl_c_ends_a_watch_with_130_and_no_traceback(script: Script, server: FakeOwnerServer) -> None:
+# ---------------------------------------------------------------- Ctrl+C
+
+
+def ctrl_c(arguments: list[str], once: str) -> None:
+    """Interrupt a command once it has printed ``once``: it ends with 130 and no traceback."""
+    command = [sys.executable, "-m", "coordinator.cli", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with own_session(command, **pipes, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+        assert process.stdout is not None
+        assert any(once in line for line in process.stdout)
+        assert interrupted(process) == 130
+        _, shown = process.communicate()
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("command", ["watch", "submit"])
+def test_ctrl_c_ends_a_watch_within_two_seconds(
+    command: str, script: Script, server: FakeOwnerServer, job_file: str
+) -> None:
     script.hold = threading.Event()
     script.updates = [pb.JobUpdate(job="j-1", state="running", step=1, steps=2)]
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "coordinator.cli", "watch", "j-1", *server.options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    assert watching.stdout is not None
-    assert "running" in watching.stdout.readline()
-    watching.send_signal(signal.SIGINT)
-    _, shown = watching.communicate(timeout=60)
-    assert watching.returncode == 130
-    assert "Traceback" not in shown
+    arguments = ["watch", "j-1"] if command == "watch" else ["submit", job_file, "--watch"]
+    ctrl_c([*arguments, *server.options], "running, step 1/2")
+    assert script.cancelled == []
+
+
+@pytest.mark.parametrize("command", ["plan", "submit"])
+def test_ctrl_c_ends_a_capture_within_two_seconds(
+    command: str, script: Script, server: FakeOwnerServer, tmp_path: Path
+) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    ctrl_c([command, str(tmp_path / "endless.py"), *server.options], "capturing")
+    assert script.submissions == {}
 
 
 # ---------------------------------------------------------------- words
@@ -407,3 +476,57 @@ def test_durations_are_read(text: str, seconds: float) -> None:
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="24h"):
         parse_duration(text)
+
+
+# ---------------------------------------------------------------- for scripts
+
+
+def test_the_shipped_fleet_file_plans_the_shipped_gpt(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--set", "LAYERS=1", "--set", "WIDTH=32", "--set", "LENGTH=16"]
+    command = ["plan", str(ROOT / "examples/gpt.py"), "--fleet", str(ROOT / "examples/fleet.toml"), *small]
+    assert run(app, [*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["names"].keys() == {"lab1", "lab2", "home1", "home2"}
+    assert found["prediction"]["step_s"] > 0
+
+
+def test_a_kicked_worker_and_a_revoked_token_are_told_as_json(
+    script: Script, server: FakeOwnerServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(app, ["kick", "fast1", "--reason", "wrong sums", "--json", *server.options]) == 0
+    kicked = {"worker": "w-1", "reason": "wrong sums", "for_good": False}
+    assert json.loads(capsys.readouterr().out) == kicked
+    assert run(app, ["token", "create", *server.options]) == 0
+    capsys.readouterr()
+    assert run(app, ["token", "revoke", "t-1", "--json", *server.options]) == 0
+    assert json.loads(capsys.readouterr().out) == {"id": "t-1", "revoked": True}
+
+
+def test_serve_tells_scripts_in_one_line_once_it_listens(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0", "--json"]
+    with subprocess.Popen(
+        [*command, "--state-dir", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        with socket.create_connection(parse_address(told["address"]), 20):
+            pass
+        process.terminate()
+        rest = process.stdout.read()
+    assert (process.returncode, rest) == (0, "")
+    assert told["join_command"] == f"atoll-worker join {told['address']} --token {told['join_token']}"
+    assert JoinToken.decode(told["join_token"]).work_port == parse_address(told["work_address"])[1]
+    assert (told["state_dir"], told["insecure"]) == (str(tmp_path), False)
+
+
+def test_serve_refuses_a_database_url_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0"]
+    options = ["--state-dir", str(tmp_path), "--database", "nonsense://host/atoll"]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "postgresql://USER@HOST/NAME" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +14,11 @@ import pytest
 from rich.console import Console
 
 from protos import atoll_control_pb2 as pb
-from protos.credentials import Authority, new_token
+from protos.credentials import Authority, fingerprint, new_token
 from tests.test_worker_cli import Entry, config_for
-from worker import doctor, probe
+from worker import cli, doctor, probe
 from worker.doctor import Mark, Report, examine, show
+from worker.enroll import join
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +117,57 @@ def test_a_token_of_another_coordinator_has_the_exit_code_of_join(entry: Entry, 
     stranger = new_token(Authority.open(tmp_path / "other"))
     report = examine(config_for(entry, tmp_path, stranger), lambda what: None)
     assert report.exit_code == 6
+
+
+def test_without_a_token_all_is_told_but_what_takes_one(entry: Entry, tmp_path: Path):
+    report = examine(config_for(entry, tmp_path), lambda what: None)
+    found = {finding.check: finding for finding in report.findings}
+    assert {check for check, f in found.items() if f.mark is not Mark.OK} == {"identity", "rates"}
+    assert found.keys() >= {"device", "memory", "reachable", "versions", "round trip", "clock"}
+    assert "NOT verified" in found["identity"].found
+    assert "atoll token create" in found["identity"].fix
+    assert "million parameters" in found["verdict"].found
+    assert f"atoll-worker join 127.0.0.1:{entry.port} --token TOKEN" in found["verdict"].found
+    assert report.exit_code == 0
+    assert report.figures["coordinator_verified"] is False
+    assert entry.door.enrolled == 0
+
+
+def test_without_a_token_the_shown_certificate_is_the_one_of_the_port(entry: Entry, tmp_path: Path):
+    report = examine(config_for(entry, tmp_path), lambda what: None)
+    shown = ssl.get_server_certificate(("127.0.0.1", entry.port))
+    told = next(finding.found for finding in report.findings if finding.check == "identity")
+    assert fingerprint(shown.encode()) in told
+
+
+def test_only_a_token_or_an_identity_verifies_the_coordinator(entry: Entry, tmp_path: Path):
+    config = config_for(entry, tmp_path, entry.token)
+    assert examine(config, lambda what: None).figures["coordinator_verified"] is True
+    join(config, lambda seconds: False)
+    again = examine(config_for(entry, tmp_path), lambda what: None)
+    assert again.figures["coordinator_verified"] is True
+    assert marks(again)["identity"] is Mark.OK
+
+
+def test_without_a_token_a_port_without_tls_is_refused_with_the_way_to_look(tmp_path: Path):
+    plain = Entry(tmp_path / "plain", tls=False)
+    try:
+        report = examine(config_for(plain, tmp_path), lambda what: None)
+    finally:
+        plain.server.stop(None).wait()
+    assert report.exit_code == 6
+    assert "--insecure" in report.findings[-2].found
+    assert marks(report)["reachable"] is Mark.OK
+
+
+def test_without_a_token_the_command_prints_what_it_found(
+    entry: Entry, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    arguments = ["doctor", f"127.0.0.1:{entry.port}", "--state-dir", str(tmp_path / "w"), "--device", "cpu"]
+    assert cli.run([*arguments, "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["fit"] is True
+    assert told["figures"].keys() >= {"rtt_s", "holds_parameters", "coordinator_version"}
 
 
 def test_another_protocol_has_the_exit_code_of_join(entry: Entry, tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.errors import StorageError
+from atoll.errors import StorageError, UsageError
 from coordinator.journal import Journal, Record
 
 
@@ -60,3 +60,33 @@ def test_a_disk_that_refuses_is_a_storage_error_and_the_journal_goes_on_later(tm
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot open the journal"):
         Journal(tmp_path / "missing" / "j.sqlite")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("nonsense://host/atoll", "no installed package knows databases of nonsense://host/atoll"),
+        ("://atoll", "no database URL"),
+        ("postgresql://host:port/atoll", "no database URL"),
+        ("sqlite://host/atoll", "cannot be used: Invalid SQLite URL"),
+    ],
+)
+def test_a_url_that_is_none_is_refused_with_one_that_would_do(url: str, says: str) -> None:
+    with pytest.raises(UsageError, match=f"{says}.*postgresql://USER@HOST/NAME"):
+        Journal(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "says"),
+    [
+        ("postgresql://atoll:s3cret@host/atoll", "psycopg", r"pip install 'atoll\[postgresql\]'"),
+        ("mysql+pymysql://atoll:s3cret@host/atoll", "pymysql", "install the package that has it"),
+    ],
+)
+def test_a_database_without_its_driver_says_what_to_install_and_no_secret(
+    url: str, module: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UsageError, match=f"needs the Python module {module}, .*{says}") as caught:
+        Journal(url)
+    assert "s3cret" not in str(caught.value)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atoll.job import DataSpec, JobSpec, TrainingSpec
+from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
 from coordinator import events as ev
@@ -412,6 +412,19 @@ def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
     assert world.state("job-2").step == 1
     assign = world.messages(do.AssignStage)[-1][1]
     assert (assign.first_step, assign.tensors["w1"]) == (1, "01" * 32)
+
+
+def test_a_job_does_not_go_on_with_another_optimizer_or_other_tensors() -> None:
+    world = World()
+    world.submit(what=spec(steps=1))
+    more = replace(spec(steps=3), resume_of="job-1")
+    other = replace(more, training=replace(more.training, optimizer=Optimizer(OptimizerName.SGD)))
+    expected = "job-1 holds the state of adamw, this one sgd; take the same optimizer"
+    assert world.scheduler.refusal(other) == expected
+    rate = replace(more, training=replace(more.training, optimizer=Optimizer(lr=1.0, weight_decay=0.1)))
+    assert world.scheduler.refusal(rate) is None
+    tensors = replace(more, tensors={"w0": HASH, "w2": HASH})
+    assert "2 tensors differ, first w1" in (world.scheduler.refusal(tensors) or "")
 
 
 def test_a_question_about_a_plan_starts_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +22,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, server_credentials
+from tests.interrupts import interrupted, own_session
 from worker import cli, running
 from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
 from worker.enroll import join
@@ -283,6 +284,17 @@ def test_version_is_the_packages(capfd: pytest.CaptureFixture[str]):
     assert capfd.readouterr().out.strip() == atoll.__version__
 
 
+def test_scripts_get_versions_and_the_process_that_was_asked_to_leave(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert cli.run(["version", "--json"]) == 0
+    versions = {"atoll": atoll.__version__, "protocol": str(PROTOCOL_VERSION)}
+    assert json.loads(capfd.readouterr().out) == versions
+    monkeypatch.setattr(running, "ask_to_leave", lambda folder: 4711)
+    assert cli.run(["leave", "--json", "--state-dir", str(tmp_path)]) == 0
+    assert json.loads(capfd.readouterr().out) == {"process": 4711}
+
+
 def test_two_daemons_may_not_share_a_state_folder(tmp_path: Path):
     with running.only_one(tmp_path):
         assert running.running_process(tmp_path) == os.getpid()
@@ -292,17 +304,15 @@ def test_two_daemons_may_not_share_a_state_folder(tmp_path: Path):
 
 
 def test_a_worker_that_waits_for_its_coordinator_leaves_at_once(tmp_path: Path, entry: Entry):
-    entry.server.stop(None).wait()
-    command = [
-        sys.executable, "-m", "worker.cli", "join", f"127.0.0.1:{entry.port}", "--token",
-        entry.token.encode(), "--state-dir", str(tmp_path / "w"), "--device", "cpu",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        lock = tmp_path / "w" / running.LOCK_FILE
-        while not (lock.exists() and lock.read_text()) and process.poll() is None:
-            time.sleep(0.05)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        _, shown = process.communicate(timeout=10)
-    assert process.returncode == 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(120)
+        command = [
+            sys.executable, "-m", "worker.cli", "join", f"127.0.0.1:{listener.getsockname()[1]}", "--token",
+            entry.token.encode(), "--state-dir", str(tmp_path / "w"), "--device", "cpu",
+        ]  # fmt: skip
+        with own_session(command, stderr=subprocess.PIPE, text=True) as process:
+            listener.accept()[0].close()
+            listener.close()  # from now on nobody answers
+            assert interrupted(process) == 0
+            _, shown = process.communicate()
     assert "Traceback" not in shown

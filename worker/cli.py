@@ -19,6 +19,7 @@ from rich.markup import escape
 
 import atoll
 from atoll.errors import AtollError
+from protos import PROTOCOL_VERSION
 from protos.app_bundle import parse_pairs
 from protos.installation import check_installation
 from worker import cli_apps, cli_data
@@ -82,6 +83,7 @@ Insecure = Annotated[
 Listen = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where peers connect; default 0.0.0.0, any free port.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
 
 
 @app.command(
@@ -180,7 +182,7 @@ def doctor(
     listen: Listen = None,
     state_dir: StateDir = None,
     insecure: Insecure = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")] = False,
+    json: AsJson = False,
 ) -> int:
     """Check this machine and its way to the coordinator before joining; changes nothing."""
     from worker.doctor import examine, show
@@ -201,26 +203,29 @@ def doctor(
     )
     report = examine(config, (lambda what: None) if json else (lambda what: err.print(f"... {what}")))
     if json:
-        sys.stdout.write(json_module.dumps(report.as_json()) + "\n")
+        _print_json(report.as_json())
     else:
         show(report, out)
     return report.exit_code
 
 
 @app.command(epilog="Example: atoll-worker leave")
-def leave(state_dir: StateDir = None) -> int:
+def leave(state_dir: StateDir = None, json: AsJson = False) -> int:
     """Ask the worker that runs on this machine to leave its fleet, like Ctrl+C in its terminal."""
     from worker.running import ask_to_leave
 
     process = ask_to_leave(state_dir or default_state_dir())
-    out.print(f"process {process} was asked to leave")
+    if json:
+        _print_json({"process": process})
+    else:
+        out.print(f"process {process} was asked to leave")
     return 0
 
 
 @app.command(epilog="Example: atoll-worker status --json")
 def status(
     state_dir: StateDir = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")] = False,
+    json: AsJson = False,
 ) -> int:
     """Say which coordinator this machine joined, as whom, and whether a worker runs now."""
     from protos.credentials import Identity
@@ -241,7 +246,7 @@ def status(
         "process": process,
     }
     if json:
-        sys.stdout.write(json_module.dumps(facts) + "\n")
+        _print_json(facts)
     else:
         for key, value in facts.items():
             out.print(f"{key.replace('_', ' '):20} {escape(str(value if value is not None else '-'))}")
@@ -249,10 +254,17 @@ def status(
 
 
 @app.command(epilog="Example: atoll-worker version")
-def version() -> int:
-    """Print the version."""
-    out.print(atoll.__version__)
+def version(json: AsJson = False) -> int:
+    """Print the version; with --json also that of the protocol."""
+    if json:
+        _print_json({"atoll": atoll.__version__, "protocol": str(PROTOCOL_VERSION)})
+    else:
+        out.print(atoll.__version__)
     return 0
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json_module.dumps(value) + "\n")
 
 
 def _address(

@@ -1,12 +1,14 @@
 """Look before joining: the way to the coordinator, this machine, and what is to be fixed.
 
 Every check says what it found in numbers and, where it is not well, the next move. Nothing is
-changed: the token is looked at and not used up, no identity is made.
+changed: the token is looked at and not used up, no identity is made. Without a token the certificate
+that the coordinator shows is taken as it is, and said to be: the greeting tells nothing secret.
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +21,10 @@ import grpc
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.credentials import Identity, JoinToken
+from protos.credentials import Identity, JoinToken, fingerprint
 from worker.calls import as_atoll_error, open_channel
 from worker.enroll import greet
+from worker.frames import printable
 from worker.probe import Device, device_rates, find_device, versions
 
 if TYPE_CHECKING:
@@ -107,7 +110,7 @@ def examine(config: WorkerConfig, telling: Callable[[str], object]) -> Report:
     except AtollError as error:
         report.error = error
         report.add("coordinator", Mark.BAD, str(error))
-    _conclude(report)
+    _conclude(config, report)
     return report
 
 
@@ -163,10 +166,13 @@ def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> Non
 
 def _examine_coordinator(config: WorkerConfig, report: Report, telling: Callable[[str], object]) -> None:
     _connect(config, report)
-    token, ca = _trust(config, report)
+    token, ca, verified = _trust(config, report)
     with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
         stub = rpc.EntryStub(channel)
         _greet(config, report, stub)
+        report.figures["coordinator_verified"] = verified
+        if token is not None:
+            report.add("identity", Mark.OK, "its certificate is the token's coordinator")
         if token is None and not config.insecure:
             report.add(
                 "rates", Mark.NOTE, "not measured: that takes a join token", "give --token to measure them"
@@ -200,19 +206,46 @@ def _connect(config: WorkerConfig, report: Report) -> None:
     report.add("reachable", Mark.OK, f"{config.entry_address} ({address}) opened in {took_s * 1e3:.1f} ms")
 
 
-def _trust(config: WorkerConfig, report: Report) -> tuple[JoinToken | None, bytes | None]:
-    """The token and the CA to check the coordinator against. Raises AccessDenied."""
+def _trust(config: WorkerConfig, report: Report) -> tuple[JoinToken | None, bytes | None, bool]:
+    """The token, the certificate to check the coordinator against (None: no TLS), and whether that
+    proves who it is. Raises AccessDenied, ConnectionFailed."""
     if config.insecure:
         report.add("identity", Mark.NOTE, "no TLS (--insecure)", "for experiments on this machine only")
-        return None, None
+        return None, None, False
     if config.token:
         token = JoinToken.decode(config.token)
-        return token, token.ca_pem
+        return token, token.ca_pem, True
     identity = Identity.load(config.identity_dir)
-    if identity is None:
-        raise AccessDenied("no token given and this machine has not joined before; give --token")
-    report.add("identity", Mark.OK, f"joined before as {identity.name}, until {identity.expires():%Y-%m-%d}")
-    return None, identity.ca_pem
+    if identity is not None:
+        report.add(
+            "identity", Mark.OK, f"joined before as {identity.name}, until {identity.expires():%Y-%m-%d}"
+        )
+        return None, identity.ca_pem, True
+    shown = _shown_certificate(config)
+    report.add(
+        "identity",
+        Mark.NOTE,
+        "NOT verified: no token given, and this machine has not joined before; shown is a certificate with "
+        f"SHA-256 {fingerprint(shown)}",
+        "joining takes a token, which also proves who answers: `atoll token create` on the coordinator",
+    )
+    return None, shown, False
+
+
+def _shown_certificate(config: WorkerConfig) -> bytes:
+    """What the entry port shows to anybody, PEM. Raises AccessDenied, ConnectionFailed."""
+    try:
+        return ssl.get_server_certificate((config.host, config.port), timeout=CONNECT_TIMEOUT_S).encode()
+    except ssl.SSLError as error:
+        raise AccessDenied(
+            f"no TLS session with {config.entry_address}: {error.reason or error}; is it the coordinator's "
+            "entry port, and was it started without --insecure?"
+        ) from None
+    except OSError as error:
+        raise ConnectionFailed(
+            f"{config.entry_address} shows no certificate: {error.strerror or error}; is `atoll serve` "
+            "running there on that port?"
+        ) from None
 
 
 def _greet(config: WorkerConfig, report: Report, stub: Any) -> None:
@@ -224,14 +257,14 @@ def _greet(config: WorkerConfig, report: Report, stub: Any) -> None:
         trips.append(took_s)
         offsets.append(reply.time_s + took_s / 2 - time.time())
     rtt_s, skew_s = statistics.median(trips), statistics.median(offsets)
+    version = printable(reply.version)[:20]
     report.figures |= {
         "rtt_s": rtt_s,
         "clock_offset_s": skew_s,
-        "coordinator_version": reply.version,
+        "coordinator_version": version,
         "protocol": reply.protocol,
     }
-    report.add("identity", Mark.OK, "its certificate is the token's coordinator" if config.token else "known")
-    report.add("versions", Mark.OK, f"coordinator atoll {reply.version}, here {versions()['atoll']}")
+    report.add("versions", Mark.OK, f"coordinator atoll {version}, here {versions()['atoll']}")
     report.add("round trip", Mark.OK, f"{rtt_s * 1e3:.1f} ms, median of {GREETINGS}")
     found = f"{abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'} the coordinator's"
     if abs(skew_s) > SKEW_TOO_MUCH_S:
@@ -317,7 +350,7 @@ def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToke
 # ---------------------------------------------------------------- the conclusion
 
 
-def _conclude(report: Report) -> None:
+def _conclude(config: WorkerConfig, report: Report) -> None:
     """What this machine would hold and carry, or that something is to be fixed first."""
     bad = [finding.check for finding in report.findings if finding.mark is Mark.BAD]
     if bad:
@@ -331,4 +364,7 @@ def _conclude(report: Report) -> None:
         mib_s = 2**20 * 8 / up_bps
         report.figures["send_s_per_mib"] = mib_s
         text += f" and send a boundary tensor of 1 MiB in {mib_s:.3g} s"
-    report.add("verdict", Mark.OK, text + "; join with `atoll-worker join`")
+    # What let us look without it does not let us in.
+    known = report.figures["coordinator_verified"] or config.insecure
+    how = "atoll-worker join" if known else f"atoll-worker join {config.entry_address} --token TOKEN"
+    report.add("verdict", Mark.OK, f"{text}; join with `{how}`")

@@ -1,5 +1,6 @@
-"""Docs name every command, option, exit code, metric and setting that exists."""
+"""Docs name every command, option, exit code, metric and setting that exists, and events no others."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from atoll import errors
 from atoll.data import ByteText, Rows
 from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
 from compressors.catalogue import CODECS, Use
-from coordinator import cli, partition
+from coordinator import cli, fleet_file, partition
 from protos import telemetry
 from worker import cli as worker_cli
 
@@ -71,17 +72,55 @@ def test_every_exit_code_is_documented() -> None:
         assert f"| {code} | " in text
 
 
-def test_every_metric_is_documented_with_its_labels() -> None:
-    text = (DOCS / "metrics.md").read_text()
-    for metric in telemetry.METRICS:
-        assert f"`{metric.name}`" in text
-        for label in metric.labels:
-            assert f"`{label}`" in text
+def _rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the tables under a heading, without their heads."""
+    text = (DOCS / page).read_text()
+    start = text.index(f"\n## {heading}\n") + 1
+    part = text[start:].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("| ")]
+    return [[cell.strip("| ") for cell in row] for row in rows[1:]]
 
 
-def test_every_event_is_documented() -> None:
-    text = (DOCS / "metrics.md").read_text()
-    assert [event.value for event in telemetry.Event if f"`{event.value}`" not in text] == []
+def _quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_the_docs_have_every_metric_with_its_labels_and_no_other() -> None:
+    told = {_quoted(row[0])[0]: tuple(_quoted(row[1])) for row in _rows("metrics.md", "Prometheus")}
+    assert told == {metric.name: metric.labels for metric in telemetry.METRICS}
+
+
+def test_the_docs_have_every_event_and_no_other() -> None:
+    told = [name for row in _rows("metrics.md", "Events") for name in _quoted(row[0])]
+    assert sorted(told) == sorted(event.value for event in telemetry.Event)
+
+
+def test_every_event_is_emitted_somewhere() -> None:
+    call = re.compile(r"(?:[lL]og|say|info|warning)\(\s*(?:telemetry\.)?(?:Event|Name)\.([A-Z_]+)")
+    sources = [path.read_text() for path in (ROOT / "coordinator").glob("*.py")]
+    emitted = {name for text in sources for name in call.findall(text)}
+    assert sorted(set(telemetry.Event.__members__) - emitted) == []
+
+
+@pytest.mark.parametrize(
+    ("heading", "keys"),
+    [
+        ("`[[device]]`", fleet_file._DEVICE_KEYS),
+        ("`[[group]]`", fleet_file._GROUP_KEYS),
+        ("`[[link]]`", fleet_file._LINK_KEYS),
+    ],
+)
+def test_the_docs_have_every_key_of_a_fleet_file_and_no_other(heading: str, keys: set[str]) -> None:
+    told = {_quoted(row[0])[0]: row[1] for row in _rows("fleet-files.md", heading)}
+    assert told.keys() == keys
+    for key, (standard, _, _) in fleet_file._RATES.items():
+        assert told.get(key, f"{standard:g}") == f"{standard:g}"
+
+
+def test_the_docs_have_every_default_of_a_fleet_file() -> None:
+    text = (DOCS / "fleet-files.md").read_text()
+    section = text[text.index("\n## `[default]`") :]
+    assert [key for key in fleet_file._DEFAULT_KEYS if f"`{key}`" not in section] == []
 
 
 @pytest.mark.parametrize("kind", [Job, TrainingSpec, Optimizer, Schedule, ParamGroup, Rows, ByteText])
@@ -110,8 +149,6 @@ def test_every_codec_has_a_row_in_the_table_that_says_what_it_is_valid_for(name:
 
 
 def test_links_between_the_docs_lead_somewhere() -> None:
-    import re
-
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     broken = [
         f"{page.relative_to(ROOT)}: {target}"

@@ -1,0 +1,64 @@
+"""A scrape of a running coordinator holds every metric that the docs promise."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from http.client import HTTPConnection
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.fake_worker import FakeWorker
+from protos import atoll_control_pb2 as pb
+from protos import telemetry
+from tests.test_server import Owner, fleet, start
+
+HELD_STEP = 3
+Sample = tuple[dict[str, str], float]
+
+
+def _scraped(port: int) -> dict[str, list[Sample]]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    found: dict[str, list[Sample]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
+    looked = threading.Event()
+
+    def report(worker: FakeWorker, step: int) -> pb.StepReady:
+        if step == HELD_STEP:
+            looked.wait(60)
+        said = worker.report(step)
+        assert worker.assigned is not None
+        for peer in worker.assigned.peers:
+            said.links.add(peer=peer.peer.worker, bytes=250, dense_bytes=1000)
+        return said
+
+    with ExitStack() as stack:
+        running = start(stack, tmp_path, metrics_port=0)
+        owner = Owner(running)
+        workers = fleet(stack, running, 2, ready=report)
+        stack.callback(looked.set)
+        job = owner.submit(steps=HELD_STEP + 1)
+        owner.watch(job, lambda update: update.step == HELD_STEP)
+        assert running.server is not None
+        assert running.server.exporter is not None
+        running.call(lambda server: server.shell.scheduler.dropped.update(StepReady=2))
+        found = _scraped(running.server.exporter.port)
+    for metric in telemetry.METRICS:
+        assert metric.name in found, metric.name
+        assert all(labels.keys() == set(metric.labels) for labels, _ in found[metric.name]), metric.name
+    assert found[telemetry.STEPS.name] == [({"job": job}, HELD_STEP)]
+    assert ({"state": "assigned"}, 2.0) in found[telemetry.WORKERS.name]
+    assert ({"kind": "StepReady"}, 2.0) in found[telemetry.DROPPED.name]
+    first, second = sorted(worker.worker for worker in workers)
+    ratios = [(labels["source"], labels["target"], r) for labels, r in found[telemetry.LINK_RATIO.name]]
+    assert sorted(ratios) == [(first, second, 4.0), (second, first, 4.0)]

@@ -1,0 +1,54 @@
+"""What a run leaves for people: the same points in memory, in the CSV file and for TensorBoard."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+from coordinator.runlog import Point, RunLog
+
+POINTS = [Point(1, "loss", 2.5, 100.0), Point(1, "step_s", 0.25, 100.0), Point(2, "loss", 2.25, 101.5)]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> RunLog:
+    return _written(tmp_path)
+
+
+def _written(folder: Path) -> RunLog:
+    run = RunLog(folder, trace_bytes=0)
+    for point in POINTS:
+        run.measured(point)
+    run.close()
+    return run
+
+
+def test_scalars_are_read_back_as_tensorboard_reads_them(written: RunLog) -> None:
+    [path] = written.folder.glob("events.out.tfevents.*")
+    found = [
+        Point(event.step, value.tag, value.simple_value, event.wall_time)
+        for event in LegacyEventFileLoader(str(path)).Load()
+        for value in event.summary.value
+    ]
+    assert found == POINTS
+
+
+def test_points_are_lines_of_the_csv_file_and_kept_for_watchers(written: RunLog) -> None:
+    assert (written.folder / "metrics.csv").read_text().splitlines() == [
+        "step,name,value,time_s",
+        "1,loss,2.5,100.000",
+        "1,step_s,0.25,100.000",
+        "2,loss,2.25,101.500",
+    ]
+    assert written.since(1) == (3, POINTS[1:])
+
+
+def test_without_tensorboard_the_csv_file_is_written_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    _written(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
