@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := atoll coordinator worker protos strategies compressors lab
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
-BENCHMARKS := oracle planner transport commit prediction pipeline_vs_torch gpu \
-	adaptive_compression convergence vs_flower
+BENCHMARKS := oracle planner transport commit codecs lossless_real sparse_formats gpu prediction \
+	pipeline_vs_torch adaptive_compression link_adaptation vs_flower convergence \
+	federated_bandwidth federated_mnist
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
@@ -18,7 +19,7 @@ help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
 	@echo "make test      the default tests (make test-all: the slow ones too)"
 	@echo "make check     formatting, lint, types and the arrows between packages"
-	@echo "make bench     every benchmark, figures on the last line of each"
+	@echo "make bench     every benchmark, figures on the last line of each; what needs root or a GPU says so"
 	@echo "make venv      only set up $(VENV)"
 	@echo "make protos    regenerate the wire schema's code"
 	@echo "make clean     remove what was built, $(VENV) too"
@@ -60,9 +61,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 bench: $(STAMP)
-	@for name in $(BENCHMARKS); do \
-		echo "== benchmarks.$$name"; $(TEST_ENV) $(BIN)/python -m benchmarks.$$name --json || exit 1; \
-	done
+	@failed=; for name in $(BENCHMARKS); do \
+		echo "== benchmarks.$$name"; \
+		$(TEST_ENV) $(BIN)/python -m benchmarks.$$name --json || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. \

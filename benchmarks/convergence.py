@@ -38,7 +38,7 @@ from atoll.compression import Compression
 from atoll.data import Materialised, sample_indices, take
 from atoll.program import stage_programs
 from benchmarks.convergence_report import report, show
-from benchmarks.harness import ROOT, machine, parser
+from benchmarks.harness import ROOT, fitting, machine, parser
 from coordinator.capture import Captured, capture
 from coordinator.coding import load_bytes
 from coordinator.fleet_file import parse_fleet
@@ -264,7 +264,7 @@ def run_one(args: argparse.Namespace, seed: int, variant: Variant) -> dict[str, 
 def overrides_of(args: argparse.Namespace, seed: int) -> list[str]:
     """The job's settings for one of the paired seeds: weights, data order and training."""
     own = [f"SEED={BASE_SEED + seed}"] if Path(args.job).name == "gpt.py" else []
-    return [*SETTINGS, *own, f"seed={seed}", f"steps={args.steps}", *args.set]
+    return [*fitting(SETTINGS, args.job), *own, f"seed={seed}", f"steps={args.steps}", *args.set]
 
 
 # ---------------------------------------------------------------- all of them

@@ -52,9 +52,8 @@ from benchmarks import bandwidth_report as reporting
 from benchmarks.bandwidth_report import Line
 from benchmarks.federated_mnist import CLASSES, Digits, LeNet, Plain, Setting, digits, stored, tested
 from benchmarks.federated_report import best, plot
-from benchmarks.harness import ROOT, machine, parser
+from benchmarks.harness import ROOT, machine, need_mnist, parser
 from compressors.model_file import write_delta, write_model
-from coordinator import packages
 from coordinator.capture import capture
 from coordinator.selecting import by_uplink, update_bytes
 from lab.reader import read_scenario
@@ -344,7 +343,7 @@ def main() -> None:
     wanted = args.only.split(",") if args.only else list(VARIANTS)
     if unknown := set(wanted) - set(VARIANTS):
         raise SystemExit(f"--only: no variant {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
-    packages.read("mnist")  # says now what to do when it is not there
+    need_mnist(args.json)
     conditions = conditions_of(args)
     path = Path(args.state) if args.state else Path(tempfile.mkdtemp(prefix="atoll-bench-")) / "state.jsonl"
     seeds = range(args.seed, args.seed + args.seeds)

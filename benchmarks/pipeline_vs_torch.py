@@ -1,7 +1,8 @@
 """Samples a second of our plans and of torch.distributed.pipelining, alternating in one lab.
 
 torch runs over gloo with GPipe and 1F1B, an equal split by blocks, in op_fence's device order.
-Every run's losses are compared: a fast pipeline that computes something else would show here.
+Every run's losses are compared with op_fence's of its round: a fast pipeline that computes something
+else would show here, and the benchmark then ends with exit code 1.
 A short job goes before, not measured, so that all plans are made by a fleet that has trained once.
 
   python -m benchmarks.pipeline_vs_torch --scenario two_islands --json
@@ -9,13 +10,25 @@ A short job goes before, not measured, so that all plans are made by a fleet tha
 
 from __future__ import annotations
 
-import json
 import statistics
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CommandFailed, LabFleet, machine, parser, steady
+from benchmarks.harness import (
+    CommandFailed,
+    LabFleet,
+    conclude,
+    follow,
+    machine,
+    need_lab,
+    parser,
+    steady,
+)
 from coordinator.jobfile import load_job
+
+Losses = Mapping[str, Mapping[int, Sequence[float]]]  # name -> round -> of each step
 
 OURS = ("op_fence", "proportional", "even")
 RIVALS = {"torch_gpipe": "gpipe", "torch_1f1b": "1f1b"}
@@ -34,19 +47,19 @@ def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: in
     samples = batch * loaded.training.n_micro
     rates: dict[str, list[float]] = {name: [] for name in (*OURS, *RIVALS)}
     plans: dict[str, Any] = {}
-    losses: dict[str, list[float]] = {}
-    limits: dict[str, float] = {}
+    losses: dict[str, dict[int, list[float]]] = {name: {} for name in (*OURS, *RIVALS)}
+    limits: dict[str, list[float]] = {name: [] for name in OURS}
     refused: dict[str, str] = {}
     with LabFleet(scenario) as fleet:
         fleet.train(job, REFRESHER, settings, stop_after=REFRESHING_STEPS)
         for number in range(rounds):
             for name in OURS:
                 run = fleet.train(job, name, settings, stop_after=steps)
-                plans[name], losses[name] = run["plan"], run["loss"]
+                plans[name], losses[name][number] = run["plan"], run["loss"]
                 seconds = steady(run["step_s"])
                 rates[name].append(samples / seconds)
                 tell(number, name, rates)
-                limits[name] = seconds / run["plan"]["prediction"]["lower_bound_s"]
+                limits[name].append(seconds / run["plan"]["prediction"]["lower_bound_s"])
             order = hosts_of(fleet, plans["op_fence"])
             for name, schedule in RIVALS.items():
                 try:
@@ -54,15 +67,17 @@ def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: in
                 except CommandFailed as error:
                     refused[name] = str(error)[-500:]
                     continue
-                losses[name] = run["loss"]
+                losses[name][number] = run["loss"]
                 rates[name].append(samples / steady(run["step_s"]))
                 tell(number, name, rates)
+    strayed = strays(losses, "op_fence")
     return {
         "scenario": fleet.scenario.name,
         "samples_per_s": {name: round(statistics.median(r), 4) for name, r in rates.items() if r},
-        "limit_ratio": {name: round(ratio, 4) for name, ratio in limits.items()},
+        "limit_ratio": {name: round(statistics.median(r), 4) for name, r in limits.items()},
         "plan": {name: summary(plan) for name, plan in plans.items()},
-        "same_losses": agree(losses),
+        "same_losses": not strayed,
+        "strays": strayed,
         "refused": refused,
     }
 
@@ -90,23 +105,25 @@ def summary(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def agree(losses: dict[str, list[float]]) -> bool:
-    """Whether every run's losses follow op_fence's, step by step."""
-    reference = losses["op_fence"]
-    return all(
-        abs(a - b) <= LOSS_TOLERANCE * abs(b)
-        for run in losses.values()
-        for a, b in zip(run, reference, strict=False)
-    )
+def strays(losses: Losses, reference: str) -> list[str]:
+    """Runs whose losses do not follow the reference's of the same round, step by step."""
+    return [
+        f"{name} in round {number}"
+        for name, rounds in losses.items()
+        for number, run in rounds.items()
+        if not follow(run, losses[reference].get(number, ()), LOSS_TOLERANCE)
+    ]
 
 
-def main() -> None:
-    """Print a table a scenario and, with --json, one object (a list for several scenarios)."""
+def main() -> int:
+    """Print a table a scenario and, with --json, one object (a list for several scenarios); exit code 1
+    when losses differ."""
     options = parser(__doc__, scenario="two_islands", job="examples/gpt.py")
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--rounds", type=int, default=2, help="alternations of everything")
     options.add_argument("--set", action="append", default=[], help="job override")
     args = options.parse_args()
+    need_lab(args.json)
     settings = [
         f"steps={SCHEDULED}",
         f"seed={args.seed}",
@@ -126,9 +143,10 @@ def main() -> None:
             print(f"  {name:<13} {rate:8.2f} ({best / rate:5.2f}x)  {f'{ratio:.2f}' if ratio else '':>5}")
         print(f"  losses agree: {result['same_losses']}", flush=True)
     print(f"machine {machine()}, seed {args.seed}")
-    if args.json:
-        print(json.dumps(found[0] if len(found) == 1 else found))
+    strayed = [f"{run} ({result['scenario']})" for result in found for run in result["strays"]]
+    wrong = f"the losses of {', '.join(strayed)} differ from op_fence's" if strayed else ""
+    return conclude(found[0] if len(found) == 1 else found, args.json, wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

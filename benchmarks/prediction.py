@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.harness import LabFleet, machine, parser, steady
+from benchmarks.harness import LabFleet, fitting, machine, need_lab, parser, steady
 
 PARTITIONERS = ("op_fence", "proportional", "even")
 DEFAULT = ("two_islands", "homes", "datacenter")
@@ -31,7 +31,7 @@ def measure(
     """Run one job and set its plan's predictions beside what it took."""
     run = fleet.train(job, partitioner, settings, stop_after=steps)
     prediction = run["plan"]["prediction"]
-    measured_s = steady(run["step_s"][:steps])
+    measured_s = steady(run["step_s"])
     micro_s = [(s["forward_s"] + s["backward_s"]) / run["plan"]["n_micro"] for s in run["stages"]]
     return {
         "scenario": fleet.scenario.name,
@@ -44,7 +44,7 @@ def measure(
         "stages": len(run["plan"]["stages"]),
         "micro_batch_s": [round(s, 4) for s in micro_s],  # computed by each stage, last step
         "predicted_compute_s": [round(s["compute_s"], 4) for s in prediction["stages"]],  # a step
-        "steps_s": [round(s, 3) for s in run["step_s"][:steps]],
+        "steps_s": [round(s, 3) for s in run["step_s"]],
     }
 
 
@@ -77,8 +77,9 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--set", action="append", default=[], help="job override, e.g. MICRO_BATCH=8")
     args = options.parse_args()
+    need_lab(args.json)
     # Runs are stopped before anything is stored: over a slow line that takes longer than the steps.
-    settings = [*SETTINGS, "steps=1000", f"seed={args.seed}", "eval_batches=0", *args.set]
+    settings = [*fitting(SETTINGS, args.job), "steps=1000", f"seed={args.seed}", "eval_batches=0", *args.set]
     print(COLUMNS)
     names = args.scenario or DEFAULT
     rows = [row for name in names for row in scenario_rows(name, args.job, settings, args.steps)]

@@ -1,4 +1,4 @@
-"""Peer links against raw TCP: loopback rate, lab links, CPU per GB; TLS on, values checked.
+"""Peer links against raw TCP: loopback rate, lab links, CPU per GB; TLS on, every message checked.
 
     python -m benchmarks.transport --json                    everything
     python -m benchmarks.transport --scenario lossy          one lab link only (name or path)
@@ -6,17 +6,21 @@
 Loopback: 64 MiB messages between two processes, ours, raw TCP (sendall and recv_into) and gloo
 in turn, median of 9 after one that does not count. Lab (root): the share of the link's rate that
 arrives as payload, over eight seconds' worth of 4 MiB messages, with raw TCP on one flow beside it.
+Every message is another one. When the clock has stopped, their number and sizes are compared with what
+was sent, and of each the values at 257 places, its first and last among them; of the last one all.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import queue
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -24,16 +28,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.harness import conclude, need_lab, parser
 from lab.reader import read_scenario
 from lab.tun import unavailable
 from lab.world import Lab
 from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
 from worker.frames import Direction, MessageKey
 from worker.transport import PeerNetwork, TransportConfig
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = Path(__file__).resolve().parent / "links"
@@ -42,7 +52,64 @@ LOOPBACK_BYTES = 64 << 20
 LOOPBACK_REPEATS = 10
 LAB_SECONDS = 8.0
 LAB_MESSAGE_BYTES = 4 << 20
+SHIFT, SHIFTS = 4096, 64  # message n starts at byte SHIFT * (n mod SHIFTS) of the data
+SAMPLES = 257  # values of a message that are kept as it arrives: a copy of all would slow the receiver
+MAX_FAULTS = 5  # named in one message
+RAW_HEADER = struct.Struct(">QQ")  # number of the first message, how many
 PATIENT = TransportConfig(silence_s=30.0, reconnect_s=10.0)
+
+
+# ---------------------------------------------------------------- what is sent, and what arrived
+
+
+class Messages:
+    """Messages of ``nbytes`` random bytes, the same at both ends, and the record of those that arrived.
+
+    Neighbours differ at almost every place, so neither an untouched buffer nor the message before
+    can pass for a received one.
+    """
+
+    def __init__(self, nbytes: int, seed: int) -> None:
+        self.nbytes = nbytes
+        length = nbytes + SHIFT * (SHIFTS - 1)
+        self._data: Bytes = np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
+        self._places = np.linspace(0, nbytes - 1, SAMPLES).astype(np.int64)
+        self._arrived: queue.SimpleQueue[tuple[int, Bytes, Bytes]] = queue.SimpleQueue()
+
+    def message(self, number: int) -> Bytes:
+        """What message ``number`` consists of; not to be written to."""
+        start = SHIFT * (number % SHIFTS)
+        return self._data[start : start + self.nbytes]
+
+    def arrived(self, number: int, payload: Bytes) -> None:
+        """Note a message, from any thread; its buffer may be filled again at once."""
+        self._arrived.put((number, payload, self._sample(payload)))
+
+    def _sample(self, payload: Bytes) -> Bytes:
+        return payload[self._places[self._places < len(payload)]]
+
+    def wrong(self, first: int, count: int) -> str:
+        """Why what arrived since the last call is not messages ``first`` to ``first + count - 1``, each
+        once; "" when it is. Overwrites the buffers."""
+        awaited, faults = set(range(first, first + count)), []
+        held: dict[int, tuple[int, Bytes]] = {}  # address of a buffer -> what came into it last
+        while not self._arrived.empty():
+            number, payload, sample = self._arrived.get()
+            held[payload.ctypes.data] = number, payload
+            if number not in awaited:
+                faults.append(f"message {number} came unasked, or twice")
+            elif len(payload) != self.nbytes:
+                faults.append(f"message {number} has {len(payload)} bytes of {self.nbytes}")
+            elif not np.array_equal(sample, self._sample(self.message(number))):
+                faults.append(f"message {number} has other values")
+            awaited.discard(number)
+        if awaited:
+            faults.append(f"{len(awaited)} of {count} messages are missing")
+        for number, payload in held.values():
+            if not faults and not np.array_equal(payload, self.message(number)):
+                faults.append(f"message {number} has other values")
+            payload[:] = 0
+        return "; ".join(faults[:MAX_FAULTS])
 
 
 # ---------------------------------------------------------------- one end, a process of its own
@@ -55,51 +122,55 @@ class End:
         identity = Identity.load(folder / name)
         assert identity is not None
         self.name, self.nbytes = name, nbytes
-        # Every byte differs between seeds, so an untouched buffer cannot pass for a received one.
-        self.data = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-        self.buffer = np.zeros(nbytes, dtype=np.uint8)
-        self.arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.messages = Messages(nbytes, seed)
+        self.buffer: Bytes = np.zeros(nbytes, dtype=np.uint8)  # of raw TCP and gloo
+        self.free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()  # ours: several messages come at a time
         listen = ("0.0.0.0", 0) if name == "w-b" else None  # noqa: S104 - inside the lab or loopback
-        self.network = PeerNetwork(
-            identity,
-            listen,
-            lambda peer, key, header, payload: self.arrived.put(len(payload)),
-            config=PATIENT,
-            expect=lambda peer, key, total: memoryview(self.buffer)[:total],  # type: ignore[arg-type]
-        )
+        self.network = PeerNetwork(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
         self.network.admit("w-a")
         self.socket: socket.socket | None = None
-        self.steps = 0
+        self.receiving: threading.Thread | None = None
 
     # Receiver
 
     def listen(self) -> dict[str, Any]:
         """Open the raw port; ours is open already."""
         server = socket.create_server(("0.0.0.0", 0))  # noqa: S104
-        threading.Thread(target=self._receive_raw, args=(server,), daemon=True).start()
+        self.receiving = threading.Thread(target=self._receive_raw, args=(server,), daemon=True)
+        self.receiving.start()
         return {"port": self.network.port, "raw": server.getsockname()[1]}
 
-    def _receive_raw(self, server: socket.socket) -> None:
-        connection, _ = server.accept()
-        view = memoryview(self.buffer)  # type: ignore[arg-type]
-        while header := connection.recv(8, socket.MSG_WAITALL):
-            left = int.from_bytes(header, "big")
-            while left:
-                at = 0
-                size = min(left, self.nbytes)
-                while at < size:
-                    count = connection.recv_into(view[at:size])
-                    if not count:
-                        return
-                    at += count
-                left -= size
-            connection.sendall(b"k")
+    def _expect(self, peer: str, key: MessageKey, total: int) -> memoryview:
+        try:
+            buffer = self.free.get_nowait()
+        except queue.Empty:
+            buffer = np.zeros(self.nbytes, dtype=np.uint8)
+        return memoryview(buffer)[:total]  # type: ignore[arg-type]
 
-    def check(self) -> bool:
-        """Whether the buffer holds the sender's bytes; then spoils it for the next repetition."""
-        equal = bool(np.array_equal(self.buffer, self.data))
-        self.buffer[:] = 0
-        return equal
+    def _deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        self.messages.arrived(key.step, np.frombuffer(payload, dtype=np.uint8))
+        self.free.put(payload.obj)  # type: ignore[arg-type]
+
+    def _receive_raw(self, server: socket.socket) -> None:
+        with server:
+            connection, _ = server.accept()
+        view = memoryview(self.buffer)  # type: ignore[arg-type]
+        with connection:
+            while header := connection.recv(RAW_HEADER.size, socket.MSG_WAITALL):
+                first, count = RAW_HEADER.unpack(header)
+                for number in range(first, first + count):
+                    at = 0
+                    while at < self.nbytes:
+                        received = connection.recv_into(view[at:])
+                        if not received:
+                            return
+                        at += received
+                    self.messages.arrived(number, self.buffer)
+                connection.sendall(b"k")
+
+    def check(self, first: int, count: int) -> str:
+        """What is wrong with the messages since the last check; see ``Messages.wrong``."""
+        return self.messages.wrong(first, count)
 
     # Sender
 
@@ -111,24 +182,25 @@ class End:
     def connections(self) -> int:
         return self.network.connections("w-b")
 
-    def ours(self, total: int) -> float:
+    def ours(self, first: int, count: int) -> float:
         started_s = time.perf_counter()
-        view = memoryview(self.data)  # type: ignore[arg-type]
-        for _ in range(max(1, total // self.nbytes)):
-            self.steps += 1
-            self.network.send("w-b", MessageKey("bench", 1, self.steps, 0, 0, Direction.FORWARD), b"", view)
+        for number in range(first, first + count):
+            key = MessageKey("bench", 1, number, 0, 0, Direction.FORWARD)
+            self.network.send("w-b", key, b"", self._view(number))
         assert self.network.flush("w-b", 300)
         return time.perf_counter() - started_s
 
-    def raw(self, total: int) -> float:
+    def raw(self, first: int, count: int) -> float:
         assert self.socket is not None
         started_s = time.perf_counter()
-        count = max(1, total // self.nbytes)
-        self.socket.sendall((count * self.nbytes).to_bytes(8, "big"))
-        for _ in range(count):
-            self.socket.sendall(memoryview(self.data))  # type: ignore[arg-type]
+        self.socket.sendall(RAW_HEADER.pack(first, count))
+        for number in range(first, first + count):
+            self.socket.sendall(self._view(number))
         assert self.socket.recv(1) == b"k"
         return time.perf_counter() - started_s
+
+    def _view(self, number: int) -> memoryview:
+        return memoryview(self.messages.message(number))  # type: ignore[arg-type]
 
     def measured(self, seconds: float, max_bytes: int) -> float:
         """What the link probe says, bit/s."""
@@ -145,22 +217,30 @@ class End:
             "127.0.0.1", port, 2, is_master=rank == 0
         )
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        self.tensor = torch.from_numpy(self.data if rank else self.buffer)
         self.signal = torch.zeros(1)
 
-    def gloo(self, rank: int) -> float:
+    def gloo(self, rank: int, number: int) -> float:
+        import torch
         import torch.distributed as dist
 
+        tensor = torch.from_numpy(self.messages.message(number) if rank else self.buffer)
         started_s = time.perf_counter()
-        (dist.send if rank else dist.recv)(self.tensor, 1 - rank)
+        (dist.send if rank else dist.recv)(tensor, 1 - rank)
         (dist.recv if rank else dist.send)(self.signal, 1 - rank)
-        return time.perf_counter() - started_s
+        took_s = time.perf_counter() - started_s
+        if not rank:
+            self.messages.arrived(number, self.buffer)
+        return took_s
 
     def cpu(self) -> float:
         return time.process_time()
 
     def close(self) -> None:
         self.network.close()
+        if self.socket is not None:
+            self.socket.close()
+        if self.receiving is not None:
+            self.receiving.join(1.0)  # it ends with the sender's connection
 
 
 def run_end(folder: str, name: str, nbytes: int, seed: int) -> None:
@@ -224,6 +304,12 @@ def arguments_of(folder: Path, name: str, nbytes: int, seed: int) -> list[str]:
     return ["-m", "benchmarks.transport", "--end", str(folder), name, str(nbytes), str(seed)]
 
 
+def checked(receiver: Remote, way: str, first: int, count: int) -> None:
+    """Raise RuntimeError unless the messages arrived, each once and as it was sent."""
+    if wrong := receiver.ask("check", first, count):
+        raise RuntimeError(f"{way}: {wrong}")
+
+
 def loopback(folder: Path, seed: int) -> dict[str, Any]:
     """Rates in GB/s and CPU seconds per GB of both ends together."""
     ends = []
@@ -253,25 +339,27 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
         sender.ask("join_gloo", 1, store_port)
         receiver.hear()
 
-        def gloo(_: int) -> float:
-            receiver.tell("gloo", 0)
-            took_s = float(sender.ask("gloo", 1))
+        def gloo(number: int) -> float:
+            receiver.tell("gloo", 0, number)
+            took_s = float(sender.ask("gloo", 1, number))
             receiver.hear()
             return took_s
 
         ways: dict[str, Callable[[int], float]] = {
-            "ours": lambda total: float(sender.ask("ours", total)),
-            "raw_tcp": lambda total: float(sender.ask("raw", total)),
+            "ours": lambda number: float(sender.ask("ours", number, 1)),
+            "raw_tcp": lambda number: float(sender.ask("raw", number, 1)),
             "gloo": gloo,
         }
+        numbers = itertools.count()
         took: dict[str, list[float]] = {way: [] for way in ways}
         cpu_s = dict.fromkeys(ways, 0.0)
         for repeat in range(LOOPBACK_REPEATS):
             for way, run in ways.items():
                 before_s = sum(end.ask("cpu") for end in ends)
-                seconds = run(LOOPBACK_BYTES)
+                number = next(numbers)
+                seconds = run(number)
                 used_s = sum(end.ask("cpu") for end in ends) - before_s
-                assert receiver.ask("check"), f"{way}: wrong values"
+                checked(receiver, way, number, 1)
                 if repeat:
                     took[way].append(seconds)
                     cpu_s[way] += used_s
@@ -309,13 +397,13 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
             ports = receiver.ask("listen")
             facts = sender.ask("connect", lab.address(target), ports["port"], ports["raw"])
             shares: dict[str, float] = {}
+            number = 0
             for way in ("ours", "raw"):
-                sender.ask(way, nbytes)  # TCP's start is not what is measured
-                assert receiver.ask("check"), f"{way}: wrong values"
-                count = max(1, total // nbytes)
-                took_s = sender.ask(way, count * nbytes)
-                assert receiver.ask("check"), f"{way}: wrong values"
-                shares[way] = count * nbytes / took_s / (link.mbit * 125_000)
+                for count in (1, max(1, total // nbytes)):  # TCP's start is not what is measured
+                    took_s = sender.ask(way, number, count)
+                    checked(receiver, way, number, count)
+                    number += count
+                    shares[way] = count * nbytes / took_s / (link.mbit * 125_000)
             connections = sender.ask("connections")
             probe_bps = sender.ask("measured", 2.0, total)
         finally:
@@ -337,19 +425,16 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; the last line is JSON with --json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="figures as one JSON object on the last line")
-    parser.add_argument("--scenario", action="append", help="a lab link only; name or path, may repeat")
-    parser.add_argument("--loopback", action="store_true", help="loopback only")
-    parser.add_argument("--end", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    made = parser(__doc__, scenario=f"loopback, then {', '.join(DEFAULT_LINKS)}")
+    made.add_argument("--loopback", action="store_true", help="loopback only")
+    made.add_argument("--end", nargs=4, help=argparse.SUPPRESS)
+    options = made.parse_args(argv)
     if options.end:
         folder, name, nbytes, seed = options.end
         run_end(folder, name, int(nbytes), int(seed))
         return 0
+    if options.scenario:
+        need_lab(options.json)
     figures: dict[str, Any] = {"seed": options.seed, "load1": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="atoll-transport-") as temporary:
         folder = Path(temporary)
@@ -362,8 +447,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ours / raw TCP = {found['share_of_raw']:.2f} (goal 0.45)\n")
         names = options.scenario or (() if options.loopback else DEFAULT_LINKS)
         if names and (reason := unavailable()):
-            print(f"lab links skipped: {reason}")
-            names = ()
+            print(f"lab links skipped: no lab here: {reason}")
+            figures["links_skipped"], names = reason, ()
         figures["links"] = {}
         for name in names:
             figures["links"][name] = link = lab_link(folder, name, options.seed)
@@ -372,9 +457,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{link['congestion']}: ours {link['share']:.1%} on {link['connections']} connections, "
                 f"one raw flow {link['share_one_raw_flow']:.1%}, probe {link['probe_share']:.1%}"
             )
-    if options.json:
-        print(json.dumps(figures))
-    return 0
+    return conclude(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,10 @@ the same unmodified app by ``atoll flower run``, and the same model as a native 
   digits   9,610 parameters, lines of 1,000 Mbit/s: seconds a round, accuracies
   lines    a 10 MB model, lines of 100 and 20 Mbit/s, paired seeds: seconds a round, accuracies
   memory   a 100 MB payload, lines of 1,000 Mbit/s: peak PSS of all processes
+  downlink a 1 MB model, 20 rounds of training and evaluation: bytes from the server on the wire
+
+Accuracy is the last round's; ``accuracy_gap`` is ours less stock Flower's, seed by seed. Ours reports
+``downlink_saved`` against stock Flower's bytes.
 
   python -m benchmarks.vs_flower --json
 """
@@ -25,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.harness import LabFleet, machine, parser
+from benchmarks.harness import LabFleet, machine, need_lab, parser
 from benchmarks.rivals.flower_stock import Memory, StockFlower
 from benchmarks.vs_flower_job import write_clients
 from protos.app_bundle import make_bundle
@@ -41,7 +45,9 @@ WIDE = 33_333  # hidden units of a model of 10 MB
 HUGE = 333_333  # of 100 MB
 FAST_MBIT = 1000.0
 LINES_MBIT = {"fast": 100.0, "slow": 20.0}
-PARTS = ("digits", "lines", "memory")
+MODEST = 3_333  # of 1 MB
+DOWNLINK_ROUNDS = 20
+PARTS = ("digits", "lines", "memory", "downlink")
 SIDES = ("stock", "app", "native")
 OWNERS = ("coordinator.cli submit", "coordinator.cli watch")
 """The owner's own commands, on a machine of his: no part of coordinator and workers."""
@@ -123,7 +129,8 @@ def family() -> list[psutil.Process]:
 
 
 def once(fleet: FederatedFleet, side: str, app: Path, settings: dict[str, Any], job: dict[str, Any]) -> Any:
-    """One run of one side: what it wrote, and its peak memory."""
+    """One run of one side: what it wrote, its peak memory, and what the server sent its clients."""
+    before = sent_down(fleet)
     if side == "stock":
         hosts = fleet.scenario.join_order
         with (
@@ -134,7 +141,14 @@ def once(fleet: FederatedFleet, side: str, app: Path, settings: dict[str, Any], 
     else:
         with Memory(family, without=OWNERS) as memory:
             found = fleet.app(app, settings) if side == "app" else fleet.native(job)
-    return {**found, "peak_mb": memory.peak_bytes / 1e6, "at_peak": memory.at_peak}
+    down_mb = (sent_down(fleet) - before) / 1e6
+    return {**found, "peak_mb": memory.peak_bytes / 1e6, "at_peak": memory.at_peak, "down_mb": down_mb}
+
+
+def sent_down(fleet: FederatedFleet) -> int:
+    """Bytes of all packets from the server to the clients so far."""
+    stats = fleet.lab.stats()
+    return sum(stats.flow(fleet.home, host).bytes for host in fleet.scenario.join_order)
 
 
 def part_runs(args: argparse.Namespace, part: str) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
@@ -157,6 +171,15 @@ def part_runs(args: argparse.Namespace, part: str) -> list[tuple[Path, dict[str,
             "SEED": args.seed,
         }
         return [(PAYLOAD, {"num-server-rounds": 3, "megabytes": 100}, huge)]
+    if part == "downlink":
+        modest = {
+            "num-server-rounds": DOWNLINK_ROUNDS,
+            "hidden": MODEST,
+            "local-epochs": 1,
+            "seed": args.seed,
+        }
+        ours = {"ROUNDS": DOWNLINK_ROUNDS, "HIDDEN": MODEST, "LOCAL_EPOCHS": 1, "SEED": args.seed}
+        return [(DIGITS, modest, ours)]
     links = {"UPLINK": args.uplink, "DOWNLINK": args.downlink}
     return [
         (
@@ -183,7 +206,20 @@ def compare(fleet: FederatedFleet, args: argparse.Namespace, part: str) -> dict[
         for side in args.sides:
             runs[side].append(once(fleet, side, app, settings, job))
             print(f"  {part} {side}: {_line(runs[side][-1])}", flush=True)
-    return {side: summary(found) for side, found in runs.items()}
+    figures = {side: summary(found) for side, found in runs.items()}
+    for side in set(figures) - {"stock"} if "stock" in figures else ():
+        against(figures[side], figures["stock"])
+    return figures
+
+
+def against(ours: dict[str, Any], stock: dict[str, Any]) -> None:
+    """Add what our side has over stock Flower's: paired by seed, in the mean."""
+    ends = [(a[-1], b[-1]) for a, b in zip(ours["accuracy"], stock["accuracy"], strict=True) if a and b]
+    if ends:
+        gaps = [round(a - b, 4) for a, b in ends]
+        ours["accuracy_gap"] = {"mean": round(statistics.mean(gaps), 4), "by_seed": gaps}
+    ours["round_over_stock"] = round(ours["round_s"] / stock["round_s"], 4)
+    ours["downlink_saved"] = round(1.0 - ours["down_mb"] / stock["down_mb"], 4)
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -194,6 +230,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "round_s_all": [[round(s, 3) for s in run["round_s"]] for run in runs],
         "accuracy": [[round(a, 4) for a in run.get("acc", [])] for run in runs],
         "peak_mb": round(max(run["peak_mb"] for run in runs), 1),
+        "down_mb": round(statistics.median(run["down_mb"] for run in runs), 3),
         "at_peak_mb": {name: round(size / 1e6, 1) for name, size in runs[-1]["at_peak"].items()},
     }
 
@@ -201,7 +238,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def _line(run: dict[str, Any]) -> str:
     seconds = " ".join(f"{s:.2f}" for s in run["round_s"])
     last = f", accuracy {run['acc'][-1]:.4f}" if run.get("acc") else ""
-    return f"{seconds} s a round{last}, peak {run['peak_mb']:.0f} MB"
+    return f"{seconds} s a round{last}, peak {run['peak_mb']:.0f} MB, {run['down_mb']:.2f} MB down"
 
 
 def main() -> None:
@@ -210,10 +247,11 @@ def main() -> None:
     options.add_argument("--part", action="append", choices=PARTS, help="may repeat (default all)")
     options.add_argument("--side", action="append", choices=SIDES, help="may repeat (default all)")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--repeats", type=int, default=3, help="of digits; seeds of lines")
+    options.add_argument("--repeats", type=int, default=5, help="of digits; seeds of lines (5 are promised)")
     options.add_argument("--uplink", default="off", help="of the native job in lines")
     options.add_argument("--downlink", default="off", help="of the native job in lines")
     args = options.parse_args()
+    need_lab(args.json)
     args.sides, args.parts = args.side or list(SIDES), args.part or list(PARTS)
     found: dict[str, Any] = {"machine": machine(), "seed": args.seed}
     seeds = range(args.seed, args.seed + args.repeats) if "lines" in args.parts else [args.seed]
@@ -221,9 +259,14 @@ def main() -> None:
         for part in args.parts:
             found[part] = compare(fleet, args, part)
     for part in args.parts:
-        print(f"{part}: median s a round, peak MB of all processes but the owner's submit and watch")
+        print(f"{part}: median s a round, peak MB of all processes but the owner's submit and watch, MB down")
         for side, figures in found[part].items():
-            print(f"  {side:<7} {figures['round_s']:8.3f} s {figures['peak_mb']:8.0f} MB")
+            told = f"{figures['round_s']:8.3f} s {figures['peak_mb']:8.0f} MB {figures['down_mb']:9.2f} MB"
+            if "downlink_saved" in figures:
+                told += f"   {figures['round_over_stock']:.3f} x, {figures['downlink_saved']:+.1%} saved"
+            if "accuracy_gap" in figures:
+                told += f", accuracy {100 * figures['accuracy_gap']['mean']:+.2f} points"
+            print(f"  {side:<7} {told}")
     if args.json:
         print(json.dumps(found))
 

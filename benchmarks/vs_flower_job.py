@@ -23,6 +23,7 @@ LEARNING_RATE = 0.1
 UPLINK = "off"
 DOWNLINK = "off"
 EVALUATE_EVERY = 1
+HELD_OUT_SHARE = 0.02  # of a client's images, for its own evaluation; the app evaluates on what it trains on
 SEED = 0
 
 
@@ -73,6 +74,7 @@ def job() -> Job:
             local_steps=LOCAL_STEPS,
             min_clients=2,
             evaluate_every=EVALUATE_EVERY,
+            held_out=HELD_OUT_SHARE,
             uplink=UPLINK,
             downlink=DOWNLINK,
         ),

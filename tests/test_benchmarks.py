@@ -1,0 +1,300 @@
+"""`make bench`: its list, what cannot be run here, and values that are wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from benchmarks import adaptive_compression, gpu, harness, pipeline_vs_torch, transport
+from benchmarks.adaptive_compression import Series, same_losses
+from benchmarks.harness import CommandFailed, LabFleet, conclude, fitting, follow
+from benchmarks.pipeline_vs_torch import strays
+from coordinator.jobfile import load_job
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+STARTER = "prestart"  # of a worker; measures nothing
+IN_THE_LAB = sorted(
+    name for name, text in SOURCES.items() if name != "harness" and re.search(r"\bLabFleet\)?[(:]", text)
+)
+
+
+def ended(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of a benchmark's main."""
+    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+    try:
+        return int(module.main() or 0)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+# ---------------------------------------------------------------- the list
+
+
+def test_make_bench_lists_every_benchmark_once() -> None:
+    text = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    found = re.search(r"^BENCHMARKS := (.*)$", text, re.MULTILINE)
+    assert found is not None
+    programs = {name for name, source in SOURCES.items() if '__name__ == "__main__"' in source}
+    assert sorted(found[1].split()) == sorted(programs - {STARTER})
+
+
+# ---------------------------------------------------------------- what cannot be run here
+
+
+def test_every_benchmark_that_starts_a_fleet_in_the_lab_is_known() -> None:
+    assert {"pipeline_vs_torch", "vs_flower"} <= set(IN_THE_LAB)
+
+
+@pytest.mark.parametrize("name", IN_THE_LAB)
+def test_without_a_lab_a_benchmark_says_so_and_ends_well(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "unavailable", lambda: "not root")
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert ended(module, monkeypatch, "--json") == 0
+    line, last = capsys.readouterr().out.splitlines()
+    assert line == "skipped: no lab here: not root"
+    assert json.loads(last) == {"skipped": "no lab here: not root"}
+
+
+def test_lab_links_alone_are_skipped_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "unavailable", lambda: "no ip command")
+    assert ended(transport, monkeypatch, "--scenario", "lossy") == 0
+    assert capsys.readouterr().out == "skipped: no lab here: no ip command\n"
+
+
+def test_settings_of_the_usual_job_leave_another_one_as_it_is(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text("WIDTH: int = 8\nLAYERS = 2\n\ndef job() -> None:\n    LENGTH = 3\n")
+    usual = ("LAYERS=8", "LENGTH=128", "WIDTH=4", "n_micro=16", "optimizer.lr=1")
+    assert fitting(usual, str(job)) == ["LAYERS=8", "WIDTH=4", "n_micro=16", "optimizer.lr=1"]
+
+
+def test_without_a_gpu_its_benchmark_says_so_and_ends_well(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ended(gpu, monkeypatch, "--json") == 0
+    line, last = capsys.readouterr().out.splitlines()
+    assert line == "skipped: no CUDA"
+    assert json.loads(last) == {"skipped": "no CUDA"}
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_wrong_values_are_told_before_the_figures_and_in_the_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert conclude({"a": 1}, True) == 0
+    assert capsys.readouterr().out == '{"a": 1}\n'
+    assert conclude({"a": 1}, True, "losses differ") == 1
+    assert capsys.readouterr().out == 'WRONG VALUES: losses differ\n{"a": 1}\n'
+    assert conclude({"a": 1}, False, "losses differ") == 1
+    assert capsys.readouterr().out == "WRONG VALUES: losses differ\n"
+
+
+@pytest.mark.parametrize(
+    ("losses", "same"),
+    [
+        ([4.0, 3.0], True),
+        ([4.0, 3.005], True),
+        ([4.0, 3.007], False),
+        ([4.0], False),
+        ([4.0, 3.0, 2.0], False),
+        ([4.0, math.nan], False),
+    ],
+)
+def test_losses_follow_a_reference_step_by_step_and_are_as_many(losses: list[float], same: bool) -> None:
+    assert follow(losses, [4.0, 3.0], 2e-3) is same
+
+
+@pytest.mark.parametrize("losses", [[], [math.nan], [math.inf]])
+def test_losses_that_are_no_numbers_agree_with_nothing(losses: list[float]) -> None:
+    assert not follow(losses, losses, 2e-3)
+
+
+def test_each_run_is_compared_with_the_reference_of_its_round() -> None:
+    losses = {"ours": {0: [4.0], 1: [5.0]}, "even": {0: [4.0], 1: [5.0]}, "rival": {1: [5.0]}}
+    assert strays(losses, "ours") == []
+    losses["even"] = {0: [5.0], 1: [5.0]}
+    losses["rival"] = {1: [4.0]}
+    assert strays(losses, "ours") == ["even in round 0", "rival in round 1"]
+
+
+def test_a_round_that_differs_shows_although_a_later_one_does_not() -> None:
+    reference, other = Series(), Series()
+    for number in range(2):
+        reference.add({"step_s": [1.0], "loss": [4.0, 3.0]}, number)
+        other.add({"step_s": [1.0], "loss": [4.0, 3.0 + 0.1 * (number == 0)]}, number)
+    assert not same_losses({"op_fence_off": reference, "even_off": other}, "op_fence_off")
+    other.losses[0] = [4.0, 3.0]
+    assert same_losses({"op_fence_off": reference, "even_off": other}, "op_fence_off")
+
+
+def test_a_stopped_job_gives_the_figures_of_the_steps_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = object.__new__(LabFleet)
+    monkeypatch.setattr(fleet, "atoll", lambda *args: {"job": "j"}, raising=False)
+    updates = [{"state": "cancelled", "step": 4, "plan": {"stages": []}}]
+    monkeypatch.setattr(fleet, "_watched", lambda *args: updates, raising=False)
+    series = {"step_s": [1.0, 2.0, 3.0, 4.0], "loss": [9.0, 8.0, 7.0, 6.0]}
+    monkeypatch.setattr(fleet, "_metrics", lambda job: series, raising=False)
+    run = fleet.train("job.py", "even", [], stop_after=3)
+    assert (run["step_s"], run["loss"]) == ([1.0, 2.0, 3.0], [9.0, 8.0, 7.0])
+
+
+# ---------------------------------------------------------------- pipeline_vs_torch
+
+
+class FakeFleet:
+    """Runs of made-up losses and seconds; ``odd``: (name, round) whose losses are others."""
+
+    scenario = SimpleNamespace(name="fake", join_order=("a", "b"))
+    odd: tuple[str, int] | None = None
+    step_s = (1.0, 4.0, 2.0)  # by round
+
+    def __init__(self, scenario: str) -> None:
+        self.runs: dict[str, int] = {}
+
+    def __enter__(self) -> FakeFleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def _run(self, name: str) -> dict[str, Any]:
+        number = self.runs.get(name, 0)
+        self.runs[name] = number + 1
+        loss = [4.0 + number, 3.5 if (name, number) == self.odd else 3.0]
+        return {"step_s": [self.step_s[number]] * 3, "loss": loss}
+
+    def train(self, job: str, name: str, settings: list[str], stop_after: int) -> dict[str, Any]:
+        if stop_after == pipeline_vs_torch.REFRESHING_STEPS:
+            return {}
+        prediction = {"step_s": 1.0, "lower_bound_s": 0.5, "bottleneck": "latency"}
+        stage = {"start": 0, "stop": 5, "workers": ["w1"]}
+        plan = {"prediction": prediction, "stages": [stage], "schedule": "1f1b"}
+        return {**self._run(name), "plan": plan}
+
+    def rival(self, job: str, order: list[str], name: str, steps: int, settings: list[str]) -> dict[str, Any]:
+        if name == "1f1b":
+            raise CommandFailed("a rank failed")
+        return self._run(name)
+
+    def status(self) -> dict[str, Any]:
+        return {"workers": [{"worker": "w1", "name": "a"}]}
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> type[FakeFleet]:
+    class Fleet(FakeFleet):
+        """Of one test."""
+
+    monkeypatch.setattr(pipeline_vs_torch, "LabFleet", Fleet)
+    monkeypatch.setattr(harness, "unavailable", lambda: None)
+    return Fleet
+
+
+PIPELINE = ("--json", "--rounds", "3", "--steps", "3", "--job", str(ROOT / "examples" / "gpt.py"))
+
+
+def test_the_limit_ratio_is_the_median_of_all_rounds(
+    fleet: type[FakeFleet], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(pipeline_vs_torch, monkeypatch, *PIPELINE) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["limit_ratio"] == {"op_fence": 4.0, "proportional": 4.0, "even": 4.0}
+    assert found["same_losses"] is True
+    assert list(found["refused"]) == ["torch_1f1b"]
+
+
+@pytest.mark.parametrize(("odd", "told"), [(("even", 0), "even"), (("gpipe", 1), "torch_gpipe")])
+def test_other_losses_in_any_round_end_the_benchmark_with_a_failure(
+    odd: tuple[str, int],
+    told: str,
+    fleet: type[FakeFleet],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fleet.odd = odd
+    assert ended(pipeline_vs_torch, monkeypatch, *PIPELINE) == 1
+    *_, words, last = capsys.readouterr().out.splitlines()
+    assert words == f"WRONG VALUES: the losses of {told} in round {odd[1]} (fake) differ from op_fence's"
+    found = json.loads(last)
+    assert found["same_losses"] is False
+    assert found["strays"] == [f"{told} in round {odd[1]}"]
+
+
+@pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
+def test_other_losses_of_dense_variants_fail_the_slow_link_benchmark(
+    same: bool, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "unavailable", lambda: None)
+    result = {"scenario": "home_pair", "same_losses": same}
+    monkeypatch.setattr(adaptive_compression, "compare", lambda *args: result)
+    monkeypatch.setattr(adaptive_compression, "show", lambda result: None)
+    assert ended(adaptive_compression, monkeypatch, "--json", "--scenario", "home_pair") == code
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1]) == result
+    assert ("WRONG VALUES: dense variants gave different losses in home_pair" in out) is not same
+
+
+# ---------------------------------------------------------------- gpu
+
+TINY = ("LENGTH=16", "WIDTH=32", "LAYERS=2", "MICRO_BATCH=2", "n_micro=2", "steps=4", "eval_batches=0")
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def case(request: pytest.FixtureRequest) -> gpu.Case:
+    path = ROOT / "examples" / "gpt.py"
+    return gpu.case_of_job(load_job(path, [*TINY, f"precision={request.param}"]))
+
+
+def test_plain_torch_and_our_stages_train_alike_from_the_same_weights(case: gpu.Case) -> None:
+    settled: list[str] = []
+    found = gpu.measure(case, torch.device("cpu"), lambda: settled.append("ours"), 1.0)
+    assert settled == ["ours"]
+    assert found["same_losses"] == {"plain": True, "one_stage": True, "two_stages": True}
+    assert found["samples_per_step"] == 4
+    assert len(found["losses"]["plain"]) == 4
+    assert found["losses"]["plain"][-1] < found["losses"]["plain"][0]
+    assert found["loss_tolerance"] == gpu.LOSS_TOLERANCE[case.training.precision]
+
+
+def test_a_model_that_trains_otherwise_is_noticed(case: gpu.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gpu.ours
+
+    def wrong(case: gpu.Case, device: torch.device, n_stages: int) -> gpu.Run:
+        run = right(case, device, n_stages)
+        return gpu.Run(run.step_s, [loss * (1.0 if n_stages == 1 else 1.02) for loss in run.losses])
+
+    monkeypatch.setattr(gpu, "ours", wrong)
+    found = gpu.measure(case, torch.device("cpu"), lambda: None, 1.0)
+    assert found["same_losses"] == {"plain": True, "one_stage": True, "two_stages": False}
+
+
+def test_two_stages_share_the_work_about_evenly(case: gpu.Case) -> None:
+    assert gpu.even_starts(case.dag, 1) == [0]
+    first, second = gpu.even_starts(case.dag, 2)
+    total = sum(op.flops_forward for op in case.dag.ops)
+    assert first == 0
+    assert 0.3 < sum(op.flops_forward for op in case.dag.ops[:second]) / total < 0.7
