@@ -316,6 +316,18 @@ def codec(name: str) -> Codec:
     return CODECS[name]
 
 
+def link_codecs() -> list[str]:
+    """Names of the codecs that a plan may put on a link of a pipeline."""
+    return sorted(name for name, facts in CODECS.items() if for_links(facts))
+
+
+def for_links(codec: Codec) -> bool:
+    """Whether a plan may put it on a link: both directions of a stage pair carry one codec where they can,
+    so it must take activations."""
+    # A link repeats a step's packets after a discard and after a loss: no state may tie its ends.
+    return Use.ACTIVATION in codec.valid_for and not codec.shared_state
+
+
 def takes(codec: Codec, meta: TensorMeta) -> bool:
     """Whether a link with this codec compresses a tensor of ``meta``, or sends it as it is.
 

@@ -21,9 +21,10 @@ from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
 from compressors.bits import Ints, as_bytes
 from compressors.indices import decode_positions, encode_positions, expected_bytes, max_bytes
-from compressors.packing import require_floats, zeros
+from compressors.packing import Floats, require_floats
 from compressors.ranking import RankPlan, decode_ranks, encode_ranks, plan_ranks
-from compressors.selection import bits_of, largest_in_rows, scatter, values_at
+from compressors.selection import bits_of, largest_in_rows, values_at
+from compressors.sparse import Scattered
 from compressors.sparse_sizes import (
     CHUNK,
     VALUE_CODECS,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _PARAMS = struct.Struct("<BIQ")  # value codec, chunk, kept of each
 
 
-class ChunkTopK:
+class ChunkTopK(Scattered):
     """The codec above. ``kept`` of every ``chunk``; by default what ``ratio`` allows."""
 
     name = "chunk_topk"
@@ -73,10 +74,8 @@ class ChunkTopK:
         coded = encode_values(values, chunks, self.values, half=meta.dtype == "float16")
         return Packet(self.name, meta, code_positions(positions, chunks, width, kept) + coded, params), None
 
-    def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:
+    def kept_of(self, packet: Packet) -> tuple[Ints, Floats]:
         meta = packet.meta
-        if packet.zero:
-            return zeros(meta)
         chunks, width, kept = self._sizes(meta)
         if packet.params != _PARAMS.pack(VALUE_CODECS.index(self.values), self.chunk, kept):
             raise BadFrame(f"chunk top-k packet of other settings than {kept} of {self.chunk}")
@@ -87,7 +86,7 @@ class ChunkTopK:
         values = decode_values(payload[at:], chunks * kept, chunks, self.values, meta.dtype)
         positions = _decoded(payload[:at], chunks, width, kept)
         real = int(np.searchsorted(positions, meta.elements))
-        return scatter(positions[:real], values[:real], meta)
+        return positions[:real], values[:real]
 
     def max_payload_bytes(self, meta: TensorMeta) -> int:
         chunks, width, kept = self._sizes(meta)

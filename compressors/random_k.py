@@ -27,6 +27,7 @@ from compressors.base import TORCH_DTYPES, Packet, State, Support, meta_of
 from compressors.bits import Ints
 from compressors.packing import Floats, require_floats, zeros
 from compressors.selection import all_finite, as_floats, bits_of, scatter
+from compressors.sparse import Scattered
 from compressors.sparse_sizes import random_k_most, random_k_of
 
 _PARAMS = struct.Struct("<BQQ")  # form, seed, kept
@@ -84,7 +85,7 @@ def _gaps(generator: np.random.Philox, count: int, rate: float, total: int) -> I
     return np.clip(gaps, 0.0, float(total)).astype(np.int64) + 1
 
 
-class RandomK:
+class RandomK(Scattered):
     """The codec above. ``ratio``: dense bytes / payload bytes; ``density``: k/d instead."""
 
     name = "random_k"
@@ -108,16 +109,16 @@ class RandomK:
         drawn = draw_positions(meta.elements, random_k_of(meta, self.ratio), seed)
         return self._packet(tensor, drawn, _SEEDED, seed % 2**64), None
 
-    def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:
-        if packet.zero:
-            return zeros(packet.meta)
+    def kept_of(self, packet: Packet) -> tuple[Ints, Floats]:
+        """Every element, as NaN, where a packet stands for that."""
         if self._read(packet)[0] == _NOT_FINITE:
-            return _nans(packet.meta)
+            elements = packet.meta.elements
+            return np.arange(elements), np.full(elements, np.nan, np.float32)
         values = self._values(packet)
         if self.unbiased and len(values):
             with np.errstate(over="ignore", invalid="ignore"):
                 values = values * np.float32(packet.meta.elements / random_k_of(packet.meta, self.ratio))
-        return scatter(self._positions(packet), values, packet.meta)
+        return self._positions(packet), values
 
     def support(self, packet: Packet) -> Support:
         """Not of the whole tensor where a packet stands for NaN: those have no positions."""

@@ -18,7 +18,7 @@ from atoll.opdag import TensorMeta
 from compressors.base import TORCH_DTYPES, Packet, State, Support, meta_of
 from compressors.bits import Ints
 from compressors.indices import decode_positions, encode_positions
-from compressors.packing import require_floats, zeros
+from compressors.packing import Floats, require_floats, zeros
 from compressors.selection import Keys, all_finite, bits_of, scatter, values_at
 from compressors.sparse_sizes import VALUE_CODECS, max_sparse_bytes, sparse_bytes, value_bytes
 from compressors.values import decode_values, encode_values
@@ -60,7 +60,23 @@ class _Form:
         return cls(form, VALUE_CODECS[values], kept, groups)
 
 
-class Sparse(ABC):
+class Scattered(ABC):
+    """A codec whose packets hold some elements of a tensor, which is zero elsewhere."""
+
+    @abstractmethod
+    def kept_of(self, packet: Packet) -> tuple[Ints, Floats]:
+        """Positions (ascending, unique) and values, as float32, of a packet that is not marked zero.
+
+        One value at least is not finite where the tensor was not. Raises BadFrame.
+        """
+
+    def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:
+        if packet.zero:
+            return zeros(packet.meta)
+        return scatter(*self.kept_of(packet), packet.meta)
+
+
+class Sparse(Scattered):
     """A SparseCompressor, but for its selection."""
 
     name: str
@@ -91,14 +107,10 @@ class Sparse(ABC):
             self.name, meta, encode_positions(positions, meta.elements) + payload, form.pack()
         ), state
 
-    def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:
-        if packet.zero:
-            return zeros(packet.meta)
+    def kept_of(self, packet: Packet) -> tuple[Ints, Floats]:
         form, positions, at = self._read(packet)
-        values = decode_values(
-            memoryview(packet.payload)[at:], form.kept, form.groups, form.values, packet.meta.dtype
-        )
-        return scatter(positions, values, packet.meta)
+        data = memoryview(packet.payload)[at:]
+        return positions, decode_values(data, form.kept, form.groups, form.values, packet.meta.dtype)
 
     def support(self, packet: Packet) -> Support:
         """No positions for a packet marked zero."""

@@ -35,12 +35,7 @@ DEFAULT_SPEEDS: Mapping[str, Speed] = {
     "topk": (0.25e9, 15e9),
     "topk2": (0.2e9, 6e9),
     "chain": (0.25e9, 10e9),
-    "random_k": (5e9, 15e9),
-    "gaussian_k": (0.5e9, 15e9),
-    "sign": (2.25e9, 7.0e9),
     "qsgd": (0.29e9, 3.0e9),
-    "terngrad": (0.35e9, 3.0e9),
-    "natural": (0.5e9, 2.0e9),
     "low_rank": (0.4e9, 0.8e9),
     "lossless": (0.79e9, 1.5e9),
 }

@@ -6,8 +6,8 @@ with which its exchange and selection end before the backward work still below i
 
     c_l = min(c_max, smallest c >= 1 with t_comm_l(c) + t_select_l <= t_backward(layers below l)).
 
-It is for data-parallel gradients among workers that hold the same model. No way to train uses it
-yet: stages have one replica each, and peers do not exchange gradients.
+It is for data-parallel gradients among workers that hold the same model, which the project is to have.
+Nothing asks for these ratios until then: a stage has one replica, and peers do not exchange gradients.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from atoll.compression import ADATOPK, AUTO, LOSSLESS, MAX_RATIO, OFF, Compressi
 from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
-from compressors.catalogue import CODECS, Use, codec
+from compressors.catalogue import CODECS, Use, codec, for_links, link_codecs
 from coordinator.coding import DENSE, ends_s, load_bytes, taken
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def check_compression(wanted: Compression) -> None:
     if wanted.mode in (OFF, AUTO):
         return
     name = {ADATOPK: SPARSE, LOSSLESS: "lossless"}.get(wanted.mode, wanted.mode)
-    if name not in CODECS or not _for_links(CODECS[name]):
+    if name not in CODECS or not for_links(CODECS[name]):
         what = "is not valid for activations" if name in CODECS else "is not known"
         raise UsageError(
             f"--compress {wanted}: codec {name} {what}; give off, lossless, auto[:RATIO], "
@@ -107,11 +107,6 @@ def check_compression(wanted: Compression) -> None:
         )
     if wanted.mode == name and wanted.ratio is not None and not CODECS[name].rated:
         raise UsageError(f"--compress {wanted}: {name} takes no ratio; write --compress {name}")
-
-
-def link_codecs() -> list[str]:
-    """Names of the codecs that may stand on a link of a pipeline."""
-    return sorted(name for name, facts in CODECS.items() if _for_links(facts))
 
 
 def asked_ratio(wanted: Compression) -> float:
@@ -132,11 +127,6 @@ def assumed_ratio(wanted: Compression) -> float:
         return asked_ratio(wanted)
     facts = CODECS[wanted.mode]
     return _TYPICAL.nbytes / facts.payload_bytes(_TYPICAL, asked_ratio(wanted))
-
-
-def _for_links(facts: Codec) -> bool:
-    # A link repeats a step's packets after a discard and after a loss: no state may tie them.
-    return Use.ACTIVATION in facts.valid_for and not facts.shared_state
 
 
 # ---------------------------------------------------------------- links of a cut
@@ -220,7 +210,7 @@ def within(links: Sequence[Link], tau: float, limit: float, mask: Mask = Mask.SA
     for pair in _pairs(links):
         mild = {link.pair: _mildest(link, tau, limit) for link in pair}
         short = [link for link in pair if link.coded_s(mild[link.pair]) > tau * (1 + TOLERANCE)]
-        if short and _for_links(CODECS.get(SPARSE, CODECS[DENSE])):
+        if short and for_links(CODECS.get(SPARSE, CODECS[DENSE])):
             sparse = _harsh(pair, tau, limit, mask)
             better = all(
                 link.coded_s(sparse[link.pair]) < link.coded_s(mild[link.pair])

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from compressors import CODECS
+from compressors.acp_sgd import AcpSGD
 from compressors.base import DTYPES, TORCH_DTYPES, Packet, SparseCompressor, meta_of, zero_packet
 from tests.codec_cases import (
     CASES,
     ELEMENTWISE,
     FLOATS,
     HEADROOM,
+    MAY_VANISH,
     REACH,
     TWO_LEVELS,
     Case,
@@ -68,7 +70,29 @@ def test_what_arrives_is_within_the_stated_bound(case: Case, tensor: torch.Tenso
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_tensors_of_several_chunks_arrive_within_the_same_bound(case: Case, dtype: str) -> None:
     tensor = normal(TensorMeta((3, 50_001), dtype), scale=1e-3)
-    assert_within_bound(case, tensor, round_trip(case.make(), tensor, 7))
+    assert_within_bound(case, tensor, round_trip(case.make(), tensor, 7), gaussian=True)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name != "random_k"], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_decoder_of_zeros_would_be_noticed(case: Case, dtype: str) -> None:
+    tensor = normal(TensorMeta((200, 512), dtype), scale=1e-3)
+    with pytest.raises(AssertionError):
+        assert_within_bound(case, tensor, torch.zeros_like(tensor), gaussian=True)
+
+
+def test_a_tensor_of_which_nothing_arrives_is_one_that_may_vanish() -> None:
+    vanishing: dict[str, tuple[Case, torch.Tensor]] = {
+        "random_k": (Case("random_k", 60.0), torch.eye(1, 640)),
+        "eden": (Case("eden", 60.0), torch.cat([torch.eye(1, 128), torch.eye(1, 128)], 1)),
+    }
+    basis = AcpSGD(8.0).init(TensorMeta((2, 640), "float32")).basis
+    across = torch.eye(1, 640) - basis[0] @ basis.T
+    vanishing["acp_sgd"] = Case("acp_sgd", 8.0), torch.cat([across, -2.0 * across])
+    assert set(vanishing) == set(MAY_VANISH) - {"powersgd"}  # whose case no rounded product meets
+    for name, (case, tensor) in vanishing.items():
+        arrived = min(float(round_trip(case.make(), tensor, seed).norm()) for seed in range(20))
+        assert arrived <= 1e-6 * float(tensor.norm()), name
 
 
 @every_case

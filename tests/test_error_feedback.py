@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from compressors import make_compressor
-from compressors.base import Compressor
+from compressors.base import Compressor, meta_of
+from compressors.chunk_topk import ChunkTopK
 from compressors.error_feedback import ErrorFeedback, Residual
+from compressors.gaussian_k import GaussianK
 from compressors.random_k import RandomK
 from compressors.topk import TopK
 
@@ -99,9 +102,88 @@ def test_halves_keep_what_rounding_took() -> None:
     assert residual_of(state).abs().max() > 0
 
 
-def test_a_codec_with_its_own_residual_is_refused() -> None:
-    with pytest.raises(ValueError, match="acp_sgd"):
-        ErrorFeedback(codec=make_compressor("acp_sgd", 8.0))
+@pytest.mark.parametrize("name", ["acp_sgd", "powersgd", "error_feedback"])
+def test_a_codec_with_its_own_residual_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} keeps its own residual"):
+        ErrorFeedback(codec=make_compressor(name, 8.0))
+
+
+# ---------------------------------------------------------------- codecs that send some elements alone
+
+
+SCATTERED: dict[str, Callable[[], Compressor]] = {
+    "exact": lambda: TopK(density=0.05, rows=False),
+    "rows": lambda: TopK(20.0),
+    "sampled": lambda: TopK(density=0.05, rows=False, selection="sampled"),
+    "reused": lambda: TopK(density=0.05, rows=False, selection="reused"),
+    "full values": lambda: TopK(density=0.05, values="fp32"),
+    "two bits": lambda: make_compressor("topk2", 20.0),
+    "gaussian_k": lambda: GaussianK(density=0.05),
+    "random_k": lambda: RandomK(density=0.05, unbiased=False),
+    "chunks": lambda: ChunkTopK(kept=64),
+    "chunks by sign": lambda: ChunkTopK(kept=8, values="1bit"),
+}
+every_scattered = pytest.mark.parametrize("name", SCATTERED)
+
+
+@every_scattered
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_residual_has_the_bits_of_a_dense_subtraction(name: str, dtype: torch.dtype) -> None:
+    feedback = ErrorFeedback(codec=SCATTERED[name]())
+    state = feedback.init(meta_of(normal(90, 100)))
+    for step in range(3):
+        gradient = normal(90, 100, seed=step).to(dtype)
+        before = torch.zeros(9000) if state.error is None else state.error.clone()
+        packet, state = feedback.compress(gradient, state, seed=step)
+        arrived = feedback.decompress(packet).reshape(-1).float()
+        expected = before + gradient.reshape(-1).float() - arrived
+        assert torch.equal(residual_of(state).view(torch.int32), expected.view(torch.int32))
+
+
+@every_scattered
+def test_no_tensor_is_decoded_to_find_what_was_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = SCATTERED[name]()
+
+    def decompress(*_: object) -> Tensor:
+        raise AssertionError("decoded as a whole")
+
+    monkeypatch.setattr(codec, "decompress", decompress)
+    _, state = ErrorFeedback(codec=codec).compress(normal(90, 100), seed=1)
+    assert 0.0 < float(residual_of(state).norm()) < float(normal(90, 100).norm())
+
+
+def test_where_values_are_exact_the_residual_is_zero_at_the_kept_positions() -> None:
+    codec = TopK(density=0.05, values="fp32")
+    packet, state = ErrorFeedback(codec=codec).compress(normal(2000))
+    kept = codec.support(replace(packet, codec=codec.name)).positions
+    expected = normal(2000)
+    expected[kept] = 0.0
+    assert kept.numel() == 100
+    assert torch.equal(residual_of(state), expected)
+
+
+@every_scattered
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_leaves_the_residual_as_it_was_wherever_it_stands(name: str, bad: float) -> None:
+    feedback = ErrorFeedback(codec=SCATTERED[name]())
+    _, state = feedback.compress(normal(90, 100), seed=1)
+    waiting = residual_of(state).clone()
+    for at in (0, 4567, 8999):
+        hurt = normal(90, 100, seed=2)
+        hurt.view(-1)[at] = bad
+        packet, after = feedback.compress(hurt, state, seed=2)
+        assert not torch.isfinite(feedback.decompress(packet)).all()
+        assert torch.equal(residual_of(after), waiting)
+    assert torch.equal(residual_of(state), waiting)
+
+
+def test_a_sum_beyond_the_dtype_leaves_the_residual_as_it_was() -> None:
+    feedback = ErrorFeedback(codec=TopK(density=0.05, rows=False))
+    near = torch.full((1000,), 6e4, dtype=torch.float16)
+    packet, state = feedback.compress(near)
+    _, after = feedback.compress(near, state)  # 50 arrived, the others are at 120,000
+    assert torch.isfinite(feedback.decompress(packet)).all()
+    assert torch.equal(residual_of(after), residual_of(state))
 
 
 # ---------------------------------------------------------------- papers/compression.md 1.5, in small

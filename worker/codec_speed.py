@@ -22,7 +22,6 @@ import structlog
 
 from atoll.errors import AtollError
 from compressors import catalogue, speed
-from compressors.catalogue import Use
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,12 +46,8 @@ Rates = dict[str, tuple[float, float]]
 
 
 def link_codecs() -> tuple[str, ...]:
-    """Codecs that a link may carry, most wanted first."""
-    able = [
-        name
-        for name, codec in catalogue.CODECS.items()
-        if name != "none" and not codec.shared_state and codec.valid_for & {Use.ACTIVATION, Use.GRADIENT}
-    ]
+    """What a plan may put on a link, most wanted first; ``none`` has nothing to measure."""
+    able = [name for name in catalogue.link_codecs() if name != "none"]
     return tuple(sorted(able, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)))
 
 
