@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from atoll.errors import AtollError, JobFailed
 from atoll.job import Job
 from benchmarks.oracle import Case, Run
 from coordinator.client import Client, connect
+from coordinator.partition import GIVEN_CUT
 from coordinator.prepare import prepare
 from protos.convert import from_proto
 
@@ -38,10 +39,21 @@ START_S = 60.0
 
 
 class LoopbackFleet:
-    """``workers`` worker daemons and a coordinator, TLS and tokens on; ``options`` go to each worker."""
+    """``workers`` worker daemons and a coordinator, TLS and tokens on.
 
-    def __init__(self, workers: int, threads: int = 1, options: Sequence[str] = ()) -> None:
+    ``options`` go to each worker, ``own[n]`` to worker n alone. Of an option given twice the later
+    counts, so both may name another ``--device`` than the CPU.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        threads: int = 1,
+        options: Sequence[str] = (),
+        own: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
         self.options = tuple(options)
+        self.own = dict(own or {})
         self.workers = workers
         self.threads = threads
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -60,16 +72,10 @@ class LoopbackFleet:
                 *self._state("coordinator"),
             )
             self.client = self._connected()
-            token = self.client.create_token("fleet").token
-            address = self.client.endpoint.address
             for n in range(self.workers):
                 name = f"worker{n}"
                 # One after the other: join order is part of a plan that is given by its cut.
-                self._spawn(
-                    name, "worker.cli", "join", address, "--token", token, "--name", name, "--device", "cpu",
-                    "--threads", str(self.threads), "--listen", "127.0.0.1:0", *self._state(name),
-                    *self.options,
-                )  # fmt: skip
+                self._spawn(name, *self.join_command(name), *self.own.get(n, ()))
                 self._wait_for(n + 1)
         except BaseException:
             self.__exit__(None, None, None)
@@ -89,14 +95,22 @@ class LoopbackFleet:
                 process.wait()
         self._folder.cleanup()
 
+    def join_command(self, name: str) -> list[str]:
+        """Module and arguments of a worker called ``name``, with a folder and a token of its own."""
+        token = self.client.create_token(name).token
+        return [
+            "worker.cli", "join", self.client.endpoint.address, "--token", token, "--name", name,
+            "--device", "cpu", "--threads", str(self.threads), "--listen", "127.0.0.1:0",
+            *self._state(name), *self.options,
+        ]  # fmt: skip
+
     def log(self, name: str) -> str:
         """The end of a daemon's output."""
         return (Path(self._folder.name) / f"{name}.log").read_text(errors="replace")[-4000:]
 
     def run(self, case: Case, starts: Sequence[int]) -> Run:
         """Train a case of the oracle over the workers, cut at ``starts``; a Runner."""
-        cut = "cut:" + ",".join(str(start) for start in starts[1:])
-        prepared = prepare(as_job(case), partitioner=cut)
+        prepared = prepare(as_job(case), partitioner=cut_at(starts))
         reply = self.client.submit(prepared)
         losses: dict[int, float] = {}
         for update in self.client.watch(reply.job):
@@ -139,6 +153,11 @@ class LoopbackFleet:
                 return
             time.sleep(0.1)
         raise JobFailed(f"worker {count} did not join: {self.log(f'worker{count - 1}')}")
+
+
+def cut_at(starts: Sequence[int]) -> str:
+    """The partitioner that begins a stage at each of ``starts``."""
+    return GIVEN_CUT + ",".join(str(start) for start in starts[1:])
 
 
 def as_job(case: Case) -> Job:

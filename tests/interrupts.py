@@ -35,7 +35,8 @@ def own_session(command: Sequence[str], **options: Any) -> Iterator[subprocess.P
                 process.kill()
     finally:
         for left in session_of(process.pid):
-            left.kill()
+            with suppress(psutil.Error):
+                left.kill()
 
 
 def interrupted(process: subprocess.Popen[Any], number: signal.Signals = signal.SIGINT) -> int:
@@ -43,16 +44,18 @@ def interrupted(process: subprocess.Popen[Any], number: signal.Signals = signal.
     deadline_s = time.monotonic() + PROMISED_S * ALLOWANCE
     process.send_signal(number)
     code = process.wait(deadline_s - time.monotonic())
-    _, left = psutil.wait_procs(session_of(process.pid), max(0.0, deadline_s - time.monotonic()))
-    assert left == []
+    while left := session_of(process.pid):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.05)
     return code
 
 
 def session_of(leader: int) -> list[psutil.Process]:
-    """What runs in the session that ``leader`` began."""
+    """What still runs in the session that ``leader`` began."""
     found = []
     for process in psutil.process_iter():
-        with suppress(ProcessLookupError, PermissionError):
-            if os.getsid(process.pid) == leader:
+        with suppress(ProcessLookupError, PermissionError, psutil.Error):
+            # The dead that nobody has waited for run no more.
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found

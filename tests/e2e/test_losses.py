@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import built_in, run_local
-from benchmarks.real_workers import LoopbackFleet, as_job
+from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from coordinator.prepare import prepare
 
 TRAINING = TrainingSpec(steps=300, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3))
@@ -22,9 +22,8 @@ def test_a_killed_worker_is_replaced_from_the_pool_and_nothing_is_lost(tmp_path)
     positions = case.dag.cuttable()
     killed, holders = None, []
     with LoopbackFleet(3) as fleet:
-        reply = fleet.client.submit(
-            prepare(as_job(case), partitioner=f"cut:{positions[len(positions) // 2]}")
-        )
+        middle = positions[len(positions) // 2]
+        reply = fleet.client.submit(prepare(as_job(case), partitioner=cut_at((0, middle))))
         for update in fleet.client.watch(reply.job):
             holders = [stage.workers[0] for stage in update.plan.stages] or holders
             if killed is None and update.step > KILL_AFTER:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import signal
+import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +16,11 @@ import torch
 from atoll.job import Optimizer, TrainingSpec
 from atoll.plan import Mask
 from atoll.program import stage_programs
-from benchmarks.oracle import Case, built_in, difference, run_local
-from benchmarks.real_workers import LoopbackFleet
+from benchmarks.oracle import Case, built_in, difference, random_starts, run_local
+from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from compressors import catalogue
+from coordinator.prepare import prepare
+from tests.interrupts import interrupted, own_session
 
 TRAINING = TrainingSpec(
     steps=5, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5)
@@ -67,11 +73,39 @@ def least_crossing(case: Case, start: int) -> int:
     return min((r.meta.nbytes for r in stage_programs(case.dag, (0, start))[1].received), default=0)
 
 
-def test_a_worker_that_is_interrupted_says_goodbye_and_exits_with_zero(fleet: LoopbackFleet) -> None:
-    worker = fleet._processes[-1]
-    worker.send_signal(signal.SIGINT)
-    assert worker.wait(10) == 0
-    assert "worker.left" in fleet.log("worker1")
-    states = {w.name: w.state for w in fleet.client.status().workers}
-    assert states["worker0"] == "pool"
-    assert states.get("worker1", "left") == "left"
+@contextmanager
+def guest(fleet: LoopbackFleet, name: str) -> Iterator[subprocess.Popen[Any]]:
+    """A third worker, in the pool."""
+    command = [sys.executable, "-m", *fleet.join_command(name)]
+    log = fleet.state.parent / f"{name}.log"
+    with log.open("wb") as output, own_session(command, stdout=output, stderr=output) as process:
+        fleet._wait_for(3)
+        yield process
+    assert "worker.left" in fleet.log(name)
+    assert "Traceback" not in fleet.log(name)
+
+
+def states(fleet: LoopbackFleet) -> dict[str, str]:
+    return {w.name: w.state for w in fleet.client.status().workers}
+
+
+def test_ctrl_c_ends_an_idle_worker_with_a_goodbye_within_two_seconds(fleet: LoopbackFleet) -> None:
+    with guest(fleet, "idle") as process:
+        assert interrupted(process) == 0
+        found = states(fleet)
+    assert (found["worker0"], found["worker1"], found["idle"]) == ("pool", "pool", "left")
+
+
+def test_ctrl_c_ends_a_worker_in_mid_step_within_two_seconds(fleet: LoopbackFleet) -> None:
+    case = built_in("branches", replace(TRAINING, steps=200, n_micro=16), 0.1)
+    starts = random_starts(case.dag, 3, random.Random(12))
+    with guest(fleet, "busy") as process:
+        job = fleet.client.submit(prepare(as_job(case), partitioner=cut_at(starts))).job
+        with closing(fleet.client.watch(job)) as updates:
+            # Steps follow one another without a pause: the next has begun.
+            update = next(update for update in updates if update.step >= 2)
+            assert len(update.stages) == 3
+            assert interrupted(process) == 0
+            *_, last = updates
+        assert "makes 3 stages, 2 devices are free" in last.reason
+        assert states(fleet)["busy"] == "left"

@@ -1,0 +1,55 @@
+"""Three worker processes train every built-in model, whatever the cut, to the bits of one stage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+
+from atoll.job import Optimizer, TrainingSpec
+from benchmarks.oracle import BUILT_IN, DROPOUT, Case, Run, built_in, difference, random_starts, run_local
+from benchmarks.real_workers import LoopbackFleet
+
+pytestmark = pytest.mark.slow
+TRAINING = TrainingSpec(
+    steps=3, n_micro=4, seed=17, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5)
+)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[LoopbackFleet]:
+    with LoopbackFleet(3) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def case(name: str) -> Case:
+    return built_in(name, TRAINING, DROPOUT)
+
+
+@cache
+def one_stage(name: str) -> Run:
+    return run_local(case(name), (0,))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_three_workers_end_in_the_bits_of_one_stage(name: str, seed: int, fleet: LoopbackFleet) -> None:
+    starts = random_starts(case(name).dag, 3, random.Random(seed))
+    found = fleet.run(case(name), starts)
+    assert fleet.plan is not None
+    assert tuple(stage.start for stage in fleet.plan.stages) == starts
+    assert len({stage.worker for stage in fleet.plan.stages}) == 3
+    # Losses and weights; norms and optimizer state stay with the workers.
+    assert difference(found, one_stage(name), 1) == 0.0
