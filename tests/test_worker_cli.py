@@ -24,6 +24,7 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, server_credentials
 from tests.interrupts import interrupted, own_session
 from worker import cli, running
+from worker.calls import answer
 from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
 from worker.enroll import join
 
@@ -303,7 +304,8 @@ def test_two_daemons_may_not_share_a_state_folder(tmp_path: Path):
     assert running.running_process(tmp_path) is None
 
 
-def test_a_worker_that_waits_for_its_coordinator_leaves_at_once(tmp_path: Path, entry: Entry):
+@pytest.mark.parametrize("gone", [True, False], ids=["nobody there", "never answers"])
+def test_a_worker_that_waits_for_its_coordinator_leaves_at_once(tmp_path: Path, entry: Entry, gone: bool):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(120)
         command = [
@@ -311,8 +313,30 @@ def test_a_worker_that_waits_for_its_coordinator_leaves_at_once(tmp_path: Path, 
             entry.token.encode(), "--state-dir", str(tmp_path / "w"), "--device", "cpu",
         ]  # fmt: skip
         with own_session(command, stderr=subprocess.PIPE, text=True) as process:
-            listener.accept()[0].close()
-            listener.close()  # from now on nobody answers
+            accepted = listener.accept()[0]
+            if gone:
+                accepted.close()
+                listener.close()
             assert interrupted(process) == 0
             _, shown = process.communicate()
+            accepted.close()
     assert "Traceback" not in shown
+
+
+def test_a_call_that_is_not_answered_ends_when_its_caller_stops():
+    class Silent:
+        cancelled = False
+
+        def result(self, timeout: float) -> None:
+            assert timeout <= 1.0
+            raise grpc.FutureTimeoutError
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    looks = iter([False, False, True])
+    call = Silent()
+    with pytest.raises(ConnectionFailed, match="stopped"):
+        answer(call, lambda _: next(looks))
+    assert call.cancelled
+    assert next(looks, None) is None

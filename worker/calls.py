@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -17,7 +17,11 @@ from atoll.errors import (
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from protos.credentials import Identity
+
+LOOK_S = 0.2  # between looks whether to go on waiting
 
 # A connection that breaks during a handshake also mentions it: only these are about TLS itself.
 _TLS_WORDS = ("certificate", "wrong_version_number", "ssl_error_ssl", "no peer certificate")
@@ -42,6 +46,20 @@ def open_channel(
         return grpc.insecure_channel(address, options=options)
     options += name_options(COORDINATOR)
     return grpc.secure_channel(address, channel_credentials(ca_pem, identity), options=options)
+
+
+def answer(call: Any, stopped: Callable[[float], bool]) -> Any:
+    """The reply of a call begun with ``future``: whoever stops need not wait for its deadline.
+
+    Raises grpc.RpcError, and ConnectionFailed once ``stopped(0.0)``.
+    """
+    while True:
+        try:
+            return call.result(timeout=LOOK_S)
+        except grpc.FutureTimeoutError:
+            if stopped(0.0):
+                call.cancel()
+                raise ConnectionFailed("stopped while waiting for an answer") from None
 
 
 def as_atoll_error(error: grpc.RpcError, address: str) -> AtollError:

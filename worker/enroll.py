@@ -23,7 +23,7 @@ from protos.credentials import (
     new_key,
     signing_request,
 )
-from worker.calls import as_atoll_error, open_channel
+from worker.calls import answer, as_atoll_error, open_channel
 from worker.config import WorkerConfig, join_address
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def join(
     while True:
         with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
             try:
-                return _enter(config, rpc.EntryStub(channel), identity, token, ca)
+                return _enter(config, rpc.EntryStub(channel), identity, token, ca, stopped)
             except ConnectionFailed:
                 if clock() >= deadline_s:
                     raise
@@ -89,13 +89,17 @@ def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
     return Membership(member.worker, member.identity, address, offset_s)
 
 
-def greet(stub: Any, address: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[pb.HelloReply, float]:
+def greet(
+    stub: Any,
+    address: str,
+    timeout_s: float = CALL_TIMEOUT_S,
+    stopped: Callable[[float], bool] = lambda _: False,
+) -> tuple[pb.HelloReply, float]:
     """The coordinator's greeting, and the seconds it took. Raises ProtocolMismatch."""
+    request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
     started_s = time.perf_counter()
     try:
-        reply: pb.HelloReply = stub.Hello(
-            pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__), timeout=timeout_s
-        )
+        reply: pb.HelloReply = answer(stub.Hello.future(request, timeout=timeout_s), stopped)
     except grpc.RpcError as error:
         raise as_atoll_error(error, address) from None
     took_s = time.perf_counter() - started_s
@@ -137,9 +141,14 @@ def _token_ca(token: JoinToken | None) -> bytes:
 
 
 def _enter(
-    config: WorkerConfig, stub: Any, identity: Identity | None, token: JoinToken | None, ca: bytes | None
+    config: WorkerConfig,
+    stub: Any,
+    identity: Identity | None,
+    token: JoinToken | None,
+    ca: bytes | None,
+    stopped: Callable[[float], bool],
 ) -> Membership:
-    reply, took_s = greet(stub, config.entry_address)
+    reply, took_s = greet(stub, config.entry_address, stopped=stopped)
     offset_s = reply.time_s + took_s / 2 - time.time()
     if identity is not None:
         address = join_address(config.host, reply.work_port)
@@ -152,7 +161,8 @@ def _enter(
         name=config.shown_name,
     )
     try:
-        enrolled: pb.EnrollReply = stub.Enroll(request, timeout=CALL_TIMEOUT_S)
+        call = stub.Enroll.future(request, timeout=CALL_TIMEOUT_S)
+        enrolled: pb.EnrollReply = answer(call, stopped)
     except grpc.RpcError as error:
         raise as_atoll_error(error, config.entry_address) from None
     address = join_address(config.host, enrolled.work_port or reply.work_port)
