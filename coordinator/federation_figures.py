@@ -11,8 +11,7 @@ from coordinator.events import ClientEvaluated, UpdateReady
 from coordinator.facts import RoundClosed, RoundEvaluated
 from coordinator.federation_state import Client, Evaluation, FederationState
 from coordinator.job_state import Point
-from coordinator.selecting import smoothed
-from strategies.selection import Outcome
+from strategies.selection import Outcome, smoothed
 
 LOSS = "loss"
 CLIENTS, CENTRAL = "clients", "central"

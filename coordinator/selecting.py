@@ -22,7 +22,6 @@ from coordinator.federation_state import Client, FederationState
 from strategies.bcrs import Ratios, Uplink, bcrs
 from strategies.oort import OortState, Seen
 from strategies.selection import Candidate, Outcome, Selector, candidates_of
-from strategies.selection import smoothed as smoothed
 from strategies.selectors import make_selector
 
 BCRS_CODEC = "topk"
