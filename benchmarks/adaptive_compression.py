@@ -22,8 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import CommandFailed, LabFleet, conclude, fitting, machine, need_lab, parser, steady
-from benchmarks.pipeline_vs_torch import SAME_MATHS, SCHEDULED, hosts_of, strays, summary
+from benchmarks.harness import (
+    SCHEDULED,
+    CommandFailed,
+    LabFleet,
+    conclude,
+    fitting,
+    machine,
+    need_lab,
+    parser,
+    steady,
+)
+from benchmarks.pipeline_vs_torch import SAME_MATHS, hosts_of, strays, summary
 from coordinator.jobfile import load_job
 
 CASES: Mapping[str, tuple[str, ...]] = {

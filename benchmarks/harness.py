@@ -114,6 +114,7 @@ def follow(losses: Sequence[float], reference: Sequence[float], tolerance: float
 
 JOIN_CPU_S = 6.0  # of a worker: its keys and its own measurements; over its CPU share
 BUILT = b"built"  # what a rank of the rival says before its first step
+SCHEDULED = 1000  # steps of the learning rate; a run ends after --steps, before anything is stored
 RIVAL_S = 600.0  # at most, for one run of the rival
 PROBE_S = 4.0  # one pair, both directions
 

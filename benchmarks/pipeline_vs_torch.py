@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import (
+    SCHEDULED,
     CommandFailed,
     LabFleet,
     conclude,
@@ -34,7 +35,6 @@ OURS = ("op_fence", "proportional", "even")
 RIVALS = {"torch_gpipe": "gpipe", "torch_1f1b": "1f1b"}
 # What torch's pipelining does not offer across ranks is left out on both sides.
 SAME_MATHS = ("optimizer.clip_norm=none", "optimizer.weight_decay=0")
-SCHEDULED = 1000  # of the learning rate; a run ends after --steps, before anything is stored
 REFRESHER = "even"  # gives every worker a stage
 REFRESHING_STEPS = 5
 LOSS_TOLERANCE = 2e-3  # relative; the rival's initial weights and order of sums differ in the last bits

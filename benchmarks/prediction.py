@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.harness import LabFleet, fitting, machine, need_lab, parser, steady
+from benchmarks.harness import SCHEDULED, LabFleet, fitting, machine, need_lab, parser, steady
 
 PARTITIONERS = ("op_fence", "proportional", "even")
 DEFAULT = ("two_islands", "homes", "datacenter")
@@ -79,7 +79,8 @@ def main() -> None:
     args = options.parse_args()
     need_lab(args.json)
     # Runs are stopped before anything is stored: over a slow line that takes longer than the steps.
-    settings = [*fitting(SETTINGS, args.job), "steps=1000", f"seed={args.seed}", "eval_batches=0", *args.set]
+    settings = [*fitting(SETTINGS, args.job), f"steps={SCHEDULED}", f"seed={args.seed}", "eval_batches=0"]
+    settings += args.set
     print(COLUMNS)
     names = args.scenario or DEFAULT
     rows = [row for name in names for row in scenario_rows(name, args.job, settings, args.steps)]

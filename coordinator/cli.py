@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
-import threading
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,7 +17,7 @@ import atoll
 from atoll.errors import UsageError
 from coordinator import cli_admin, cli_codecs, cli_data, cli_flower, cli_jobs
 from coordinator.cli_base import EXIT_CODES, AsJson, Trace, err, out, print_json, run
-from protos import PROTOCOL_VERSION
+from protos import PROTOCOL_VERSION, leaving
 from protos.installation import check_installation
 
 app = typer.Typer(
@@ -100,17 +97,11 @@ def _installed(name: str) -> str:
         return "not installed"
 
 
-def main(exit_now: Callable[[int], Any] = os._exit) -> None:
-    """Entry point of the `atoll` script. A thread of gRPC's that lingers must not delay the exit."""
+def main() -> NoReturn:
+    """Entry point of the `atoll` script."""
     # Its own lines about refused handshakes would stand before our errors, which say what to do.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    code = _checked()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Taking torch down takes a second, as long as all of leaving may.
-    if "torch" in sys.modules or any(t is not threading.current_thread() for t in threading.enumerate()):
-        exit_now(code)
-    sys.exit(code)
+    leaving.leave(_checked())
 
 
 def _checked() -> int:

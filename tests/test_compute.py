@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -21,13 +21,7 @@ from worker.frames import Direction
 from worker.local import LocalPipeline
 from worker.peer import PeerLost
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def local(made: Case, training: TrainingSpec) -> tuple[LocalPipeline, list[float], list[float]]:

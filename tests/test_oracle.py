@@ -38,13 +38,7 @@ TRAINING = TrainingSpec(steps=5, n_micro=4, seed=11, optimizer=ADAMW)
 SEEDED = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Bit-equality holds for one thread count on both sides; one is the fastest here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache

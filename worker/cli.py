@@ -6,10 +6,8 @@ import json as json_module
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import click
 import structlog
@@ -19,7 +17,7 @@ from rich.markup import escape
 
 import atoll
 from atoll.errors import AtollError
-from protos import PROTOCOL_VERSION
+from protos import PROTOCOL_VERSION, leaving
 from protos.app_bundle import parse_pairs
 from protos.installation import check_installation
 from worker import cli_apps, cli_data
@@ -327,17 +325,11 @@ def run(arguments: list[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def main(exit_now: Callable[[int], Any] = os._exit) -> None:
-    """Entry of the command. A thread inside a long operation must not delay the exit."""
+def main() -> NoReturn:
+    """Entry of the command."""
     # Its own lines about refused handshakes would stand before our errors, which say what to do.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    code = run()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Taking torch down takes a second, as long as all of leaving may.
-    if "torch" in sys.modules or any(t is not threading.current_thread() for t in threading.enumerate()):
-        exit_now(code)
-    sys.exit(code)
+    leaving.leave(run())
 
 
 if __name__ == "__main__":

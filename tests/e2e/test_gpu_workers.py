@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,19 +12,12 @@ from benchmarks.oracle import built_in, difference, plain_training, random_start
 from benchmarks.real_workers import LoopbackFleet
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 TRAINING = TrainingSpec(steps=5, n_micro=4, seed=11, optimizer=Optimizer(lr=3e-3, weight_decay=0.01))
 GPU = ("--device", "cuda", "--memory", "4GiB")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def kinds(fleet: LoopbackFleet) -> list[tuple[str, int]]:

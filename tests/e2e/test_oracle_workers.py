@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-import torch
 
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import BUILT_IN, DROPOUT, Case, Run, built_in, difference, random_starts, run_local
 from benchmarks.real_workers import LoopbackFleet
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TRAINING = TrainingSpec(
     steps=3, n_micro=4, seed=17, optimizer=Optimizer(lr=3e-3, weight_decay=0.01, clip_norm=0.5)
 )
@@ -23,14 +22,6 @@ TRAINING = TrainingSpec(
 def fleet() -> Iterator[LoopbackFleet]:
     with LoopbackFleet(3) as started:
         yield started
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

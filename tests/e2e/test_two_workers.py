@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from atoll.job import Optimizer, TrainingSpec
 from atoll.plan import Mask
@@ -33,12 +32,7 @@ def fleet() -> Iterator[LoopbackFleet]:
         yield started
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def middle(positions: tuple[int, ...]) -> int:
