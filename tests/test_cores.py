@@ -56,7 +56,7 @@ def test_a_line_without_colons_is_passed_over(tmp_path: Path) -> None:
 
 def test_what_a_process_takes_at_rest_is_no_steps_work() -> None:
     now, used = [0.0], [0.0]
-    meter = CpuMeter(0.5, lambda: now[0], lambda: used[0])
+    meter = CpuMeter(0.5, 1, lambda: now[0], lambda: used[0])
 
     def later(seconds: float, cpu_s: float) -> None:
         now[0] += seconds
@@ -73,3 +73,22 @@ def test_what_a_process_takes_at_rest_is_no_steps_work() -> None:
     later(4.0, 3.0)
     meter.forget()
     assert meter.needed_s() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "thread_cpu_s", "expected_s"),
+    [
+        (0.25, 1, 0.2, 0.8),  # 1 s by the clock: other threads had a fifth of the part
+        (0.25, 1, 0.5, 1.0),  # what a quota lent shows on the clock
+        (0.25, 2, 0.2, 1.0),  # its threads beside it are not on this one's clock
+        (1.0, 1, 0.2, 1.0),  # other processes took the rest: that is how fast this machine is
+    ],
+)
+def test_computing_on_a_part_of_a_core_is_told_without_other_threads(
+    cores: float, threads: int, thread_cpu_s: float, expected_s: float
+) -> None:
+    now, used = iter([5.0, 6.0]), iter([2.0, 2.0 + thread_cpu_s])
+    meter = CpuMeter(cores, threads, now.__next__, thread_clock=used.__next__)
+    with meter.computing() as taken:
+        assert taken.seconds == 0.0
+    assert taken.seconds == pytest.approx(expected_s)

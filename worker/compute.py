@@ -133,10 +133,10 @@ class StageRun:
             self._progress.tick()
         handling_s = self._clock() - started_s - sum(self._busy.values()) - self._waited_s
         self._fold_tied(step, cancel)
-        started_s = self._clock()
-        report = self._stage.finish_step()
+        with self._cpu.computing() as taken:
+            report = self._stage.finish_step()
         optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
-        self._finish_s = self._clock() - started_s
+        self._finish_s = taken.seconds
         # On a part of a core, messages that other threads handle keep the computing waiting as if it did.
         handling_s = max(handling_s, self._cpu.needed_s() - sum(self._busy.values()) - optimizer_s)
         return StepReport(
@@ -151,11 +151,10 @@ class StageRun:
 
     def apply(self, step: int, gradient_scale: float) -> None:
         """Commit: the optimizer's step."""
-        started_s = self._clock()
-        with self.spans.timed("opt", step):
+        with self.spans.timed("opt", step), self._cpu.computing() as taken:
             self._stage.apply(gradient_scale)
             self._synchronize()
-        self._optimizer_s = self._finish_s + self._clock() - started_s
+        self._optimizer_s = self._finish_s + taken.seconds
         self._feed.step_done(step)
         self._progress.tick()
 
@@ -316,11 +315,10 @@ class StageRun:
         self._links.send(self.assignment.worker_of(stage), key, value)
 
     def _timed(self, work: Work, step: int, micro: int, run: Callable[[], T]) -> T:
-        started_s = self._clock()
-        with self.spans.timed(work.value, step, micro):
+        with self.spans.timed(work.value, step, micro), self._cpu.computing() as taken:
             result = run()
             self._synchronize()
-        self._busy[work] += self._clock() - started_s
+        self._busy[work] += taken.seconds
         return result
 
     def _synchronize(self) -> None:

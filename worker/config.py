@@ -41,7 +41,7 @@ class WorkerConfig:
     token: str = field(default="", repr=False)
     name: str = ""  # "" = this machine's name
     device: str = "auto"  # auto | cpu | cuda | cuda:N
-    threads: int = 0  # of compute; 0 = all physical cores
+    threads: int = 0  # of compute; 0 = all physical cores that this process may use
     memory_bytes: int = 0  # the planner's budget; 0 = what is free now
     listen_host: str = "0.0.0.0"  # noqa: S104 - peers come from anywhere; TLS asks who they are
     listen_port: int = 0  # 0 = any free one

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -20,17 +21,29 @@ REST_S = 1.0
 """A shorter rest does not tell what the process takes at rest."""
 
 
+@dataclass(slots=True)
+class Taken:
+    """Told when it is over."""
+
+    seconds: float = 0.0
+
+
 class CpuMeter:
     """CPU time of all threads, less what they take at rest: watching connections, heartbeats. Not
-    thread-safe: one thread rests, loads and computes."""
+    thread-safe: one thread rests, loads and computes. ``threads`` is how many the computing itself
+    keeps busy on these cores, 0 where it is done elsewhere."""
 
     def __init__(
         self,
         cores: float = math.inf,
+        threads: int = 0,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
+        thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self._cores, self._clock, self._cpu_clock = cores, clock, cpu_clock
+        self._thread_clock = thread_clock
+        self._one_computes = threads == 1
         self._share_at_rest = math.inf
         self._since: tuple[float, float] | None = None  # (s, CPU s) of the last call
 
@@ -47,6 +60,19 @@ class CpuMeter:
     def forget(self) -> None:
         """What came since the last ``needed_s`` does not count."""
         self._since = None
+
+    @contextmanager
+    def computing(self) -> Iterator[Taken]:
+        """What computes inside, as if no other thread ran: on a part of a core those that handle messages
+        take theirs of the same part."""
+        taken = Taken()
+        begun_s, used_s = self._clock(), self._thread_clock()
+        yield taken
+        lasted_s = self._clock() - begun_s
+        if self._one_computes and self._cores < 1.0:
+            # Not more than the clock says: a quota lets short work run at a whole core's speed.
+            lasted_s = min(lasted_s, (self._thread_clock() - used_s) / self._cores)
+        taken.seconds = lasted_s
 
     def needed_s(self) -> float:
         """Seconds that the cores need for the CPU time since the last call; 0 at the first."""

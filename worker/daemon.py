@@ -351,7 +351,7 @@ class Daemon:
             fetch_of=lambda job: data_fetch(bulk, member.metadata, member.work_address, job),
             spans=Spans(),
             progress=self._progress,
-            cpu=CpuMeter(usable_cores()),
+            cpu=CpuMeter(usable_cores(), self._device.threads if self._device.kind == "cpu" else 0),
         )
 
     def _catch_signals(self) -> Callable[[], None]:

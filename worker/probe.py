@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import socket
 import statistics
@@ -16,6 +17,7 @@ import torch
 
 import atoll
 from atoll.errors import UsageError
+from worker.cores import usable_cores
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
@@ -61,7 +63,8 @@ def find_device(config: WorkerConfig) -> Device:
     wanted = config.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = config.threads or (psutil.cpu_count(logical=False) or 1)
+    # On a part of a machine more threads than cores only wait for each other.
+    threads = config.threads or min(psutil.cpu_count(logical=False) or 1, math.ceil(usable_cores()))
     if wanted == "cpu":
         return _cpu(config, threads)
     if not torch.cuda.is_available():

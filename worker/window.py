@@ -18,11 +18,13 @@ SLACK_S = 0.010
 CHUNK_S = 0.032
 """A chunk lasts about this long on the link: what a backward message waits at most behind one."""
 SMALLEST_CHUNK = 16 << 10
-LARGEST_SHARED_CHUNK = 32 << 10
-SLOW_WINDOW = 8 * LARGEST_SHARED_CHUNK
+LARGEST_SHARED_CHUNK = 64 << 10
+SLOW_WINDOW = 4 * LARGEST_SHARED_CHUNK
+SLOW_RATE = 5e6  # bytes/s
 """Of several connections to a peer each shows only its part of the line's rate. Where all together need no
-more than this, chunks fit the line up to 32 KiB, since each costs both ends some hundred microseconds. On
-faster lines each connection has its own: one that has lost a packet should hold little."""
+more than this, or carry no more, chunks fit the line up to 64 KiB, since each costs both ends some hundred
+microseconds: half a second of CPU time a step, on a fifth of a core behind 60 ms, went for chunks of 16 KiB
+on six connections. On faster lines each has its own: one that has lost a packet should hold little."""
 RATE_HORIZON_S = 1.0
 RTT_HORIZON_S = 30.0
 
@@ -85,8 +87,8 @@ class Window:
 
     @property
     def slow(self) -> bool:
-        """The line needs no more than a few chunks under way."""
-        return self.rate is not None and self.size <= SLOW_WINDOW
+        """The line carries little, or needs no more than a few chunks under way."""
+        return self.rate is not None and (self.rate <= SLOW_RATE or self.size <= SLOW_WINDOW)
 
     def fit(self, line: Window) -> None:
         """This connection carries a part of what ``line``, all of them together, do."""
