@@ -408,9 +408,20 @@ def test_connections_to_one_peer_cut_chunks_for_the_line_that_they_share() -> No
         line, eighth = Window(), Window()
         drive(line, mbit * 125_000, 0.08, 5.0)
         drive(eighth, mbit * 125_000 / 8, 0.08, 5.0)
-        eighth.fit(line)
+        eighth.fit(line, 8)
         assert least <= eighth.chunk <= most
         assert eighth.size >= 4 * eighth.chunk
+
+
+def test_one_of_many_connections_does_not_take_the_whole_line() -> None:
+    line, first = Window(), Window()
+    for window in (line, first):  # nothing has gone over another one yet
+        drive(window, 100 * 125_000, 0.08, 5.0)
+    for connections, share in ((2, 1.0), (4, 0.5), (8, 0.25)):
+        first.fit(line, connections)
+        assert first.size == pytest.approx(share * line.size, rel=0.01)
+    first.fit(Window(), 8)
+    assert first.size == 256 << 10
 
 
 def test_a_forged_or_old_acknowledgement_moves_nothing_back() -> None:
