@@ -422,6 +422,8 @@ def test_one_of_many_connections_does_not_take_the_whole_line() -> None:
         assert first.size == pytest.approx(share * line.size, rel=0.01)
     first.fit(Window(), 8)
     assert first.size == 256 << 10
+    first.fit(line, 1)
+    assert first.size == line.size
 
 
 def test_a_forged_or_old_acknowledgement_moves_nothing_back() -> None:

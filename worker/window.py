@@ -97,7 +97,11 @@ class Window:
         return self.rate is not None and (self.rate <= SLOW_RATE or self.size <= SLOW_WINDOW)
 
     def fit(self, line: Window, connections: int) -> None:
-        """This connection carries a part of what ``line``, all ``connections`` together, do."""
+        """This connection carries a part of what ``line``, all ``connections`` together, do; the only one
+        has no other measure than itself."""
+        if connections == 1:
+            self._least_chunk, self._share = SMALLEST_CHUNK, self._maximum
+            return
         self._share = max(LEAST_SHARE, 2 * line.size // connections)
         shared = min(LARGEST_SHARED_CHUNK, line.chunk) if line.slow else 0
         self._least_chunk = max(SMALLEST_CHUNK, shared)
