@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +37,7 @@ from worker.frames import (
 )
 from worker.inbox import Inbox
 from worker.outbox import Outbox
+from worker.peer import Peer, TransportConfig
 from worker.window import Window
 
 KEY = MessageKey("job-1", 3, 12, 4, 77, Direction.BACKWARD)
@@ -424,6 +427,19 @@ def test_one_of_many_connections_does_not_take_the_whole_line() -> None:
     assert first.size == 256 << 10
     first.fit(line, 1)
     assert first.size == line.size
+
+
+def test_the_connection_that_is_left_of_many_has_the_whole_line() -> None:
+    peer = Peer("w-b", 1, TransportConfig(), lambda *_: None, lambda *_: None)
+    lane: Any = SimpleNamespace(window=Window())
+    drive(lane.window, 100 * 125_000, 0.08, 5.0)
+    alone = lane.window.size
+    peer.lanes = [lane] * 8
+    peer.fit(lane)
+    assert lane.window.size < alone
+    peer.lanes = [lane]
+    peer.fit(lane)
+    assert lane.window.size == alone
 
 
 def test_a_forged_or_old_acknowledgement_moves_nothing_back() -> None:

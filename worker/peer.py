@@ -243,8 +243,7 @@ class Peer:
 
     def fit(self, lane: Lane) -> None:
         """Several connections share what the line carries; a measurement goes over one of them."""
-        if len(self.lanes) > 1:
-            lane.window.fit(self._window, len(self.lanes) if self.probe_acks is None else 1)
+        lane.window.fit(self._window, len(self.lanes) if self.probe_acks is None else 1)
 
     def confirmed(self, numbers: tuple[int, ...]) -> None:
         found = [self.outbox.confirmed(number) for number in numbers]

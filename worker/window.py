@@ -84,8 +84,7 @@ class Window:
         rate = self.rate
         if rate is None or rtt_s is None:
             return self._initial
-        most = min(self._maximum, self._share)
-        return int(min(most, max(self._least, GAIN * rate * (rtt_s + SLACK_S))))
+        return int(min(self._share, max(self._least, GAIN * rate * (rtt_s + SLACK_S))))
 
     @property
     def _least(self) -> int:
@@ -102,7 +101,7 @@ class Window:
         if connections == 1:
             self._least_chunk, self._share = SMALLEST_CHUNK, self._maximum
             return
-        self._share = max(LEAST_SHARE, 2 * line.size // connections)
+        self._share = min(self._maximum, max(LEAST_SHARE, 2 * line.size // connections))
         shared = min(LARGEST_SHARED_CHUNK, line.chunk) if line.slow else 0
         self._least_chunk = max(SMALLEST_CHUNK, shared)
 
