@@ -10,6 +10,7 @@ bounded by counts, never by the clock, so the same fleet gives the same plan.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -39,21 +40,31 @@ class Effort:
     exhaustive_devices: int = 5  # all subsets in all orders up to here (325 orders)
     coarse_positions: int = 48
     orders_kept: int = 16  # after the chain bound
-    judged: int = 14  # by the timeline
+    judged: int = 28  # by the timeline
     improved: int = 3
-    moves: int = 70  # timeline runs of one local improvement
+    moves: int = 300  # timeline runs of one local improvement
     dense_stages: int = 24  # longer orders are cut by threshold search
     order_moves: int = 160  # chain bounds when improving an order
     actions: int = 12_000  # simulated by one kind of effort: long pipelines are judged less often
+    short: int = 12  # stages up to which ...
+    short_actions: int = 60_000  # ... one local improvement simulates so many
 
     def affordable(self, most: int, problem: Problem, candidate: Candidate) -> int:
         """How many timeline runs of such a candidate are worth their time, at least 3."""
-        each = 2 * problem.n_micro * len(candidate.devices)
-        return max(3, min(most, self.actions // each))
+        return self._runs(most, self.actions, problem, candidate)
+
+    def improving(self, problem: Problem, candidate: Candidate) -> int:
+        """How many of them improving it is worth, at least 3."""
+        short = len(candidate.devices) <= self.short
+        return self._runs(self.moves, self.short_actions if short else self.actions, problem, candidate)
+
+    def _runs(self, most: int, actions: int, problem: Problem, candidate: Candidate) -> int:
+        return max(3, min(most, actions // (2 * problem.n_micro * len(candidate.devices))))
 
 
 CEILINGS = (1.0, 1.1, 1.3, 1.7, 3.0)  # of the min-max; a smaller sum may be worth a larger maximum
 SWAPPED_FREELY = 6  # stages up to which any two devices may change places, not only neighbours
+SETS_EACH = 3  # of devices, of every size, whose best order is cut
 SPARES = 4  # unused devices tried in place of a used one
 TOLERANCE = 1e-3  # of threshold cuts
 FENCE_SHARE = 0.10  # of the compute, either way from the optimum
@@ -183,7 +194,21 @@ def _orders(
     for start in starts:
         _improve_order(start, bounds, range(n), effort.order_moves)
     feasible = {o: b for o, b in bounds.known.items() if np.isfinite(b)}
-    return sorted(feasible, key=lambda o: (feasible[o], o))[: effort.orders_kept]
+    return _varied(sorted(feasible, key=lambda o: (feasible[o], o)), effort.orders_kept)
+
+
+def _varied(ranked: Sequence[Order], most: int) -> list[Order]:
+    """The first ``most``, then for each number of devices the best orders of different ones: the bound
+    knows nothing of the micro-batches that memory keeps in flight, of which more stages hold more."""
+    kept = dict.fromkeys(ranked[:most])
+    seen = {frozenset(order) for order in kept}
+    count = Counter(map(len, seen))
+    for order in ranked[most:]:
+        if count[len(order)] < SETS_EACH and frozenset(order) not in seen:
+            seen.add(frozenset(order))
+            count[len(order)] += 1
+            kept[order] = None
+    return list(kept)
 
 
 def _promising(
@@ -397,7 +422,7 @@ def _halves(n: int) -> Iterator[int]:
 
 def improve(problem: Problem, best: Scored, positions: Positions, effort: Effort) -> Scored:
     """Hill-climb under the timeline, by a bounded number of its runs."""
-    moves = effort.affordable(effort.moves, problem, best.candidate)
+    moves = effort.improving(problem, best.candidate)
     spent = 0
     improved = True
     while improved and spent < moves:

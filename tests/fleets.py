@@ -54,6 +54,25 @@ def two_islands(memory_mib: float = 40.0) -> Fleet:
     return Fleet(devices, np.where(near, 200e6, 8e6), np.where(near, 0.005, 0.04), uplinks, TCP_SHARE)
 
 
+def eight_hosts(slow: tuple[float, ...] = (5.0, 5.0, 5.0, 5.0)) -> Fleet:
+    """Four devices of 10 GFLOP/s and four slower ones on parts of a core, joined alternately, 27 MiB each;
+    8 Mbit/s between the islands."""
+    names = tuple(f"{side}{i}" for i in range(4) for side in "ab")
+    devices = tuple(
+        Device(
+            name,
+            27 * MIB,
+            gflops={"": 10.0 if name[0] == "a" else slow[int(name[1])]},
+            cores=0.25 if name[0] == "a" else 0.125,
+            coordinator=LinkEstimate(8e6, 0.001 if name[0] == "a" else 0.04),
+        )
+        for name in names
+    )
+    near = np.array([[a[0] == b[0] for b in names] for a in names])
+    uplinks = tuple(Uplink(side, tuple(n for n in names if n[0] == side), 8e6, 8e6) for side in "ab")
+    return Fleet(devices, np.where(near, 198e6, 7.9e6), np.where(near, 0.0015, 0.041), uplinks)
+
+
 def islands(
     seed: int, n_islands: int, size: int, memory_mib: float, gflops: tuple[float, float] = (20.0, 60.0)
 ) -> tuple[Fleet, list[int]]:

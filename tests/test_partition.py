@@ -10,11 +10,12 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import validate
 from coordinator.baselines import layer_starts
 from coordinator.bound import lower_bound
+from coordinator.fence import Effort
 from coordinator.fleet import Fleet
 from coordinator.partition import make_plan, plan_candidates
 from coordinator.problem import Candidate, Problem
 from tests.dags import chain_dag, gpt_like
-from tests.fleets import random_fleet, two_islands
+from tests.fleets import eight_hosts, random_fleet, two_islands
 
 TRAINING = TrainingSpec(10, 8)
 
@@ -36,6 +37,16 @@ def best_of_all(problem: Problem) -> float:
                 if lower_bound(work).step_s < best and (scored := problem.score(candidate)):
                     best = min(best, scored.step_s)
     return best
+
+
+@pytest.mark.parametrize("slow", [(5.0, 5.0, 5.0, 5.0), (3.6, 3.6, 3.6, 5.0), (4.5, 4.0, 3.5, 5.0)])
+def test_where_memory_is_short_there_are_stages_enough_to_keep_micro_batches_in_flight(slow):
+    """Five devices hold the model, but not what more than one or two micro-batches leave behind: with them
+    each step would wait for the slow line again and again."""
+    problem = Problem(gpt_like(8, tokens=128), TrainingSpec(10, 16), eight_hosts(slow))
+    thorough = Effort(orders_kept=300, judged=300, improved=12, moves=600, actions=10**8)
+    best = plan_candidates(problem, "op_fence", thorough)[0].step_s
+    assert plan_candidates(problem, "op_fence")[0].step_s <= 1.05 * best
 
 
 def check_against_exhaustive(seeds):
