@@ -228,5 +228,7 @@ def _samples(state: JobState) -> dict[Pair, Sample]:
             pair = (stages[at].worker, link.peer)
             if link.n_bytes > 0:
                 messages = state.spec.training.n_micro
-                found[pair] = Sample(link.n_bytes, link.busy_s, link.rtt_s, messages, pair in coded)
+                found[pair] = Sample(
+                    link.n_bytes, link.busy_s, link.rtt_s, messages, pair in coded, link.quickest_bps
+                )
     return found

@@ -42,7 +42,7 @@ DEFAULT_SPEEDS: Mapping[str, Speed] = {
 """Of a worker that has reported none: one modest core (compression.md 1.1, measured; the
 quantisers' decoders, int4 and low_rank estimated)."""
 UNKNOWN_SPEED: Speed = (0.25e9, 1e9)
-CALL_S = 1e-4  # one encode or decode of a tensor, whatever its size: dispatch, allocation, header
+CALL_CPU_S = 2e-4  # one encode or decode of a tensor, whatever its size: dispatch, allocation, header
 SPEED_RANGE = (1e5, 1e13)  # bytes a second: outside, a report cannot be true
 
 
@@ -90,11 +90,12 @@ def ends_s(load: LinkLoad, spec: LinkSpec, sender: Device, receiver: Device) -> 
         return 0.0, 0.0
     encode_rate, decode_rate = speed_of(sender, spec.codec)[0], speed_of(receiver, spec.codec)[1]
     gather_rate = max(speed_of(sender, spec.codec))
+    encode_call_s, decode_call_s = (CALL_CPU_S * d.codec_scale / d.core_share for d in (sender, receiver))
     encode = decode = 0.0
     for tensor in taken(load, spec.codec):
         same = load.backward and tensor.direct and spec.mask is Mask.SAME
-        encode += CALL_S * sender.codec_scale + tensor.meta.nbytes / (gather_rate if same else encode_rate)
-        decode += CALL_S * receiver.codec_scale + tensor.meta.nbytes / decode_rate
+        encode += encode_call_s + tensor.meta.nbytes / (gather_rate if same else encode_rate)
+        decode += decode_call_s + tensor.meta.nbytes / decode_rate
     return encode, decode
 
 

@@ -94,6 +94,7 @@ class Goodput:
     dense_bytes: int = 0  # what the boundary tensors among them would have taken uncompressed
     encode_s: float = 0.0
     decode_s: float = 0.0
+    quickest_bps: float = 0.0  # of the quickest quarter of the bytes; 0 unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class StepReady:
     backward_s: float = 0.0
     waited_s: float = 0.0
     optimizer_s: float = 0.0
-    handling_s: float = 0.0  # neither computing nor waiting; encoders included
+    handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
     links: tuple[Goodput, ...] = ()
 
 

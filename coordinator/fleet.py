@@ -57,6 +57,11 @@ class Device:
     def label(self) -> str:
         return self.name or self.worker
 
+    @property
+    def core_share(self) -> float:
+        """Of one core, what one thread may use."""
+        return min(1.0, self.cores) if self.cores > 0.0 else 1.0
+
 
 @dataclass(frozen=True, eq=False)
 class Fleet:

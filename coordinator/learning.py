@@ -34,9 +34,7 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
         if told.codec_s > 0:
             roster.coded(state.job, told.worker, told.codec_s, coding_s)
         if told.handling_s > 0:
-            encoding_s = sum(carried.encode_s for carried in report.links)
-            handling_s = max(0.0, report.handling_s - encoding_s)
-            roster.handled(state.job, told.worker, told.handling_s, handling_s)
+            roster.handled(state.job, told.worker, told.handling_s, report.handling_s)
     if follows:
         return
     foretold = {(link.source, link.target): _with_ends(link, prediction) for link in prediction.links}

@@ -2,7 +2,9 @@
 
 A link's rate is bytes over the seconds in which the line carried them (``worker.linetime``),
 smoothed in the logarithm; three samples in a row on one side of it replace it, so a link that
-falls to a tenth is followed in three steps and noise of +-15 % moves nothing. Messages shorter
+falls to a tenth is followed in three steps and noise of +-15 % moves nothing. Where a rate is less
+than thought although the quickest bytes were carried as fast as thought, the others waited for an end
+that was out of processor time, not for the line: then the quickest tell it. Messages shorter
 than ``Settings.telling_s`` or half a round trip are bound by latency: they bound the rate from
 below and cannot show that a link got faster. A link that is silent in this way is asked by
 spending more on it: its rate is taken for a little higher, so its ratio falls. Either the larger
@@ -56,6 +58,7 @@ class Sample:
     rtt_s: float
     messages: int = 1
     compressed: bool = False  # there is a ratio that could be lower
+    quickest_bps: float = 0.0  # of the quickest quarter of the bytes; 0 unknown
 
 
 class Phase(StrEnum):
@@ -87,6 +90,7 @@ class Link:
     n_bytes: int = 0  # carried but too little to count yet
     busy_s: float = 0.0
     messages: int = 0
+    quickest_bps: float = 0.0  # of those
     proven_bps: float = 0.0  # the last rate before or in a probe at which no step took longer
     probes: int = 0  # in a row
     fruitless: int = 0  # probes for which the planner found no other codec
@@ -101,8 +105,12 @@ def measure(link: Link, sample: Sample, settings: Settings) -> tuple[Link, bool]
     """The link with a step's transfers taken in, and whether they were enough to count."""
     n_bytes, busy_s = link.n_bytes + sample.n_bytes, link.busy_s + sample.busy_s
     messages = link.messages + max(1, sample.messages)
+    quickest_bps = max(link.quickest_bps, sample.quickest_bps)
     if n_bytes < settings.sample_bytes or busy_s <= 0.0:
-        return replace(link, n_bytes=n_bytes, busy_s=busy_s, messages=messages, telling=False), False
+        waiting = replace(link, n_bytes=n_bytes, busy_s=busy_s, messages=messages, quickest_bps=quickest_bps)
+        return replace(waiting, telling=False), False
+    if quickest_bps > 0.0:
+        busy_s = min(busy_s, n_bytes * 8.0 / min(quickest_bps, link.assumed_bps))
     raw = min(MAX_BANDWIDTH_BPS, max(MIN_BANDWIDTH_BPS, n_bytes * 8.0 / busy_s))
     rate, odd = _smoothed(link, raw, settings)
     telling_s = max(settings.telling_s, sample.rtt_s / 2)
@@ -114,7 +122,7 @@ def measure(link: Link, sample: Sample, settings: Settings) -> tuple[Link, bool]
         ceiling_bps=n_bytes * 8.0 / least_s if least_s > 0.0 else MAX_BANDWIDTH_BPS,
         telling=busy_s / messages >= telling_s,
     )
-    return replace(taken, n_bytes=0, busy_s=0.0, messages=0), True
+    return replace(taken, n_bytes=0, busy_s=0.0, messages=0, quickest_bps=0.0), True
 
 
 def _smoothed(link: Link, rate: float, settings: Settings) -> tuple[float, tuple[float, ...]]:

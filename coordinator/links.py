@@ -68,21 +68,27 @@ class LinkTable:
             self._blend((source, target), bandwidth_bps, rtt_s / 2.0, PROBE_WEIGHT)
         return wrong
 
-    def carried(self, source: str, target: str, n_bytes: int, busy_s: float, rtt_s: float) -> str | None:
+    def carried(
+        self, source: str, target: str, n_bytes: int, busy_s: float, rtt_s: float, quickest_bps: float = 0.0
+    ) -> str | None:
         """Take in what training sent; returns why it was refused.
 
         Too little traffic refreshes the latency only, and so does a rate somewhat below the
-        probed one, which is drag. rtt_s <= 0 means not measured.
+        probed one, which is drag, as is what keeps all but the quickest bytes waiting: of those
+        ``quickest_bps``. rtt_s <= 0 means not measured.
         """
         if not isfinite(busy_s) or busy_s < 0.0 or n_bytes < 0:
             return f"{source} reports {n_bytes} bytes to {target} in {busy_s} s"
+        if not isfinite(quickest_bps) or quickest_bps < 0.0:
+            return f"{source} reports {quickest_bps} bit/s of its quickest bytes to {target}"
         old = self.estimates.get((source, target))
         enough = n_bytes >= MIN_GOODPUT_BYTES and busy_s > 0.0
         if not enough and old is None:
             return None
         rate = n_bytes * 8.0 / busy_s if enough else old.bandwidth_bps if old else 0.0
-        if old is not None and SLOWER_LINE * old.bandwidth_bps < rate < old.bandwidth_bps:
-            rate = old.bandwidth_bps
+        if old is not None and rate < old.bandwidth_bps:
+            rate = max(rate, min(quickest_bps, old.bandwidth_bps))
+            rate = old.bandwidth_bps if rate > SLOWER_LINE * old.bandwidth_bps else rate
         delay = rtt_s if rtt_s > 0.0 else 2.0 * old.latency_s if old else 0.0
         wrong = judge_link(source, target, rate, delay)
         if wrong is None:
@@ -186,7 +192,8 @@ def infer_shared(
     ``solo``: bit/s of each pair probed alone; ``together``: bit/s of pairs probed at once;
     ``sites``: worker -> site, "" for none. A concurrent probe whose sum stays below 75 % of the
     solo sum shows that its sources (or, when those differ in nothing, its targets) share a
-    rate: the sum. A flow alone that was faster than that shows that the line is another's.
+    rate: the sum, or what one of these flows reached alone, where that is more. Another flow alone
+    that was faster than that shows that the line is another's.
     Members of a site that no concurrent probe covers share the best rate that any
     of them reached alone, towards and from outside.
     """
@@ -197,9 +204,12 @@ def infer_shared(
         if len(probe) < 2 or total >= SHARED_BELOW * alone:
             continue
         members, direction = _sharing(list(probe), sites)
+        # Flows that begin together hinder each other: their sum may stay far below what one had alone.
+        carried = max(total, *(solo.get(pair, 0.0) for pair in probe))
         crossing = (bps for pair, bps in solo.items() if _crosses(pair, members, direction))
-        if max(crossing, default=0.0) <= CONTRADICTED_ABOVE * total:
-            rates.setdefault(members, [0.0, 0.0])[direction] = total
+        if max(crossing, default=0.0) <= CONTRADICTED_ABOVE * carried:
+            known = rates.setdefault(members, [0.0, 0.0])
+            known[direction] = max(known[direction], carried)
     for name in sorted(set(sites.values()) - {""}):
         members = frozenset(w for w, site in sites.items() if site == name)
         known = rates.setdefault(members, [0.0, 0.0])
@@ -221,17 +231,25 @@ def _crosses(pair: Pair, members: frozenset[str], direction: int) -> bool:
 
 
 def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset[str], int]:
-    """(members, 0 for up or 1 for down) of the line that these concurrent pairs share."""
+    """(members, 0 for up or 1 for down) of the line that these concurrent pairs share, which all pass."""
     sources = {a for a, _ in pairs}
     targets = {b for _, b in pairs}
     shares_down = len(targets) == 1 or len({sites.get(b, "") or b for b in targets}) == 1
     shares_up = len(sources) == 1 or len({sites.get(a, "") or a for a in sources}) == 1
     ends, direction = (targets, 1) if shares_down and not shares_up else (sources, 0)
+    if not all(_crosses(pair, frozenset(_neighbours(ends, sites)), direction) for pair in pairs):
+        # Inside one site it is the line of the one end that they have in common.
+        ends, direction = (targets, 1) if len(targets) == 1 else (sources, 0)
+        return frozenset(ends), direction
+    return frozenset(_neighbours(ends, sites)), direction
+
+
+def _neighbours(ends: set[str], sites: Mapping[str, str]) -> set[str]:
+    """Everybody at the site that several ends have in common, else these ends."""
     named = {sites.get(w, "") for w in ends}
     if len(ends) > 1 and len(named) == 1 and "" not in named:
-        site = named.pop()
-        ends = {w for w, s in sites.items() if s == site}
-    return frozenset(ends), direction
+        return {w for w, s in sites.items() if s in named}
+    return ends
 
 
 def _uplink_name(members: frozenset[str], sites: Mapping[str, str]) -> str:

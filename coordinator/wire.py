@@ -125,7 +125,9 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         optimizer_s=m.optimizer_s,
         handling_s=m.handling_s,
         links=tuple(
-            ev.Goodput(g.peer, g.bytes, g.busy_s, g.rtt_s, g.dense_bytes, g.encode_s, g.decode_s)
+            ev.Goodput(
+                g.peer, g.bytes, g.busy_s, g.rtt_s, g.dense_bytes, g.encode_s, g.decode_s, g.quickest_bps
+            )
             for g in bounds.count("link figures", m.links, LIMITS.stages)
         ),
     )

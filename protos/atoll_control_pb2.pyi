@@ -624,6 +624,7 @@ class LinkGoodput(_message.Message):
     DENSE_BYTES_FIELD_NUMBER: _builtins.int
     ENCODE_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
+    QUICKEST_BPS_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     bytes: _builtins.int
     busy_s: _builtins.float
@@ -631,6 +632,7 @@ class LinkGoodput(_message.Message):
     dense_bytes: _builtins.int
     encode_s: _builtins.float
     decode_s: _builtins.float
+    quickest_bps: _builtins.float
     def __init__(
         self,
         *,
@@ -641,10 +643,11 @@ class LinkGoodput(_message.Message):
         dense_bytes: _builtins.int = ...,
         encode_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
+        quickest_bps: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "decode_s", b"decode_s", "dense_bytes", b"dense_bytes", "encode_s", b"encode_s", "peer", b"peer", "rtt_s", b"rtt_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_s", b"busy_s", "bytes", b"bytes", "decode_s", b"decode_s", "dense_bytes", b"dense_bytes", "encode_s", b"encode_s", "peer", b"peer", "quickest_bps", b"quickest_bps", "rtt_s", b"rtt_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -680,7 +683,7 @@ class StepReady(_message.Message):
     optimizer_s: _builtins.float
     """of the previous step's apply"""
     handling_s: _builtins.float
-    """neither computing nor waiting: sends, encoders, bookkeeping"""
+    """none of these: sends, messages that other threads handle, bookkeeping"""
     @_builtins.property
     def square_norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """one a parameter in program order, when clipping is on"""

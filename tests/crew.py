@@ -69,6 +69,7 @@ class Port:
         header: bytes,
         payload: bytes | bytearray | memoryview,
         timeout_s: float | None = None,
+        more: bool = False,
     ) -> None:
         self.hub.sent.append((self.name, peer, key))
         self.hub.packets.setdefault(key, []).append(header + bytes(payload))

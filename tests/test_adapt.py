@@ -17,7 +17,7 @@ from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StageSpec
 from coordinator import adapt
 from coordinator.adapt import CAPS, Decision, State, Watch
 from coordinator.chooser import specs_for
-from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sign, measure
+from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sign, measure, sign_of
 from coordinator.ratios import FINE_RATIOS, assumed_ratio
 from tests.test_ratios import chain, values
 
@@ -209,6 +209,34 @@ def test_steps_that_carry_little_are_taken_together() -> None:
     link, counted = measure(link, Sample(10_000, 0.1, 0.0), SETTINGS)
     assert counted
     assert link.rate_bps == pytest.approx(800e3)
+
+
+def test_what_only_waited_for_an_end_without_processor_time_is_no_slower_line() -> None:
+    link = Link(200e6)
+    for _ in range(5):  # 10 Mbit/s on the whole, but a quarter of it as fast as ever
+        link, counted = measure(link, Sample(1_250_000, 1.0, 0.003, 16, True, 190e6), SETTINGS)
+        assert counted
+    assert link.rate_bps == pytest.approx(190e6)
+    assert sign_of(link, Sample(1_250_000, 1.0, 0.003), SETTINGS) is not Sign.SLOWER
+    for _ in range(5):  # now nothing is quick any more
+        link, _ = measure(link, Sample(1_250_000, 1.0, 0.003, 16, True, 11e6), SETTINGS)
+    assert link.rate_bps == pytest.approx(11e6)
+    assert sign_of(link, Sample(1_250_000, 1.0, 0.003), SETTINGS) is Sign.SLOWER
+
+
+def test_quick_bursts_do_not_make_a_line_faster_than_it_was_thought() -> None:
+    link, _ = measure(Link(10e6), Sample(1_250_000, 2.0, 0.003, 16, True, 900e6), SETTINGS)
+    assert link.rate_bps == pytest.approx(10e6)
+    link, _ = measure(Link(1e6), Sample(1_250_000, 2.0, 0.003, 16, True, 900e6), SETTINGS)
+    assert link.rate_bps == pytest.approx(5e6), "the line did carry that"
+
+
+def test_quick_bytes_of_steps_that_carry_little_are_remembered_until_they_count() -> None:
+    link = Link(8e6)
+    for quickest in (8e6, *[1e6] * 6):
+        link, counted = measure(link, Sample(10_000, 0.1, 0.0, quickest_bps=quickest), SETTINGS)
+    assert counted
+    assert link.rate_bps == pytest.approx(8e6)
 
 
 def test_every_phase_knows_what_to_do_about_every_sign() -> None:

@@ -171,6 +171,31 @@ def test_sixteen_small_messages_leave_as_one_and_are_acknowledged_as_one() -> No
     acknowledges_all(b, a)
 
 
+def test_a_message_that_more_follow_wakes_nobody_before_the_last() -> None:
+    a, _ = ends()
+    nudges: list[int] = []
+    a.connection.waiting = True
+    a.connection.nudge = lambda: nudges.append(len(a.peer.outbox))  # type: ignore[method-assign]
+    for micro, more in ((0, True), (1, True), (2, False)):
+        a.peer.submit(key(micro), b"header", memoryview(SMALL), 0, more)
+    assert nudges == [3]
+    (message,) = a.out()
+    assert kinds(message) == ["Data"] * 3
+
+
+def test_a_full_queue_lets_out_what_waited_for_company() -> None:
+    a, _ = ends()
+    nudges: list[int] = []
+    a.connection.waiting = True
+    a.connection.nudge = lambda: nudges.append(len(a.peer.outbox))  # type: ignore[method-assign]
+    for micro in range(1024):
+        a.peer.submit(key(micro), b"", memoryview(b""), 0, more=True)
+    assert nudges == []
+    with pytest.raises(TimeoutError):
+        a.peer.submit(key(1024), b"", memoryview(b""), 0, more=True)
+    assert nudges == [1024]
+
+
 def test_what_nobody_waits_for_is_acknowledged_with_the_data_that_goes_back() -> None:
     a, b = ends()
     a.queue((key(0), SMALL))

@@ -6,7 +6,7 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS
-from coordinator.coding import CALL_S, DEFAULT_SPEEDS, UNKNOWN_SPEED, ends_s, judge_speeds, speed_of
+from coordinator.coding import CALL_CPU_S, DEFAULT_SPEEDS, UNKNOWN_SPEED, ends_s, judge_speeds, speed_of
 from coordinator.config import Liveness, Probing
 from coordinator.events import CodecSpeeds
 from coordinator.fleet import Device
@@ -75,8 +75,8 @@ def test_each_end_works_at_its_own_speed_on_what_the_codec_takes() -> None:
     spec = LinkSpec(0, 1, "topk", 10.0)
     encode, _ = ends_s(load, spec, SLOW, FAST)
     _, decode = ends_s(load, spec, FAST, SLOW)
-    assert encode == pytest.approx(2 * (1e6 / 1e8 + CALL_S))
-    assert decode == pytest.approx(2 * (1e6 / 2e8 + CALL_S))
+    assert encode == pytest.approx(2 * (1e6 / 1e8 + CALL_CPU_S))
+    assert decode == pytest.approx(2 * (1e6 / 2e8 + CALL_CPU_S))
     assert ends_s(load, LinkSpec(0, 1), SLOW, FAST) == (0.0, 0.0)
 
 
@@ -84,7 +84,16 @@ def test_a_gradient_at_known_positions_needs_no_selection() -> None:
     load = LinkLoad(1, 0, (BIG,))
     same, _ = ends_s(load, LinkSpec(1, 0, "topk", 10.0, Mask.SAME), SLOW, FAST)
     alone, _ = ends_s(load, LinkSpec(1, 0, "topk", 10.0, Mask.INDEPENDENT), SLOW, FAST)
-    assert (same, alone) == (pytest.approx(1e6 / 2e8 + CALL_S), pytest.approx(1e6 / 1e8 + CALL_S))
+    assert (same, alone) == (pytest.approx(1e6 / 2e8 + CALL_CPU_S), pytest.approx(1e6 / 1e8 + CALL_CPU_S))
+
+
+def test_a_call_takes_longer_on_a_part_of_a_core_as_its_speeds_do() -> None:
+    load = LinkLoad(0, 1, (BIG, BIG))
+    spec = LinkSpec(0, 1, "topk", 10.0)
+    whole = ends_s(load, spec, SLOW, replace(FAST, cores=4.0))
+    eighth = ends_s(load, spec, replace(SLOW, cores=0.125), FAST)
+    assert eighth[0] - whole[0] == pytest.approx(2 * 7 * CALL_CPU_S)
+    assert eighth[1] == whole[1]
 
 
 def test_every_codec_that_is_chosen_unasked_has_a_default_speed() -> None:

@@ -65,14 +65,14 @@ def test_what_a_process_takes_at_rest_is_no_steps_work() -> None:
     for seconds, cpu_s in ((10.0, 2.0), (10.0, 0.1), (0.5, 0.0)):  # others measure; rest; too short to tell
         with meter.resting():
             later(seconds, cpu_s)
-    assert meter.needed_s() == 0.0
+    assert meter.beside_s() == 0.0
     later(4.0, 1.04)
-    assert meter.needed_s() == pytest.approx(2.0)
+    assert meter.beside_s() == pytest.approx(2.0)
     later(4.0, 0.01)
-    assert meter.needed_s() == 0.0
+    assert meter.beside_s() == 0.0
     later(4.0, 3.0)
     meter.forget()
-    assert meter.needed_s() == 0.0
+    assert meter.beside_s() == 0.0
 
 
 @pytest.mark.parametrize(

@@ -442,6 +442,39 @@ def test_the_connection_that_is_left_of_many_has_the_whole_line() -> None:
     assert lane.window.size == alone
 
 
+def burst(window: Window, at_s: float, took_s: float, nbytes: int = 128 << 10) -> list[int]:
+    """A message and its acknowledgements; the chunks that it was cut into."""
+    chunks: list[int] = []
+    while sum(chunks) < nbytes:
+        chunks.append(min(window.chunk, nbytes - sum(chunks)))
+        window.sent(at_s, chunks[-1], last=sum(chunks) == nbytes)
+    for size in chunks:
+        window.acked(at_s + took_s, window.acked_bytes + size)
+    return chunks
+
+
+def test_an_end_that_reads_late_for_a_while_makes_no_smaller_chunks() -> None:
+    window = Window()
+    burst(window, 0.0, 0.008)
+    for at in range(1, 16):  # out of processor time: 0.4 s each, one a second
+        assert len(burst(window, float(at), 0.4)) <= 2
+    for at in range(16, 40):
+        chunks = burst(window, float(at), 0.4)
+    assert len(chunks) > 4, "a line that was never quicker is slow"
+
+
+def test_a_line_that_never_rests_is_what_it_was_in_the_last_second() -> None:
+    window = Window()
+    drive(window, 50 * 125_000, 0.02, 5.0)
+    fast = window.rate
+    assert fast is not None
+    for at in range(40):  # now 5 Mbit/s, always with something under way
+        window.sent(5.0 + 0.1 * at, 62_500, last=False)
+        window.acked(5.1 + 0.1 * at, window.sent_bytes - 20_000)
+    assert window.rate is not None
+    assert window.rate < fast / 5
+
+
 def test_a_forged_or_old_acknowledgement_moves_nothing_back() -> None:
     window = Window()
     window.sent(0.0, 1000, last=True)

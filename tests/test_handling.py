@@ -6,10 +6,12 @@ import pytest
 
 from coordinator.fleet import Device
 from coordinator.handling import (
+    ACTION_CPU_S,
     ACTION_S,
     BYTE_CPU_S,
     LEAST_SHARE,
     MESSAGE_CPU_S,
+    TENSOR_CPU_S,
     action_seconds,
     handled,
     message_cpu_s,
@@ -30,13 +32,14 @@ def test_a_byte_takes_more_on_a_slow_line_and_a_message_something_without_any() 
     assert slow == pytest.approx(128 * KIB * BYTE_CPU_S)
     assert faster == pytest.approx(slow / 2)
     assert fast == pytest.approx(slow * LEAST_SHARE)
+    assert message_cpu_s(0, 8e6, 5) == pytest.approx(MESSAGE_CPU_S + 4 * TENSOR_CPU_S)
 
 
 def test_on_a_part_of_a_core_handling_takes_as_much_longer() -> None:
     found = [action_seconds(0.003, device(cores)) for cores in (0.0, 2.0, 64.0, 1.5, 1.0, 0.5, 0.125)]
     assert found[:3] == [ACTION_S] * 3
     assert found[2:] == sorted(found[2:])
-    assert found[-1] == pytest.approx(ACTION_S + 0.024)
+    assert found[-1] == pytest.approx(ACTION_S + 0.024 + ACTION_CPU_S / 0.125)
     assert action_seconds(0.003, device(0.125, 2.0)) == pytest.approx(2 * found[-1])
 
 
@@ -46,12 +49,15 @@ def test_each_stage_handles_what_it_sends_and_what_it_gets() -> None:
     work = Workload(
         (stage, stage, replace(stage, device=1)),
         4,
-        (Hop(0, 1, 128 * KIB, 1), Hop(1, 2, KIB, 1)),
+        (Hop(0, 1, 128 * KIB, 1), Hop(1, 2, KIB, 3)),
         (Hop(1, 0, 128 * KIB, 1), Hop(2, 1, KIB, 1)),
         (),
         dict.fromkeys(((0, 1), (1, 0), (1, 2), (2, 1)), route),
         Wire(),
     )
     found = [s.action_s for s in handled(work, [device(1.0)] * 3).stages]
-    large, small = message_cpu_s(128 * KIB, 8e6), message_cpu_s(KIB, 8e6)
-    assert found == pytest.approx([ACTION_S + large, ACTION_S + large + small, ACTION_S + small])
+    large, small, three = (message_cpu_s(n, 8e6, k) for n, k in ((128 * KIB, 1), (KIB, 1), (KIB, 3)))
+    rest = ACTION_S + ACTION_CPU_S
+    assert found == pytest.approx(
+        [rest + large, rest + large + (small + three) / 2, rest + (small + three) / 2]
+    )

@@ -61,3 +61,43 @@ def test_what_is_taken_is_not_taken_again() -> None:
     assert line.take() == 0.0
     line.settled(0.3, 0, 0.1)
     assert line.take() == 0.0
+
+
+def bursts(*took: tuple[float, int]) -> LineTime:
+    """Each so long under way, a second apart."""
+    line = LineTime()
+    for at, (seconds, nbytes) in enumerate(took):
+        line.sent(at, nbytes // 2)
+        line.sent(at + 0.001, nbytes - nbytes // 2)
+        line.settled(at + seconds - 0.001, nbytes // 2, RTT_S)
+        line.settled(at + seconds, nbytes - nbytes // 2, RTT_S)
+    return line
+
+
+def test_the_quickest_quarter_of_the_bytes_tells_the_line_where_ends_read_late() -> None:
+    quick, late = (RTT_S + 0.1, 100_000), (RTT_S + 0.9, 100_000)
+    line = bursts(late, quick, late, late)
+    assert abs(line.take_quickest() / RATE - 1) < 1e-9
+    assert line.take_quickest() == 0.0, "told once"
+    assert line.take() > 2.5
+    # One burst in eight is too few bytes: the next quickest counts, too.
+    assert abs(bursts(quick, *[late] * 7).take_quickest() / 200_000 - 1) < 1e-9
+
+
+def test_a_line_that_never_rests_is_told_by_all_of_it() -> None:
+    line = LineTime()
+    line.sent(0.0, 100_000)
+    for at in range(1, 50):
+        line.sent(0.1 * at, 100_000)
+        line.settled(0.1 * at + 0.05, 100_000, RTT_S)
+    assert line.take_quickest() == 0.0, "no burst is over"
+    line.settled(5.0 + RTT_S, 100_000, RTT_S)
+    assert abs(line.take_quickest() / RATE - 1) < 1e-9
+
+
+def test_what_a_broken_connection_held_shows_no_rate() -> None:
+    line = LineTime()
+    line.sent(0.0, 1_000_000)
+    line.broke()
+    line.settled(0.01, 1_000_000, 0.001, counted=0)
+    assert line.take_quickest() == 0.0

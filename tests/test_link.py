@@ -56,6 +56,7 @@ class Wire:
         header: bytes,
         payload: bytes | bytearray | memoryview,
         timeout_s: float | None = None,
+        more: bool = False,
     ) -> None:
         if self.full:
             raise TimeoutError

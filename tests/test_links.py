@@ -81,6 +81,26 @@ def test_flows_that_reach_their_rate_only_one_at_a_time_share_an_uplink():
     assert uplink.down_bps == math.inf
 
 
+def test_flows_that_hinder_each_other_share_what_one_had_alone() -> None:
+    solo = {("a", "x"): 8e6, ("b", "y"): 7.9e6, ("c", "x"): 8.2e6}
+    sites = {"a": "home", "b": "home", "c": "home", "x": "", "y": ""}
+    (uplink,) = infer_shared(solo, [{("a", "x"): 3e6, ("b", "y"): 2.5e6}], sites)
+    assert (uplink.members, uplink.up_bps) == (("a", "b", "c"), 8e6)
+    # Another flow out of it is far faster: what the two shared is somewhere else.
+    (uplink,) = infer_shared({**solo, ("c", "z"): 80e6}, [{("a", "x"): 3e6, ("b", "y"): 2.5e6}], sites)
+    assert uplink.up_bps == 80e6
+
+
+def test_flows_inside_a_site_say_nothing_of_its_line_to_the_outside() -> None:
+    sites = {"a": "one", "b": "one", "c": "one", "x": "two", "y": "two"}
+    solo = {("a", "x"): 8e6, ("b", "y"): 8e6, ("a", "c"): 198e6, ("b", "c"): 199e6}
+    together = [{("a", "x"): 4e6, ("b", "y"): 4e6}, {("a", "c"): 54e6, ("b", "c"): 80e6}]
+    for order in (together, together[::-1]):
+        found = {line.members: (line.up_bps, line.down_bps) for line in infer_shared(solo, order, sites)}
+        assert found["a", "b", "c"][0] == 8e6
+        assert found["c",] == (math.inf, 199e6)
+
+
 def test_flows_that_do_not_disturb_each_other_share_nothing():
     solo = {("a", "x"): 10e6, ("b", "y"): 10e6}
     assert infer_shared(solo, [{("a", "x"): 9.5e6, ("b", "y"): 9.8e6}], {}) == ()
@@ -93,6 +113,17 @@ def test_a_site_shares_what_its_members_reach_together_or_else_the_best_alone():
     assert guessed.name == "home"
     assert guessed.members == ("a", "b")
     assert (guessed.up_bps, guessed.down_bps) == (10e6, 30e6)
+
+
+def test_a_rate_that_the_quickest_bytes_contradict_is_no_other_line():
+    table = LinkTable()
+    table.probed("a", "b", 200e6, 0.003)
+    assert table.carried("a", "b", 1_250_000, 1.0, 0.003, 150e6) is None
+    assert table.get("a", "b").bandwidth_bps == 200e6
+    table.carried("a", "b", 1_250_000, 1.0, 0.003, 20e6)
+    assert table.get("a", "b").bandwidth_bps == pytest.approx(182e6)
+    for impossible in (math.nan, math.inf, -1.0):
+        assert "quickest" in table.carried("a", "b", 1_250_000, 1.0, 0.003, impossible)
 
 
 def test_messages_that_take_longer_than_foretold_are_drag_not_another_rate():

@@ -582,7 +582,7 @@ def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> 
     assert roster.workers["a"].handling.value == pytest.approx(0.75)
     roster.handled("another", "a", 0.8, 9.0)
     assert roster.workers["a"].handling.value == pytest.approx(0.75)
-    roster.handled("job", "a", 0.3, 99.0)  # a slow step's connections, not its messages
-    assert roster.workers["a"].handling.value == 1.0
+    roster.handled("job", "a", 0.3, 99.0)  # a machine that others use
+    assert roster.workers["a"].handling.value == 2.0
     impossible = ev.StepReady("job", 1, 0, handling_s=float("nan"))
     assert "handling" in (roster.judge("a", impossible, None) or "")

@@ -16,8 +16,7 @@ positions is a choice of our own, derived in papers/decentralized.md 1.7.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -27,6 +26,7 @@ from atoll.plan import LinkSpec, Mask
 from compressors import catalogue, make_compressor
 from compressors.base import Compressor, Packet, SparseCompressor, State, Support, check_packet, zero_packet
 from compressors.catalogue import Use
+from worker.cores import CpuMeter
 from worker.frames import MEASURED, Direction, MessageKey
 
 if TYPE_CHECKING:
@@ -99,14 +99,15 @@ class StageCodecs:
         links: Iterable[LinkSpec] = (),
         workers: Sequence[str] = (),
         seed: int = 0,
-        clock: Callable[[], float] = time.perf_counter,
+        cpu: CpuMeter | None = None,
     ) -> None:
-        """``workers[stage]`` names the peer; without a program everything travels exactly.
+        """``workers[stage]`` names the peer; without a program everything travels exactly. ``cpu``: of the
+        thread that computes.
 
         UsageError for a codec that is unknown or that no link can carry.
         """
         self.use: dict[str, CodecUse] = {}
-        self._seed, self._clock, self._workers = seed, clock, workers
+        self._seed, self._cpu, self._workers = seed, cpu or CpuMeter(), workers
         self._pairs = _Pairs(links)
         self._outgoing: dict[tuple[str, Direction, int], Coding] = {}
         self._incoming: dict[tuple[str, Direction, int], Coding] = {}
@@ -129,11 +130,11 @@ class StageCodecs:
         With an exact coding the packet may share the tensor's memory.
         """
         coding = self.coding(peer, key, sending=True)
-        started_s = self._clock()
-        packet = self._encode(coding, key, tensor)
+        with self._cpu.computing() as taken:
+            packet = self._encode(coding, key, tensor)
         if key.direction in MEASURED:
             use = self.use.setdefault(peer, CodecUse())
-            use.encode_s += self._clock() - started_s
+            use.encode_s += taken.seconds
             use.dense_bytes += 0 if tensor is None else tensor.numel() * tensor.element_size()
             use.wire_bytes += packet.wire_bytes
         return packet
@@ -143,10 +144,10 @@ class StageCodecs:
         if packet.zero:
             return None
         coding = self.coding(peer, key, sending=False)
-        started_s = self._clock()
-        tensor = self._decode(coding, key, packet)
+        with self._cpu.computing() as taken:
+            tensor = self._decode(coding, key, packet)
         if key.direction in MEASURED:
-            self.use.setdefault(peer, CodecUse()).decode_s += self._clock() - started_s
+            self.use.setdefault(peer, CodecUse()).decode_s += taken.seconds
         return tensor
 
     def take_use(self) -> dict[str, CodecUse]:

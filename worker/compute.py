@@ -8,7 +8,7 @@ queued as soon as it is computed, and the transport lets gradients pass activati
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,7 +47,7 @@ class StepReport:
     backward_s: float
     waited_s: float
     optimizer_s: float  # of the step before: finish_step and apply
-    handling_s: float = 0.0  # of the actions: neither computing nor waiting, encoders included
+    handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
 
 
 class Progress:
@@ -107,7 +107,7 @@ class StageRun:
         if self._expected is not None and first_step <= self._expected:
             raise ValueError(f"new links from step {first_step}, but step {self._expected} has begun to come")
         later = self.assignment.relinked(version, links)
-        self._links.relink(version, first_step, codecs_of(later))
+        self._links.relink(version, first_step, codecs_of(later, self._cpu))
         self._eras = [*(era for era in self._eras if era[0] < first_step), (first_step, later)]
 
     def run_step(self, step: int, cancel: Cancel) -> StepReport:
@@ -123,7 +123,7 @@ class StageRun:
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
         self._stage.begin_step(step)
-        started_s = self._clock()
+        started_s, computed_s = self._clock(), self._cpu.computed_s
         for action in self._actions:
             cancel.check()
             if action.work is Work.FORWARD:
@@ -131,14 +131,15 @@ class StageRun:
             else:
                 self._backward(step, action.micro, cancel)
             self._progress.tick()
-        handling_s = self._clock() - started_s - sum(self._busy.values()) - self._waited_s
+        computed_s = self._cpu.computed_s - computed_s  # codecs' work, too
+        handling_s = self._clock() - started_s - computed_s - self._waited_s
         self._fold_tied(step, cancel)
         with self._cpu.computing() as taken:
             report = self._stage.finish_step()
         optimizer_s, self._optimizer_s = self._optimizer_s, 0.0
         self._finish_s = taken.seconds
         # On a part of a core, messages that other threads handle keep the computing waiting as if it did.
-        handling_s = max(handling_s, self._cpu.needed_s() - sum(self._busy.values()) - optimizer_s)
+        handling_s = max(0.0, handling_s, self._cpu.beside_s())
         return StepReport(
             step,
             report,
@@ -146,7 +147,7 @@ class StageRun:
             self._busy[Work.BACKWARD],
             self._waited_s,
             optimizer_s,
-            max(0.0, handling_s),
+            handling_s,
         )
 
     def apply(self, step: int, gradient_scale: float) -> None:
@@ -202,9 +203,11 @@ class StageRun:
         produced = self._timed(
             Work.FORWARD, step, micro, lambda: self._stage.forward(micro, inputs, received)
         )
-        for p in program.produced:
-            for target in p.targets:
-                self._send(target, self._key(Direction.FORWARD, step, micro, p.op), produced[p.op])
+        self._send_all(
+            (target, self._key(Direction.FORWARD, step, micro, p.op), produced[p.op])
+            for p in program.produced
+            for target in p.targets
+        )
 
     def _backward(self, step: int, micro: int, cancel: Cancel) -> None:
         program = self.assignment.program
@@ -213,9 +216,11 @@ class StageRun:
             key = self._key(Direction.BACKWARD, step, micro, op)
             grads[op] = self._receive(key, self.assignment.worker_of(source), cancel)
         answers = self._timed(Work.BACKWARD, step, micro, lambda: self._stage.backward(micro, grads))
-        for r in program.received:
-            if r.requires_grad:
-                self._send(r.grad_to, self._key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
+        self._send_all(
+            (r.grad_to, self._key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
+            for r in program.received
+            if r.requires_grad
+        )
 
     def _evaluate_micro(
         self,
@@ -294,7 +299,7 @@ class StageRun:
         return inputs
 
     def _receive(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
-        begun_s, started_s = self.spans.now_s(), self._clock()
+        begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
         while True:
             cancel.check()
             try:
@@ -303,7 +308,9 @@ class StageRun:
             except TimeoutError:
                 continue
         self._progress.tick()
-        self._note_wait(key.step, key.micro, begun_s, self._clock() - started_s, peer)
+        decoding_s = self._cpu.computed_s - computed_s
+        waited_s = max(0.0, self._clock() - started_s - decoding_s)
+        self._note_wait(key.step, key.micro, begun_s, waited_s, peer)
         return value
 
     def _note_wait(self, step: int, micro: int, begun_s: float, waited_s: float, peer: str) -> None:
@@ -311,8 +318,15 @@ class StageRun:
         if waited_s >= MIN_WAIT_SPAN_S:
             self.spans.add(Span("wait", step, micro, begun_s, begun_s + waited_s, peer))
 
-    def _send(self, stage: int, key: MessageKey, value: Tensor | None) -> None:
-        self._links.send(self.assignment.worker_of(stage), key, value)
+    def _send_all(self, messages: Iterable[tuple[int, MessageKey, Tensor | None]]) -> None:
+        """What one action sends, in this order."""
+        left = list(messages)
+        while left:
+            stage, key, value = left.pop(0)
+            self._send(stage, key, value, more=any(later == stage for later, *_ in left))
+
+    def _send(self, stage: int, key: MessageKey, value: Tensor | None, *, more: bool = False) -> None:
+        self._links.send(self.assignment.worker_of(stage), key, value, more=more)
 
     def _timed(self, work: Work, step: int, micro: int, run: Callable[[], T]) -> T:
         with self.spans.timed(work.value, step, micro), self._cpu.computing() as taken:
@@ -327,14 +341,15 @@ class StageRun:
             torch.cuda.synchronize(self._stage.device)
 
 
-def codecs_of(assignment: Assignment) -> StageCodecs:
-    """The codecs of a stage's links under one plan version."""
+def codecs_of(assignment: Assignment, cpu: CpuMeter | None = None) -> StageCodecs:
+    """The codecs of a stage's links under one plan version; ``cpu``: of the thread that computes."""
     return StageCodecs(
         assignment.program,
         assignment.eval_program,
         assignment.plan.links,
         [stage.worker for stage in assignment.plan.stages],
         assignment.training.seed,
+        cpu,
     )
 
 

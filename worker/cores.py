@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use at once, and the least time in which they do what it does.
+"""How many CPU cores this process may use at once, and how long they are at work, with what.
 
 The cores are its affinity, and what cgroups allow. Cgroups of version 1 (``cpu.cfs_quota_us``) and 2
 (``cpu.max``), from the process's own group up: the tightest of them counts. A container sees its own
@@ -44,8 +44,10 @@ class CpuMeter:
         self._cores, self._clock, self._cpu_clock = cores, clock, cpu_clock
         self._thread_clock = thread_clock
         self._one_computes = threads == 1
+        self.computed_s = 0.0
+        """Of ``computing`` so far."""
         self._share_at_rest = math.inf
-        self._since: tuple[float, float] | None = None  # (s, CPU s) of the last call
+        self._since: tuple[float, float, float] | None = None  # (s, CPU s, computed s) of the last call
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -58,7 +60,7 @@ class CpuMeter:
             self._share_at_rest = min(self._share_at_rest, (self._cpu_clock() - used_s) / lasted_s)
 
     def forget(self) -> None:
-        """What came since the last ``needed_s`` does not count."""
+        """What came since the last ``beside_s`` does not count."""
         self._since = None
 
     @contextmanager
@@ -73,15 +75,17 @@ class CpuMeter:
             # Not more than the clock says: a quota lets short work run at a whole core's speed.
             lasted_s = min(lasted_s, (self._thread_clock() - used_s) / self._cores)
         taken.seconds = lasted_s
+        self.computed_s += lasted_s
 
-    def needed_s(self) -> float:
-        """Seconds that the cores need for the CPU time since the last call; 0 at the first."""
-        before, self._since = self._since, (self._clock(), self._cpu_clock())
+    def beside_s(self) -> float:
+        """Seconds that the cores need for what was done beside computing since the last call; 0 at the
+        first."""
+        before, self._since = self._since, (self._clock(), self._cpu_clock(), self.computed_s)
         if before is None:
             return 0.0
         at_rest = 0.0 if math.isinf(self._share_at_rest) else self._share_at_rest
         used_s = self._since[1] - before[1] - at_rest * (self._since[0] - before[0])
-        return max(0.0, used_s) / self._cores
+        return max(0.0, used_s / self._cores - (self._since[2] - before[2]))
 
 
 def usable_cores(own: Path = OWN, groups: Path = GROUPS) -> float:

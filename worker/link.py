@@ -32,6 +32,9 @@ from worker.peer import PeerLost, Receiver
 FILLING_AT_ONCE = 2
 """Buffers a key may have at a time: one that a lost connection left, one for its repetition."""
 SEND_POLL_S = 0.25
+TOGETHER_BYTES = 16 << 10
+"""A shorter message waits for those of the same hop, to cost both ends less; a longer one leaves while the
+next is encoded."""
 
 
 class LinksAborted(Exception):  # not an AtollError: nobody sees it
@@ -67,6 +70,7 @@ class Network(Protocol):
         header: bytes,
         payload: bytes | bytearray | memoryview,
         timeout_s: float | None = None,
+        more: bool = False,
     ) -> None: ...
 
 
@@ -146,16 +150,16 @@ class Links:
         """What the codecs did on the way to and from each peer since the last call."""
         return self._codecs(self.plan_version).take_use()
 
-    def send(self, peer: str, key: MessageKey, tensor: Tensor | None) -> None:
+    def send(self, peer: str, key: MessageKey, tensor: Tensor | None, *, more: bool = False) -> None:
         """Queue a tensor, None as the zero-gradient mark; waits while the peer's queue is full.
 
-        A contiguous CPU tensor is not copied: it must not change before ``step_done``.
-        Raises PeerLost, LinksAborted.
+        ``more``: another one to this peer follows at once. A contiguous CPU tensor is not copied: it
+        must not change before ``step_done``. Raises PeerLost, LinksAborted.
         """
         packet = self._codecs(key.plan_version).encode(peer, key, tensor)
         with self._lock:
             self._kept.setdefault(peer, {})[key] = packet
-        self._transmit(peer, key, packet)
+        self._transmit(peer, key, packet, more=more and len(packet.payload) < TOGETHER_BYTES)
 
     def receive(self, key: MessageKey, timeout_s: float) -> Tensor | None:
         """The tensor of a declared message on this worker's device; None is the zero mark.
@@ -295,7 +299,7 @@ class Links:
         if expected.peer in self._lost:
             raise PeerLost(expected.peer, self._lost[expected.peer])
 
-    def _transmit(self, peer: str, key: MessageKey, packet: Packet) -> None:
+    def _transmit(self, peer: str, key: MessageKey, packet: Packet, *, more: bool = False) -> None:
         header = packet.header
         while True:
             with self._lock:
@@ -304,7 +308,7 @@ class Links:
                 if peer in self._lost:
                     raise PeerLost(peer, self._lost[peer])
             try:
-                self._network.send(peer, key, header, packet.payload, SEND_POLL_S)
+                self._network.send(peer, key, header, packet.payload, SEND_POLL_S, more)
             except TimeoutError:
                 continue  # full: look whether anybody still wants it
             return

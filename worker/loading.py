@@ -83,7 +83,7 @@ def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[
         TimedNetwork(around.network, around.spans),
         assignment.job,
         assignment.version,
-        codecs_of(assignment),
+        codecs_of(assignment, around.cpu),
         device=around.device.torch_device,
     )
     run = StageRun(

@@ -21,6 +21,7 @@ class Goodput:
     bytes: int
     busy_s: float  # the line's time for them
     rtt_s: float  # 0 before the first measurement
+    quickest_bps: float = 0.0  # of the quickest quarter of what the line carried (``linetime``)
 
 
 def round_trip(peer: Peer, echoes: int, timeout_s: float) -> float:

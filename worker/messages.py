@@ -273,6 +273,7 @@ def _goodput(link: Goodput, codecs: CodecUse | None) -> pb.LinkGoodput:
         dense_bytes=used.dense_bytes,
         encode_s=used.encode_s,
         decode_s=used.decode_s,
+        quickest_bps=link.quickest_bps,
     )
 
 

@@ -128,11 +128,20 @@ class Peer:
 
     # -- sending
 
-    def submit(self, key: MessageKey, meta: bytes, payload: memoryview, timeout_s: float | None) -> None:
-        """Queue a message; waits while the queue is full. Raises PeerLost, or TimeoutError."""
+    def submit(
+        self,
+        key: MessageKey,
+        meta: bytes,
+        payload: memoryview,
+        timeout_s: float | None,
+        more: bool = False,
+    ) -> None:
+        """Queue a message; waits while the queue is full. ``more``: another one follows at once, with which
+        this one may leave. Raises PeerLost, or TimeoutError."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self.lock:
             while not self.gone and not self._has_room(len(payload)):
+                self.nudge()
                 left_s = None if deadline_s is None else deadline_s - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     raise TimeoutError(
@@ -144,7 +153,8 @@ class Peer:
             if self.gone:
                 raise PeerLost(self.name, self.gone)
             self.outbox.add(key, meta, payload)
-            self.nudge()
+            if not more:
+                self.nudge()
 
     def _has_room(self, nbytes: int) -> bool:
         box, config = self.outbox, self.config
@@ -231,6 +241,8 @@ class Peer:
         of them are acknowledged and of a kind by which the link's rate is told (``frames.MEASURED``)."""
         self._in_flight -= nbytes
         self._settled += nbytes
+        if not arrived:
+            self._line.broke()
         self._line.settled(now_s, nbytes, rtt_s, measured)
         self._window.acked(now_s, self._settled)
         if len(self.lanes) > 1 and self.outbox.waiting:
@@ -275,11 +287,11 @@ class Peer:
     def probe_done(self) -> bool:
         return self.probe_bytes <= 0 and not self._in_flight
 
-    def goodput(self) -> tuple[int, float]:
-        """Bytes of training's boundary tensors that were acknowledged since the last call, and seconds
-        in which the line carried them."""
+    def goodput(self) -> tuple[int, float, float]:
+        """Bytes of training's boundary tensors that were acknowledged since the last call, seconds in which
+        the line carried them, and the bits/s of its quickest bursts."""
         nbytes, self._measured_bytes = self._measured_bytes, 0
-        return nbytes, self._line.take()
+        return nbytes, self._line.take(), 8.0 * self._line.take_quickest()
 
     @property
     def under_way(self) -> int:

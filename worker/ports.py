@@ -26,8 +26,9 @@ class TensorLinks(Protocol):
         """From ``first_step`` on messages are of this version and go through these codecs."""
         ...
 
-    def send(self, peer: str, key: MessageKey, tensor: Tensor | None) -> None:
-        """Queue; None is the zero-gradient mark. Raises PeerLost."""
+    def send(self, peer: str, key: MessageKey, tensor: Tensor | None, *, more: bool = False) -> None:
+        """Queue; None is the zero-gradient mark. ``more``: another one to this peer follows at once.
+        Raises PeerLost."""
         ...
 
     def receive(self, key: MessageKey, timeout_s: float) -> Tensor | None:

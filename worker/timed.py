@@ -38,9 +38,10 @@ class TimedNetwork:
         header: bytes,
         payload: bytes | bytearray | memoryview,
         timeout_s: float | None = None,
+        more: bool = False,
     ) -> None:
         with self._spans.timed("send", key.step, key.micro, peer, len(payload)):
-            self._network.send(peer, key, header, payload, timeout_s)
+            self._network.send(peer, key, header, payload, timeout_s, more)
 
 
 class _Timed:

@@ -252,15 +252,17 @@ class PeerNetwork:
         header: bytes,
         payload: bytes | bytearray | memoryview,
         timeout_s: float | None = None,
+        more: bool = False,
     ) -> None:
         """Queue a message; it must not change until it is confirmed. Waits while the queue is full.
 
+        ``more``: another message to this peer follows at once, and this one need not leave before it.
         Raises PeerLost, or TimeoutError after ``timeout_s``.
         """
         view = memoryview(payload).cast("B")
         if len(view) > self.config.max_message_bytes:
             raise ValueError(f"message of {len(view)} bytes; at most {self.config.max_message_bytes}")
-        self._known(peer).submit(key, header, view, timeout_s)
+        self._known(peer).submit(key, header, view, timeout_s, more)
 
     def flush(self, peer: str, timeout_s: float) -> bool:
         """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""
@@ -313,9 +315,9 @@ class PeerNetwork:
         for peer in self._all_peers():
             with peer.lock:
                 rtt_s = peer.rtt_s or 0.0
-                nbytes, busy_s = peer.goodput()
+                nbytes, busy_s, quickest_bps = peer.goodput()
             if nbytes:
-                found.append(Goodput(peer.name, nbytes, busy_s, rtt_s))
+                found.append(Goodput(peer.name, nbytes, busy_s, rtt_s, quickest_bps))
         return found
 
     def progress(self) -> int:
