@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from atoll.errors import BadFrame
@@ -13,6 +11,7 @@ from protos.convert_plan import link_to_proto
 from worker import events, messages
 from worker.codec import CodecUse
 from worker.compute import StepReport
+from worker.measure import Goodput
 from worker.stage import StageReport
 
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
@@ -64,11 +63,12 @@ def test_new_links_beyond_a_bound_are_refused_and_the_job_hears_why(wrong: pb.To
 
 def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     report = StepReport(4, StageReport(1.5, (), True), 0.1, 0.2, 0.0, 0.0)
-    goodputs = [SimpleNamespace(peer=peer, bytes=10, busy_s=0.5, rtt_s=0.01) for peer in ("w-a", "w-b")]
+    goodputs = [Goodput(peer, 10, 0.5, 0.01, 4e6) for peer in ("w-a", "w-b")]
     use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
-    ready = messages.step_ready("j", 1, report, False, goodputs, use).ready  # type: ignore[arg-type]
+    ready = messages.step_ready("j", 1, report, False, goodputs, use).ready
     told = {link.peer: (link.bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
     assert told == {"w-a": (10, 80, 0.25, 0.125), "w-b": (10, 0, 0.0, 0.0)}
+    assert [link.quickest_bps for link in ready.links] == [4e6, 4e6]
 
 
 def test_an_evaluation_without_a_coded_loss_says_none() -> None:
