@@ -463,6 +463,20 @@ def test_an_end_that_reads_late_for_a_while_makes_no_smaller_chunks() -> None:
     assert len(chunks) > 4, "a line that was never quicker is slow"
 
 
+def test_bursts_are_told_by_all_their_time_and_only_what_arrived() -> None:
+    window = Window()
+    burst(window, 0.0, 0.1)
+    window.sent(1.0, 64 << 10, last=False)
+    window.sent(1.0, 64 << 10, last=True)
+    window.acked(1.1, window.acked_bytes + (64 << 10))
+    window.acked(1.1, window.sent_bytes)  # in a heap
+    assert max(window._bursts) == pytest.approx((128 << 10) / 0.1)
+    window.sent(9.0, 1 << 20, last=True)
+    window.broke()
+    window.acked(9.01, window.sent_bytes)  # given up, not carried
+    assert max(window._bursts) == pytest.approx((128 << 10) / 0.1)
+
+
 def test_a_line_that_never_rests_is_what_it_was_in_the_last_second() -> None:
     window = Window()
     drive(window, 50 * 125_000, 0.02, 5.0)

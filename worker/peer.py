@@ -243,6 +243,7 @@ class Peer:
         self._settled += nbytes
         if not arrived:
             self._line.broke()
+            self._window.broke()
         self._line.settled(now_s, nbytes, rtt_s, measured)
         self._window.acked(now_s, self._settled)
         if len(self.lanes) > 1 and self.outbox.waiting:

@@ -1,9 +1,10 @@
 """How many bytes may be under way on one connection, from what its acknowledgements tell.
 
-window = gain * rate * (rtt + slack), rate = largest delivery rate of the last second, ten round
-trips or sixteen short bursts, rtt = smallest of the last half minute. A gain above one keeps the pipe
-full and finds a link that grew; all the rest stays out of socket buffers, where a late gradient could
-not overtake it. The delivery rate after BBR (Cardwell 2016, section 4.1). Times come in as arguments.
+window = gain * rate * (rtt + slack), rate = largest delivery rate of the last second or ten
+round trips, or what one of the last sixteen short bursts had on the whole, rtt = smallest of the last
+half minute. A gain above one keeps the pipe full and finds a link that grew; all the rest stays out of
+socket buffers, where a late gradient could not overtake it. The delivery rate after BBR (Cardwell 2016,
+section 4.1). Times come in as arguments.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ LEAST_SHARE = 256 << 10
 With all of it in one, the line's rate, and so its window, followed every loss of that one down, while the
 others stood idle: 35 % of a line of 100 Mbit/s behind 40 ms that loses one packet in a thousand."""
 RATE_HORIZON_S = 1.0
-RATE_HORIZON_BURSTS = 16
+BURSTS = 16
 """A burst lies between two times at which nothing was under way. An end that is out of processor time reads
 late: a second may pass without a message that shows what the line can do. With the window of such a rate
-the same bytes cost four times as many chunks, so the end has even less time to read. Where the line rests
-between bursts, too large a window leaves no more in front of a gradient than the burst itself; one of a
-second and more is the line's own doing."""
+the same bytes cost four times as many chunks, so the end has even less time to read. A burst counts with
+its bytes over all its time, the round trip too, since single acknowledgements may come in a heap; one of a
+second and more is the line's own doing, and ends what was known."""
+LEAST_BURST_S = 1e-3
 RTT_HORIZON_S = 30.0
 
 
@@ -54,8 +56,9 @@ class Window:
     def __init__(self, initial: int = 256 << 10, maximum: int = 64 << 20) -> None:
         self._initial, self._maximum = initial, maximum
         self._sent: deque[_Sent] = deque()
-        self._rates: deque[tuple[float, int, float]] = deque()  # (when, burst, bytes/s), falling
-        self._burst, self._burst_since_s = 0, 0.0
+        self._rates: deque[tuple[float, float]] = deque()  # (when, bytes/s), falling
+        self._bursts: deque[float] = deque(maxlen=BURSTS)  # bytes/s
+        self._burst: tuple[float, int] | None = None  # this one: since when, acknowledged before
         self._rtts = [float("inf"), float("inf")]  # this and the previous half of the horizon
         self._rtt_since_s = 0.0
         self.sent_bytes = 0
@@ -80,7 +83,7 @@ class Window:
     @property
     def rate(self) -> float | None:
         """Largest recent delivery rate, bytes/s; None before the first."""
-        return self._rates[0][2] if self._rates else None
+        return max(self._rates[0][1], *self._bursts, 0.0) if self._rates else None
 
     @property
     def size(self) -> int:
@@ -151,7 +154,7 @@ class Window:
         """
         if not self.in_flight:
             self._acked_at_s = now_s  # a pause is not a slow delivery
-            self._burst, self._burst_since_s = self._burst + 1, now_s
+            self._burst = (now_s, self.acked_bytes)
         # While what was sent before a rest is unacknowledged, a sample spans that rest.
         backlogged = not last and self.acked_bytes >= self._rested_at
         self.sent_bytes += nbytes
@@ -184,7 +187,22 @@ class Window:
             if newest.backlogged or self.rate is None or rate > self.rate:
                 self._note_rate(now_s, rate)
             self.note_rtt(now_s, now_s - newest.at_s)
+        self._note_burst(now_s)
         return new
+
+    def broke(self) -> None:
+        """What is under way will not all arrive: the time until it is settled tells nothing."""
+        self._burst = None
+
+    def _note_burst(self, now_s: float) -> None:
+        if self._burst is None:
+            return
+        since_s, before = self._burst
+        lasted_s = max(now_s - since_s, self.rtt_s or 0.0, LEAST_BURST_S)
+        if lasted_s >= RATE_HORIZON_S:
+            self._bursts.clear()
+        elif not self.in_flight:
+            self._bursts.append((self.acked_bytes - before) / lasted_s)
 
     def note_rtt(self, now_s: float, rtt_s: float) -> None:
         if now_s - self._rtt_since_s > RTT_HORIZON_S / 2:
@@ -193,11 +211,9 @@ class Window:
         self._rtts[0] = min(self._rtts[0], rtt_s)
 
     def _note_rate(self, now_s: float, rate: float) -> None:
-        while self._rates and self._rates[-1][2] <= rate:
+        while self._rates and self._rates[-1][1] <= rate:
             self._rates.pop()
-        self._rates.append((now_s, self._burst, rate))
+        self._rates.append((now_s, rate))
         horizon_s = max(RATE_HORIZON_S, 10 * (self.rtt_s or 0.0))
-        short = now_s - self._burst_since_s < horizon_s
-        before = self._burst - RATE_HORIZON_BURSTS if short else self._burst + 1
-        while self._rates[0][0] < now_s - horizon_s and self._rates[0][1] < before:
+        while self._rates[0][0] < now_s - horizon_s:
             self._rates.popleft()
