@@ -429,6 +429,26 @@ def test_one_of_many_connections_does_not_take_the_whole_line() -> None:
     assert first.size == line.size
 
 
+def test_a_window_that_is_full_of_what_nobody_will_answer_asks_for_an_answer() -> None:
+    """Four connections, each with a chunk too small for its own window to ask, and all together exactly the
+    least window of a slow line: nothing would ever move again."""
+    peer = Peer("w-b", 1, TransportConfig(), lambda *_: None, lambda *_: None)
+    drive(peer._window, 200_000, 0.08, 5.0)
+    assert peer._window.size_at(0.08) == 64 << 10
+    pressed: list[int] = []
+    peer._in_flight = 64 << 10
+    lanes: list[Any] = [
+        SimpleNamespace(window=SimpleNamespace(unasked_bytes=16 << 10), press=lambda: pressed.append(1))
+        for _ in range(4)
+    ]
+    peer.lanes = lanes
+    peer.relieve()
+    assert len(pressed) == 4
+    lanes[0].window.unasked_bytes = 0  # its answer will come
+    peer.relieve()
+    assert len(pressed) == 4
+
+
 def test_the_connection_that_is_left_of_many_has_the_whole_line() -> None:
     peer = Peer("w-b", 1, TransportConfig(), lambda *_: None, lambda *_: None)
     lane: Any = SimpleNamespace(window=Window())

@@ -201,10 +201,11 @@ class Peer:
 
     def relieve(self) -> None:
         """Something waits for a window to open, which only acknowledgements do: ask for what was not asked
-        for; on a slow line, where asking costs as much as a chunk, only for more than one chunk."""
+        for; on a slow line, where asking costs as much as a chunk, only for more than one chunk, or where
+        nothing else that is under way will be answered."""
         with self.lock:
             unasked = sum(lane.window.unasked_bytes for lane in self.lanes)
-            if unasked > (LARGEST_SHARED_CHUNK if self._window.slow else 0):
+            if unasked > (LARGEST_SHARED_CHUNK if self._window.slow else 0) or 0 < self._in_flight <= unasked:
                 self.press()
 
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
