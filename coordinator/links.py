@@ -237,11 +237,11 @@ def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset
     shares_down = len(targets) == 1 or len({sites.get(b, "") or b for b in targets}) == 1
     shares_up = len(sources) == 1 or len({sites.get(a, "") or a for a in sources}) == 1
     ends, direction = (targets, 1) if shares_down and not shares_up else (sources, 0)
-    if not all(_crosses(pair, frozenset(_neighbours(ends, sites)), direction) for pair in pairs):
-        # Inside one site it is the line of the one end that they have in common.
-        ends, direction = (targets, 1) if len(targets) == 1 else (sources, 0)
-        return frozenset(ends), direction
-    return frozenset(_neighbours(ends, sites)), direction
+    members = frozenset(_neighbours(ends, sites))
+    if all(_crosses(pair, members, direction) for pair in pairs):
+        return members, direction
+    # Inside one site it is the line of the one end that they have in common.
+    return (frozenset(targets), 1) if len(targets) == 1 else (frozenset(sources), 0)
 
 
 def _neighbours(ends: set[str], sites: Mapping[str, str]) -> set[str]:
