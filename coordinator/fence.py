@@ -46,8 +46,8 @@ class Effort:
     dense_stages: int = 24  # longer orders are cut by threshold search
     order_moves: int = 160  # chain bounds when improving an order
     actions: int = 12_000  # simulated by one kind of effort: long pipelines are judged less often
-    short: int = 12  # stages up to which ...
-    short_actions: int = 60_000  # ... one local improvement simulates so many
+    short: int = 12  # stages up to which any two devices may change places, not only neighbours, and ...
+    short_actions: int = 60_000  # ... one local improvement simulates so many actions
 
     def affordable(self, most: int, problem: Problem, candidate: Candidate) -> int:
         """How many timeline runs of such a candidate are worth their time, at least 3."""
@@ -63,8 +63,7 @@ class Effort:
 
 
 CEILINGS = (1.0, 1.1, 1.3, 1.7, 3.0)  # of the min-max; a smaller sum may be worth a larger maximum
-SWAPPED_FREELY = 6  # stages up to which any two devices may change places, not only neighbours
-SETS_EACH = 3  # of devices, of every size, whose best order is cut
+SETS_EACH = 8  # of devices, of every size, whose best order is cut
 SPARES = 4  # unused devices tried in place of a used one
 TOLERANCE = 1e-3  # of threshold cuts
 FENCE_SHARE = 0.10  # of the compute, either way from the optimum
@@ -427,7 +426,7 @@ def improve(problem: Problem, best: Scored, positions: Positions, effort: Effort
     improved = True
     while improved and spent < moves:
         improved = False
-        for candidate in _neighbours(problem, best.candidate, positions):
+        for candidate in _neighbours(problem, best.candidate, positions, effort):
             if spent >= moves:
                 break
             spent += 1
@@ -438,12 +437,14 @@ def improve(problem: Problem, best: Scored, positions: Positions, effort: Effort
     return best
 
 
-def _neighbours(problem: Problem, candidate: Candidate, positions: Positions) -> Iterator[Candidate]:
+def _neighbours(
+    problem: Problem, candidate: Candidate, positions: Positions, effort: Effort
+) -> Iterator[Candidate]:
     """Other devices for the same cut, one stage less, and shifted borders, in that order."""
     devices, starts = candidate.devices, candidate.starts
     k = len(devices)
     for a, b in combinations(range(k), 2):
-        if b - a == 1 or k <= SWAPPED_FREELY:
+        if b - a == 1 or k <= effort.short:
             swapped = list(devices)
             swapped[a], swapped[b] = swapped[b], swapped[a]
             yield Candidate(tuple(swapped), starts)

@@ -4,6 +4,9 @@ Threads beside the computing one handle them. On a machine with a second core th
 part of a core they keep it waiting, as much longer as the part is smaller. A message costs each end
 some CPU time whatever its size, every further tensor in it a little more, and on a slow line every
 byte: what trickles in wakes its reader for each packet, what comes fast is read many at a time.
+
+What a message costs comes before it leaves, and after it has arrived. Its bytes are handled while they
+travel: that keeps a stage that has other work from it, and costs one that waits for them nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from coordinator.fleet import Device
-    from coordinator.workload import Workload
+    from coordinator.workload import StageLoad, Workload
 
 ACTION_S = 5e-4
 """Around an action without messages: waking, queues."""
@@ -30,30 +33,38 @@ SCALE_RANGE = (0.05, 2.0)
 """Of what training measured over what is foretold here."""
 
 
-def message_cpu_s(n_bytes: float, rate_bps: float, tensors: int = 1) -> float:
-    """CPU seconds that one end spends on what a hop carries."""
-    share = min(1.0, max(LEAST_SHARE, PACKETS_BPS / max(rate_bps, 1.0)))
-    return MESSAGE_CPU_S + (tensors - 1) * TENSOR_CPU_S + n_bytes * BYTE_CPU_S * share
+def message_cpu_s(tensors: int = 1) -> float:
+    """CPU seconds that one end spends on what a hop carries, but for its bytes."""
+    return MESSAGE_CPU_S + (tensors - 1) * TENSOR_CPU_S
 
 
-def action_seconds(cpu_s: float, device: Device) -> float:
-    """Seconds around one action whose messages take ``cpu_s``; a device that has not told its cores
-    (0) is taken for one with enough of them."""
+def bytes_cpu_s(n_bytes: float, rate_bps: float) -> float:
+    """CPU seconds that one end spends on the bytes of a hop."""
+    return n_bytes * BYTE_CPU_S * min(1.0, max(LEAST_SHARE, PACKETS_BPS / max(rate_bps, 1.0)))
+
+
+def held_up_s(cpu_s: float, device: Device) -> float:
+    """Seconds by which ``cpu_s`` of other threads keep the computing one waiting; a device that has not told
+    its cores (0) is taken for one with enough of them."""
     cores = device.cores
-    held_up = (ACTION_CPU_S + cpu_s) / cores * min(1.0, 2.0 - cores) if 0.0 < cores < 2.0 else 0.0
-    return (ACTION_S + held_up) * device.handling_scale
+    return cpu_s / cores * min(1.0, 2.0 - cores) if 0.0 < cores < 2.0 else 0.0
 
 
 def handled(work: Workload, devices: Sequence[Device]) -> Workload:
     """``work`` with the seconds that its messages take around the actions; ``devices`` by stage."""
-    cpu_s = [0.0] * len(work.stages)
+    messages_s, bytes_s = [0.0] * len(work.stages), [0.0] * len(work.stages)
     for hop in (*work.forward, *work.backward):
-        taken = message_cpu_s(hop.n_bytes, work.routes[hop.source, hop.target].rate_bps, hop.messages)
-        cpu_s[hop.source] += taken
-        cpu_s[hop.target] += taken
-    # Of a micro-batch's forward and backward, which one is not told apart.
-    stages = tuple(
-        replace(stage, action_s=action_seconds(cpu / 2, device))
-        for stage, cpu, device in zip(work.stages, cpu_s, devices, strict=True)
-    )
-    return replace(work, stages=stages)
+        rate_bps = work.routes[hop.source, hop.target].rate_bps
+        for end in (hop.source, hop.target):
+            messages_s[end] += message_cpu_s(hop.messages)
+            bytes_s[end] += bytes_cpu_s(hop.n_bytes, rate_bps)
+
+    def loaded(stage: StageLoad, at: int) -> StageLoad:
+        # Of a micro-batch's forward and backward, which one is not told apart.
+        device = devices[at]
+        around_s = ACTION_S + held_up_s(ACTION_CPU_S + messages_s[at] / 2, device)
+        after_s = held_up_s(bytes_s[at] / 2, device)
+        scale = device.handling_scale
+        return replace(stage, action_s=around_s * scale, bytes_s=after_s * scale)
+
+    return replace(work, stages=tuple(loaded(stage, at) for at, stage in enumerate(work.stages)))

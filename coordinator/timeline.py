@@ -2,13 +2,14 @@
 
 Stages run their actions in order; an action starts when the stage is free and all it needs has
 arrived. What a stage produces in an action goes out when the action ends, as one bundle to each
-peer; sends overlap compute. Each ordered pair of stages is one wire that carries one bundle at a
-time, gradients before activations. A bundle reserves, first in first out, each resource on its
-way for size / rate from the moment its head arrives there; it has arrived when its tail has
-passed the slowest, a fixed time for each message and one latency later. Flows that share a line
-get it in turns, not one after the other: where another pair uses a resource on its way, a bundle
-passes in equal pieces, each when the one before has passed. The step ends when every
-stage has all gradients, tied parameters exchanged, and the coordinator's commit has come back.
+peer; sends overlap compute, and the stage is free once it has handled the bytes. Each ordered pair of
+stages is one wire that carries one bundle at a time, gradients before activations. A bundle
+reserves, first in first out, each resource on its way for size / rate from the moment its head
+arrives there; it has arrived when its tail has passed the slowest, a fixed time for each message
+and one latency later. Flows that share a line get it in turns, not one after the other: where
+another pair uses a resource on its way, a bundle passes in equal pieces, each when the one before
+has passed. The step ends when every stage has all gradients, tied parameters exchanged, and the
+coordinator's commit has come back.
 
 Every step starts with all wires empty, and stages start it one commit latency plus the optimizer
 step after the commit, so the time from commit to commit is the steady state's step time.
@@ -207,7 +208,6 @@ class _Simulation:
         stage = self.work.stages[s]
         action = stage.actions[self.next_action[s]]
         self.next_action[s] += 1
-        self.running[s] = False
         if action.work is Work.FORWARD:
             for hop in self.out_forward[s]:
                 self._send(
@@ -223,7 +223,10 @@ class _Simulation:
             self.ready[s] = now
             for i, tied in enumerate(self.work.tied):
                 self._fold_tied(now, s, i, tied)
+        elif stage.bytes_s:
+            self._push(now + stage.bytes_s, _START, s, 0, None)
         else:
+            self.running[s] = False
             self._try_start(now, s)
 
     def _fold_tied(self, now: float, s: int, i: int, tied: TiedExchange) -> None:

@@ -43,6 +43,7 @@ class StageLoad:
     actions: tuple[Action, ...]
     codec_s: float = 0.0  # of forward_s + backward_s: encoding and decoding
     action_s: float = 0.0  # around each forward or backward: waking, queues, messages' own work
+    bytes_s: float = 0.0  # after each, when its messages have left: their bytes, handled as they travel
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,8 @@ class Pipeline:
                     if hop.source == s:
                         key = (action.work, step, s, hop.target, m)
                         self.send(rank, (s, hop.target), hop.n_bytes, hop.messages, key)
+                if action is not load.actions[-1]:
+                    yield load.bytes_s
             self.world.fire(self.signals["computed", step, s])
             for i, tied in enumerate(work.tied):
                 if s in tied.holders:

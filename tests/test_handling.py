@@ -12,8 +12,9 @@ from coordinator.handling import (
     LEAST_SHARE,
     MESSAGE_CPU_S,
     TENSOR_CPU_S,
-    action_seconds,
+    bytes_cpu_s,
     handled,
+    held_up_s,
     message_cpu_s,
 )
 from coordinator.traffic import Hop
@@ -27,20 +28,19 @@ def device(cores: float, scale: float = 1.0) -> Device:
 
 
 def test_a_byte_takes_more_on_a_slow_line_and_a_message_something_without_any() -> None:
-    assert message_cpu_s(0, 8e6) == MESSAGE_CPU_S
-    slow, faster, fast = (message_cpu_s(128 * KIB, rate) - MESSAGE_CPU_S for rate in (8e6, 20e6, 1e9))
+    slow, faster, fast = (bytes_cpu_s(128 * KIB, rate) for rate in (8e6, 20e6, 1e9))
     assert slow == pytest.approx(128 * KIB * BYTE_CPU_S)
     assert faster == pytest.approx(slow / 2)
     assert fast == pytest.approx(slow * LEAST_SHARE)
-    assert message_cpu_s(0, 8e6, 5) == pytest.approx(MESSAGE_CPU_S + 4 * TENSOR_CPU_S)
+    assert message_cpu_s() == MESSAGE_CPU_S
+    assert message_cpu_s(5) == pytest.approx(MESSAGE_CPU_S + 4 * TENSOR_CPU_S)
 
 
 def test_on_a_part_of_a_core_handling_takes_as_much_longer() -> None:
-    found = [action_seconds(0.003, device(cores)) for cores in (0.0, 2.0, 64.0, 1.5, 1.0, 0.5, 0.125)]
-    assert found[:3] == [ACTION_S] * 3
+    found = [held_up_s(0.003, device(cores)) for cores in (0.0, 2.0, 64.0, 1.5, 1.0, 0.5, 0.125)]
+    assert found[:3] == [0.0] * 3
     assert found[2:] == sorted(found[2:])
-    assert found[-1] == pytest.approx(ACTION_S + 0.024 + ACTION_CPU_S / 0.125)
-    assert action_seconds(0.003, device(0.125, 2.0)) == pytest.approx(2 * found[-1])
+    assert found[-1] == pytest.approx(0.024)
 
 
 def test_each_stage_handles_what_it_sends_and_what_it_gets() -> None:
@@ -55,9 +55,14 @@ def test_each_stage_handles_what_it_sends_and_what_it_gets() -> None:
         dict.fromkeys(((0, 1), (1, 0), (1, 2), (2, 1)), route),
         Wire(),
     )
-    found = [s.action_s for s in handled(work, [device(1.0)] * 3).stages]
-    large, small, three = (message_cpu_s(n, 8e6, k) for n, k in ((128 * KIB, 1), (KIB, 1), (KIB, 3)))
-    rest = ACTION_S + ACTION_CPU_S
-    assert found == pytest.approx(
-        [rest + large, rest + large + (small + three) / 2, rest + (small + three) / 2]
+    stages = handled(work, [device(1.0)] * 3).stages
+    one, three, rest = message_cpu_s(1), message_cpu_s(3), ACTION_S + ACTION_CPU_S
+    expected = [rest + one, rest + one + (one + three) / 2, rest + (one + three) / 2]
+    assert [s.action_s for s in stages] == pytest.approx(expected)
+    large, small = (bytes_cpu_s(n, 8e6) for n in (128 * KIB, KIB))
+    assert [s.bytes_s for s in stages] == pytest.approx([large, large + small, small])
+    halves = handled(work, [device(0.5, 2.0)] * 3).stages
+    assert [s.action_s for s in halves] == pytest.approx(
+        [2 * (ACTION_S + 2 * (s - ACTION_S)) for s in expected]
     )
+    assert [s.bytes_s for s in halves] == pytest.approx([4 * s.bytes_s for s in stages])

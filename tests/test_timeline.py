@@ -74,6 +74,9 @@ def random_work(seed: int) -> Workload:
         caps = [draw.randrange(1, 9) for _ in range(n_devices)]
         warmups = draw.choice(problem.warmups(work, caps))
         work = work.with_actions([one_f_one_b(problem.n_micro, w) for w in warmups])
+    if draw.random() < 0.5:
+        stages = (replace(s, action_s=draw.random() / 9, bytes_s=draw.random() / 9) for s in work.stages)
+        work = replace(work, stages=tuple(stages))
     return work
 
 
@@ -176,3 +179,13 @@ def test_the_time_around_each_action_counts_on_its_own_device() -> None:
     slow = replace(work.stages[1], action_s=0.25)
     busy = replace(work, stages=(work.stages[0], slow))
     assert simulate(busy).step_s >= simulate(work).step_s + 4 * 2 * 0.25
+
+
+def test_bytes_that_travel_keep_a_busy_stage_from_its_next_action_and_cost_a_waiting_one_nothing() -> None:
+    work = chain_work(1, 4)
+    alone = replace(work, stages=(replace(work.stages[0], bytes_s=0.25),))
+    assert simulate(alone).step_s == pytest.approx(simulate(work).step_s + 7 * 0.25)
+    # One micro-batch goes down and up: each stage waits longer for it than its own bytes take.
+    work = chain_work(3, 1)
+    waiting = replace(work, stages=tuple(replace(stage, bytes_s=0.25) for stage in work.stages[:-1]))
+    assert simulate(replace(waiting, stages=(*waiting.stages, work.stages[-1]))).step_s == pytest.approx(9.0)
