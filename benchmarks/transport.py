@@ -3,8 +3,9 @@
     python -m benchmarks.transport --json                    everything
     python -m benchmarks.transport --scenario lossy          one lab link only (name or path)
 
-Loopback: 64 MiB messages between two processes, ours, raw TCP (sendall and recv_into) and gloo
-in turn, median of 9 after one that does not count. Lab (root): the share of the link's rate that
+Loopback: 64 MiB messages between two processes, ours, raw TCP (sendall and recv_into), the same
+over Python's own TLS with certificates of either side, and gloo, in turn, median of 9 after one that does not
+count. Lab (root): the share of the link's rate that
 arrives as payload, over eight seconds' worth of 4 MiB messages, with raw TCP on one flow beside it.
 Every message is another one. When the clock has stopped, their number and sizes are compared with what
 was sent, and of each the values at 257 places, its first and last among them; of the last one all.
@@ -19,6 +20,7 @@ import json
 import os
 import queue
 import socket
+import ssl
 import statistics
 import struct
 import subprocess
@@ -55,6 +57,7 @@ LAB_MESSAGE_BYTES = 4 << 20
 SHIFT, SHIFTS = 4096, 64  # message n starts at byte SHIFT * (n mod SHIFTS) of the data
 SAMPLES = 257  # values of a message that are kept as it arrives: a copy of all would slow the receiver
 MAX_FAULTS = 5  # named in one message
+PLAIN = ("raw", "tls")
 RAW_HEADER = struct.Struct(">QQ")  # number of the first message, how many
 PATIENT = TransportConfig(silence_s=30.0, reconnect_s=10.0)
 
@@ -128,17 +131,22 @@ class End:
         listen = ("0.0.0.0", 0) if name == "w-b" else None  # noqa: S104 - inside the lab or loopback
         self.network = PeerNetwork(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
         self.network.admit("w-a")
-        self.socket: socket.socket | None = None
-        self.receiving: threading.Thread | None = None
+        self.tls = tls_context(folder / name, server=name == "w-b")
+        self.sockets: dict[str, socket.socket] = {}
+        self.receiving: list[threading.Thread] = []
 
     # Receiver
 
     def listen(self) -> dict[str, Any]:
-        """Open the raw port; ours is open already."""
-        server = socket.create_server(("0.0.0.0", 0))  # noqa: S104
-        self.receiving = threading.Thread(target=self._receive_raw, args=(server,), daemon=True)
-        self.receiving.start()
-        return {"port": self.network.port, "raw": server.getsockname()[1]}
+        """Open the plain ports; ours is open already."""
+        ports = {"port": self.network.port}
+        for way in PLAIN:
+            server = socket.create_server(("0.0.0.0", 0))  # noqa: S104
+            ports[way] = server.getsockname()[1]
+            thread = threading.Thread(target=self._receive_plain, args=(server, way), daemon=True)
+            self.receiving.append(thread)
+            thread.start()
+        return ports
 
     def _expect(self, peer: str, key: MessageKey, total: int) -> memoryview:
         try:
@@ -151,12 +159,14 @@ class End:
         self.messages.arrived(key.step, np.frombuffer(payload, dtype=np.uint8))
         self.free.put(payload.obj)  # type: ignore[arg-type]
 
-    def _receive_raw(self, server: socket.socket) -> None:
+    def _receive_plain(self, server: socket.socket, way: str) -> None:
         with server:
             connection, _ = server.accept()
+        if way == "tls":
+            connection = self.tls.wrap_socket(connection, server_side=True)
         view = memoryview(self.buffer)  # type: ignore[arg-type]
         with connection:
-            while header := connection.recv(RAW_HEADER.size, socket.MSG_WAITALL):
+            while header := connection.recv(RAW_HEADER.size):
                 first, count = RAW_HEADER.unpack(header)
                 for number in range(first, first + count):
                     at = 0
@@ -174,9 +184,10 @@ class End:
 
     # Sender
 
-    def connect(self, host: str, port: int, raw: int) -> dict[str, Any]:
+    def connect(self, host: str, port: int, raw: int, tls: int) -> dict[str, Any]:
         self.network.dial("w-b", [(host, port)], 30)
-        self.socket = socket.create_connection((host, raw))
+        self.sockets["raw"] = socket.create_connection((host, raw))
+        self.sockets["tls"] = self.tls.wrap_socket(socket.create_connection((host, tls)))
         return {"rtt_s": self.network.rtt("w-b")}
 
     def connections(self) -> int:
@@ -190,13 +201,13 @@ class End:
         assert self.network.flush("w-b", 300)
         return time.perf_counter() - started_s
 
-    def raw(self, first: int, count: int) -> float:
-        assert self.socket is not None
+    def plain(self, way: str, first: int, count: int) -> float:
+        connection = self.sockets[way]
         started_s = time.perf_counter()
-        self.socket.sendall(RAW_HEADER.pack(first, count))
+        connection.sendall(RAW_HEADER.pack(first, count))
         for number in range(first, first + count):
-            self.socket.sendall(self._view(number))
-        assert self.socket.recv(1) == b"k"
+            connection.sendall(self._view(number))
+        assert connection.recv(1) == b"k"
         return time.perf_counter() - started_s
 
     def _view(self, number: int) -> memoryview:
@@ -237,10 +248,20 @@ class End:
 
     def close(self) -> None:
         self.network.close()
-        if self.socket is not None:
-            self.socket.close()
-        if self.receiving is not None:
-            self.receiving.join(1.0)  # it ends with the sender's connection
+        for connection in self.sockets.values():
+            connection.close()
+        for thread in self.receiving:
+            thread.join(1.0)  # it ends with the sender's connection
+
+
+def tls_context(folder: Path, *, server: bool) -> ssl.SSLContext:
+    """Mutual TLS with the identity in ``folder``, as our own connections have it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
+    context.load_verify_locations(folder / "ca.pem")
+    context.check_hostname = False  # the certificates name workers, not hosts
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def run_end(folder: str, name: str, nbytes: int, seed: int) -> None:
@@ -331,7 +352,7 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
     sender, receiver = ends
     try:
         ports = receiver.ask("listen")
-        facts = sender.ask("connect", "127.0.0.1", ports["port"], ports["raw"])
+        facts = sender.ask("connect", "127.0.0.1", *(ports[way] for way in ("port", *PLAIN)))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             store_port = free.getsockname()[1]
@@ -347,7 +368,8 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
 
         ways: dict[str, Callable[[int], float]] = {
             "ours": lambda number: float(sender.ask("ours", number, 1)),
-            "raw_tcp": lambda number: float(sender.ask("raw", number, 1)),
+            "raw_tcp": lambda number: float(sender.ask("plain", "raw", number, 1)),
+            "tls": lambda number: float(sender.ask("plain", "tls", number, 1)),
             "gloo": gloo,
         }
         numbers = itertools.count()
@@ -372,6 +394,7 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
         "gb_per_s": rates,
         "cpu_s_per_gb": {way: seconds / moved_gb for way, seconds in cpu_s.items()},
         "share_of_raw": rates["ours"] / rates["raw_tcp"],
+        "share_of_tls": rates["ours"] / rates["tls"],
         "rtt_s": facts["rtt_s"],
     }
 
@@ -395,15 +418,15 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         receiver = Remote(lab.python(target, *arguments_of(folder, "w-b", nbytes, seed), **options))
         try:
             ports = receiver.ask("listen")
-            facts = sender.ask("connect", lab.address(target), ports["port"], ports["raw"])
+            facts = sender.ask("connect", lab.address(target), *(ports[way] for way in ("port", *PLAIN)))
             shares: dict[str, float] = {}
             number = 0
-            for way in ("ours", "raw"):
+            for way in (("ours",), ("plain", "raw")):
                 for count in (1, max(1, total // nbytes)):  # TCP's start is not what is measured
-                    took_s = sender.ask(way, number, count)
-                    checked(receiver, way, number, count)
+                    took_s = sender.ask(*way, number, count)
+                    checked(receiver, way[-1], number, count)
                     number += count
-                    shares[way] = count * nbytes / took_s / (link.mbit * 125_000)
+                    shares[way[-1]] = count * nbytes / took_s / (link.mbit * 125_000)
             connections = sender.ask("connections")
             probe_bps = sender.ask("measured", 2.0, total)
         finally:
@@ -444,7 +467,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{'loopback':10} {'GB/s':>8} {'CPU s/GB':>9}")
             for way, rate in found["gb_per_s"].items():
                 print(f"{way:10} {rate:8.2f} {found['cpu_s_per_gb'][way]:9.2f}")
-            print(f"ours / raw TCP = {found['share_of_raw']:.2f} (goal 0.45)\n")
+            print(
+                f"ours / raw TCP = {found['share_of_raw']:.2f} (goal 0.45), "
+                f"ours / Python's TLS = {found['share_of_tls']:.2f}\n"
+            )
         names = options.scenario or (() if options.loopback else DEFAULT_LINKS)
         if names and (reason := unavailable()):
             print(f"lab links skipped: no lab here: {reason}")

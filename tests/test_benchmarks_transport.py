@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.transport import MAX_FAULTS, SAMPLES, SHIFTS, End, Messages, identities
+from benchmarks.transport import MAX_FAULTS, PLAIN, SAMPLES, SHIFTS, End, Messages, identities
 
 NBYTES = 10_000
 
@@ -165,26 +165,28 @@ def connected(folder: Path, receiver_seed: int) -> Iterator[tuple[End, End]]:
     sender, receiver = End(folder, "w-a", 1 << 18, 7), End(folder, "w-b", 1 << 18, receiver_seed)
     try:
         ports = receiver.listen()
-        sender.connect("127.0.0.1", ports["port"], ports["raw"])
+        sender.connect("127.0.0.1", ports["port"], ports["raw"], ports["tls"])
         yield sender, receiver
     finally:
         sender.close()
         receiver.close()
 
 
-def test_messages_of_both_ways_arrive_as_they_were_sent(tmp_path: Path) -> None:
+def test_messages_of_all_ways_arrive_as_they_were_sent(tmp_path: Path) -> None:
     with connected(tmp_path, 7) as (sender, receiver):
         sender.ours(0, 20)
         assert receiver.check(0, 20) == ""
-        sender.raw(20, 5)
-        assert receiver.check(20, 5) == ""
+        for way in PLAIN:
+            sender.plain(way, 20, 5)
+            assert receiver.check(20, 5) == ""
         sender.ours(25, 1)
         assert receiver.check(25, 2) == "1 of 2 messages are missing"
 
 
-def test_other_values_than_the_senders_show_in_both_ways(tmp_path: Path) -> None:
+def test_other_values_than_the_senders_show_in_all_ways(tmp_path: Path) -> None:
     with connected(tmp_path, 8) as (sender, receiver):
         sender.ours(0, 2)
         assert receiver.check(0, 2).count("has other values") == 2
-        sender.raw(2, 2)
-        assert receiver.check(2, 2).count("has other values") == 2
+        for way in PLAIN:
+            sender.plain(way, 2, 2)
+            assert receiver.check(2, 2).count("has other values") == 2

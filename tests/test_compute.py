@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch import Tensor
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from tests.crew import JOIN_S, TRAINING, Case, Crew, assign, case, cut_evenly
+from worker import compute, messages
 from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel, Cancelled
-from worker.compute import StepReport
+from worker.compute import LongWait, StepReport
 from worker.cores import CpuMeter
 from worker.frames import Direction
 from worker.local import LocalPipeline
@@ -123,6 +126,36 @@ def test_a_cancelled_step_stops_while_it_waits_for_a_neighbour() -> None:
     cancel.set("released")
     thread.join(JOIN_S)
     assert ended == ["released"]
+
+
+def test_a_wait_that_lasts_is_told_and_again_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "POLL_S", 0.001)
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    cancel, told = Cancel(), []
+
+    def notice(wait: LongWait) -> None:
+        told.append(wait)
+        if len(told) == 3:
+            cancel.set("seen")
+
+    run = crew.runs[1]
+    run._notice, run._clock = notice, count(0, 25).__next__
+    with pytest.raises(Cancelled):
+        run.run_step(0, cancel)
+    assert [wait.waited_s for wait in told] == [75, 150, 300]
+    assert {(wait.peer, wait.key.direction, wait.key.micro) for wait in told} == {
+        ("w-0", Direction.FORWARD, 0)
+    }
+    (line,) = [json.loads(messages.waiting(wait).log.fields_json) for wait in told[:1]]
+    assert line == {
+        "worker": "w-0",
+        "what": "forward",
+        "step": 0,
+        "micro": 0,
+        "op": line["op"],
+        "waited_s": 75,
+    }
 
 
 def test_a_lost_neighbour_ends_the_step_with_its_name() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -28,12 +29,14 @@ from protos.credentials import (
 from worker.channels import IDLE_WAKE_S, METHOD
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
 from worker.measure import burst_rate_bps
+from worker.peer import Peer
 from worker.shaper import Shaper, shaped
 from worker.transport import (
     PeerLost,
     PeerNetwork,
     TransportConfig,
 )
+from worker.window import Window
 
 PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
 """For tests that are not about patience, on a busy machine."""
@@ -218,6 +221,50 @@ def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
         b.delivered.get(timeout=20)
     assert a.network.flush("w-b", 20)
     assert a.network.goodput() == []
+
+
+def test_a_message_that_nobody_asks_about_any_more_arrives_all_the_same(
+    host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the fault: here no chunk asks for an acknowledgement, and none is ever sent unasked."""
+
+    def sent(window: Window, now_s: float, nbytes: int, *, last: bool) -> int:
+        ask(window, now_s, nbytes, last=last)
+        window.pressed()  # as if it had been
+        return 0
+
+    ask = Window.sent
+    monkeypatch.setattr(Window, "sent", sent)
+    monkeypatch.setattr(Peer, "relieve", lambda peer: None)
+    a, b = connected(host, TransportConfig(silence_s=20.0, reconnect_s=10.0, still_s=0.1, streams=1))
+    body = Random(1).randbytes(1 << 20)  # four first windows
+    a.network.send("w-b", key(), b"", body)
+    assert b.delivered.get(timeout=60)[3] == body
+
+
+def test_what_moves_is_not_stirred() -> None:
+    peer = Peer("w-b", 1, TransportConfig(still_s=1.0), lambda *_: None, lambda *_: None)
+    lane = Mock(window=Window(), waiting=False)
+    peer.lanes.append(lane)
+    assert not peer.stir(0.0)  # nothing is to be sent
+    with peer.lock:
+        check_stirring(peer, lane)
+
+
+def check_stirring(peer: Peer, lane: Mock) -> None:
+    peer.outbox.add(key(), b"", memoryview(bytes(1000)))
+    peer.sent(0.0, 1000)
+    assert [bool(peer.stir(now_s)) for now_s in (0.5, 0.8, 1.0)] == [False, False, False]
+    peer.settled(1.2, 500, 0.1, arrived=True)
+    assert [bool(peer.stir(now_s)) for now_s in (1.5, 2.4)] == [False, False]
+    assert not lane.press.called
+    told = [bool(peer.stir(2.6 + 1.1 * n)) for n in range(8)]
+    assert told == [True, True, False, True, False, False, False, True]
+    assert lane.press.call_count == 8
+    peer.confirmed((0,))
+    peer.settled(20.0, 500, 0.1, arrived=True)
+    assert not peer.stir(40.0)
+    assert peer.stirred == 0
 
 
 def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from worker.stage import Stage, StageReport
 
 POLL_S = 0.25
+LONG_WAIT_S = 60.0
+"""A wait of so long, and of twice the last step, is told, and again when it has doubled."""
 T = TypeVar("T")
 MIN_WAIT_SPAN_S = 0.0005
 
@@ -48,6 +50,15 @@ class StepReport:
     waited_s: float
     optimizer_s: float  # of the step before: finish_step and apply
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
+
+
+@dataclass(frozen=True, slots=True)
+class LongWait:
+    """What a stage has been waiting for, for ``waited_s`` so far."""
+
+    key: MessageKey
+    peer: str
+    waited_s: float
 
 
 class Progress:
@@ -74,11 +85,14 @@ class StageRun:
         progress: Progress,
         clock: Callable[[], float] = time.perf_counter,
         cpu: CpuMeter | None = None,
+        notice: Callable[[LongWait], None] = lambda _: None,
     ) -> None:
+        """``notice`` hears of waits that last suspiciously long."""
         self.assignment = assignment
         self.spans = spans
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
         self._progress, self._clock = progress, clock
+        self._notice = notice
         self._cpu = cpu or CpuMeter()
         self._cpu.forget()
         self._eras = [(0, assignment)]  # first step -> the plan version from there on, ascending
@@ -86,6 +100,7 @@ class StageRun:
         self._expected: int | None = None  # last step whose messages are taken
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
+        self._step_s = 0.0  # the last one's
         self._optimizer_s = 0.0
         self._finish_s = 0.0
 
@@ -132,7 +147,8 @@ class StageRun:
                 self._backward(step, action.micro, cancel)
             self._progress.tick()
         computed_s = self._cpu.computed_s - computed_s  # codecs' work, too
-        handling_s = self._clock() - started_s - computed_s - self._waited_s
+        self._step_s = self._clock() - started_s
+        handling_s = self._step_s - computed_s - self._waited_s
         self._fold_tied(step, cancel)
         with self._cpu.computing() as taken:
             report = self._stage.finish_step()
@@ -300,13 +316,17 @@ class StageRun:
 
     def _receive(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
         begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
+        told_at_s = max(LONG_WAIT_S, 2 * self._step_s)
         while True:
             cancel.check()
             try:
                 value = self._links.receive(key, POLL_S)
                 break
             except TimeoutError:
-                continue
+                waited_s = self._clock() - started_s
+                if waited_s >= told_at_s:
+                    told_at_s = 2 * waited_s
+                    self._notice(LongWait(key, peer, waited_s))
         self._progress.tick()
         decoding_s = self._cpu.computed_s - computed_s
         waited_s = max(0.0, self._clock() - started_s - decoding_s)

@@ -243,9 +243,9 @@ class Connection:
     def nudge(self) -> None:
         self._wake.notify()
 
-    def press(self) -> None:
+    def press(self, again: bool = False) -> None:
         """Somebody waits for the acknowledgement of what is under way; the peer's lock is held."""
-        if self.window.unpressed:
+        if self.window.unpressed or (again and not self._control):
             self.window.pressed()
             self._control.append(Probe(Flag.ACK_NOW))
             self._wake.notify()

@@ -15,7 +15,7 @@ from worker import checkpoint, feed
 from worker.assignment import Assignment, check
 from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
-from worker.compute import Progress, StageRun, codecs_of
+from worker.compute import LongWait, Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
 from worker.cores import CpuMeter
 from worker.datasets import open_dataset
@@ -65,7 +65,9 @@ class Surroundings:
         )
 
 
-def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[StageRun, Links]:
+def load(
+    assignment: Assignment, around: Surroundings, cancel: Cancel, notice: Callable[[LongWait], None]
+) -> tuple[StageRun, Links]:
     """Check, fetch, build and connect; raises the error that the coordinator is told."""
     check(assignment, around.worker)
     _rehearse(assignment, around.device.torch_device)
@@ -95,6 +97,7 @@ def load(assignment: Assignment, around: Surroundings, cancel: Cancel) -> tuple[
         around.spans,
         around.progress,
         cpu=around.cpu,
+        notice=notice,
     )
     try:
         run.open(assignment.first_step)

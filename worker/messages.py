@@ -6,6 +6,7 @@ trust.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from worker.optimings import OpProbe, OpTiming
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from worker.compute import StepReport
+    from worker.compute import LongWait, StepReport
     from worker.spans import Span
     from worker.transport import Goodput
 
@@ -261,6 +262,26 @@ def step_ready(
             handling_s=report.handling_s,
         )
     )
+
+
+def wait_fields(wait: LongWait) -> dict[str, object]:
+    """What a stage has been waiting for, in words for a log."""
+    key = wait.key
+    return {
+        "worker": wait.peer,
+        "what": key.direction.name.lower(),
+        "step": key.step,
+        "micro": key.micro,
+        "op": key.edge,
+        "waited_s": round(wait.waited_s),
+    }
+
+
+def waiting(wait: LongWait) -> pb.FromWorker:
+    """The same for the job's log."""
+    fields = json.dumps(wait_fields(wait))
+    line = pb.WorkerLog(level="warning", event="stage.waits", job=wait.key.job, fields_json=fields)
+    return pb.FromWorker(log=line)
 
 
 def _goodput(link: Goodput, codecs: CodecUse | None) -> pb.LinkGoodput:

@@ -58,6 +58,7 @@ class TransportConfig:
     streams: int = 0  # connections to a peer, 1 to 16; 0 = by what is under way
     ping_s: float = 0.5
     silence_s: float = 1.5  # without any frame: frozen
+    still_s: float = 2.0  # without an acknowledgement though something is to be sent: asked for again
     idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
     reconnect_s: float = 0.4  # or six round trips, if that is more
     handshake_s: float = 5.0
@@ -82,8 +83,9 @@ class Lane(Protocol):
     def nudge(self) -> None:
         """Something to send may be there; the peer's lock is held."""
 
-    def press(self) -> None:
-        """Ask for the acknowledgement of what is under way; the peer's lock is held."""
+    def press(self, again: bool = False) -> None:
+        """Ask for the acknowledgement of what is under way, ``again``: even if that was asked for already;
+        the peer's lock is held."""
 
     @property
     def owes(self) -> bool:
@@ -120,6 +122,8 @@ class Peer:
         self.used_s = time.monotonic()  # the last chunk either way
         self.progress = 0  # chunks either way: stands still when nothing moves
         self.awaited = 0  # who waits for confirmations now
+        self.stirred = 0  # how often since something moved
+        self._moved = (0, 0, 0.0)  # bytes settled, oldest message, since when
         self._in_flight = 0
         self._settled = 0  # bytes that are no longer under way, on all connections
         self._window = Window()  # of all connections together
@@ -207,6 +211,32 @@ class Peer:
             unasked = sum(lane.window.unasked_bytes for lane in self.lanes)
             if unasked > (LARGEST_SHARED_CHUNK if self._window.slow else 0) or 0 < self._in_flight <= unasked:
                 self.press()
+
+    def stir(self, now_s: float) -> str:
+        """When what is to be sent has not moved for long, wake everybody and ask anew about what is under
+        way; returns words for the log, fewer and fewer, "" while all is well.
+
+        A window opens by acknowledgements only. Whatever kept one from being asked for or sent, here or
+        there, must not hold up a message for ever while both ends live.
+        """
+        settled, oldest, since_s = self._moved
+        if self.idle or (settled, oldest) != (self._settled, self.outbox.oldest):
+            self._moved = self._settled, self.outbox.oldest, now_s
+            self.stirred = 0
+        elif self.lanes and now_s - since_s > self.config.still_s:
+            self._moved = settled, oldest, now_s
+            self.stirred += 1
+            for lane in self.lanes:
+                lane.press(again=True)
+            self.nudge_all()
+            self.room.notify_all()
+            if not self.stirred & (self.stirred - 1):
+                return (
+                    f"{len(self.outbox)} messages of {self.outbox.held} bytes, {self._in_flight} under way "
+                    f"on {len(self.lanes)} connections with windows of "
+                    f"{', '.join(str(lane.window.size) for lane in self.lanes)}, {self._window.size} in all"
+                )
+        return ""
 
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
         """The next chunk for this connection, if its window and that of all together are open;

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
@@ -43,6 +44,8 @@ __all__ = [
     "Receiver",
     "TransportConfig",
 ]
+
+log = structlog.get_logger()
 
 MAX_BACKOFF_S = 2.0
 SPARE_ROUNDS = 8  # of pings: a spare connection gets one in so many, which keeps routers' mappings alive
@@ -598,9 +601,12 @@ class PeerNetwork:
                 if peer.outbox.waiting:
                     peer.nudge()  # a connection with room may be held up below us
                 peer.settle_receipts(now_s)
+                still = peer.stir(now_s)
                 down_since_s, reason, silent = peer.down_since_s, peer.down_reason, peer.down_silent
                 patience_s = max(self.config.reconnect_s, 6 * peer.last_rtt_s)
                 self._grow(peer, now_s)
+            if still:
+                log.warning("peer.still", peer=peer.name, waiting=still)
             if down_since_s is not None and (silent or now_s - down_since_s > patience_s):
                 self._lose(peer, reason)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
     from worker.assignment import Assignment
     from worker.codec_speed import CodecGauge
-    from worker.compute import StageRun
+    from worker.compute import LongWait, StageRun
     from worker.link import Links
     from worker.messages import LinkRequest, OpsRequest
     from worker.participation import EvaluateOrder, Joining, TrainOrder
@@ -224,7 +224,7 @@ class Workbench:
     def _load(self, work: Assignment, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        run, links = load(work, self._around, cancel)
+        run, links = load(work, self._around, cancel, self._say_waiting)
         with self._lock:
             self._run, self._links = run, links
         # Cancelled in the meantime: nobody aborted the links that did not exist yet.
@@ -235,6 +235,12 @@ class Workbench:
         )
         message = messages.loaded(work.job, work.version, took_s)
         self._post(events.StageLoaded(work.job, work.version, message))
+
+    def _say_waiting(self, wait: LongWait) -> None:
+        """Everybody lives and nothing comes: nobody else would notice."""
+        message = messages.waiting(wait)
+        log.warning("stage.waits", **messages.wait_fields(wait))
+        self._say(message)
 
     def _step(self, step: int, cancel: Cancel) -> None:
         run = self._loaded
