@@ -483,6 +483,17 @@ def test_an_end_that_reads_late_for_a_while_makes_no_smaller_chunks() -> None:
     assert len(chunks) > 4, "a line that was never quicker is slow"
 
 
+@pytest.mark.parametrize(
+    ("rate", "chunk"), [(250_000, 16 << 10), (1_250_000, 36 << 10), (4_000_000, 124 << 10)]
+)
+def test_a_slow_line_over_a_short_way_gets_chunks_of_32_ms_and_a_window_of_two(rate: int, chunk: int) -> None:
+    window = Window()
+    drive(window, rate, 0.003, 5.0)
+    window.note_rtt(5.0, 0.003)  # of an echo
+    assert window.chunk == chunk
+    assert window.size == pytest.approx(max(64 << 10, 0.064 * rate), rel=0.1)
+
+
 def test_bursts_are_told_by_all_their_time_and_only_what_arrived() -> None:
     window = Window()
     burst(window, 0.0, 0.1)

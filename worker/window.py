@@ -1,10 +1,10 @@
 """How many bytes may be under way on one connection, from what its acknowledgements tell.
 
-window = gain * rate * (rtt + slack), rate = largest delivery rate of the last second or ten
-round trips, or what one of the last sixteen short bursts had on the whole, rtt = smallest of the last
-half minute. A gain above one keeps the pipe full and finds a link that grew; all the rest stays out of
-socket buffers, where a late gradient could not overtake it. The delivery rate after BBR (Cardwell 2016,
-section 4.1). Times come in as arguments.
+window = gain * rate * (rtt + slack), two short chunks at least; rate = largest delivery rate of the
+last second or ten round trips, or what one of the last sixteen short bursts had on the whole; rtt =
+smallest of the last half minute. A gain above one keeps the pipe full and finds a link that grew; all
+the rest stays out of socket buffers, where a late gradient could not overtake it. The delivery rate
+after BBR (Cardwell 2016, section 4.1). Times come in as arguments.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ GAIN = 1.6
 SLACK_S = 0.010
 CHUNK_S = 0.032
 """A chunk lasts about this long on the link: what a backward message waits at most behind one."""
+LEAST_CHUNKS = 2  # of that length, a window holds ...
+MOST_OF_LEAST = 1 << 20
+"""... up to this many bytes, however short the round trip. What an end that is out of processor time takes at
+10 Mbit/s over 3 ms else needs a window of 27 KiB, chunks of 16, and so the more of its time: a host with an
+eighth of a core spent 0.5 CPU seconds a step on 13 MB, which were to take 0.15."""
 SMALLEST_CHUNK = 16 << 10
 LARGEST_SHARED_CHUNK = 64 << 10
 SLOW_WINDOW = 4 * LARGEST_SHARED_CHUNK
@@ -83,7 +88,8 @@ class Window:
     @property
     def rate(self) -> float | None:
         """Largest recent delivery rate, bytes/s; None before the first."""
-        return max(self._rates[0][1], *self._bursts, 0.0) if self._rates else None
+        newest = [self._rates[0][1]] if self._rates else []
+        return max(*newest, *self._bursts, 0.0) if newest or self._bursts else None
 
     @property
     def size(self) -> int:
@@ -94,7 +100,8 @@ class Window:
         rate = self.rate
         if rate is None or rtt_s is None:
             return self._initial
-        return int(min(self._share, max(self._least, GAIN * rate * (rtt_s + SLACK_S))))
+        least = max(self._least, min(MOST_OF_LEAST, LEAST_CHUNKS * CHUNK_S * rate))
+        return int(min(self._share, max(least, GAIN * rate * (rtt_s + SLACK_S))))
 
     @property
     def _least(self) -> int:
@@ -119,8 +126,10 @@ class Window:
     def chunk(self) -> int:
         """Bytes of the next chunk, a multiple of 4 KiB."""
         rate = self.rate
+        size = self.size
         wanted = self._initial / 4 if rate is None else rate * CHUNK_S
-        fitting = int(min(MAX_CHUNK_BYTES, max(self._least_chunk, min(wanted, self.size / 4))))
+        part = max(size / 4, min(size, MOST_OF_LEAST) / LEAST_CHUNKS)
+        fitting = int(min(MAX_CHUNK_BYTES, max(self._least_chunk, min(wanted, part))))
         return fitting // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
 
     @property
@@ -203,6 +212,9 @@ class Window:
             self._bursts.clear()
         elif not self.in_flight:
             self._bursts.append((self.acked_bytes - before) / lasted_s)
+            if len(self._bursts) == BURSTS:
+                # Messages of one chunk each give no samples by which older ones would end.
+                self._forget_rates(now_s)
 
     def note_rtt(self, now_s: float, rtt_s: float) -> None:
         if now_s - self._rtt_since_s > RTT_HORIZON_S / 2:
@@ -214,6 +226,9 @@ class Window:
         while self._rates and self._rates[-1][1] <= rate:
             self._rates.pop()
         self._rates.append((now_s, rate))
+        self._forget_rates(now_s)
+
+    def _forget_rates(self, now_s: float) -> None:
         horizon_s = max(RATE_HORIZON_S, 10 * (self.rtt_s or 0.0))
-        while self._rates[0][0] < now_s - horizon_s:
+        while self._rates and self._rates[0][0] < now_s - horizon_s:
             self._rates.popleft()
