@@ -126,7 +126,7 @@ class End:
         assert identity is not None
         self.name, self.nbytes = name, nbytes
         self.messages = Messages(nbytes, seed)
-        self.buffer: Bytes = np.zeros(nbytes, dtype=np.uint8)  # of raw TCP and gloo
+        self.buffer: Bytes = np.zeros(nbytes, dtype=np.uint8)  # of raw TCP, TLS and gloo
         self.free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()  # ours: several messages come at a time
         listen = ("0.0.0.0", 0) if name == "w-b" else None  # noqa: S104 - inside the lab or loopback
         self.network = PeerNetwork(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
@@ -166,7 +166,7 @@ class End:
             connection = self.tls.wrap_socket(connection, server_side=True)
         view = memoryview(self.buffer)  # type: ignore[arg-type]
         with connection:
-            while header := connection.recv(RAW_HEADER.size):
+            while header := _exactly(connection, RAW_HEADER.size):
                 first, count = RAW_HEADER.unpack(header)
                 for number in range(first, first + count):
                     at = 0
@@ -184,10 +184,12 @@ class End:
 
     # Sender
 
-    def connect(self, host: str, port: int, raw: int, tls: int) -> dict[str, Any]:
+    def connect(self, host: str, port: int, raw: int, tls: int = 0) -> dict[str, Any]:
+        """``tls`` 0: not measured."""
         self.network.dial("w-b", [(host, port)], 30)
         self.sockets["raw"] = socket.create_connection((host, raw))
-        self.sockets["tls"] = self.tls.wrap_socket(socket.create_connection((host, tls)))
+        if tls:
+            self.sockets["tls"] = self.tls.wrap_socket(socket.create_connection((host, tls)))
         return {"rtt_s": self.network.rtt("w-b")}
 
     def connections(self) -> int:
@@ -252,6 +254,17 @@ class End:
             connection.close()
         for thread in self.receiving:
             thread.join(1.0)  # it ends with the sender's connection
+
+
+def _exactly(connection: socket.socket, nbytes: int) -> bytes:
+    """``nbytes`` from the connection; empty at its end."""
+    found = b""
+    while len(found) < nbytes:
+        more = connection.recv(nbytes - len(found))
+        if not more:
+            return b""
+        found += more
+    return found
 
 
 def tls_context(folder: Path, *, server: bool) -> ssl.SSLContext:
@@ -418,7 +431,7 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         receiver = Remote(lab.python(target, *arguments_of(folder, "w-b", nbytes, seed), **options))
         try:
             ports = receiver.ask("listen")
-            facts = sender.ask("connect", lab.address(target), *(ports[way] for way in ("port", *PLAIN)))
+            facts = sender.ask("connect", lab.address(target), ports["port"], ports["raw"])
             shares: dict[str, float] = {}
             number = 0
             for way in (("ours",), ("plain", "raw")):

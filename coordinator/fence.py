@@ -440,14 +440,12 @@ def improve(problem: Problem, best: Scored, positions: Positions, effort: Effort
 def _neighbours(
     problem: Problem, candidate: Candidate, positions: Positions, effort: Effort
 ) -> Iterator[Candidate]:
-    """Other devices for the same cut, one stage less, and shifted borders, in that order."""
+    """Other devices for the same cut, one stage less, and shifted borders, in that order; far swaps last,
+    as they are many."""
     devices, starts = candidate.devices, candidate.starts
     k = len(devices)
-    for a, b in combinations(range(k), 2):
-        if b - a == 1 or k <= effort.short:
-            swapped = list(devices)
-            swapped[a], swapped[b] = swapped[b], swapped[a]
-            yield Candidate(tuple(swapped), starts)
+    for a in range(k - 1):
+        yield _swapped(candidate, a, a + 1)
     spare = [d for d in range(len(problem.fleet.devices)) if d not in devices]
     for d in spare[:SPARES]:
         for j in range(k):
@@ -458,6 +456,14 @@ def _neighbours(
             for border in {max(j, 1), min(j + 1, k - 1)}:
                 yield Candidate(rest, (*starts[:border], *starts[border + 1 :]))
     yield from _shifted(problem, candidate, positions)
+    if k <= effort.short:
+        yield from (_swapped(candidate, a, b) for a, b in combinations(range(k), 2) if b - a > 1)
+
+
+def _swapped(candidate: Candidate, a: int, b: int) -> Candidate:
+    devices = list(candidate.devices)
+    devices[a], devices[b] = devices[b], devices[a]
+    return Candidate(tuple(devices), candidate.starts)
 
 
 def _shifted(problem: Problem, candidate: Candidate, positions: Positions) -> Iterator[Candidate]:

@@ -271,7 +271,7 @@ def _stage_predictions(
                 memory_bytes=round(problem.memory.bytes(a, b, min(warmup + 1, problem.n_micro))),
                 memory_limit_bytes=device.memory_limit_bytes,
                 codec_s=problem.n_micro * stage.codec_s,
-                handling_s=2 * problem.n_micro * (stage.action_s + stage.bytes_s),
+                handling_s=2 * problem.n_micro * (stage.action_s + stage.bytes_s) - stage.bytes_s,
             )
         )
     return tuple(found)

@@ -147,15 +147,10 @@ def test_a_wait_that_lasts_is_told_and_again_when_it_has_doubled(monkeypatch: py
     assert {(wait.peer, wait.key.direction, wait.key.micro) for wait in told} == {
         ("w-0", Direction.FORWARD, 0)
     }
-    (line,) = [json.loads(messages.waiting(wait).log.fields_json) for wait in told[:1]]
-    assert line == {
-        "worker": "w-0",
-        "what": "forward",
-        "step": 0,
-        "micro": 0,
-        "op": line["op"],
-        "waited_s": 75,
-    }
+    line = json.loads(messages.waiting(told[0]).log.fields_json)
+    (edge,) = {arrival.key.edge for arrival in step_arrivals(run.assignment, 0)} & {told[0].key.edge}
+    expected = {"peer": "w-0", "direction": "forward", "step": 0, "micro": 0, "edge": edge, "waited_s": 75}
+    assert line == expected
 
 
 def test_a_lost_neighbour_ends_the_step_with_its_name() -> None:

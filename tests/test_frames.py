@@ -494,6 +494,17 @@ def test_a_slow_line_over_a_short_way_gets_chunks_of_32_ms_and_a_window_of_two(r
     assert window.size == pytest.approx(max(64 << 10, 0.064 * rate), rel=0.1)
 
 
+def test_a_stall_after_messages_of_one_chunk_leaves_a_rate() -> None:
+    window = Window()
+    for at in range(20):
+        window.sent(float(at), 4096, last=True)
+        window.acked(at + 0.06, window.sent_bytes)
+    assert window.rate == pytest.approx(4096 / 0.06)
+    window.sent(20.0, 4096, last=True)
+    window.acked(22.0, window.sent_bytes)
+    assert window.rate == pytest.approx(4096 / 2.0)
+
+
 def test_bursts_are_told_by_all_their_time_and_only_what_arrived() -> None:
     window = Window()
     burst(window, 0.0, 0.1)

@@ -370,7 +370,7 @@ class Connection:
     def _count(self, nbytes: int, flags: int) -> None:
         peer = self._attached()
         with peer.lock:
-            peer.progress += 1
+            peer.progress += 1 if nbytes else 0  # a question is none
             self._note_arrival(nbytes, flags)
 
     def _note_arrival(self, nbytes: int, flags: int) -> None:

@@ -268,11 +268,11 @@ def wait_fields(wait: LongWait) -> dict[str, object]:
     """What a stage has been waiting for, in words for a log."""
     key = wait.key
     return {
-        "worker": wait.peer,
-        "what": key.direction.name.lower(),
+        "peer": wait.peer,
+        "direction": key.direction.name.lower(),
         "step": key.step,
         "micro": key.micro,
-        "op": key.edge,
+        "edge": key.edge,
         "waited_s": round(wait.waited_s),
     }
 

@@ -123,7 +123,7 @@ class Peer:
         self.progress = 0  # chunks either way: stands still when nothing moves
         self.awaited = 0  # who waits for confirmations now
         self.stirred = 0  # how often since something moved
-        self._moved = (0, 0, 0.0)  # bytes settled, oldest message, since when
+        self._moved: tuple[int, int, float] | None = None  # bytes settled, oldest message, since when
         self._in_flight = 0
         self._settled = 0  # bytes that are no longer under way, on all connections
         self._window = Window()  # of all connections together
@@ -212,31 +212,33 @@ class Peer:
             if unasked > (LARGEST_SHARED_CHUNK if self._window.slow else 0) or 0 < self._in_flight <= unasked:
                 self.press()
 
-    def stir(self, now_s: float) -> str:
+    def stir(self, now_s: float) -> dict[str, object] | None:
         """When what is to be sent has not moved for long, wake everybody and ask anew about what is under
-        way; returns words for the log, fewer and fewer, "" while all is well.
+        way; returns fields for the log, less and less often, None while all is well.
 
         A window opens by acknowledgements only. Whatever kept one from being asked for or sent, here or
         there, must not hold up a message for ever while both ends live.
         """
-        settled, oldest, since_s = self._moved
-        if self.idle or (settled, oldest) != (self._settled, self.outbox.oldest):
-            self._moved = self._settled, self.outbox.oldest, now_s
+        state = self._settled, self.outbox.oldest
+        if self.idle or not self.lanes or self._moved is None or self._moved[:2] != state:
+            self._moved = *state, now_s
             self.stirred = 0
-        elif self.lanes and now_s - since_s > self.config.still_s:
-            self._moved = settled, oldest, now_s
+        elif now_s - self._moved[2] > self.config.still_s:
+            self._moved = *state, now_s
             self.stirred += 1
             for lane in self.lanes:
                 lane.press(again=True)
             self.nudge_all()
             self.room.notify_all()
             if not self.stirred & (self.stirred - 1):
-                return (
-                    f"{len(self.outbox)} messages of {self.outbox.held} bytes, {self._in_flight} under way "
-                    f"on {len(self.lanes)} connections with windows of "
-                    f"{', '.join(str(lane.window.size) for lane in self.lanes)}, {self._window.size} in all"
-                )
-        return ""
+                return {
+                    "messages": len(self.outbox),
+                    "bytes": self.outbox.held,
+                    "in_flight": self._in_flight,
+                    "windows": [lane.window.size for lane in self.lanes],
+                    "line_window": self._window.size,
+                }
+        return None
 
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
         """The next chunk for this connection, if its window and that of all together are open;

@@ -605,8 +605,8 @@ class PeerNetwork:
                 down_since_s, reason, silent = peer.down_since_s, peer.down_reason, peer.down_silent
                 patience_s = max(self.config.reconnect_s, 6 * peer.last_rtt_s)
                 self._grow(peer, now_s)
-            if still:
-                log.warning("peer.still", peer=peer.name, waiting=still)
+            if still is not None:
+                log.warning("peer.still", peer=peer.name, **still)
             if down_since_s is not None and (silent or now_s - down_since_s > patience_s):
                 self._lose(peer, reason)
 

@@ -20,17 +20,15 @@ CHUNK_S = 0.032
 """A chunk lasts about this long on the link: what a backward message waits at most behind one."""
 LEAST_CHUNKS = 2  # of that length, a window holds ...
 MOST_OF_LEAST = 1 << 20
-"""... up to this many bytes, however short the round trip. What an end that is out of processor time takes at
-10 Mbit/s over 3 ms else needs a window of 27 KiB, chunks of 16, and so the more of its time: a host with an
-eighth of a core spent 0.5 CPU seconds a step on 13 MB, which were to take 0.15."""
+"""... up to this many bytes, however short the round trip. An end that is out of processor time takes perhaps
+10 Mbit/s over 3 ms, which by the round trip alone gives chunks of 16 KiB: twice as much of that time."""
 SMALLEST_CHUNK = 16 << 10
 LARGEST_SHARED_CHUNK = 64 << 10
-SLOW_WINDOW = 4 * LARGEST_SHARED_CHUNK
 SLOW_RATE = 5e6  # bytes/s
-"""Of several connections to a peer each shows only its part of the line's rate. Where all together need no
-more than this, or carry no more, chunks fit the line up to 64 KiB, since each costs both ends some hundred
-microseconds: half a second of CPU time a step, on a fifth of a core behind 60 ms, went for chunks of 16 KiB
-on six connections. On faster lines each has its own: one that has lost a packet should hold little."""
+"""Of several connections to a peer each shows only its part of the line's rate. Where all together carry no
+more than this, chunks fit the line up to 64 KiB, since each costs both ends some hundred microseconds: half
+a second of CPU time a step, on a fifth of a core behind 60 ms, went for chunks of 16 KiB on six connections.
+On faster lines each has its own: one that has lost a packet should hold little."""
 LEAST_SHARE = 256 << 10
 """Of the line's window a connection takes what two of them would if all were used alike, and this at least.
 With all of it in one, the line's rate, and so its window, followed every loss of that one down, while the
@@ -109,8 +107,8 @@ class Window:
 
     @property
     def slow(self) -> bool:
-        """The line carries little, or needs no more than a few chunks under way."""
-        return self.rate is not None and (self.rate <= SLOW_RATE or self.size <= SLOW_WINDOW)
+        """The line carries little."""
+        return self.rate is not None and self.rate <= SLOW_RATE
 
     def fit(self, line: Window, connections: int) -> None:
         """This connection carries a part of what ``line``, all ``connections`` together, do; the only one
@@ -208,10 +206,13 @@ class Window:
             return
         since_s, before = self._burst
         lasted_s = max(now_s - since_s, self.rtt_s or 0.0, LEAST_BURST_S)
+        rate = (self.acked_bytes - before) / lasted_s
         if lasted_s >= RATE_HORIZON_S:
             self._bursts.clear()
+            if not self._rates:
+                self._note_rate(now_s, rate)
         elif not self.in_flight:
-            self._bursts.append((self.acked_bytes - before) / lasted_s)
+            self._bursts.append(rate)
             if len(self._bursts) == BURSTS:
                 # Messages of one chunk each give no samples by which older ones would end.
                 self._forget_rates(now_s)

@@ -239,7 +239,7 @@ class Workbench:
     def _say_waiting(self, wait: LongWait) -> None:
         """Everybody lives and nothing comes: nobody else would notice."""
         message = messages.waiting(wait)
-        log.warning("stage.waits", **messages.wait_fields(wait))
+        log.warning("stage.waits", job=wait.key.job, **messages.wait_fields(wait))
         self._say(message)
 
     def _step(self, step: int, cancel: Cancel) -> None:
