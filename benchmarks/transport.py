@@ -4,9 +4,9 @@
     python -m benchmarks.transport --scenario lossy          one lab link only (name or path)
 
 Loopback: 64 MiB messages between two processes, ours, raw TCP (sendall and recv_into), the same
-over Python's own TLS with certificates of either side, and gloo, in turn, median of 9 after one that does not
-count. Lab (root): the share of the link's rate that
-arrives as payload, over eight seconds' worth of 4 MiB messages, with raw TCP on one flow beside it.
+over Python's own TLS with certificates of either side, and gloo, in turn, median of 9 after one that
+does not count. Lab (root): the share of the link's rate that arrives as payload, over eight seconds'
+worth of 4 MiB messages, with raw TCP on one flow beside it.
 Every message is another one. When the clock has stopped, their number and sizes are compared with what
 was sent, and of each the values at 257 places, its first and last among them; of the last one all.
 """
@@ -165,16 +165,13 @@ class End:
         if way == "tls":
             connection = self.tls.wrap_socket(connection, server_side=True)
         view = memoryview(self.buffer)  # type: ignore[arg-type]
+        header = memoryview(bytearray(RAW_HEADER.size))
         with connection:
-            while header := _exactly(connection, RAW_HEADER.size):
+            while _filled(connection, header):
                 first, count = RAW_HEADER.unpack(header)
                 for number in range(first, first + count):
-                    at = 0
-                    while at < self.nbytes:
-                        received = connection.recv_into(view[at:])
-                        if not received:
-                            return
-                        at += received
+                    if not _filled(connection, view):
+                        return
                     self.messages.arrived(number, self.buffer)
                 connection.sendall(b"k")
 
@@ -256,15 +253,14 @@ class End:
             thread.join(1.0)  # it ends with the sender's connection
 
 
-def _exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """``nbytes`` from the connection; empty at its end."""
-    found = b""
-    while len(found) < nbytes:
-        more = connection.recv(nbytes - len(found))
-        if not more:
-            return b""
-        found += more
-    return found
+def _filled(connection: socket.socket, view: memoryview) -> bool:
+    """Fill ``view`` from the connection; False at its end."""
+    while len(view):
+        received = connection.recv_into(view)
+        if not received:
+            return False
+        view = view[received:]
+    return True
 
 
 def tls_context(folder: Path, *, server: bool) -> ssl.SSLContext:

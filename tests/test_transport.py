@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -27,7 +26,6 @@ from protos.credentials import (
     signing_request,
 )
 from worker.channels import IDLE_WAKE_S, METHOD
-from worker.connection import Connection
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
 from worker.measure import burst_rate_bps
 from worker.peer import Peer
@@ -241,42 +239,6 @@ def test_a_message_that_nobody_asks_about_any_more_arrives_all_the_same(
     body = Random(1).randbytes(1 << 20)  # four first windows
     a.network.send("w-b", key(), b"", body)
     assert b.delivered.get(timeout=60)[3] == body
-
-
-def test_what_moves_is_not_stirred() -> None:
-    peer = Peer("w-b", 1, TransportConfig(still_s=1.0), lambda *_: None, lambda *_: None)
-    lane = Mock(window=Window(), waiting=False)
-    with peer.lock:
-        peer.lanes.append(lane)
-        peer.outbox.add(key(), b"", memoryview(bytes(1000)))
-        peer.sent(1000.0, 1000)
-        # The first look at it comes late: it may have been queued just now.
-        assert [peer.stir(now_s) for now_s in (1000.0, 1000.5, 1001.0)] == [None] * 3
-        peer.settled(1001.2, 500, 0.1, arrived=True)
-        assert [peer.stir(now_s) for now_s in (1001.5, 1002.4)] == [None] * 2
-        assert not lane.press.called
-        told = [peer.stir(1002.6 + 1.1 * n) is not None for n in range(8)]
-        assert told == [True, True, False, True, False, False, False, True]
-        assert lane.press.call_count == 8
-        peer.lanes.remove(lane)
-        assert peer.stir(1050.0) is None  # no connection: another clock judges that
-        peer.lanes.append(lane)
-        assert peer.stir(1050.5) is None
-        peer.confirmed((0,))
-        peer.settled(1050.6, 500, 0.1, arrived=True)
-        assert [peer.stir(now_s) for now_s in (1051.0, 1060.0)] == [None] * 2
-        assert peer.stirred == 0
-
-
-def test_a_question_that_waits_to_leave_is_not_asked_twice() -> None:
-    hello = Hello(1, 1, "w-a", "w-b")
-    connection = Connection(hello, dialled=True, checksum=False, on_end=lambda _: None)
-    peer = Peer("w-b", 1, TransportConfig(), lambda *_: None, lambda *_: None)
-    connection.open(Hello(1, 2, "w-b", "w-a"), peer, None)
-    with peer.lock:
-        for _ in range(50):
-            connection.press(again=True)
-    assert len(connection._control) == 1
 
 
 def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> None:
