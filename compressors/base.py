@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntFlag
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,7 @@ DTYPES: tuple[str, ...] = (
 """The position is the wire's code: append, never reorder."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _HEAD = struct.Struct("!BBBBBH")  # version, marks, dtype, dims, codec length, params length
 
 
@@ -48,7 +50,10 @@ class Mark(IntFlag):
     ZERO = 1  # the gradient is zero; no payload
 
 
-@dataclass(frozen=True, slots=True)
+_MARKS = {int(mark): mark for mark in (Mark.NOTHING, Mark.ZERO)}
+
+
+@dataclass(frozen=True)
 class Packet:
     """A compressed tensor: ``meta`` is the tensor's, ``params`` the codec's own few bytes."""
 
@@ -60,9 +65,9 @@ class Packet:
 
     @property
     def zero(self) -> bool:
-        return Mark.ZERO in self.marks
+        return self.marks is Mark.ZERO
 
-    @property
+    @cached_property
     def header(self) -> bytes:
         """The header as it travels. Raises ValueError when a field exceeds its bound."""
         codec = self.codec.encode("ascii")
@@ -99,7 +104,7 @@ def parse_packet(header: Buffer, payload: Buffer) -> Packet:
     version, marks, dtype, dims, codec_length, params_length = _HEAD.unpack_from(view)
     if version != HEADER_VERSION:
         raise BadFrame(f"packet header version {version}, this side reads {HEADER_VERSION}; update one")
-    if dims > MAX_DIMS or dtype >= len(DTYPES) or marks not in (Mark.NOTHING, Mark.ZERO):
+    if dims > MAX_DIMS or dtype >= len(DTYPES) or marks not in _MARKS:
         raise BadFrame(f"packet header names dtype {dtype}, {dims} dimensions, marks {marks}")
     if len(view) != _HEAD.size + 8 * dims + codec_length + params_length:
         raise BadFrame("packet header's lengths do not add up")
@@ -110,7 +115,7 @@ def parse_packet(header: Buffer, payload: Buffer) -> Packet:
     except UnicodeDecodeError:
         raise BadFrame("packet names a codec that is no text") from None
     packet = Packet(
-        codec, TensorMeta(shape, DTYPES[dtype]), payload, bytes(view[at + codec_length :]), Mark(marks)
+        codec, TensorMeta(shape, DTYPES[dtype]), payload, bytes(view[at + codec_length :]), _MARKS[marks]
     )
     if packet.zero and payload:
         raise BadFrame(f"a zero gradient with {len(payload)} bytes of payload")
@@ -178,7 +183,8 @@ class SparseCompressor(Compressor, Protocol):
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Shape and dtype of a torch tensor in the vocabulary of ``atoll``."""
-    return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    dtype = tensor.dtype
+    return TensorMeta(tuple(tensor.shape), _NAMES.get(dtype) or str(dtype).removeprefix("torch."))
 
 
 def check_packet(packet: Packet, codec: str, meta: TensorMeta, max_payload_bytes: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ import torch
 from atoll.errors import BadFrame
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 ALIGNMENT = 64  # bytes; what torch's CPU allocator gives and vector kernels look at
@@ -36,7 +35,8 @@ class Layout:
     lead: int = 0
 
     @classmethod
-    def contiguous(cls, shape: Sequence[int]) -> Layout:
+    @lru_cache(maxsize=256)
+    def contiguous(cls, shape: tuple[int, ...]) -> Layout:
         """The layout of a new contiguous tensor."""
         strides = [1] * len(shape)
         for dim in range(len(shape) - 1, 0, -1):
@@ -65,6 +65,9 @@ def to_wire(tensor: Tensor) -> tuple[Tensor, Layout]:
     tensor = tensor.detach()
     shape = tuple(tensor.shape)
     lead = tensor.data_ptr() % ALIGNMENT // tensor.element_size()
+    usual = Layout.contiguous(shape)
+    if not lead and tensor.stride() == usual.strides:
+        return tensor.view(-1), usual
     layout = Layout(tensor.stride(), lead)
     if _fault(shape, layout, tensor.element_size()):
         tensor = tensor.contiguous()
@@ -72,20 +75,21 @@ def to_wire(tensor: Tensor) -> tuple[Tensor, Layout]:
     return tensor.permute(_memory_order(layout.strides)).reshape(-1).contiguous(), layout
 
 
-def from_wire(data: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
+def from_wire(data: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
     """The tensor whose ``to_wire`` gave ``data`` (flat) and ``layout``; may share its memory.
 
     BadFrame when the sizes differ or the layout is overlapping, negative or spread too far.
     """
-    shape = tuple(shape)
     if data.numel() != prod(shape):
         raise BadFrame(f"{data.numel()} elements do not fill a tensor of shape {shape}")
+    aligned = data.data_ptr() % ALIGNMENT == layout.lead * data.element_size()
+    if aligned and layout is Layout.contiguous(shape):
+        return data.view(shape)
     fault = _fault(shape, layout, data.element_size())
     if fault:
         raise BadFrame(f"layout {layout} of a tensor of shape {shape} {fault}")
     order = _memory_order(layout.strides)
     span = _span(shape, layout.strides)
-    aligned = data.data_ptr() % ALIGNMENT == layout.lead * data.element_size()
     if span == data.numel() and (aligned or data.device.type != "cpu"):
         return data.as_strided(shape, layout.strides, data.storage_offset())
     memory = torch.empty(layout.lead + span, dtype=data.dtype, device=data.device)

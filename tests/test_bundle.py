@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -116,14 +116,41 @@ def test_damaged_bundles_are_refused_or_their_frames_are() -> None:
 # ---------------------------------------------------------------- two ends without a network
 
 
+class HeldWire:
+    """A wire on which a message is written when the test says so."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[bytes, Callable[[], None]]] = []
+
+    def open(self) -> None:
+        pass
+
+    def send(self, message: bytes, sent: Callable[[], None]) -> bool:
+        assert not self.held, "one at a time"
+        self.held.append((message, sent))
+        return True
+
+    def end(self) -> None:
+        pass
+
+    def out(self) -> Iterator[bytes]:
+        """Everything that leaves now, one after the other."""
+        while self.held:
+            message, sent = self.held.pop()
+            sent()
+            yield message
+
+
 class End:
-    """One side of a stream: a peer and its only connection."""
+    """One side of a stream: a peer and its only connection, whose HELLO is being written."""
 
     def __init__(self, name: str, other: str) -> None:
         self.got: list[tuple[MessageKey, bytes]] = []
         self.peer = Peer(other, 1, TransportConfig(), self.expect, self.deliver)
         self.hello = Hello(1, 1, name, other)
+        self.wire = HeldWire()
         self.connection = Connection(self.hello, dialled=True, checksum=False, on_end=lambda _: None)
+        self.connection.begin(self.wire)
 
     def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
         return memoryview(bytearray(total))
@@ -136,9 +163,10 @@ class End:
             self.peer.submit(at, b"header", memoryview(payload), 0)
 
     def out(self) -> Iterator[bytes]:
-        """Everything that leaves now."""
-        while frame := self.connection.next_frame(0):
-            yield frame
+        """Everything that leaves now but the HELLO."""
+        for message in self.wire.out():
+            if kinds(message) != ["Hello"]:
+                yield message
 
 
 def ends() -> tuple[End, End]:
@@ -171,29 +199,35 @@ def test_sixteen_small_messages_leave_as_one_and_are_acknowledged_as_one() -> No
     acknowledges_all(b, a)
 
 
-def test_a_message_that_more_follow_wakes_nobody_before_the_last() -> None:
+def test_a_message_that_more_follow_does_not_leave_before_the_last() -> None:
     a, _ = ends()
-    nudges: list[int] = []
-    a.connection.waiting = True
-    a.connection.nudge = lambda: nudges.append(len(a.peer.outbox))  # type: ignore[method-assign]
+    assert list(a.out()) == []
     for micro, more in ((0, True), (1, True), (2, False)):
+        assert not a.wire.held
         a.peer.submit(key(micro), b"header", memoryview(SMALL), 0, more)
-    assert nudges == [3]
     (message,) = a.out()
     assert kinds(message) == ["Data"] * 3
 
 
+def test_a_message_leaves_in_the_thread_that_has_it_and_others_gather_while_it_is_written() -> None:
+    a, _ = ends()
+    assert list(a.out()) == []
+    a.queue((key(0), SMALL))
+    ((message, _),) = a.wire.held
+    assert kinds(message) == ["Data"]
+    a.queue((key(1), SMALL), (key(2), SMALL))
+    assert [kinds(message) for message in a.out()] == [["Data"], ["Data"] * 2]
+
+
 def test_a_full_queue_lets_out_what_waited_for_company() -> None:
     a, _ = ends()
-    nudges: list[int] = []
-    a.connection.waiting = True
-    a.connection.nudge = lambda: nudges.append(len(a.peer.outbox))  # type: ignore[method-assign]
+    assert list(a.out()) == []
     for micro in range(1024):
         a.peer.submit(key(micro), b"", memoryview(b""), 0, more=True)
-    assert nudges == []
+    assert not a.wire.held
     with pytest.raises(TimeoutError):
         a.peer.submit(key(1024), b"", memoryview(b""), 0, more=True)
-    assert nudges == [1024]
+    assert a.wire.held
 
 
 def test_what_nobody_waits_for_is_acknowledged_with_the_data_that_goes_back() -> None:
@@ -237,14 +271,17 @@ def test_who_waits_for_an_acknowledgement_asks_for_it() -> None:
 
 def test_a_message_delivered_on_a_connection_that_broke_is_confirmed_on_another() -> None:
     a, b = ends()
+    wire = HeldWire()
     other = Connection(b.hello, dialled=True, checksum=False, on_end=lambda _: None)
+    other.begin(wire)
     other.open(a.hello, b.peer, None)
     a.queue((key(0), SMALL))
     (message,) = a.out()
     b.connection.receive(message)
     b.connection.fail("cable pulled")
     b.peer.settle_receipts(b.connection.heard_s)
-    ack = decode(other.next_frame(0) or b"")[0]
+    _, answer = wire.out()
+    ack = decode(answer)[0]
     assert isinstance(ack, Ack)
     assert ack.confirmed == (0,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -344,7 +344,7 @@ def receiving(gpt2: Case) -> tuple[Links, Arrival, Arrival]:
     links.expect(found)
     for arrival in found:
         value = torch.arange(arrival.meta.elements, dtype=torch.float32).reshape(arrival.meta.shape)
-        links.send(arrival.peer, replace(arrival.key, direction=Direction.FORWARD), value)
+        links.send(arrival.peer, arrival.key._replace(direction=Direction.FORWARD), value)
     return links, found[0], found[1]
 
 

@@ -102,7 +102,7 @@ def test_a_wrong_number_of_elements_is_refused():
 
 @given(st.lists(st.integers(0, 4), max_size=5))
 def test_the_contiguous_layout_is_torch_s(shape: list[int]):
-    assert Layout.contiguous(shape).strides == torch.empty(shape).stride()
+    assert Layout.contiguous(tuple(shape)).strides == torch.empty(shape).stride()
 
 
 def test_the_uncompressed_codec_keeps_the_layout():

@@ -18,7 +18,7 @@ def test_what_moves_is_not_stirred() -> None:
     with peer.lock:
         peer.lanes.append(lane)
         peer.outbox.add(KEY, b"", memoryview(bytes(1000)))
-        peer.sent(1000.0, 1000)
+        peer.sent(1000.0, 1000, last=True)
         # The first look at it comes late: it may have been queued just now.
         assert [peer.stir(now_s) for now_s in (1000.0, 1000.5, 1001.0)] == [None] * 3
         peer.settled(1001.2, 500, 0.1, arrived=True)

@@ -29,7 +29,7 @@ from worker.channels import IDLE_WAKE_S, METHOD
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
 from worker.measure import burst_rate_bps
 from worker.peer import Peer
-from worker.shaper import Shaper, shaped
+from worker.shaper import Line, Shaper
 from worker.transport import (
     PeerLost,
     PeerNetwork,
@@ -601,29 +601,6 @@ def test_a_burst_is_measured_by_the_receivers_clock_and_without_its_start() -> N
         burst_rate_bps(samples[:1])
 
 
-class Script:
-    """A source for the shaper: frames in order, then the end; time passes as it is asked to wait."""
-
-    ended = False
-
-    def __init__(self, frames: list[bytes]) -> None:
-        self.frames, self.now_s = frames, 0.0
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def rest(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    def next_frame(self, timeout_s: float | None) -> bytes | None:
-        if self.frames:
-            return self.frames.pop(0)
-        if timeout_s is None:
-            return None
-        self.now_s += timeout_s
-        return b""
-
-
 def test_the_shaper_keeps_rate_and_delay(tmp_path: Path) -> None:
     path = tmp_path / "shape.json"
     path.write_text(
@@ -635,8 +612,16 @@ def test_the_shaper_keeps_rate_and_delay(tmp_path: Path) -> None:
     assert pipe is not None
     assert shaper.pipe("home2") is pipe
     assert shaper.pipe("nobody") is None
-    script = Script([bytes(10_000)] * 5)
-    arrivals = [script.now_s for _ in shaped(pipe, script, script.clock)]
+    line, arrivals, left = Line(pipe), [], 5
+    now_s: float | None = 0.0
+    while now_s is not None:
+        if left and (line.left(now_s) or left == 5):
+            line.enter(now_s, bytes(10_000))
+            left -= 1
+        line.left(now_s)
+        if line.arrived(now_s) is not None:
+            arrivals.append(now_s)
+        now_s = line.next_s
     # 10 kB last 10 ms at 8 Mbit/s, and arrive 40 ms later.
     assert arrivals == pytest.approx([0.05, 0.06, 0.07, 0.08, 0.09], abs=1e-3)
 
@@ -693,5 +678,5 @@ def test_a_peer_that_nothing_was_sent_to_for_long_is_hardly_pinged_until_it_is_u
     assert connection.peer is not None
     connection.peer.used_s -= connection.peer.config.idle_s + 1.0
     assert connection.spare
-    connection.peer.sent(connection.heard_s, 0)
+    connection.peer.sent(connection.heard_s, 0, last=True)
     assert not connection.spare

@@ -130,11 +130,16 @@ class StageCodecs:
         With an exact coding the packet may share the tensor's memory.
         """
         coding = self.coding(peer, key, sending=True)
-        with self._cpu.computing() as taken:
+        seconds = 0.0
+        if coding is EXACT:
             packet = self._encode(coding, key, tensor)
+        else:
+            with self._cpu.computing() as taken:
+                packet = self._encode(coding, key, tensor)
+            seconds = taken.seconds
         if key.direction in MEASURED:
-            use = self.use.setdefault(peer, CodecUse())
-            use.encode_s += taken.seconds
+            use = self.use.get(peer) or self.use.setdefault(peer, CodecUse())
+            use.encode_s += seconds
             use.dense_bytes += 0 if tensor is None else tensor.numel() * tensor.element_size()
             use.wire_bytes += packet.wire_bytes
         return packet
@@ -144,6 +149,8 @@ class StageCodecs:
         if packet.zero:
             return None
         coding = self.coding(peer, key, sending=False)
+        if coding is EXACT:
+            return self._decode(coding, key, packet)
         with self._cpu.computing() as taken:
             tensor = self._decode(coding, key, packet)
         if key.direction in MEASURED:

@@ -1,7 +1,8 @@
-"""One gRPC stream to a peer: frames out by a generator, frames in by a thread.
+"""One stream to a peer: frames out and frames in, in whatever thread has them.
 
-gRPC pulls ``frames()`` in a thread of its own and hands every received message to ``receive``;
-both ends of a connection are alike, whoever dialled. Frames leave in this order: control,
+A message starts in the thread that queued it, when nothing is being written, and else in the one that
+tells that the last is; what arrives is handed to ``receive``. Both ends of a connection are alike, whoever
+dialled. Frames leave in this order: control,
 acknowledgements, data by urgency, measurements; small ones that wait leave as one message. What
 the other side does not wait for is acknowledged with the data that goes back next.
 """
@@ -34,13 +35,15 @@ from worker.frames import (
 )
 from worker.outbox import Chunk
 from worker.receipts import Receipts
-from worker.shaper import Pipe, shaped
+from worker.shaper import Pipe, ShapedWire
+from worker.turns import Turns
 from worker.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from worker.peer import Peer
+    from worker.wires import Wire
 
 _PROBE_FILLER = bytes(MAX_CHUNK_BYTES)
 _numbers = itertools.count()
@@ -55,20 +58,21 @@ class Connection:
         self.number = next(_numbers)
         self.dialled = dialled
         self.checksum = Flag.CHECKSUM if checksum else 0
-        self.pipe: Pipe | None = None
         self.peer: Peer | None = None
         self.window = Window()
         self.greeted = threading.Event()  # or ended before that
-        self.drained = threading.Event()  # the last frame is with gRPC
+        self.drained = threading.Event()  # the last frame has left
         self.reason = ""
         self.leaving = False  # the peer said goodbye
+        self.deaf = False  # it sent what is none of the protocol: nothing more of it is looked at
         self.silent = False  # nothing came for too long
         self.heard_s = time.monotonic()
         self.asked_s = float("-inf")  # the first ping since something was heard
         self._on_end = on_end
         self.gone = threading.Event()
-        self._lock = threading.RLock()  # the peer's, once attached
-        self._wake = threading.Condition(self._lock)
+        self._lock = Turns()  # the peer's, once attached
+        self._wire: Wire | None = None
+        self._writing = False
         self._control: deque[Frame] = deque()
         self._closing = False
         self._receipts = Receipts()
@@ -76,22 +80,32 @@ class Connection:
         self._under_way: deque[tuple[int, Chunk | None]] = deque()  # (end byte, chunk)
         self._pings: dict[int, float] = {}
         self._ping_number = 0
-        self.waiting = False  # gRPC asks for a frame, and there is none
 
     # -- life
+
+    def begin(self, wire: Wire) -> None:
+        """Say hello; all else waits until the peer has, too."""
+        with self._lock:
+            self._wire, self._writing = wire, True
+        wire.open()
+        if not wire.send(encode(self.hello), self._written):
+            self.fail("connection broken")
 
     def open(self, remote: Hello, peer: Peer, pipe: Pipe | None) -> None:
         """Join the peer: from now on its lock guards this connection, too."""
         with self._lock, peer.lock:
             if self.gone.is_set():
                 return
-            self._lock, self._wake = peer.lock, threading.Condition(peer.lock)
+            self._lock = peer.lock
             self.window = Window(maximum=peer.config.max_window_bytes)
-            self.remote, self.peer, self.pipe = remote, peer, pipe
+            self.remote, self.peer = remote, peer
+            if pipe is not None and self._wire is not None:
+                self._wire = ShapedWire(pipe, self._wire)
             peer.lanes.append(self)
             peer.down_since_s = None
             peer.outbox.ask_again(self.window.chunk)
-        self.greeted.set()
+            self.greeted.set()
+            peer.lock.put_off(self._write)
 
     @property
     def ended(self) -> bool:
@@ -103,8 +117,8 @@ class Connection:
             if not self._closing:
                 self._control.append(Close(leaving, reason))
                 self._closing = True
-            self._wake.notify_all()
-        self.greeted.set()
+            self.greeted.set()
+            self.nudge()
 
     def fail(self, reason: str) -> None:
         """The stream is over; what it carried goes back to the peer. Any thread; the first call counts."""
@@ -117,12 +131,17 @@ class Connection:
                     return
                 self.reason = self.reason or reason
                 self.gone.set()
-                self._wake.notify_all()
                 if self.peer is not None:
                     self._detach(self.peer)
                 break
         self.greeted.set()
         self._on_end(self)
+        self._end_wire()
+
+    def _end_wire(self) -> None:
+        self.drained.set()
+        if self._wire is not None:
+            self._wire.end()
 
     def _detach(self, peer: Peer) -> None:
         now_s = time.monotonic()
@@ -138,39 +157,44 @@ class Connection:
             peer.down_since_s, peer.down_reason, peer.down_silent = now_s, self.reason, self.silent
         peer.last_rtt_s = self.window.rtt_s or peer.last_rtt_s
 
-    # -- sending half, pulled by gRPC
+    # -- sending half
 
-    def frames(self) -> Iterator[bytes]:
-        """Every frame this side sends, until the end."""
-        yield encode(self.hello)
-        self.greeted.wait()
-        if self.pipe is not None:
-            yield from shaped(self.pipe, self, time.monotonic)
-        else:
-            while (frame := self.next_frame(None)) is not None:
-                if frame:
-                    yield frame
-        self.drained.set()
+    @property
+    def waiting(self) -> bool:
+        """Nothing is being written."""
+        return not self._writing
 
-    def rest(self, seconds: float) -> None:
-        self.gone.wait(seconds)
+    def nudge(self) -> None:
+        if not self._writing:
+            self._lock.put_off(self._write)
 
-    def next_frame(self, timeout_s: float | None) -> bytes | None:
-        """What leaves next, small frames together; b"" when nothing does in time, None at the end."""
+    def _write(self) -> None:
+        """Start the next message, unless one is being written."""
         with self._lock:
-            head, payload = self._choose()
-            if head is None and not self.ended:
-                self.waiting = True
-                self._wake.wait(timeout_s)
-                self.waiting = False
-                head, payload = self._choose()
-            if head is None:
-                return None if self.ended else b""
-            frames = [(head, payload)]
-            room = min(MAX_BUNDLE_BYTES, self.window.chunk) - LEAST_ROOM - room_for(head, payload)
-            frames += self._choose_more(room)
-            self._take_along(frames)
-        return join([encode(*frame) for frame in frames])
+            if self._writing or self._wire is None or not self.greeted.is_set():
+                return
+            frames, wire = self._next_frames(), self._wire
+            self._writing = bool(frames)
+        if frames:
+            wire.send(join([encode(*frame) for frame in frames]), self._written)
+        elif self.ended:
+            self._end_wire()
+
+    def _written(self) -> None:
+        with self._lock:
+            self._writing = False
+        self._write()
+
+    def _next_frames(self) -> list[tuple[Frame, Buffer]]:
+        """What leaves next, small frames together; the lock is held."""
+        head, payload = self._choose()
+        if head is None:
+            return []
+        frames = [(head, payload)]
+        room = min(MAX_BUNDLE_BYTES, self.window.chunk) - LEAST_ROOM - room_for(head, payload)
+        frames += self._choose_more(room)
+        self._take_along(frames)
+        return frames
 
     def _choose_more(self, room: int) -> list[tuple[Frame, Buffer]]:
         """Frames that wait, in their order, while they are small; the lock is held."""
@@ -188,9 +212,10 @@ class Connection:
         peer = self.peer
         if peer is None or self._reading or not self._receipts.pending:
             return
-        data = next((at for at, (head, _) in enumerate(frames) if isinstance(head, Data)), None)
-        if data is not None:
-            frames.insert(data, (self._acknowledgement(peer), b""))
+        for at, (head, _) in enumerate(frames):
+            if isinstance(head, Data):
+                frames.insert(at, (self._acknowledgement(peer), b""))
+                return
 
     def _choose(self, most: int | None = None) -> tuple[Frame | None, Buffer]:
         """The frame to send now, or None; ``most``: with no more data than that, and no
@@ -204,10 +229,12 @@ class Connection:
             return None, b""
         if self._receipts.due and not self._reading:
             return self._acknowledgement(peer), b""
-        chunk = peer.take(self, most)
+        waiting = peer.outbox.waiting
+        chunk = peer.take(self, most) if waiting else None
         if chunk is not None:
-            flags = self._note_sent(peer, chunk, chunk.length, last=not peer.outbox.waiting)
-            if peer.outbox.waiting and not self.window.open:
+            waiting = peer.outbox.waiting
+            flags = self._note_sent(peer, chunk, chunk.length, last=not waiting)
+            if waiting and not self.window.open:
                 peer.nudge()  # this connection has its fill
             view = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
             return peer.data_frame(chunk, flags), view
@@ -220,7 +247,7 @@ class Connection:
             peer.probe_bytes -= length
             flags = self._note_sent(peer, None, length, last=not peer.probe_bytes)
             return Probe(flags), memoryview(_PROBE_FILLER)[:length]
-        if peer.outbox.waiting:
+        if waiting:
             peer.relieve()
         elif self.window.unasked:
             # Another connection took the last chunk; ours must not stay unacknowledged.
@@ -237,18 +264,15 @@ class Connection:
             self.window.pressed()
             ask = Flag.ACK_NOW
         self._under_way.append((self.window.sent_bytes, chunk))
-        peer.sent(now_s, length)
+        peer.sent(now_s, length, last=last)
         return self.checksum | ask
-
-    def nudge(self) -> None:
-        self._wake.notify()
 
     def press(self, again: bool = False) -> None:
         """Somebody waits for the acknowledgement of what is under way; the peer's lock is held."""
         if self.window.unpressed or (again and not self._control):
             self.window.pressed()
             self._control.append(Probe(Flag.ACK_NOW))
-            self._wake.notify()
+            self.nudge()
 
     @property
     def owes(self) -> bool:
@@ -260,7 +284,7 @@ class Connection:
         it broke; the peer's lock is held."""
         if stranded or self._receipts.overdue(now_s):
             self._receipts.due = True
-            self._wake.notify()
+            self.nudge()
 
     @property
     def spare(self) -> bool:
@@ -290,7 +314,7 @@ class Connection:
             if self.asked_s <= self.heard_s:
                 self.asked_s = now_s
             self._control.append(Ping(self._ping_number))
-            self._wake.notify()
+            self.nudge()
             return self._ping_number
 
     # -- receiving half
@@ -309,7 +333,7 @@ class Connection:
                 with self._lock:
                     self._reading = False
                     if self._receipts.due:
-                        self._wake.notify()
+                        self.nudge()
 
     def _handle(self, message: Buffer) -> None:
         frame, payload = decode(message)
@@ -324,7 +348,7 @@ class Connection:
             with self._lock:
                 if len(self._control) < 64:
                     self._control.append(Pong(frame.number))
-                self._wake.notify()
+                self.nudge()
         elif isinstance(frame, Pong):
             self._on_pong(frame)
         elif isinstance(frame, Close):
@@ -376,7 +400,7 @@ class Connection:
     def _note_arrival(self, nbytes: int, flags: int) -> None:
         self._receipts.arrived(self.heard_s, nbytes, flags)
         if self._receipts.due and not self._reading:
-            self._wake.notify()
+            self.nudge()
 
     def _on_ack(self, frame: Ack) -> None:
         peer = self._attached()
@@ -394,7 +418,7 @@ class Connection:
                     peer.room.notify_all()
             peer.confirmed(frame.confirmed)
             if peer.outbox.waiting or peer.probe_bytes > 0:
-                self._wake.notify()  # its window may have opened
+                self.nudge()  # its window may have opened
 
     def _on_mark(self, peer: Peer, at_s: float, received: int) -> None:
         """The peer had ``received`` bytes; at once told, it would have been known at ``at_s``."""

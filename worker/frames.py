@@ -15,7 +15,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import BadFrame
 
@@ -44,6 +44,7 @@ PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc of a
 SUMMED = PREFIX.size - 4
 _HELLO = struct.Struct("!HQBBBBB")  # protocol, session, lane, lanes, name/target/label lengths
 _DATA = struct.Struct("!QIQIIBBHQQIB")
+_FLAGS_AT = struct.calcsize("!QIQIIB")
 _ACK = struct.Struct("!QHH")  # receiver's clock ns, marks, confirmed
 _MARK = struct.Struct("!QI")  # payload bytes received on this stream, how long ago in us
 _ECHO = struct.Struct("!Q")
@@ -72,7 +73,11 @@ class Direction(IntEnum):
     EVALUATION = 4
     EVALUATION_CODED = 5  # the same batches, through the links' codecs
 
+    # An Enum's own is a Python function, and keys are looked up ten times a message.
+    __hash__ = int.__hash__
 
+
+_DIRECTIONS = tuple(Direction)
 MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})
 """Boundary tensors of training steps: what a link's rate is measured by. Tied parameters and evaluation
 come in bursts of their own size at steps of their own, and no codec of the plan answers for them."""
@@ -86,8 +91,10 @@ class Flag(IntEnum):
     ACK_SOON = 4  # with what goes back next, or when nothing does for a while
 
 
-@dataclass(frozen=True, slots=True)
-class MessageKey:
+_CHECKSUM = int(Flag.CHECKSUM)
+
+
+class MessageKey(NamedTuple):
     """What a message is. ``edge``: op position, or parameter index for tied parameters."""
 
     job: str
@@ -111,8 +118,7 @@ class Hello:
     lanes: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(NamedTuple):
     """One chunk ``[offset, offset + payload)`` of message ``number``; ``meta`` comes with offset 0."""
 
     number: int
@@ -124,8 +130,7 @@ class Data:
     oldest: int = 0  # smallest number the sender still keeps; what is older needs no memory
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(NamedTuple):
     """What arrived on this stream, and messages delivered.
 
     ``marks``: cumulative payload bytes and the age of that state in microseconds, ascending in
@@ -173,6 +178,7 @@ class Close:
 
 
 Frame = Hello | Data | Ack | Ping | Pong | Probe | Close
+_WITH_PAYLOAD = (Data, Probe)
 
 
 def encode(frame: Frame, payload: Buffer = b"") -> bytes:
@@ -182,7 +188,7 @@ def encode(frame: Frame, payload: Buffer = b"") -> bytes:
         raise ValueError(f"payload of {len(payload)} bytes; a frame carries at most {MAX_CHUNK_BYTES}")
     start = PREFIX.pack(MAGIC, VERSION, kind, len(head), 0)[:SUMMED]
     crc = zlib.crc32(head, zlib.crc32(start))
-    if isinstance(frame, Data | Probe) and frame.flags & Flag.CHECKSUM:
+    if isinstance(frame, _WITH_PAYLOAD) and frame.flags & _CHECKSUM:
         crc = zlib.crc32(payload, crc)
     return b"".join((start, crc.to_bytes(4, "big"), head, payload))
 
@@ -258,7 +264,7 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
         raise BadFrame(f"unknown frame type {kind}")
     # Fields steer nothing until the sum over them is right.
     found = zlib.crc32(head, zlib.crc32(view[:SUMMED]))
-    if _flags(kind, head) & Flag.CHECKSUM:
+    if _flags(kind, head) & _CHECKSUM:
         found = zlib.crc32(payload, found)
     if found != crc:
         raise BadFrame("frame checksum differs; it was damaged or forged")
@@ -266,7 +272,7 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
         frame = reader(head)
     except (struct.error, UnicodeDecodeError, ValueError, IndexError):
         raise BadFrame(f"malformed {FrameType(kind).name} frame") from None
-    if payload and not isinstance(frame, Data | Probe):
+    if payload and not isinstance(frame, _WITH_PAYLOAD):
         raise BadFrame(f"{FrameType(kind).name} frame carries {len(payload)} stray bytes")
     if isinstance(frame, Data):
         _check_data(frame, len(payload))
@@ -275,7 +281,7 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
 
 def _flags(kind: int, head: memoryview) -> int:
     if kind == FrameType.DATA and len(head) >= _DATA.size:
-        return int(_DATA.unpack_from(head)[6])
+        return head[_FLAGS_AT]
     return head[0] if kind == FrameType.PROBE and len(head) else 0
 
 
@@ -285,7 +291,7 @@ def _read_data(head: memoryview) -> Data:
     job, meta = head[_DATA.size : _DATA.size + n], head[_DATA.size + n :]
     if len(job) != n or len(meta) != meta_length or n > MAX_NAME_BYTES or behind > number:
         raise ValueError
-    key = MessageKey(bytes(job).decode(), plan_version, step, micro, edge, Direction(direction))
+    key = MessageKey(bytes(job).decode(), plan_version, step, micro, edge, _DIRECTIONS[direction])
     return Data(number, key, offset, total, bytes(meta), flags, number - behind)
 
 

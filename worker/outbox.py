@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from worker.frames import MessageKey
 
@@ -40,8 +40,7 @@ class Outgoing:
         return most + (0 if offset else len(self.meta))
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """``message.payload[offset : offset + length]``."""
 
     message: Outgoing

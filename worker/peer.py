@@ -18,6 +18,7 @@ from worker.frames import Data, MessageKey, confirmations
 from worker.inbox import Expect, Inbox
 from worker.linetime import LineTime
 from worker.outbox import Chunk, Outbox
+from worker.turns import Turns
 from worker.window import LARGEST_SHARED_CHUNK, Window
 
 Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
@@ -75,7 +76,10 @@ class Lane(Protocol):
 
     number: int
     window: Window
-    waiting: bool
+
+    @property
+    def waiting(self) -> bool:
+        """Nothing is being written."""
 
     def ping(self, now_s: float) -> int:
         """Send an echo request; returns its number."""
@@ -103,8 +107,8 @@ class Peer:
     ) -> None:
         self.name, self.session, self.config = name, session, config
         self.deliver = deliver
-        self.lock = threading.RLock()
-        self.room = threading.Condition(self.lock)
+        self.lock = Turns()
+        self.room = threading.Condition(self.lock)  # type: ignore[arg-type]
         self.remote_session: int | None = None
         self.lanes: list[Lane] = []
         self.outbox = Outbox()
@@ -262,11 +266,12 @@ class Peer:
             message.number, message.key, chunk.offset, total, meta, flags, min(oldest, message.number)
         )
 
-    def sent(self, now_s: float, nbytes: int) -> None:
+    def sent(self, now_s: float, nbytes: int, *, last: bool) -> None:
+        """A chunk leaves; ``last``: nothing else waits."""
         self.used_s = now_s
         self._in_flight += nbytes
         self._line.sent(now_s, nbytes)
-        self._window.sent(now_s, nbytes, last=not self.outbox.waiting)
+        self._window.sent(now_s, nbytes, last=last)
         self.progress += 1
 
     def settled(self, now_s: float, nbytes: int, rtt_s: float, *, arrived: bool, measured: int = 0) -> None:

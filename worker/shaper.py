@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
+    from worker.wires import Wire
+
 MAX_FILE_BYTES = 1 << 20
+HANDING_S = 0.5  # for the wire to take a message, before we ask whether it still should
 
 
 class Rate:
@@ -85,43 +89,86 @@ class Shaper:
         return next((self._pipes[name] for name in names if name in self._pipes), None)
 
 
-class Source(Protocol):
-    """Where frames come from: one connection's sending half."""
+class Line:
+    """Messages on a pipe, in order. Times come in as arguments."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._under_way: deque[tuple[float, bytes]] = deque()  # (when it arrives, message)
+        self._free_s: float | None = None  # when the last one has left, until that is told
+
+    def enter(self, now_s: float, message: bytes) -> None:
+        self._free_s = self._pipe.depart(now_s, len(message))
+        self._under_way.append((self._free_s + self._pipe.delay_s, message))
+
+    def left(self, now_s: float) -> bool:
+        """The last one has left, which is told once."""
+        if self._free_s is None or self._free_s > now_s:
+            return False
+        self._free_s = None
+        return True
+
+    def arrived(self, now_s: float) -> bytes | None:
+        """The next one that has."""
+        if self._under_way and self._under_way[0][0] <= now_s:
+            return self._under_way.popleft()[1]
+        return None
 
     @property
-    def ended(self) -> bool:
-        """Nothing more will come than what is queued."""
-
-    def next_frame(self, timeout_s: float | None) -> bytes | None:
-        """The next frame; b"" when none came in time, None at the end."""
-
-    def rest(self, seconds: float) -> None:
-        """Wait, less when the source ends."""
+    def next_s(self) -> float | None:
+        """When something happens next; None: nothing will."""
+        times = [at_s for at_s, _ in list(self._under_way)[:1]]
+        return min([*times, *([] if self._free_s is None else [self._free_s])], default=None)
 
 
-def shaped(pipe: Pipe, source: Source, clock: Callable[[], float]) -> Iterator[bytes]:
-    """The source's frames at the pipe's pace.
+class ShapedWire:
+    """A wire at a pipe's pace: it is free for the next message when the pipe is, so urgent ones overtake."""
 
-    A frame is pulled only when the link is free, so urgent ones still overtake.
-    """
-    line: deque[tuple[float, bytes]] = deque()  # (when it arrives, frame)
-    free_s = clock()
-    while True:
-        now_s = clock()
-        while line and line[0][0] <= now_s:
-            yield line.popleft()[1]
-        arrival_s = line[0][0] if line else None
-        if free_s > now_s:
-            source.rest((free_s if arrival_s is None else min(free_s, arrival_s)) - now_s)
-            if not source.ended:
-                continue
-        frame = source.next_frame(None if arrival_s is None else max(0.0, arrival_s - now_s))
-        if frame is None:
-            break
-        if frame:
-            free_s = pipe.depart(clock(), len(frame))
-            line.append((free_s + pipe.delay_s, frame))
-    yield from (frame for _, frame in line)
+    def __init__(self, pipe: Pipe, wire: Wire) -> None:
+        self._wire, self._line = wire, Line(pipe)
+        self._changed = threading.Condition()
+        self._sent: Callable[[], None] | None = None
+        self._ending = False
+        threading.Thread(target=self._run, name="peer-shaper", daemon=True).start()
+
+    def open(self) -> None:
+        """The wire below is open."""
+
+    def send(self, message: bytes, sent: Callable[[], None]) -> bool:
+        with self._changed:
+            self._line.enter(time.monotonic(), message)
+            self._sent = sent
+            self._changed.notify()
+            return not self._ending
+
+    def end(self) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        """Thread: hand on what has arrived, and tell when the pipe is free."""
+        handed = threading.Event()
+        alive = True
+        while True:
+            with self._changed:
+                now_s = time.monotonic()
+                message = self._line.arrived(now_s)
+                free, sent = self._line.left(now_s), self._sent
+                next_s = self._line.next_s
+                if message is None and not free:
+                    if next_s is None and self._ending:
+                        break
+                    self._changed.wait(None if next_s is None else max(0.0, next_s - now_s))
+                    continue
+            if message is not None and alive:
+                handed.clear()
+                alive = self._wire.send(message, handed.set)
+                while alive and not handed.wait(HANDING_S):
+                    alive = not self._ending
+            if free and sent is not None:
+                sent()
+        self._wire.end()
 
 
 def _positive(value: object) -> float:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,14 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos import PROTOCOL_VERSION
 from protos.credentials import peer_name
 from worker.allocator import keep_chunk_memory
-from worker.channels import METHOD, PeerServer, open_channel
+from worker.channels import PeerServer, open_channel
 from worker.connection import Connection
 from worker.frames import Direction, Hello, MessageKey, decode, printable
 from worker.lanes import FIRST, Lanes, most_lanes
 from worker.measure import ECHOES, Goodput, burst, round_trip
 from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
 from worker.shaper import Shaper
+from worker.wires import AcceptedWire, DialledWire
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
@@ -211,17 +213,17 @@ class PeerNetwork:
         known = self._peer(peer)
         hello = self._hello(known, lane, lanes)
         connection = Connection(hello, dialled=True, checksum=self._identity is None, on_end=self._ended)
+        wire = DialledWire(channel, partial(self._take, connection), partial(self._broken, connection))
         with self._lock:
             self._connections.add(connection)
-            self._cancels[connection] = channel.close
+            self._cancels[connection] = wire.close
             self._addresses[connection] = address
-        call = channel.stream_stream(METHOD, None, None)(connection.frames())
-        self._spawn(self._read, f"peer-read-{peer}", connection, call)
+        connection.begin(wire)
         left_s = min(self.config.handshake_s, deadline_s - time.monotonic())
         connection.greeted.wait(max(0.0, left_s))
         if connection.peer is None or connection.ended:
             connection.fail(f"no answer within {left_s:.1f} s")
-            raise self._why(call, connection)
+            raise self._why(wire.call, connection)
         return connection
 
     def _why(self, call: grpc.Call, connection: Connection) -> AtollError:
@@ -373,7 +375,7 @@ class PeerNetwork:
         try:
             first = next(messages)
         except (grpc.RpcError, StopIteration):
-            return
+            return iter(())
         finally:
             with self._lock:
                 self._handshakes.pop(mark, None)
@@ -391,13 +393,15 @@ class PeerNetwork:
         known = self._peer(remote.name, remote.session)
         hello = self._hello(known, remote.lane, remote.lanes)
         connection = Connection(hello, dialled=False, checksum=self._identity is None, on_end=self._ended)
+        wire = AcceptedWire(context, partial(self._take, connection), partial(self._broken, connection))
         with self._lock:
             self._connections.add(connection)
-            self._cancels[connection] = context.cancel
+            self._cancels[connection] = wire.close
+        connection.begin(wire)
         self._open(connection, remote, known)
-        self._spawn(self._read, f"peer-read-{remote.name}", connection, messages)
-        yield from connection.frames()
-        # Returning ends the stream with OK; the reader sees that too.
+        wire.serve()
+        # Returning ends the stream with OK.
+        return iter(())
 
     def _check_hello(self, frame: object, certified: str | None) -> Hello:
         """Raises BadFrame, ProtocolMismatch or AccessDenied."""
@@ -477,37 +481,28 @@ class PeerNetwork:
             return
         self._open(connection, frame, known)
 
-    def _read(self, connection: Connection, messages: Iterator[bytes]) -> None:
-        """Thread: every frame of one stream, until it ends."""
+    def _take(self, connection: Connection, message: bytes) -> None:
+        """A message has arrived; in a thread of gRPC's."""
+        if connection.deaf:
+            return
         try:
-            for message in messages:
-                if connection.remote is None:
-                    self._greet(connection, message)
-                else:
-                    connection.receive(message)
-                if connection.gone.is_set():
-                    return
-            connection.fail("connection closed by the peer")
+            if connection.remote is None:
+                self._greet(connection, message)
+            else:
+                connection.receive(message)
         except BadFrame as error:
             self.refused["malformed"] += 1
+            connection.deaf = True
             connection.close(str(error), leaving=False)
-            self._let_it_end(messages)
-            connection.fail(str(error))
-        except grpc.RpcError as error:
-            details = getattr(error, "details", str)()
-            connection.fail(printable(str(details or "connection broken")))
-        finally:
-            # Whatever ended this thread: a connection that nobody reads is over.
-            connection.fail("receiver stopped")
+            self._spawn(self._let_it_end, "peer-end", connection, str(error))
 
-    def _let_it_end(self, messages: Iterator[bytes]) -> None:
-        """Read on without looking until the other side has seen our CLOSE and ends the stream."""
-        deadline_s = time.monotonic() + self.config.close_s
-        try:
-            while time.monotonic() < deadline_s and next(messages, None) is not None:
-                pass
-        except grpc.RpcError:
-            return
+    def _broken(self, connection: Connection, reason: str) -> None:
+        connection.fail(printable(reason))
+
+    def _let_it_end(self, connection: Connection, reason: str) -> None:
+        """Thread: the other side is to see our CLOSE and end the stream."""
+        connection.gone.wait(self.config.close_s)
+        connection.fail(reason)
 
     def _ended(self, connection: Connection) -> None:
         """A connection is over: dial again, or take note of a goodbye."""
@@ -518,7 +513,7 @@ class PeerNetwork:
             self._changed.notify_all()
         # A server's stream whose last frame is out ends by itself; cancelling could overtake it.
         if cancel is not None and (connection.dialled or not connection.drained.is_set()):
-            cancel()
+            self._spawn(cancel, "peer-close")  # waits for the thread that may have brought us here
         peer = connection.peer
         if peer is None or peer.gone or self._closing.is_set():
             return
@@ -630,7 +625,7 @@ class PeerNetwork:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self._lock:
+        with self._lock:  # whoever finds it there may join it
             self._threads.add(thread)
-        thread.start()
+            thread.start()
         return thread

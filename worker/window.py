@@ -62,7 +62,7 @@ class Window:
         self._rates: deque[tuple[float, float]] = deque()  # (when, bytes/s), falling
         self._bursts: deque[float] = deque(maxlen=BURSTS)  # bytes/s
         self._burst: tuple[float, int] | None = None  # this one: since when, acknowledged before
-        self._rtts = [float("inf"), float("inf")]  # this and the previous half of the horizon
+        self._rtts = (float("inf"), float("inf"))  # this and the previous half of the horizon
         self._rtt_since_s = 0.0
         self.sent_bytes = 0
         self.acked_bytes = 0
@@ -72,26 +72,28 @@ class Window:
         self._asked_at = 0  # sent when an acknowledgement was last asked for, however soon
         self._pressed_at = 0  # ... at once
         self._rested_at = 0  # ... when last nothing else waited
+        # What follows from all this, asked several times a chunk.
+        self.rtt_s: float | None = None
+        """Smallest round trip of the last half minute; None before the first."""
+        self.rate: float | None = None
+        """Largest recent delivery rate, bytes/s; None before the first."""
+        self.size = 0
+        self.chunk = 0
+        """Bytes of the next chunk, a multiple of 4 KiB."""
+        self._derive()
+
+    def _derive(self) -> None:
+        rates = [*self._bursts, *([self._rates[0][1]] if self._rates else ())]
+        self.rate = rate = max(rates, default=None)
+        self.size = size = self.size_at(self.rtt_s)
+        wanted = self._initial / 4 if rate is None else rate * CHUNK_S
+        part = max(size / 4, min(size, MOST_OF_LEAST) / LEAST_CHUNKS)
+        fitting = int(min(MAX_CHUNK_BYTES, max(self._least_chunk, min(wanted, part))))
+        self.chunk = fitting // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
 
     @property
     def in_flight(self) -> int:
         return self.sent_bytes - self.acked_bytes
-
-    @property
-    def rtt_s(self) -> float | None:
-        """Smallest round trip of the last half minute; None before the first."""
-        least = min(self._rtts)
-        return None if least == float("inf") else least
-
-    @property
-    def rate(self) -> float | None:
-        """Largest recent delivery rate, bytes/s; None before the first."""
-        newest = [self._rates[0][1]] if self._rates else []
-        return max(*newest, *self._bursts, 0.0) if newest or self._bursts else None
-
-    @property
-    def size(self) -> int:
-        return self.size_at(self.rtt_s)
 
     def size_at(self, rtt_s: float | None) -> int:
         """The window at a round trip that is known better elsewhere."""
@@ -113,22 +115,15 @@ class Window:
     def fit(self, line: Window, connections: int) -> None:
         """This connection carries a part of what ``line``, all ``connections`` together, do; the only one
         has no other measure than itself."""
+        before = self._least_chunk, self._share
         if connections == 1:
             self._least_chunk, self._share = SMALLEST_CHUNK, self._maximum
-            return
-        self._share = min(self._maximum, max(LEAST_SHARE, 2 * line.size // connections))
-        shared = min(LARGEST_SHARED_CHUNK, line.chunk) if line.slow else 0
-        self._least_chunk = max(SMALLEST_CHUNK, shared)
-
-    @property
-    def chunk(self) -> int:
-        """Bytes of the next chunk, a multiple of 4 KiB."""
-        rate = self.rate
-        size = self.size
-        wanted = self._initial / 4 if rate is None else rate * CHUNK_S
-        part = max(size / 4, min(size, MOST_OF_LEAST) / LEAST_CHUNKS)
-        fitting = int(min(MAX_CHUNK_BYTES, max(self._least_chunk, min(wanted, part))))
-        return fitting // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
+        else:
+            self._share = min(self._maximum, max(LEAST_SHARE, 2 * line.size // connections))
+            shared = min(LARGEST_SHARED_CHUNK, line.chunk) if line.slow else 0
+            self._least_chunk = max(SMALLEST_CHUNK, shared)
+        if (self._least_chunk, self._share) != before:
+            self._derive()
 
     @property
     def open(self) -> bool:
@@ -193,8 +188,9 @@ class Window:
             # Without a backlog the sender was the limit: such a sample only counts when it is more.
             if newest.backlogged or self.rate is None or rate > self.rate:
                 self._note_rate(now_s, rate)
-            self.note_rtt(now_s, now_s - newest.at_s)
+            self._note_rtt(now_s, now_s - newest.at_s)
         self._note_burst(now_s)
+        self._derive()
         return new
 
     def broke(self) -> None:
@@ -218,10 +214,16 @@ class Window:
                 self._forget_rates(now_s)
 
     def note_rtt(self, now_s: float, rtt_s: float) -> None:
+        self._note_rtt(now_s, rtt_s)
+        self._derive()
+
+    def _note_rtt(self, now_s: float, rtt_s: float) -> None:
+        newest, older = self._rtts
         if now_s - self._rtt_since_s > RTT_HORIZON_S / 2:
-            self._rtts = [float("inf"), self._rtts[0]]
+            newest, older = float("inf"), newest
             self._rtt_since_s = now_s
-        self._rtts[0] = min(self._rtts[0], rtt_s)
+        self._rtts = min(newest, rtt_s), older
+        self.rtt_s = min(self._rtts)
 
     def _note_rate(self, now_s: float, rate: float) -> None:
         while self._rates and self._rates[-1][1] <= rate:

@@ -1,0 +1,72 @@
+"""A re-entrant lock; what is put off while it is held runs once its holder has let it go.
+
+What must follow a change of guarded state but may take long, such as handing a message to gRPC,
+would keep everybody else from the lock, or need a thread of its own that is woken for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Turns:
+    """Works as a lock of ``threading.Condition``, too: a wait lets go, so what was put off runs first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._put_off: list[Callable[[], None]] = []
+
+    def put_off(self, call: Callable[[], None]) -> None:
+        """Run ``call`` in this thread when it lets go of the lock, which it holds; the same one but once."""
+        if call not in self._put_off:
+            self._put_off.append(call)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = self._lock.acquire(blocking, timeout)
+        self._depth += taken
+        return taken
+
+    def release(self) -> None:
+        self._depth -= 1
+        calls = [] if self._depth else self._take()
+        self._lock.release()
+        for call in calls:
+            call()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if self._depth > 1 or not self._put_off:
+            self._depth -= 1
+            self._lock.release()
+        else:
+            self.release()
+
+    def _take(self) -> list[Callable[[], None]]:
+        if not self._put_off:
+            return []
+        calls, self._put_off = self._put_off, []
+        return calls
+
+    # What a Condition asks of a lock that may be held more than once.
+
+    def _release_save(self) -> tuple[int, Any]:
+        depth, self._depth = self._depth, 0
+        calls = self._take()
+        state = self._lock._release_save()  # type: ignore[attr-defined]
+        for call in calls:
+            call()
+        return depth, state
+
+    def _acquire_restore(self, saved: tuple[int, Any]) -> None:
+        depth, state = saved
+        self._lock._acquire_restore(state)  # type: ignore[attr-defined]
+        self._depth = depth
+
+    def _is_owned(self) -> bool:
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
