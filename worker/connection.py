@@ -2,9 +2,9 @@
 
 A message starts in the thread that queued it, when nothing is being written, and else in the one that
 tells that the last is; what arrives is handed to ``receive``. Both ends of a connection are alike, whoever
-dialled. Frames leave in this order: control,
-acknowledgements, data by urgency, measurements; small ones that wait leave as one message. What
-the other side does not wait for is acknowledged with the data that goes back next.
+dialled. Frames leave in this order: control, acknowledgements, data by urgency, measurements; small ones
+that wait leave as one message. What the other side does not wait for is acknowledged with the data that
+goes back next.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Connection:
 
     def nudge(self) -> None:
         if not self._writing:
-            self._lock.put_off(self._write)
+            self._lock.put_off(self._write)  # not under the lock: encrypting a chunk takes a while
 
     def _write(self) -> None:
         """Start the next message, unless one is being written."""
@@ -176,7 +176,12 @@ class Connection:
             frames, wire = self._next_frames(), self._wire
             self._writing = bool(frames)
         if frames:
-            wire.send(join([encode(*frame) for frame in frames]), self._written)
+            try:
+                message = join([encode(*frame) for frame in frames])
+            except ValueError as error:  # beyond a bound: ours to mend, and this stream has lost its order
+                self.fail(f"cannot send: {error}")
+                raise
+            wire.send(message, self._written)
         elif self.ended:
             self._end_wire()
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -226,10 +226,10 @@ class PeerNetwork:
             raise self._why(wire.call, connection)
         return connection
 
-    def _why(self, call: grpc.Call, connection: Connection) -> AtollError:
-        """The refusal or failure of a dial as an error of ours."""
+    def _why(self, call: Any, connection: Connection) -> AtollError:
+        """The refusal or failure of a dial as an error of ours; ``call`` None: it was never made."""
         reason = connection.reason
-        status = call.code() if call.done() else None  # type: ignore[attr-defined]
+        status = call.code() if call is not None and call.done() else None
         if status is grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolMismatch(reason)
         tls = "ssl handshake" in reason.lower() or "verification check" in reason.lower()

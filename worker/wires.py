@@ -97,7 +97,11 @@ class DialledWire(_Operations):
 
     def open(self) -> None:
         call: Any = self._channel.stream_stream(METHOD, None, None)
-        self.call = call(self._until_the_end())
+        try:
+            self.call = call(self._until_the_end())
+        except ValueError:  # the channel is closed
+            self._tell_end("closed")
+            return
         self.call.add_done_callback(self._done)
         self._expect_message()
 
@@ -112,6 +116,8 @@ class DialledWire(_Operations):
         yield from ()
 
     def _start(self, operation: Any, done: Callable[[Any], None]) -> bool:
+        if self.call is None:
+            return False
         state, kind = self.call._state, operation.type()
 
         def handled(event: Any) -> bool:
