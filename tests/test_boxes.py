@@ -1,0 +1,203 @@
+"""The boxes of messages out and in: whatever breaks, each arrives once and whole."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.errors import BadFrame
+from worker.frames import (
+    Data,
+    Direction,
+    MessageKey,
+)
+from worker.inbox import Inbox
+from worker.outbox import Outbox
+
+KEY = MessageKey("job-1", 3, 12, 4, 77, Direction.BACKWARD)
+
+
+def key(direction: Direction, micro: int = 0) -> MessageKey:
+    return MessageKey("job-1", 1, 0, micro, 5, direction)
+
+
+def test_a_gradient_overtakes_queued_activations_between_two_chunks() -> None:
+    box = Outbox()
+    box.add(key(Direction.EVALUATION), b"", memoryview(bytes(10_000)))
+    box.add(key(Direction.FORWARD), b"", memoryview(bytes(100_000)))
+    box.add(key(Direction.FORWARD, 1), b"", memoryview(bytes(10_000)))
+    first = box.take(40_000)
+    box.add(key(Direction.TIED_TOTAL), b"", memoryview(bytes(10_000)))
+    box.add(key(Direction.BACKWARD), b"", memoryview(bytes(50_000)))
+    order = [first]
+    while (chunk := box.take(40_000)) is not None:
+        order.append(chunk)
+    assert [(c.message.key.direction.name[:4], c.message.key.micro, c.length) for c in order if c] == [
+        ("FORW", 0, 40_000),
+        ("BACK", 0, 40_000),
+        ("BACK", 0, 10_000),
+        ("TIED", 0, 10_000),
+        ("FORW", 0, 40_000),
+        ("FORW", 0, 20_000),
+        ("FORW", 1, 10_000),
+        ("EVAL", 0, 10_000),
+    ]
+
+
+def test_a_message_without_payload_is_one_chunk() -> None:
+    box = Outbox()
+    box.add(key(Direction.BACKWARD), b"zero", memoryview(b""))
+    assert box.waiting
+    chunk = box.take(1000)
+    assert chunk is not None
+    assert (chunk.offset, chunk.length) == (0, 0)
+    assert box.take(1000) is None
+    assert box.confirmed(0) is not None
+    assert box.confirmed(0) is None
+    assert len(box) == 0
+
+
+def test_a_message_whose_confirmation_may_be_lost_sends_its_first_chunk_again() -> None:
+    box = Outbox()
+    box.add(key(Direction.FORWARD), b"", memoryview(bytes(30_000)))
+    for _ in range(2):
+        chunk = box.take(20_000)
+        assert chunk is not None
+        box.acknowledged(chunk)
+    box.ask_again(20_000)
+    again = box.take(99_999)
+    assert again is not None
+    assert (again.offset, again.length) == (0, 20_000)
+    assert box.take(20_000) is None
+
+
+def test_dropping_a_job_leaves_the_others() -> None:
+    box = Outbox()
+    box.add(key(Direction.FORWARD), b"", memoryview(bytes(10)))
+    box.add(MessageKey("other", 1, 0, 0, 0, Direction.FORWARD), b"", memoryview(bytes(20)))
+    assert box.drop(lambda k: k.job == "job-1") == 1
+    assert (len(box), box.held, box.oldest, box.span) == (1, 20, 1, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(Direction), st.integers(0, 200_000)), min_size=1, max_size=8),
+    st.integers(0, 2**32),
+)
+def test_whatever_breaks_every_message_arrives_once_and_whole(
+    messages: list[tuple[Direction, int]], seed: int
+) -> None:
+    """Chunks take random connections, some of which break with what they carried."""
+    rng = Random(seed)
+    outbox, buffers = Outbox(), dict[MessageKey, bytearray]()
+
+    def expect(_: str, k: MessageKey, total: int) -> memoryview:
+        return memoryview(buffers.setdefault(k, bytearray(total)))
+
+    inbox = Inbox("w-a", expect, 1 << 20, 64)
+    sent = {}
+    for micro, (direction, size) in enumerate(messages):
+        payload = rng.randbytes(size)
+        sent[key(direction, micro)] = payload
+        outbox.add(key(direction, micro), b"", memoryview(payload))
+    done: list[int] = []
+    for _ in range(10_000):
+        if not len(outbox):
+            break
+        chunk = outbox.take(rng.choice([16 << 10, 64 << 10]))
+        if chunk is None:
+            outbox.ask_again(16 << 10)
+            continue
+        fate = rng.random()
+        if fate < 0.2:  # lost on the way
+            outbox.give_back([chunk])
+            continue
+        m = chunk.message
+        frame = Data(m.number, m.key, chunk.offset, len(m.payload), b"", 0, min(outbox.oldest, m.number))
+        incoming = inbox.admit(frame, chunk.length)
+        if incoming is not None:
+            assert incoming.buffer is not None
+            incoming.buffer[chunk.offset : chunk.offset + chunk.length] = m.payload[
+                chunk.offset : chunk.offset + chunk.length
+            ]
+            if inbox.arrived(incoming, chunk.length):
+                done.append(m.number)
+        if fate < 0.4:  # arrived, but its acknowledgement was lost
+            outbox.give_back([chunk])
+            continue
+        outbox.acknowledged(chunk)
+        if inbox.is_done(m.number):
+            outbox.confirmed(m.number)
+    assert len(outbox) == 0
+    assert sorted(done) == list(range(len(messages)))
+    assert {k: bytes(b) for k, b in buffers.items()} == sent
+
+
+def accept(_: str, __: MessageKey, total: int) -> memoryview:
+    return memoryview(bytearray(total))
+
+
+def test_a_replayed_message_is_counted_and_not_assembled_again() -> None:
+    inbox = Inbox("w-a", accept, 1000, 4)
+    frame = Data(0, KEY, 0, 10)
+    incoming = inbox.admit(frame, 10)
+    assert incoming is not None
+    assert inbox.arrived(incoming, 10)
+    assert inbox.admit(frame, 10) is None
+    assert inbox.admit(Data(5, KEY, 0, 1, oldest=5), 1) is not None
+    assert inbox.admit(Data(3, KEY, 0, 1, oldest=3), 1) is None
+    assert inbox.refused == {"duplicate": 2}
+
+
+def test_contradictions_between_chunks_are_refused() -> None:
+    for first, length, second, second_length in (
+        (Data(0, KEY, 0, 9000), 5000, Data(0, KEY, 0, 9001), 5000),
+        (Data(0, KEY, 0, 9000), 5000, Data(0, key(Direction.FORWARD), 5000, 9000), 4000),
+        (Data(0, KEY, 0, 9000), 5000, Data(0, KEY, 0, 9000), 6000),
+        (Data(0, KEY, 0, 9000), 5000, Data(0, KEY, 4000, 9000), 5000),
+        (Data(0, KEY, 4000, 9000), 5000, Data(0, KEY, 0, 9000), 5000),
+    ):
+        inbox = Inbox("w-a", accept, 10_000, 4)
+        assert inbox.admit(first, length) is not None
+        with pytest.raises(BadFrame):
+            inbox.admit(second, second_length)
+
+
+def test_oversized_and_too_many_messages_are_refused_before_any_memory_is_taken() -> None:
+    taken: list[int] = []
+
+    def expect(_: str, __: MessageKey, total: int) -> memoryview:
+        taken.append(total)
+        return memoryview(bytearray(total))
+
+    inbox = Inbox("w-a", expect, 1000, 2)
+    with pytest.raises(BadFrame, match="1001 bytes declared; at most 1000"):
+        inbox.admit(Data(0, KEY, 0, 1001), 10)
+    for number in (1, 2):
+        inbox.admit(Data(number, KEY, 500, 1000), 500)
+    with pytest.raises(BadFrame, match="more than 2 messages"):
+        inbox.admit(Data(3, KEY, 0, 1000), 500)
+    assert taken == [1000, 1000]
+
+
+def test_an_unwanted_message_is_counted_and_confirmed_so_that_its_sender_stops() -> None:
+    inbox = Inbox("w-a", lambda *_: None, 10_000, 4)
+    incoming = inbox.admit(Data(0, KEY, 0, 9000), 5000)
+    assert incoming is not None
+    assert incoming.buffer is None
+    assert not inbox.arrived(incoming, 5000)
+    rest = inbox.admit(Data(0, KEY, 5000, 9000), 4000)
+    assert rest is not None
+    assert inbox.arrived(rest, 4000)
+    assert inbox.refused == {"unexpected": 1}
+
+
+def test_the_receiver_forgets_what_the_sender_forgot() -> None:
+    inbox = Inbox("w-a", accept, 10_000, 4)
+    for number in range(3):
+        inbox.admit(Data(number, KEY, 0, 9000), 5000)
+    inbox.admit(Data(9, KEY, 0, 9000, oldest=9), 5000)
+    assert len(inbox) == 1
