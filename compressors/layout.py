@@ -83,7 +83,7 @@ def from_wire(data: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
     if data.numel() != prod(shape):
         raise BadFrame(f"{data.numel()} elements do not fill a tensor of shape {shape}")
     aligned = data.data_ptr() % ALIGNMENT == layout.lead * data.element_size()
-    if aligned and layout is Layout.contiguous(shape):
+    if aligned and layout == Layout.contiguous(shape):
         return data.view(shape)
     fault = _fault(shape, layout, data.element_size())
     if fault:

@@ -36,7 +36,7 @@ class Uncompressed:
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         payload = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        usual = layout is Layout.contiguous(meta.shape) or layout == Layout.contiguous(meta.shape)
+        usual = layout == Layout.contiguous(meta.shape)
         return Packet(self.name, meta, payload, b"" if usual else layout.to_bytes()), None
 
     def decompress(self, packet: Packet, state: State = None) -> torch.Tensor:

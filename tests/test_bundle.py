@@ -357,3 +357,23 @@ def test_a_bad_frame_in_a_bundle_is_refused_and_what_came_before_it_counts() -> 
     b.peer.settle_receipts(b.connection.heard_s + 1)
     (answer,) = b.out()
     assert kinds(answer) == ["Ack"]
+
+
+def test_nothing_leaves_after_a_close() -> None:
+    a, _ = ends()
+    assert list(a.out()) == []
+    a.connection.close("done", leaving=True)
+    a.connection.ping(0.0)
+    a.connection.receive(encode(Ping(1)))
+    assert [kinds(message) for message in a.out()] == [["Close"]]
+    a.connection.press(again=True)
+    a.connection.ping(1.0)
+    assert list(a.out()) == []
+
+
+def test_a_frame_that_cannot_be_sent_ends_its_stream_and_leaves_the_lock_free() -> None:
+    a, _ = ends()
+    assert list(a.out()) == []
+    a.peer.submit(MessageKey("job", 1, 0, 0, -1, Direction.FORWARD), b"", memoryview(SMALL), 0)
+    assert a.connection.gone.is_set()
+    assert not a.peer.lock._depth

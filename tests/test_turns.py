@@ -44,19 +44,6 @@ def test_a_wait_lets_go_so_what_was_put_off_runs_before_it() -> None:
     assert ran == ["answered", "woken"]
 
 
-def test_what_is_put_off_by_what_was_put_off_runs_too() -> None:
-    turns, ran = Turns(), []
-
-    def first() -> None:
-        with turns:
-            turns.put_off(lambda: ran.append("second"))
-            ran.append("first")
-
-    with turns:
-        turns.put_off(first)
-    assert ran == ["first", "second"]
-
-
 def test_an_error_under_the_lock_lets_go_of_it() -> None:
     turns, ran = Turns(), []
 
@@ -70,3 +57,34 @@ def test_an_error_under_the_lock_lets_go_of_it() -> None:
     assert ran == ["ran"]
     with turns:
         pass
+
+
+def test_an_error_in_what_was_put_off_goes_to_the_log_and_keeps_nothing_else_from_running() -> None:
+    turns, ran = Turns(), []
+    changed = threading.Condition(turns)  # type: ignore[arg-type]
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with turns:
+        turns.put_off(fails)
+        turns.put_off(lambda: ran.append("released"))
+    with turns, turns:
+        turns.put_off(fails)
+        turns.put_off(lambda: ran.append("waiting"))
+        changed.wait(0.01)
+        turns.put_off(lambda: ran.append("released again"))
+    assert ran == ["released", "waiting", "released again"]
+
+
+def test_what_a_put_off_call_leads_to_waits_until_it_is_done() -> None:
+    turns, ran = Turns(), []
+
+    def first() -> None:
+        with turns:
+            turns.put_off(lambda: ran.append("second"))
+        ran.append("first")  # such as a message that was chosen before
+
+    with turns:
+        turns.put_off(first)
+    assert ran == ["first", "second"]

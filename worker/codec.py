@@ -66,7 +66,8 @@ EXACT = Coding(make_compressor("none"))
 
 @dataclass(slots=True)
 class CodecUse:
-    """What the codecs did in training's steps on the way to and from one peer; evaluation counts apart."""
+    """What the codecs did in training's steps on the way to and from one peer; evaluation counts apart. What
+    travels as it is takes no codec's time: a copy, where its layout needs one, is handling."""
 
     dense_bytes: int = 0  # of boundary tensors sent, had they travelled as they are
     wire_bytes: int = 0  # of the same, with their headers

@@ -73,6 +73,7 @@ class Connection:
         self._lock = Turns()  # the peer's, once attached
         self._wire: Wire | None = None
         self._writing = False
+        self._said_all = False  # nothing more leaves
         self._control: deque[Frame] = deque()
         self._closing = False
         self._receipts = Receipts()
@@ -83,24 +84,32 @@ class Connection:
 
     # -- life
 
+    def _hold(self) -> Turns:
+        """Take the lock that guards this connection; it joins its peer's while others wait for its own."""
+        while True:
+            lock = self._lock
+            lock.acquire()
+            if lock is self._lock:
+                return lock
+            lock.release()
+
     def begin(self, wire: Wire) -> None:
         """Say hello; all else waits until the peer has, too."""
-        with self._lock:
-            self._wire, self._writing = wire, True
+        self._wire, self._writing = wire, True
         wire.open()
         if not wire.send(encode(self.hello), self._written):
             self.fail("connection broken")
 
     def open(self, remote: Hello, peer: Peer, pipe: Pipe | None) -> None:
         """Join the peer: from now on its lock guards this connection, too."""
-        with self._lock, peer.lock:
+        with peer.lock, self._lock:
             if self.gone.is_set():
                 return
+            if pipe is not None and self._wire is not None:
+                self._wire = ShapedWire(pipe, self._wire)
             self._lock = peer.lock
             self.window = Window(maximum=peer.config.max_window_bytes)
             self.remote, self.peer = remote, peer
-            if pipe is not None and self._wire is not None:
-                self._wire = ShapedWire(pipe, self._wire)
             peer.lanes.append(self)
             peer.down_since_s = None
             peer.outbox.ask_again(self.window.chunk)
@@ -113,30 +122,33 @@ class Connection:
 
     def close(self, reason: str, *, leaving: bool) -> None:
         """Say why, then end once the frame is out."""
-        with self._lock:
+        lock = self._hold()
+        try:
             if not self._closing:
                 self._control.append(Close(leaving, reason))
                 self._closing = True
             self.greeted.set()
             self.nudge()
+        finally:
+            lock.release()
 
     def fail(self, reason: str) -> None:
         """The stream is over; what it carried goes back to the peer. Any thread; the first call counts."""
-        while True:
-            lock = self._lock
-            with lock:
-                if lock is not self._lock:
-                    continue  # it has just joined its peer
-                if self.gone.is_set():
-                    return
-                self.reason = self.reason or reason
-                self.gone.set()
-                if self.peer is not None:
-                    self._detach(self.peer)
-                break
+        lock = self._hold()
+        try:
+            if self.gone.is_set():
+                return
+            self.reason = self.reason or reason
+            self.gone.set()
+            if self.peer is not None:
+                self._detach(self.peer)
+        finally:
+            lock.release()
         self.greeted.set()
-        self._on_end(self)
-        self._end_wire()
+        try:
+            self._on_end(self)
+        finally:
+            self._end_wire()
 
     def _end_wire(self) -> None:
         self.drained.set()
@@ -169,26 +181,35 @@ class Connection:
             self._lock.put_off(self._write)  # not under the lock: encrypting a chunk takes a while
 
     def _write(self) -> None:
-        """Start the next message, unless one is being written."""
-        with self._lock:
-            if self._writing or self._wire is None or not self.greeted.is_set():
+        """Start the next message, unless one is being written. Always put off: while this runs, others that
+        its choice gave something to do wait for their turn."""
+        lock = self._hold()
+        try:
+            wire = self._wire
+            if self._writing or self._said_all or wire is None or not self.greeted.is_set():
                 return
-            frames, wire = self._next_frames(), self._wire
+            frames = self._next_frames()
             self._writing = bool(frames)
-        if frames:
-            try:
-                message = join([encode(*frame) for frame in frames])
-            except ValueError as error:  # beyond a bound: ours to mend, and this stream has lost its order
-                self.fail(f"cannot send: {error}")
-                raise
-            wire.send(message, self._written)
-        elif self.ended:
+            self._said_all = not frames and self.ended
+        finally:
+            lock.release()
+        if self._said_all:
             self._end_wire()
+        elif frames:
+            try:
+                begun = wire.send(join([encode(*frame) for frame in frames]), self._written)
+            except Exception:
+                # Frames of ours beyond a bound, or no memory; what they carried goes over another stream.
+                self.fail("cannot send")
+                raise
+            if not begun:
+                self.fail("connection broken")
 
     def _written(self) -> None:
-        with self._lock:
-            self._writing = False
-        self._write()
+        lock = self._hold()
+        self._writing = False
+        self.nudge()
+        lock.release()
 
     def _next_frames(self) -> list[tuple[Frame, Buffer]]:
         """What leaves next, small frames together; the lock is held."""
@@ -311,16 +332,20 @@ class Connection:
 
     def ping(self, now_s: float) -> int:
         """Queue an echo request; returns its number."""
-        with self._lock:
+        lock = self._hold()
+        try:
             self._ping_number += 1
             if len(self._pings) > 16:
                 self._pings.clear()
             self._pings[self._ping_number] = now_s
             if self.asked_s <= self.heard_s:
                 self.asked_s = now_s
-            self._control.append(Ping(self._ping_number))
-            self.nudge()
+            if not self._closing:  # CLOSE is a side's last frame
+                self._control.append(Ping(self._ping_number))
+                self.nudge()
             return self._ping_number
+        finally:
+            lock.release()
 
     # -- receiving half
 
@@ -351,7 +376,7 @@ class Connection:
             self._count(len(payload), frame.flags)
         elif isinstance(frame, Ping):
             with self._lock:
-                if len(self._control) < 64:
+                if len(self._control) < 64 and not self._closing:
                     self._control.append(Pong(frame.number))
                 self.nudge()
         elif isinstance(frame, Pong):

@@ -77,7 +77,7 @@ class Direction(IntEnum):
     __hash__ = int.__hash__
 
 
-_DIRECTIONS = tuple(Direction)
+_DIRECTIONS = {int(direction): direction for direction in Direction}
 MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})
 """Boundary tensors of training steps: what a link's rate is measured by. Tied parameters and evaluation
 come in bursts of their own size at steps of their own, and no codec of the plan answers for them."""
@@ -270,7 +270,7 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
         raise BadFrame("frame checksum differs; it was damaged or forged")
     try:
         frame = reader(head)
-    except (struct.error, UnicodeDecodeError, ValueError, IndexError):
+    except (struct.error, UnicodeDecodeError, ValueError, LookupError):
         raise BadFrame(f"malformed {FrameType(kind).name} frame") from None
     if payload and not isinstance(frame, _WITH_PAYLOAD):
         raise BadFrame(f"{FrameType(kind).name} frame carries {len(payload)} stray bytes")

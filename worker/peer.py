@@ -22,7 +22,7 @@ from worker.turns import Turns
 from worker.window import LARGEST_SHARED_CHUNK, Window
 
 Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
-"""``deliver(peer, key, header, payload)``; called in a receiving thread, must not block long."""
+"""``deliver(peer, key, header, payload)``; called in a thread of gRPC's that serves others: never block."""
 
 
 class PeerLost(ConnectionFailed):

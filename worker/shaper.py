@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from worker.wires import Wire
 
 MAX_FILE_BYTES = 1 << 20
-HANDING_S = 0.5  # for the wire to take a message, before we ask whether it still should
+HANDING_S = 2.0  # for the wire to take a message, before we ask whether it still should
 
 
 class Rate:
@@ -132,7 +132,7 @@ class ShapedWire:
         threading.Thread(target=self._run, name="peer-shaper", daemon=True).start()
 
     def open(self) -> None:
-        """The wire below is open."""
+        self._wire.open()
 
     def send(self, message: bytes, sent: Callable[[], None]) -> bool:
         with self._changed:

@@ -27,7 +27,7 @@ from protos.credentials import peer_name
 from worker.allocator import keep_chunk_memory
 from worker.channels import PeerServer, open_channel
 from worker.connection import Connection
-from worker.frames import Direction, Hello, MessageKey, decode, printable
+from worker.frames import MAX_META_BYTES, Direction, Hello, MessageKey, decode, printable
 from worker.lanes import FIRST, Lanes, most_lanes
 from worker.measure import ECHOES, Goodput, burst, round_trip
 from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
@@ -50,6 +50,8 @@ __all__ = [
 log = structlog.get_logger()
 
 MAX_BACKOFF_S = 2.0
+MAX_LANES = 32
+"""Open streams of one peer, with those that broke unnoticed: all that were accepted share a thread."""
 SPARE_ROUNDS = 8  # of pings: a spare connection gets one in so many, which keeps routers' mappings alive
 
 
@@ -267,6 +269,8 @@ class PeerNetwork:
         view = memoryview(payload).cast("B")
         if len(view) > self.config.max_message_bytes:
             raise ValueError(f"message of {len(view)} bytes; at most {self.config.max_message_bytes}")
+        if len(header) > MAX_META_BYTES:
+            raise ValueError(f"message header of {len(header)} bytes; at most {MAX_META_BYTES}")
         self._known(peer).submit(key, header, view, timeout_s, more)
 
     def flush(self, peer: str, timeout_s: float) -> bool:
@@ -418,6 +422,11 @@ class PeerNetwork:
         with self._lock:
             if frame.name not in self._expected:
                 raise AccessDenied(f"{self.name} does not expect {frame.name!r}")
+            known = self._peers.get(frame.name)
+            if known is not None and len(known.lanes) >= MAX_LANES:
+                raise AccessDenied(
+                    f"{frame.name!r} has {len(known.lanes)} connections to {self.name} already"
+                )
         return frame
 
     # ---------------------------------------------------------------- inside
@@ -483,7 +492,7 @@ class PeerNetwork:
 
     def _take(self, connection: Connection, message: bytes) -> None:
         """A message has arrived; in a thread of gRPC's."""
-        if connection.deaf:
+        if connection.deaf or connection.gone.is_set():
             return
         try:
             if connection.remote is None:

@@ -7,8 +7,22 @@ would keep everybody else from the lock, or need a thread of its own that is wok
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import structlog
+
+log = structlog.get_logger()
+
+
+class _Running(threading.local):
+    """What this thread is to run of what was put off, while it runs it."""
+
+    queue: deque[Callable[[], None]] | None = None
+
+
+_running = _Running()
 
 
 class Turns:
@@ -20,21 +34,24 @@ class Turns:
         self._put_off: list[Callable[[], None]] = []
 
     def put_off(self, call: Callable[[], None]) -> None:
-        """Run ``call`` in this thread when it lets go of the lock, which it holds; the same one but once."""
+        """Run ``call`` in this thread when it lets go of the lock, which it holds; the same one but once.
+        What is put off meanwhile runs after it. An error goes to the log: whoever happens to let go
+        has nothing to do with it."""
         if call not in self._put_off:
             self._put_off.append(call)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         taken = self._lock.acquire(blocking, timeout)
-        self._depth += taken
+        if taken:
+            self._depth += 1
         return taken
 
     def release(self) -> None:
         self._depth -= 1
         calls = [] if self._depth else self._take()
         self._lock.release()
-        for call in calls:
-            call()
+        if calls:
+            _run(calls)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -48,8 +65,6 @@ class Turns:
             self.release()
 
     def _take(self) -> list[Callable[[], None]]:
-        if not self._put_off:
-            return []
         calls, self._put_off = self._put_off, []
         return calls
 
@@ -59,8 +74,8 @@ class Turns:
         depth, self._depth = self._depth, 0
         calls = self._take()
         state = self._lock._release_save()  # type: ignore[attr-defined]
-        for call in calls:
-            call()
+        if calls:
+            _run(calls, at_once=True)
         return depth, state
 
     def _acquire_restore(self, saved: tuple[int, Any]) -> None:
@@ -70,3 +85,22 @@ class Turns:
 
     def _is_owned(self) -> bool:
         return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+
+def _run(calls: Iterable[Callable[[], None]], *, at_once: bool = False) -> None:
+    """One after the other; those that a running one leads to after it, unless ``at_once``: the thread is
+    about to wait."""
+    before = _running.queue
+    if before is not None and not at_once:
+        before.extend(calls)
+        return
+    queue = _running.queue = deque(calls)
+    try:
+        while queue:
+            call = queue.popleft()
+            try:
+                call()
+            except Exception:
+                log.exception("peer.put_off_failed")
+    finally:
+        _running.queue = before

@@ -42,8 +42,8 @@ class _Operations(ABC):
     """What both ends have in common: sending, receiving and telling so."""
 
     def __init__(self, received: Callable[[bytes], None], ended: Callable[[str], None]) -> None:
-        """``received(message)`` and, once, ``ended(why)`` are called in a thread of gRPC's, one at a time;
-        both must be short, and may send."""
+        """``received(message)`` is called in a thread of gRPC's, one message at a time; ``ended(why)`` there
+        or in the thread that opens, perhaps more than once. Both must be short, and may send."""
         self._received, self._tell_end = received, ended
         self._ending = threading.Event()
 
@@ -82,7 +82,10 @@ class _Operations(ABC):
             done(event)
         except Exception as error:
             log.exception("peer.stream_failed")
-            self._tell_end(f"{type(error).__name__} here")
+            try:
+                self._tell_end(f"{type(error).__name__} here")
+            except Exception:
+                log.exception("peer.stream_failed")
 
 
 class DialledWire(_Operations):
@@ -133,13 +136,15 @@ class DialledWire(_Operations):
             if state.code is not None:
                 return False
             state.due.add(kind)
+            started = False
             try:
-                if self.call._call.operate((operation,), handled):
-                    return True
-            except ValueError:  # the channel is closed
-                pass
-            state.due.discard(kind)
-            return False
+                started = bool(self.call._call.operate((operation,), handled))
+            except ValueError:
+                log.debug("peer.stream_refuses", operation=kind, exc_info=True)  # the channel is closed
+            finally:
+                if not started:
+                    state.due.discard(kind)
+            return started
 
     def _over(self) -> None:
         """Its status says why, and comes by itself."""
@@ -157,9 +162,14 @@ class AcceptedWire(_Operations):
         self._context = context
 
     def open(self) -> None:
+        # gRPC tells this end of the call whatever becomes of the operations started here.
+        alive = self._context.add_callback(lambda: self._tell_end("connection broken"))
         try:
-            self._context.send_initial_metadata(())
+            if alive:
+                self._context.send_initial_metadata(())
         except grpc.RpcError:
+            alive = False
+        if not alive:
             self._tell_end("connection broken")
 
     def serve(self) -> None:
@@ -178,11 +188,10 @@ class AcceptedWire(_Operations):
             return None, ()  # no call has ended, nothing is to be called
 
         try:
-            self._context._rpc_event.call.start_server_batch((operation,), handled)
+            code = self._context._rpc_event.call.start_server_batch((operation,), handled)
         except ValueError:  # it has ended
             return False
-        return True
+        return bool(code == 0)
 
     def _over(self) -> None:
-        alive = self._context.is_active()
-        self._tell_end("connection closed by the peer" if alive else "connection broken")
+        self._tell_end("connection closed by the peer" if self._context.is_active() else "connection broken")
