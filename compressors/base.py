@@ -39,7 +39,6 @@ DTYPES: tuple[str, ...] = (
 """The position is the wire's code: append, never reorder."""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _HEAD = struct.Struct("!BBBBBH")  # version, marks, dtype, dims, codec length, params length
 
 
@@ -183,8 +182,7 @@ class SparseCompressor(Compressor, Protocol):
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Shape and dtype of a torch tensor in the vocabulary of ``atoll``."""
-    dtype = tensor.dtype
-    return TensorMeta(tuple(tensor.shape), _NAMES.get(dtype) or str(dtype).removeprefix("torch."))
+    return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def check_packet(packet: Packet, codec: str, meta: TensorMeta, max_payload_bytes: int) -> None:

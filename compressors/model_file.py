@@ -29,7 +29,7 @@ import torch
 from atoll.errors import BadFrame, UsageError
 from atoll.opdag import TensorMeta
 from compressors import make_compressor
-from compressors.base import Compressor, Packet, check_packet
+from compressors.base import Compressor, Packet, check_packet, meta_of
 from compressors.catalogue import Use, codec, takes
 from compressors.container import (
     NO_DIGEST,
@@ -176,7 +176,7 @@ def packet_seed(seed: int, name: str) -> int:
 
 
 def _encoded(name: str, tensor: Tensor, coding: Coding, seed: int, remember: Remember, keep: Keep) -> Packet:
-    chosen = coding.of(name, _meta(tensor))
+    chosen = coding.of(name, meta_of(tensor))
     if not coding.keeps_residual or chosen is not coding._lossy:
         return chosen.compress(tensor, seed=seed)[0]
     before = Residual(remember(name), None)
@@ -209,7 +209,7 @@ def write_delta(path: Path, arrays: Arrays, base: Arrays, base_hash: str) -> Sto
         for name in sorted(arrays):
             digest.update(bytes_of(arrays[name]))
             tensor = _tensor(_change(arrays[name], base[name]))
-            yield name, Coding(LOSSLESS).of(name, _meta(tensor)).compress(tensor)[0]
+            yield name, Coding(LOSSLESS).of(name, meta_of(tensor)).compress(tensor)[0]
 
     return write_coded(path, packets(), base=bytes.fromhex(base_hash), digest=digest.digest)
 
@@ -272,10 +272,6 @@ def _tensor(array: Array) -> Tensor:
     """In memory of torch's own, aligned: a packet records how its tensor lay, and the same arrays shall
     give the same file."""
     return torch.from_numpy(np.array(array, order="C")).clone()
-
-
-def _meta(tensor: Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def _array_meta(array: Array) -> TensorMeta:

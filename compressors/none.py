@@ -29,10 +29,9 @@ class Uncompressed:
         """The payload shares a dense CPU tensor's memory: leave it alone until it is sent."""
         meta = meta_of(tensor)
         flat, layout = to_wire(tensor)
+        flat = flat.cpu()
         if not flat.numel():
             return Packet(self.name, meta), None
-        if flat.device.type != "cpu":
-            flat = flat.cpu()
         if flat.is_complex():
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
         payload = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from protos.credentials import Identity
 
 # gRPC wakes every thread that waits for a call ten times a second, for signal handlers of a main
-# thread that Python interrupts by itself. A worker with seven peers has a hundred such threads: idle,
-# they took a tenth of a core, on a host with an eighth of one nearly all. What is waited for is notified.
+# thread that Python interrupts by itself. That is for nothing, as what is waited for is notified, and a
+# hundred such threads took a tenth of a core, on a host with an eighth of one nearly all.
 grpc._common.MAXIMUM_WAIT_TIMEOUT = IDLE_WAKE_S = 5.0
 
 METHOD = "/atoll.v1.Peer/Frames"

@@ -17,6 +17,7 @@ positions is a choice of our own, derived in papers/decentralized.md 1.7.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -24,9 +25,18 @@ from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors import catalogue, make_compressor
-from compressors.base import Compressor, Packet, SparseCompressor, State, Support, check_packet, zero_packet
+from compressors.base import (
+    Compressor,
+    Packet,
+    SparseCompressor,
+    State,
+    Support,
+    check_packet,
+    meta_of,
+    zero_packet,
+)
 from compressors.catalogue import Use
-from worker.cores import CpuMeter
+from worker.cores import CpuMeter, Taken
 from worker.frames import MEASURED, Direction, MessageKey
 
 if TYPE_CHECKING:
@@ -131,16 +141,11 @@ class StageCodecs:
         With an exact coding the packet may share the tensor's memory.
         """
         coding = self.coding(peer, key, sending=True)
-        seconds = 0.0
-        if coding is EXACT:
+        with self._computing(coding) as taken:
             packet = self._encode(coding, key, tensor)
-        else:
-            with self._cpu.computing() as taken:
-                packet = self._encode(coding, key, tensor)
-            seconds = taken.seconds
         if key.direction in MEASURED:
-            use = self.use.get(peer) or self.use.setdefault(peer, CodecUse())
-            use.encode_s += seconds
+            use = self.use.setdefault(peer, CodecUse())
+            use.encode_s += taken.seconds
             use.dense_bytes += 0 if tensor is None else tensor.numel() * tensor.element_size()
             use.wire_bytes += packet.wire_bytes
         return packet
@@ -150,9 +155,7 @@ class StageCodecs:
         if packet.zero:
             return None
         coding = self.coding(peer, key, sending=False)
-        if coding is EXACT:
-            return self._decode(coding, key, packet)
-        with self._cpu.computing() as taken:
+        with self._computing(coding) as taken:
             tensor = self._decode(coding, key, packet)
         if key.direction in MEASURED:
             self.use.setdefault(peer, CodecUse()).decode_s += taken.seconds
@@ -170,6 +173,9 @@ class StageCodecs:
         self._last = None
 
     # ---------------------------------------------------------------- one message
+
+    def _computing(self, coding: Coding) -> AbstractContextManager[Taken]:
+        return nullcontext(Taken()) if coding is EXACT else self._cpu.computing()
 
     def _encode(self, coding: Coding, key: MessageKey, tensor: Tensor | None) -> Packet:
         if tensor is None:
@@ -207,7 +213,7 @@ class StageCodecs:
         step, micro, state = self._states.get((key.direction, key.edge, coding), (-1, -1, None))
         if (step, micro + 1) == (key.step, key.micro) and micro >= 0:
             return state
-        return coding.codec.init(TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+        return coding.codec.init(meta_of(tensor))
 
     # ---------------------------------------------------------------- from the plan
 

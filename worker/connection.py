@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker.peer import Peer
-    from worker.wires import Wire
+    from worker.wires import NewWire, Wire
 
 _PROBE_FILLER = bytes(MAX_CHUNK_BYTES)
 _numbers = itertools.count()
@@ -61,7 +61,6 @@ class Connection:
         self.peer: Peer | None = None
         self.window = Window()
         self.greeted = threading.Event()  # or ended before that
-        self.drained = threading.Event()  # the last frame has left
         self.reason = ""
         self.leaving = False  # the peer said goodbye
         self.deaf = False  # it sent what is none of the protocol: nothing more of it is looked at
@@ -73,7 +72,7 @@ class Connection:
         self._lock = Turns()  # the peer's, once attached
         self._wire: Wire | None = None
         self._writing = False
-        self._said_all = False  # nothing more leaves
+        self.said_all = False  # the last frame has left
         self._control: deque[Frame] = deque()
         self._closing = False
         self._receipts = Receipts()
@@ -93,7 +92,7 @@ class Connection:
                 return lock
             lock.release()
 
-    def begin(self, wire: Wire) -> None:
+    def begin(self, wire: NewWire) -> None:
         """Say hello; all else waits until the peer has, too."""
         self._wire, self._writing = wire, True
         wire.open()
@@ -151,7 +150,6 @@ class Connection:
             self._end_wire()
 
     def _end_wire(self) -> None:
-        self.drained.set()
         if self._wire is not None:
             self._wire.end()
 
@@ -186,14 +184,14 @@ class Connection:
         lock = self._hold()
         try:
             wire = self._wire
-            if self._writing or self._said_all or wire is None or not self.greeted.is_set():
+            if self._writing or self.said_all or wire is None or not self.greeted.is_set():
                 return
             frames = self._next_frames()
             self._writing = bool(frames)
-            self._said_all = not frames and self.ended
+            self.said_all = not frames and self.ended
         finally:
             lock.release()
-        if self._said_all:
+        if self.said_all:
             self._end_wire()
         elif frames:
             try:

@@ -77,7 +77,6 @@ class Direction(IntEnum):
     __hash__ = int.__hash__
 
 
-_DIRECTIONS = {int(direction): direction for direction in Direction}
 MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})
 """Boundary tensors of training steps: what a link's rate is measured by. Tied parameters and evaluation
 come in bursts of their own size at steps of their own, and no codec of the plan answers for them."""
@@ -89,9 +88,6 @@ class Flag(IntEnum):
     ACK_NOW = 1
     CHECKSUM = 2  # the prefix's CRC covers the payload too
     ACK_SOON = 4  # with what goes back next, or when nothing does for a while
-
-
-_CHECKSUM = int(Flag.CHECKSUM)
 
 
 class MessageKey(NamedTuple):
@@ -188,7 +184,7 @@ def encode(frame: Frame, payload: Buffer = b"") -> bytes:
         raise ValueError(f"payload of {len(payload)} bytes; a frame carries at most {MAX_CHUNK_BYTES}")
     start = PREFIX.pack(MAGIC, VERSION, kind, len(head), 0)[:SUMMED]
     crc = zlib.crc32(head, zlib.crc32(start))
-    if isinstance(frame, _WITH_PAYLOAD) and frame.flags & _CHECKSUM:
+    if isinstance(frame, _WITH_PAYLOAD) and frame.flags & Flag.CHECKSUM:
         crc = zlib.crc32(payload, crc)
     return b"".join((start, crc.to_bytes(4, "big"), head, payload))
 
@@ -264,13 +260,13 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
         raise BadFrame(f"unknown frame type {kind}")
     # Fields steer nothing until the sum over them is right.
     found = zlib.crc32(head, zlib.crc32(view[:SUMMED]))
-    if _flags(kind, head) & _CHECKSUM:
+    if _flags(kind, head) & Flag.CHECKSUM:
         found = zlib.crc32(payload, found)
     if found != crc:
         raise BadFrame("frame checksum differs; it was damaged or forged")
     try:
         frame = reader(head)
-    except (struct.error, UnicodeDecodeError, ValueError, LookupError):
+    except (struct.error, UnicodeDecodeError, ValueError, IndexError):
         raise BadFrame(f"malformed {FrameType(kind).name} frame") from None
     if payload and not isinstance(frame, _WITH_PAYLOAD):
         raise BadFrame(f"{FrameType(kind).name} frame carries {len(payload)} stray bytes")
@@ -291,7 +287,7 @@ def _read_data(head: memoryview) -> Data:
     job, meta = head[_DATA.size : _DATA.size + n], head[_DATA.size + n :]
     if len(job) != n or len(meta) != meta_length or n > MAX_NAME_BYTES or behind > number:
         raise ValueError
-    key = MessageKey(bytes(job).decode(), plan_version, step, micro, edge, _DIRECTIONS[direction])
+    key = MessageKey(bytes(job).decode(), plan_version, step, micro, edge, Direction(direction))
     return Data(number, key, offset, total, bytes(meta), flags, number - behind)
 
 

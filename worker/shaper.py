@@ -131,9 +131,6 @@ class ShapedWire:
         self._ending = False
         threading.Thread(target=self._run, name="peer-shaper", daemon=True).start()
 
-    def open(self) -> None:
-        self._wire.open()
-
     def send(self, message: bytes, sent: Callable[[], None]) -> bool:
         with self._changed:
             self._line.enter(time.monotonic(), message)

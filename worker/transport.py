@@ -521,7 +521,7 @@ class PeerNetwork:
             address = self._addresses.pop(connection, None)
             self._changed.notify_all()
         # A server's stream whose last frame is out ends by itself; cancelling could overtake it.
-        if cancel is not None and (connection.dialled or not connection.drained.is_set()):
+        if cancel is not None and (connection.dialled or not connection.said_all):
             self._spawn(cancel, "peer-close")  # waits for the thread that may have brought us here
         peer = connection.peer
         if peer is None or peer.gone or self._closing.is_set():

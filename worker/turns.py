@@ -54,15 +54,10 @@ class Turns:
             _run(calls)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
-        if self._depth > 1 or not self._put_off:
-            self._depth -= 1
-            self._lock.release()
-        else:
-            self.release()
+        self.release()
 
     def _take(self) -> list[Callable[[], None]]:
         calls, self._put_off = self._put_off, []

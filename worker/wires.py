@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 import grpc
@@ -28,14 +29,18 @@ _NO_FLAGS = 0
 class Wire(Protocol):
     """One stream of messages; whoever uses it sends one at a time."""
 
-    def open(self) -> None:
-        """From now on messages may be sent."""
-
     def send(self, message: bytes, sent: Callable[[], None]) -> bool:
         """Start sending; ``sent()`` says, in a thread of gRPC's, that the next may be. False: it is over."""
 
     def end(self) -> None:
         """Nothing more will be sent. What has been still arrives."""
+
+
+class NewWire(Wire, Protocol):
+    """One that is still to be opened."""
+
+    def open(self) -> None:
+        """From now on messages may be sent."""
 
 
 class _Operations(ABC):
@@ -162,14 +167,11 @@ class AcceptedWire(_Operations):
         self._context = context
 
     def open(self) -> None:
-        # gRPC tells this end of the call whatever becomes of the operations started here.
-        alive = self._context.add_callback(lambda: self._tell_end("connection broken"))
-        try:
-            if alive:
+        # gRPC calls this at the end, whatever becomes of the operations started here.
+        if self._context.add_callback(lambda: self._tell_end("connection broken")):
+            with suppress(grpc.RpcError):
                 self._context.send_initial_metadata(())
-        except grpc.RpcError:
-            alive = False
-        if not alive:
+        else:
             self._tell_end("connection broken")
 
     def serve(self) -> None:
