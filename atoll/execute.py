@@ -10,32 +10,42 @@ runs backward nodes in descending creation order and
 - each (parameter, op) use is a leaf of its own, summed in descending op order at the step's end;
 - an op that returned its argument unchanged (`to`, `contiguous`, `dropout` with p = 0) gets a
   node of its own, or two names of one tensor would fold in an order that depends on the cut.
+
+A backward may come in two parts: first what other stages wait for, then, op by op, the gradients of the
+weights whose ops (matrix products, convolutions, embeddings) torch differentiates by each argument on its
+own, so that both parts together do the work of the whole. Such an op has a graph of its own, which stays
+until then. The same kernels get the same tensors and each accumulator its micro-batches in the same order,
+so the bits are those of an undivided backward.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+from collections import deque
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atoll.effects import effects
 from atoll.errors import UsageError
 from atoll.job import Precision
 from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral
+from atoll.ops import weights_may_wait
 from atoll.slots import Compiler, segments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from contextlib import AbstractContextManager
 
+    from atoll.opdag import OpNode
     from atoll.program import StageProgram
-    from atoll.slots import Call, Segment, Values
+    from atoll.slots import Call, Segment, Step, Values
 
     Observer = Callable[[int, Any], None]
 
@@ -90,6 +100,61 @@ class _Micro:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """Gradients of one op's weights that are still to be taken."""
+
+    micro: int
+    edge: GradientEdge  # the op in its own graph
+    gradient: Tensor  # of the op's result
+    leaves: tuple[Tensor, ...]
+
+
+class _Op:
+    """One run of an op on arguments that were cut off from the graph around it."""
+
+    __slots__ = ("edge", "inner", "leaves", "out", "owner")
+
+    def __init__(self, owner: Executor, out: Tensor, inner: list[Tensor], leaves: tuple[Tensor, ...]) -> None:
+        self.owner, self.inner, self.leaves = owner, inner, leaves
+        self.out: Tensor | None = out
+        self.edge = get_gradient_edge(out)  # keeps what the op saved, but not its result
+
+
+class _Apart(torch.autograd.Function):
+    """Such an op in the graph around it: gives on the gradient of its arguments and leaves its weights'
+    to be taken from its own graph. All else that the backward of the graph around it saved goes at once."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, op: _Op, *outer: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.op = op
+        out, op.out = op.out, None
+        assert out is not None  # noqa: S101  runs once
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        op, gradient = ctx.op, grads[0]
+        if gradient is None:
+            return (None, None, *(None for _ in op.inner))
+        op.owner.owe(op, gradient)
+        if not op.inner:
+            return None, None
+        return (None, None, *torch.autograd.grad([op.edge], op.inner, [gradient], retain_graph=True))
+
+
+def _cut_off(arg: Any, outer: list[Tensor], inner: list[Tensor]) -> Any:
+    """An argument, or one in a list, without its graph; both forms of what has one are noted."""
+    if isinstance(arg, list):
+        return [_cut_off(item, outer, inner) for item in arg]
+    if not isinstance(arg, Tensor) or arg.grad_fn is None:
+        return arg
+    outer.append(arg)
+    inner.append(arg.detach().requires_grad_())
+    return inner[-1]
+
+
 class _Boundary(torch.autograd.Function):
     """A received value's own graph node; its whole gradient lands in ``sink[op]``.
 
@@ -114,7 +179,8 @@ class Executor:
     """One stage's ops, its leaves, and the graphs of the micro-batches in flight.
 
     ``differentiate=False`` is for evaluation: no graph, no recompute. ``seed`` None draws from the
-    process's generator as it stands, as a plain module would. Not thread-safe.
+    process's generator as it stands, as a plain module would. ``defer``: backwards leave
+    weights' gradients to ``weight_gradients``. Not thread-safe.
     """
 
     def __init__(
@@ -126,6 +192,7 @@ class Executor:
         *,
         recompute: bool = False,
         differentiate: bool = True,
+        defer: bool = False,
     ) -> None:
         self.program = program
         self.device = torch.device(device)
@@ -134,6 +201,9 @@ class Executor:
         self._differentiate = differentiate
         self._recompute = recompute and differentiate
         self._key = (0, 0)
+        self._defer = defer and differentiate
+        self._owed: deque[_Owed] = deque()
+        self._micro = 0  # whose backward runs
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
@@ -176,6 +246,8 @@ class Executor:
         for sites in self.uses.values():
             sites.sort(key=lambda use: -use[0])
         nodes = dict(program.ops)
+        if self._defer:
+            steps = self._apart(steps, nodes)
         self._constants = segments(constants, nodes, self._autocast)
         self._segments = segments(steps, nodes, self._autocast)
         self.refresh()
@@ -260,9 +332,25 @@ class Executor:
                 roots.append(value)
                 gradients.append(gradient)
         graph.roots, graph.loss = [], None
+        self._micro = micro
         if roots:
             torch.autograd.backward(roots, gradients)
         return {r.op: graph.sink.get(r.op) for r in self.program.received if r.requires_grad}
+
+    @property
+    def owed(self) -> int | None:
+        """The first micro-batch with weights whose gradients are still to be taken."""
+        return self._owed[0].micro if self._owed else None
+
+    def owe(self, op: _Op, gradient: Tensor) -> None:
+        """The backward under way leaves an op's weights for later."""
+        self._owed.append(_Owed(self._micro, op.edge, gradient, op.leaves))
+
+    def weight_gradients(self) -> None:
+        """Take those of one op's weights, the first that are owed; nothing when none are."""
+        if self._owed:
+            owed = self._owed.popleft()
+            torch.autograd.backward([owed.edge], [owed.gradient], inputs=owed.leaves)
 
     def gradient(self, name: str, later: Tensor | None = None) -> Tensor | None:
         """``later`` plus this stage's uses of a parameter in descending op order; None = zero.
@@ -290,6 +378,7 @@ class Executor:
     def reset(self) -> None:
         """Drop the graphs of all micro-batches in flight."""
         self._live.clear()
+        self._owed.clear()
         self._fresh = None
 
     @property
@@ -345,6 +434,30 @@ class Executor:
             graph.roots.sort(key=lambda root: -root[0])
             graph.loss = None if self.program.loss is None else self._value(self.program.loss)
         return graph
+
+    def _apart(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
+        """The steps, those whose weights can wait with a graph of their own."""
+        leaves: dict[int, list[Tensor]] = {}
+        for sites in self.uses.values():
+            for op, leaf in sites:
+                leaves.setdefault(op, []).append(leaf)
+        return [
+            replace(step, call=self._with_own_graph(step.call, tuple(leaves[step.position])))
+            if weights_may_wait(nodes[step.position]) and step.position in leaves
+            else step
+            for step in steps
+        ]
+
+    def _with_own_graph(self, call: Call, leaves: tuple[Tensor, ...]) -> Call:
+        def with_own_graph(*args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return call(*args)
+            outer: list[Tensor] = []
+            inner: list[Tensor] = []
+            out = call(*[_cut_off(arg, outer, inner) for arg in args])
+            return _Apart.apply(self._anchor, _Op(self, out, inner, leaves), *outer)  # type: ignore[no-untyped-call]
+
+        return with_own_graph
 
     def _value(self, op: int) -> Tensor:
         value: Tensor = self._values[self._op_slots[op]]

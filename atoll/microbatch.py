@@ -1,7 +1,12 @@
 """Action lists: in what order a stage runs the forwards and backwards of a step's micro-batches.
 
-Forwards and backwards each go through the micro-batches in ascending order in every schedule,
-so gradients accumulate in one order and the schedule never changes a result.
+Forwards, backwards and weight gradients each go through the micro-batches in ascending order in every
+schedule, so gradients accumulate in one order and the schedule never changes a result.
+
+A backward has two parts (Qi 2024, "Zero Bubble Pipeline Parallelism", section 2): the gradients of what a
+stage received, for which the stage before it waits, and those of its own weights, for which nobody waits
+until the step's end. Where the second part comes later, it fills the time in which a stage would wait.
+With equal stages and a free network that takes the bubble of 1F1B from (S - 1)(F + B + W) to (S - 1) F.
 """
 
 from __future__ import annotations
@@ -15,12 +20,14 @@ from atoll.errors import UsageError
 
 class Work(StrEnum):
     FORWARD = "F"
-    BACKWARD = "B"
+    BACKWARD = "B"  # both parts
+    INPUT = "I"  # the part that others wait for
+    WEIGHT = "W"  # the rest, at the latest; sooner where the stage waits for something
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Run the forward or backward of one micro-batch."""
+    """One piece of work of one micro-batch."""
 
     work: Work
     micro: int
@@ -29,6 +36,7 @@ class Action:
 class ScheduleName(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
+    ZERO_BUBBLE = "zero-bubble"  # 1F1B, weights' gradients when nothing else is to be done
 
 
 def gpipe(n_micro: int) -> tuple[Action, ...]:
@@ -36,20 +44,28 @@ def gpipe(n_micro: int) -> tuple[Action, ...]:
     return one_f_one_b(n_micro, n_micro)
 
 
-def one_f_one_b(n_micro: int, warmup: int) -> tuple[Action, ...]:
+def one_f_one_b(n_micro: int, warmup: int, held: int = 0) -> tuple[Action, ...]:
     """``warmup`` forwards, then one forward and one backward in turn, then the rest backward.
 
-    At most ``warmup`` + 1 micro-batches hold activations; 0 <= warmup, larger values act as
-    n_micro. n_micro >= 1, else UsageError.
+    With ``held`` backwards come in two parts, weights' gradients as late as possible, while at most
+    ``held`` micro-batches (but ``warmup`` + 1 at least) hold activations; without it ``warmup`` + 1 do.
+    Both are at least 0, larger values act as n_micro. n_micro >= 1, else UsageError.
     """
     if n_micro < 1:
         raise UsageError(f"micro-batches: {n_micro} < 1; ask for at least 1")
     warmup = min(max(warmup, 0), n_micro)
-    actions = [Action(Work.FORWARD, m) for m in range(warmup)]
-    for m in range(warmup, n_micro):
-        actions.append(Action(Work.FORWARD, m))
-        actions.append(Action(Work.BACKWARD, m - warmup))
-    actions.extend(Action(Work.BACKWARD, m) for m in range(n_micro - warmup, n_micro))
+    actions: list[Action] = []
+    owed = 0  # the first micro-batch whose weights' gradients are to come
+    for m in range(n_micro + warmup):
+        if m < n_micro:
+            if held and m - owed >= max(held, warmup + 1):
+                actions.append(Action(Work.WEIGHT, owed))
+                owed += 1
+            actions.append(Action(Work.FORWARD, m))
+        if m >= warmup:
+            actions.append(Action(Work.INPUT if held else Work.BACKWARD, m - warmup))
+    if held:
+        actions.extend(Action(Work.WEIGHT, m) for m in range(owed, n_micro))
     return tuple(actions)
 
 

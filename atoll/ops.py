@@ -208,6 +208,11 @@ ALLOWED: frozenset[str] = frozenset({GETITEM}).union(
     )
 )
 
+_WEIGHTS_APART = _expand("""
+    linear addmm addmv baddbmm bmm mm mv matmul einsum embedding conv1d:default,padding
+    conv2d:default,padding conv3d:default,padding conv_transpose1d conv_transpose2d:input
+    conv_transpose3d:input convolution
+""")
 # Their first argument (second for new_*) is the shape they allocate: a forged literal here is the
 # cheapest way to ask a volunteer for all its memory.
 _SHAPE_ARGUMENT = {
@@ -235,6 +240,12 @@ def resolve(target: str) -> Callable[..., Any]:
     if target in _UNINITIALISED:
         return lambda *args, **kwargs: found(*args, **kwargs).zero_()
     return found
+
+
+def weights_may_wait(node: OpNode) -> bool:
+    """Whether the gradients of the op's weights can be taken after that of its input at no cost: torch has
+    a kernel for each. (Of a normalisation one pass over the input gives both.)"""
+    return node.target in _WEIGHTS_APART and not node.is_tuple
 
 
 def check_node(node: OpNode, max_output_bytes: int) -> None:

@@ -29,6 +29,7 @@ class StageSpec:
     eval_stop: int
     workers: tuple[str, ...]
     warmup: int  # forwards before the first backward; n_micro for GPipe
+    held: int = 0  # zero-bubble: most micro-batches that hold activations; 0: backwards are whole
 
     @property
     def worker(self) -> str:
@@ -112,7 +113,8 @@ class Plan:
         """What stage ``stage`` runs in a step, in order."""
         if self.schedule is ScheduleName.GPIPE:
             return gpipe(self.n_micro)
-        return one_f_one_b(self.n_micro, self.stages[stage].warmup)
+        spec = self.stages[stage]
+        return one_f_one_b(self.n_micro, spec.warmup, spec.held)
 
 
 def validate(plan: Plan, dag: OpDag) -> None:

@@ -289,6 +289,7 @@ class LabFleet:
         timeout: float = 600,
         compress: str = "off",
         stop_after: int | None = None,
+        schedule: str = "auto",
     ) -> dict[str, Any]:
         """Submit a job, wait for its end, return its plan, losses, seconds of every step, and what
         each stage computed and each link carried in one of them.
@@ -299,6 +300,7 @@ class LabFleet:
         """
         options = [part for setting in settings for part in ("--set", setting)]
         options += ["--compress", compress] if compress != "off" else []
+        options += ["--schedule", schedule] if schedule != "auto" else []
         submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
         name = submitted["job"]
         updates = self._watched(name, timeout, stop_after)

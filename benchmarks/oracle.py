@@ -32,6 +32,7 @@ from atoll.compression import OFF, Compression
 from atoll.data import sample_indices, take
 from atoll.errors import UsageError
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
+from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
 from atoll.plan import LinkSpec, Mask
 from atoll.program import stage_programs
@@ -222,7 +223,8 @@ def measure(case: Case, plain: Case, stages: int, plans: int, seed: int, run: Ru
         starts = random_starts(case.dag, stages, source)
         # Real workers report losses and export weights; norms and optimizer state stay with them.
         if run is run_local:
-            gap = difference(run_local(case, starts, links=links), reference)
+            schedule = source.choice((ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE))
+            gap = difference(run_local(case, starts, links=links, schedule=schedule), reference)
         else:
             gap = difference(run(case, starts), reference, 1)
         if gap > worst or where is None:

@@ -1,10 +1,12 @@
-"""The physical lower bound of a synchronous pipeline step, whatever its schedule.
+"""The physical lower bound of a synchronous pipeline step, whatever the order of its work.
 
 papers/peers.md 7.1, generalised from a chain to stages whose values skip: E(x) is the longest
 way from the step's start to the start of x, W(x) the longest way from the end of x to the end
-of the step, over one micro-batch's forwards, transfers and backwards. Then, with M micro-batches,
+of the step, over one micro-batch's forwards, transfers and backwards. Where backwards b come in two
+parts, only the one that others wait for lies on these ways: weights' gradients w may come at any time
+(w = 0 where backwards are whole). Then, with M micro-batches,
 
-- stage:    max_i  E(F_i) + M (f_i + b_i) + W(B_i)
+- stage:    max_i  E(F_i) + M (f_i + b_i) + max(0, W(B_i) - M w_i)
 - one-way:  max_x  E(x) + M x + W(x)   over every forward, backward and transfer x
 - shared:   max_r  min_x E(x) + M sum_x x + min_x W(x)   over the transfers x through resource r
 
@@ -58,12 +60,13 @@ def lower_bound(
     m, stages = work.n_micro, work.stages
     found: list[LowerBound] = []
     for i, s in enumerate(stages):
-        bound = early_f[i] + m * (s.forward_s + s.backward_s) + late_b[i]
+        after_s = max(0.0, late_b[i] - m * (s.backward_s - s.input_s))  # what the stage cannot fill
+        bound = early_f[i] + m * (s.forward_s + s.backward_s) + after_s
         found.append(LowerBound(bound, "stage", f"stage {i}"))
         found.append(LowerBound(early_f[i] + m * s.forward_s + late_f[i], "one-way", f"stage {i}"))
-        found.append(LowerBound(early_b[i] + m * s.backward_s + late_b[i], "one-way", f"stage {i}"))
+        found.append(LowerBound(early_b[i] + m * s.input_s + late_b[i], "one-way", f"stage {i}"))
     for i, q in enumerate(in_flight or ()):
-        there_and_back = early_b[i] + stages[i].backward_s - early_f[i]
+        there_and_back = early_b[i] + stages[i].input_s - early_f[i]
         bound = early_f[i] + (1 + (m - 1) // q) * there_and_back + late_b[i]
         found.append(LowerBound(bound, "in-flight", f"stage {i}"))
     shared: dict[str, list[tuple[float, float, float]]] = {}
@@ -112,14 +115,14 @@ def _longest_ways(
             default=0.0,
         )
     for i in reversed(range(n)):  # backwards reach earlier stages only
-        ways = [early_b[x.source] + stages[x.source].backward_s + x.seconds + x.latency_s for x in into_b[i]]
+        ways = [early_b[x.source] + stages[x.source].input_s + x.seconds + x.latency_s for x in into_b[i]]
         early_b[i] = max([early_f[i] + stages[i].forward_s, *ways])
     for i in range(n):  # a stage's backward is followed by those of earlier stages
         for x in from_b[i]:
-            way = x.seconds + x.latency_s + stages[x.target].backward_s + late_b[x.target]
+            way = x.seconds + x.latency_s + stages[x.target].input_s + late_b[x.target]
             late_b[i] = max(late_b[i], way)
     for i in reversed(range(n)):
-        late_f[i] = stages[i].backward_s + late_b[i]
+        late_f[i] = stages[i].input_s + late_b[i]
         for x in from_f[i]:
             way = x.seconds + x.latency_s + stages[x.target].forward_s + late_f[x.target]
             late_f[i] = max(late_f[i], way)
@@ -133,7 +136,7 @@ def _around(
     early_f, early_b, late_f, late_b = ways
     source, target = work.stages[x.source], work.stages[x.target]
     if x.backward:
-        end = x.latency_s + target.backward_s + late_b[x.target]
-        return early_b[x.source] + source.backward_s, end
+        end = x.latency_s + target.input_s + late_b[x.target]
+        return early_b[x.source] + source.input_s, end
     end = x.latency_s + target.forward_s + late_f[x.target]
     return early_f[x.source] + source.forward_s, end

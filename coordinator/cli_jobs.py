@@ -45,7 +45,7 @@ LOSSES_SHOWN = 48
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="As in `atoll status`.")]
 JobFile = Annotated[Path, typer.Argument(metavar="JOBFILE", help="Python file with a function job().")]
 Partitioner = Annotated[str, typer.Option(help="op_fence, proportional or even.")]
-Schedule = Annotated[str, typer.Option(help="auto, gpipe or 1f1b.")]
+Schedule = Annotated[str, typer.Option(help="auto, gpipe, 1f1b or zero-bubble.")]
 
 
 def register(app: typer.Typer) -> None:

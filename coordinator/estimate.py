@@ -28,6 +28,7 @@ from atoll.opdag import (
     leaf_refs,
     op_refs,
 )
+from atoll.ops import weights_may_wait
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,6 +72,7 @@ class Costs:
 
     forward_s: Floats  # [ops]
     backward_s: Floats
+    weights_s: Floats  # of backward_s: weights' gradients that can come later
     measured_share: float  # of the seconds, from probes rather than from the fallback
 
 
@@ -164,6 +166,8 @@ class OpTable:
         # Ops of one signature have equal figures: one row a signature is enough.
         first = {sig: op for op, sig in reversed(list(enumerate(sigs)))}
         self._nodes = [dag.ops[first[str(name)]] for name in self._names]
+        shares = [weights_share(dag, first[str(name)]) for name in self._names]
+        self._weights_share: Floats = np.array(shares)[self._kind]  # [ops]
 
     def costs(self, device: Device, recompute: bool = False) -> Costs:
         """Every op's seconds on ``device``; with ``recompute`` the backward runs the forward again."""
@@ -176,11 +180,24 @@ class OpTable:
             probed[i] = timing is not None
             seconds[i] = timing or fallback_seconds(node, device)
         forward, backward = seconds[self._kind, 0], seconds[self._kind, 1]
+        weights = backward * self._weights_share
         if recompute:
             backward = backward + forward
         total = float((forward + backward).sum())
         share = float((forward + backward)[probed[self._kind]].sum()) / total if total else 0.0
-        return Costs(forward * device.scale, backward * device.scale, share)
+        return Costs(forward * device.scale, backward * device.scale, weights * device.scale, share)
+
+
+def weights_share(dag: OpDag, op: int) -> float:
+    """Part of an op's backward that its weights' gradients take, where they can come later.
+
+    Of a product both gradients cost as much as the product itself; what has only the weights' to give, as
+    an embedding or a first layer, has nothing else.
+    """
+    node = dag.ops[op]
+    if not weights_may_wait(node) or not any(_leaf_grad(dag, leaf) for leaf in leaf_refs(node)):
+        return 0.0
+    return 0.5 if any(dag.ops[ref].requires_grad for ref in op_refs(node)) else 1.0
 
 
 def refresh_scale(

@@ -1,9 +1,10 @@
 """Bytes a stage holds, for any interval of ops.
 
 bytes(a, b, q) = state(a, b) + q * activations(a, b) + 2 * boundary(a, b), with q micro-batches
-in flight; state counts weights, gradients and optimizer state once a parameter, plus buffers and
-constants. This is the planner's figure, compared with a worker's budget; it leaves out what the
-process itself (interpreter, libraries) takes.
+in flight. A micro-batch whose weights' gradients are still to come keeps what these need instead of all
+activations, which may be more. state counts weights, gradients and optimizer state once a parameter, plus
+buffers and constants. This is the planner's figure, compared with a worker's budget; it leaves out what
+the process itself (interpreter, libraries) takes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
-from atoll.opdag import LeafRef, OpDag, Source, leaf_refs
-from coordinator.estimate import leaf_meta
+from atoll.opdag import LeafRef, OpDag, Source, leaf_refs, op_refs
+from coordinator.estimate import leaf_meta, weights_share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class MemoryModel:
                     repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
                 last_use[leaf] = op
         saved = np.array([float(node.bytes_saved) for node in dag.ops])
-        self._state, self._saved = prefix(state), prefix(saved)
+        self._state, self._saved, self._owed = prefix(state), prefix(saved), prefix(_owed_bytes(dag))
         self._trainable, self._tensors = prefix(trainable), prefix(tensors)
         self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
@@ -60,10 +61,11 @@ class MemoryModel:
         n_bytes = float(self._trainable[b] - self._trainable[a]) - self._repeated(a, b, 3)
         return n_bytes, float(self._tensors[b] - self._tensors[a])
 
-    def per_micro_bytes(self, a: int, b: int) -> float:
-        """What one micro-batch in flight keeps: saved activations and received values."""
+    def per_micro_bytes(self, a: int, b: int, *, defer: bool = False) -> float:
+        """What one micro-batch in flight keeps: saved activations and received values; where weights'
+        gradients are deferred, as much as these need until they come."""
         kept = 0.0 if self.recompute else float(self._saved[b] - self._saved[a])
-        return kept + float(self.live[a])
+        return max(kept + float(self.live[a]), float(self._owed[b] - self._owed[a]) if defer else 0.0)
 
     def fixed_bytes(self, a: int, b: int) -> float:
         """Everything that does not grow with the micro-batches in flight."""
@@ -72,14 +74,14 @@ class MemoryModel:
         again = float(self._saved[b] - self._saved[a]) if self.recompute else 0.0
         return self.state_bytes(a, b) + boundary + again
 
-    def bytes(self, a: int, b: int, in_flight: int) -> float:
+    def bytes(self, a: int, b: int, in_flight: int, *, defer: bool = False) -> float:
         """Bytes of a stage that runs ops [a, b) with ``in_flight`` micro-batches."""
-        return self.fixed_bytes(a, b) + in_flight * self.per_micro_bytes(a, b)
+        return self.fixed_bytes(a, b) + in_flight * self.per_micro_bytes(a, b, defer=defer)
 
-    def in_flight_cap(self, a: int, b: int, limit_bytes: float) -> int:
+    def in_flight_cap(self, a: int, b: int, limit_bytes: float, *, defer: bool = False) -> int:
         """Most micro-batches in flight under ``limit_bytes``; 0 when not even one fits."""
         room = limit_bytes - self.fixed_bytes(a, b)
-        each = self.per_micro_bytes(a, b)
+        each = self.per_micro_bytes(a, b, defer=defer)
         if room < each:
             return 0
         if each <= 0 or room >= self.n_micro * each:
@@ -130,6 +132,19 @@ class MemoryModel:
             return 0.0
         inside = (pairs[:, 0] >= a) & (pairs[:, 1] < b)
         return float(pairs[inside, column].sum())
+
+
+def _owed_bytes(dag: OpDag) -> Floats:
+    """[ops] what each op's weights' gradients need, where they can come later: its arguments, of which
+    several ops may share one, and the gradient of its result."""
+    found = np.zeros(len(dag.ops))
+    counted: set[int] = set()
+    for op, node in enumerate(dag.ops):
+        if weights_share(dag, op):
+            refs = [ref for ref in op_refs(node) if ref not in counted]
+            counted.update(refs)
+            found[op] = node.outputs[0].nbytes + sum(dag.ops[ref].outputs[0].nbytes for ref in refs)
+    return found
 
 
 def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> tuple[float, float]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PARTITIONERS = ("op_fence", "proportional", "even")
 GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and for the oracle
-SCHEDULES = ("auto", "gpipe", "1f1b")
+SCHEDULES = ("auto", *ScheduleName)
 FINALISTS = 4  # dense ones that are judged compressed, compressed ones whose codecs are settled
 JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
@@ -84,29 +84,30 @@ def make_plan(
 
 
 def _best(problem: Problem, partitioner: str, effort: Effort) -> Scored:
-    """The fastest candidate, its links' codecs settled."""
+    """The fastest candidate, its links' codecs and the order of its work settled."""
     found = plan_candidates(problem, partitioner, effort)
     if problem.compression.mode == OFF:
-        return found[0]
+        return problem.deferring(found[0])
     dense = _dense(problem)
     plain = plan_candidates(dense, partitioner, effort)
     also = (problem.score(s.candidate) for s in plain[:FINALISTS])
     ranked = sorted([*found, *(s for s in also if s is not None)], key=lambda s: s.step_s)
     if problem.compression.mode != AUTO:
-        return ranked[0]
+        return problem.deferring(ranked[0])
     finalists = dict.fromkeys((*(s.candidate for s in ranked[:FINALISTS]), plain[0].candidate))
     judged = []
     for candidate in finalists:
         judgements = effort.affordable(JUDGEMENTS, problem, candidate)
         scored = problem.score(candidate) or plain[0]
-        judged.append(settled(problem, scored, judgements))
+        judged.append(problem.deferring(settled(problem, scored, judgements)))
     best = min(judged, key=lambda s: s.step_s)
-    if best.step_s <= WORTH * plain[0].step_s:
+    uncoded = dense.deferring(plain[0])
+    if best.step_s <= WORTH * uncoded.step_s:
         return best
-    why = f"compressing gains less than 1 % of a step of {plain[0].step_s:.3g} s"
+    why = f"compressing gains less than 1 % of a step of {uncoded.step_s:.3g} s"
     stays = next(s for s in judged if s.candidate == plain[0].candidate)
     specs = stays.specs if without_codecs(stays.specs) else relabelled(_plain_specs(stays.specs), why)
-    return replace(plain[0], specs=specs)
+    return replace(uncoded, specs=specs)
 
 
 def _plain_specs(specs: Sequence[LinkSpec]) -> tuple[LinkSpec, ...]:
@@ -162,7 +163,7 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
     """What the timeline says of a scored candidate."""
     work, timeline = problem.timeline(scored, keep_spans=False)
     bound = lower_bound(problem.undisturbed(work), problem.fleet.payload_share)
-    dense = problem.workload(scored.candidate, scored.warmups)
+    dense = problem.workload(scored.candidate, scored.depths)
     names = [problem.fleet.devices[s.device].worker for s in work.stages]
     where, why = bottleneck(problem, work, timeline, problem.caps(scored.candidate))
     single_s, single = _single_machine(problem)
@@ -218,12 +219,12 @@ def _bare_plan(
 ) -> Plan:
     candidate = best.candidate
     stages = tuple(
-        StageSpec(a, b, 0, 0, (problem.fleet.devices[d].worker,), warmup)
-        for (a, b), d, warmup in zip(
-            candidate.bounds(problem.n_ops), candidate.devices, best.warmups, strict=True
+        StageSpec(a, b, 0, 0, (problem.fleet.devices[d].worker,), *depth)
+        for (a, b), d, depth in zip(
+            candidate.bounds(problem.n_ops), candidate.devices, best.depths, strict=True
         )
     )
-    work = problem.workload(candidate, best.warmups)
+    work = problem.workload(candidate, best.depths)
     specs = {(spec.source, spec.target): spec for spec in best.specs}
     links = tuple(specs.get(pair, LinkSpec(*pair)) for pair in work.routes)
     return Plan(
@@ -260,7 +261,7 @@ def _stage_predictions(
 ) -> tuple[StagePrediction, ...]:
     found = []
     bounds = scored.candidate.bounds(problem.n_ops)
-    for i, ((a, b), stage, warmup) in enumerate(zip(bounds, work.stages, scored.warmups, strict=True)):
+    for i, ((a, b), stage, depth) in enumerate(zip(bounds, work.stages, scored.depths, strict=True)):
         device = problem.fleet.devices[stage.device]
         found.append(
             StagePrediction(
@@ -268,7 +269,9 @@ def _stage_predictions(
                 # Without its codecs' seconds: compared with what the stage's ops are measured to take.
                 compute_s=timeline.compute_s[i] - problem.n_micro * stage.codec_s,
                 busy_share=timeline.busy_share(i),
-                memory_bytes=round(problem.memory.bytes(a, b, min(warmup + 1, problem.n_micro))),
+                memory_bytes=round(
+                    problem.memory.bytes(a, b, min(depth.in_flight, problem.n_micro), defer=depth.held > 0)
+                ),
                 memory_limit_bytes=device.memory_limit_bytes,
                 codec_s=problem.n_micro * stage.codec_s,
                 handling_s=2 * problem.n_micro * (stage.action_s + stage.bytes_s) - stage.bytes_s,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -44,6 +44,13 @@ if TYPE_CHECKING:
     Positions = NDArray[np.intp]
 
 
+DEFERRING_GAINS = 0.97  # of the step: it has to come below, to be worth its memory and what is not foretold
+APART = 0.12
+"""Of the weights' seconds: what a backward in two parts takes longer, as it reads activations and gradients
+twice; measured on one core with stages of 6 to 17 ms. And ..."""
+APART_CPU_S = 3e-4
+"""... an op's own graph and call, as measured on an eighth of a core, where all of it is out of the caches
+after each wait (0.08 ms where it is not)."""
 FILL_SHARE = 0.05  # of the step that filling and emptying the pipeline's links may add
 
 
@@ -58,13 +65,25 @@ class Candidate:
         return list(zip(self.starts, (*self.starts[1:], n_ops), strict=True))
 
 
+class Depth(NamedTuple):
+    """How far a stage's order of work departs from one micro-batch after the other."""
+
+    warmup: int  # forwards before the first backward
+    held: int = 0  # most micro-batches that hold activations, where backwards come in two parts
+
+    @property
+    def in_flight(self) -> int:
+        """Most micro-batches that hold activations, if there are as many."""
+        return max(self.warmup + 1, self.held)
+
+
 @dataclass(frozen=True)
 class Scored:
     """A candidate with the schedule that suits it and its predicted step."""
 
     candidate: Candidate
     schedule: ScheduleName
-    warmups: tuple[int, ...]
+    depths: tuple[Depth, ...]
     step_s: float
     specs: tuple[LinkSpec, ...] = ()  # of the pairs that send anything; empty: all dense
 
@@ -98,6 +117,8 @@ class Problem:
         costs = [table.costs(d, self.training.recompute) for d in self.fleet.devices]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
+        self.weights = np.stack([prefix(c.weights_s) for c in costs])
+        self.pieces = prefix((costs[0].weights_s > 0).astype(float))
         self.compute = self.forward + self.backward
         self.limits = np.array([float(d.memory_limit_bytes) for d in self.fleet.devices])
         self.measured_share = float(np.mean([c.measured_share for c in costs]))
@@ -159,12 +180,12 @@ class Problem:
         return None if mask[np.triu_indices(len(positions), 1)].all() else mask
 
     def workload(
-        self, candidate: Candidate, warmups: Sequence[int], specs: Sequence[LinkSpec] = ()
+        self, candidate: Candidate, depths: Sequence[Depth], specs: Sequence[LinkSpec] = ()
     ) -> Workload:
         """The candidate's step for the timeline, its links as in ``specs``."""
         cut = self.traffic.cut(candidate.starts)
         stages = []
-        for (a, b), d, warmup in zip(candidate.bounds(self.n_ops), candidate.devices, warmups, strict=True):
+        for (a, b), d, depth in zip(candidate.bounds(self.n_ops), candidate.devices, depths, strict=True):
             device = self.fleet.devices[d]
             stages.append(
                 StageLoad(
@@ -173,7 +194,10 @@ class Problem:
                     backward_s=float(self.backward[d, b] - self.backward[d, a]),
                     apply_s=apply_seconds(*self.memory.trained(a, b), self.training, device),
                     commit_latency_s=device.coordinator.latency_s,
-                    actions=_actions(self.n_micro, warmup),
+                    actions=_actions(self.n_micro, depth),
+                    weights_s=float(self.weights[d, b] - self.weights[d, a]),
+                    apart_s=self._apart_s(d, a, b),
+                    pieces=max(1, int(self.pieces[b] - self.pieces[a])),
                 )
             )
         routes = routes_of(self.fleet, candidate.devices, cut)
@@ -182,6 +206,12 @@ class Problem:
         if specs:
             work = coded(work, self.traffic.loads(candidate.starts), specs, devices)
         return handled(work, devices)
+
+    def _apart_s(self, d: int, a: int, b: int) -> float:
+        """Seconds more that a backward of ops [a, b) on device d takes in two parts."""
+        device = self.fleet.devices[d]
+        calls_s = APART_CPU_S * float(self.pieces[b] - self.pieces[a]) / device.core_share
+        return APART * float(self.weights[d, b] - self.weights[d, a]) + calls_s * device.scale
 
     def undisturbed(self, work: Workload) -> Workload:
         """``work`` on the rates that its lines have shown, whatever training's messages got of them."""
@@ -194,7 +224,7 @@ class Problem:
 
     def links_between(self, candidate: Candidate) -> tuple[Link, ...]:
         """The candidate's links, dense, as ``coordinator.ratios`` sees them."""
-        work = self.workload(candidate, [1] * len(candidate.devices))
+        work = self.workload(candidate, [Depth(1)] * len(candidate.devices))
         devices = [self.fleet.devices[d] for d in candidate.devices]
         return links_of(work, self.traffic.loads(candidate.starts), devices)
 
@@ -284,7 +314,7 @@ class Problem:
             caps = self.caps(candidate)
         except Infeasible:
             return float("inf")
-        depths = [self.n_micro] * len(candidate.devices)
+        depths = [Depth(self.n_micro)] * len(candidate.devices)
         work = self.workload(candidate, depths, self.specs(candidate))
         away = max(s.commit_latency_s for s in work.stages)
         in_flight = list(accumulate(caps, min))
@@ -309,15 +339,14 @@ class Problem:
             return None
         n = self.n_micro
         options: list[Scored] = []
-        work = self.workload(candidate, [n] * len(caps), specs)
+        whole = (Depth(n),) * len(caps)
+        work = self.workload(candidate, whole, specs)
         if self.schedule is not ScheduleName.GPIPE:
-            for warmups in self.warmups(work, caps):
-                ordered = work.with_actions([_actions(n, w) for w in warmups])
-                step = step_seconds(ordered)
-                options.append(Scored(candidate, ScheduleName.ONE_F_ONE_B, warmups, step, specs))
-        if self.schedule is not ScheduleName.ONE_F_ONE_B and min(caps) >= n:
-            step = step_seconds(work.with_actions([_actions(n, n)] * len(caps)))
-            options.append(Scored(candidate, ScheduleName.GPIPE, (n,) * len(caps), step, specs))
+            depths = [tuple(map(Depth, warmups)) for warmups in self.warmups(work, caps)]
+            options = [self._ordered(candidate, work, each, specs) for each in depths]
+        if self.schedule in (None, ScheduleName.GPIPE) and min(caps) >= n:
+            scored = self._ordered(candidate, work, whole, specs)
+            options.append(replace(scored, schedule=ScheduleName.GPIPE))
         # 1F1B holds fewer micro-batches: GPipe must be clearly faster to be worth its memory.
         return min(
             options,
@@ -325,9 +354,60 @@ class Problem:
             default=None,
         )
 
+    def _ordered(
+        self, candidate: Candidate, work: Workload, depths: tuple[Depth, ...], specs: tuple[LinkSpec, ...]
+    ) -> Scored:
+        """``work`` in the order of these depths."""
+        step_s = step_seconds(work.with_actions([_actions(self.n_micro, depth) for depth in depths]))
+        defers = any(depth.held for depth in depths)
+        name = ScheduleName.ZERO_BUBBLE if defers else ScheduleName.ONE_F_ONE_B
+        return Scored(candidate, name, depths, step_s, specs)
+
+    def deferring(self, scored: Scored) -> Scored:
+        """The same with weights' gradients deferred, where that gains DEFERRING_GAINS at least or was asked
+        for; with as few micro-batches held as come within 1 % of the best.
+
+        The search does without: it would take twice as long, and deferring shortens what fills and empties
+        the pipeline, in which cuts that are about equally good differ little.
+        """
+        if self.schedule not in (None, ScheduleName.ZERO_BUBBLE) or scored.schedule is ScheduleName.GPIPE:
+            return scored
+        candidate, specs = scored.candidate, scored.specs
+        work = self.workload(candidate, scored.depths, specs)
+        least = scored.depths[0].warmup + 1
+        options = []
+        for most in dict.fromkeys((least, least + least // 2, self.n_micro)):
+            depths = self._held(scored, work, most)
+            if any(depth.held for depth in depths):
+                options.append(self._ordered(candidate, work, depths, specs))
+        if not options:
+            return scored
+        enough = 1.01 * min(option.step_s for option in options)
+        found = next(option for option in options if option.step_s <= enough)
+        asked = self.schedule is ScheduleName.ZERO_BUBBLE
+        return found if asked or found.step_s <= DEFERRING_GAINS * scored.step_s else scored
+
+    def _held(self, scored: Scored, work: Workload, most: int) -> tuple[Depth, ...]:
+        """How many micro-batches each stage holds when it defers what nobody waits for: ``most``, fewer
+        where memory is short, 0 where that leaves no room, or where it costs more than it can gain: the
+        time of the other stages' weights on the way of the last micro-batch."""
+        awaited = {hop.source for hop in work.backward}
+        gain_s = sum(load.weights_s for load in work.stages)
+        if self.schedule is ScheduleName.ZERO_BUBBLE:
+            gain_s = float("inf")
+        found = []
+        bounds = scored.candidate.bounds(self.n_ops)
+        for s, (depth, load, (a, b)) in enumerate(zip(scored.depths, work.stages, bounds, strict=True)):
+            cap = self.memory.in_flight_cap(a, b, self.limits[load.device], defer=True)
+            held = min(cap, max(most, depth.warmup + 1))
+            defers = s in awaited and held > depth.warmup
+            worth = 0.0 < self.n_micro * load.apart_s < gain_s - load.weights_s
+            found.append(Depth(depth.warmup, held if defers and worth else 0))
+        return tuple(found)
+
     def timeline(self, scored: Scored, keep_spans: bool = True) -> tuple[Workload, Timeline]:
         """The full timeline of a scored candidate."""
-        work = self.workload(scored.candidate, scored.warmups, scored.specs)
+        work = self.workload(scored.candidate, scored.depths, scored.specs)
         return work, simulate(work, keep_spans)
 
 
@@ -337,6 +417,6 @@ def _non_rising(wanted: Sequence[int], caps: Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _actions(n_micro: int, warmup: int) -> tuple[Action, ...]:
+def _actions(n_micro: int, depth: Depth) -> tuple[Action, ...]:
     """Searches ask for the same few lists thousands of times; GPipe is warm-up ``n_micro``."""
-    return one_f_one_b(n_micro, warmup)
+    return one_f_one_b(n_micro, *depth)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from atoll.plan import LinkSpec
 from coordinator.chooser import specs_for
-from coordinator.problem import Candidate, Problem
+from coordinator.problem import Candidate, Depth, Problem
 from coordinator.ratios import check_compression
 from coordinator.timeline import step_seconds
 from coordinator.workload import Wire
@@ -42,10 +42,10 @@ def respec(
     check_compression(wanted)
     problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
-    warmups = tuple(stage.warmup for stage in plan.stages)
+    depths = [Depth(stage.warmup, stage.held) for stage in plan.stages]
 
     def judge(specs: tuple[LinkSpec, ...]) -> float:
-        return step_seconds(problem.workload(candidate, warmups, specs))
+        return step_seconds(problem.workload(candidate, depths, specs))
 
     links = problem.links_between(candidate)
     found = specs_for(links, wanted, problem.unnoticed_s(candidate), judge)
@@ -67,4 +67,5 @@ def step_with(
     """Predicted step seconds of ``plan`` on ``fleet`` with its links as in ``specs``."""
     problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
-    return step_seconds(problem.workload(candidate, [s.warmup for s in plan.stages], specs))
+    depths = [Depth(stage.warmup, stage.held) for stage in plan.stages]
+    return step_seconds(problem.workload(candidate, depths, specs))

@@ -1,7 +1,8 @@
 """Event simulation of one training step of a plan: when every micro-batch runs and is sent.
 
 Stages run their actions in order; an action starts when the stage is free and all it needs has
-arrived. What a stage produces in an action goes out when the action ends, as one bundle to each
+arrived. Weights' gradients that were deferred are taken in pieces whenever a stage would wait, the rest
+when their turn comes. What a stage produces in an action goes out when the action ends, as one bundle to each
 peer; sends overlap compute, and the stage is free once it has handled the bytes. Each ordered pair of
 stages is one wire that carries one bundle at a time, gradients before activations. A bundle
 reserves, first in first out, each resource on its way for size / rate from the moment its head
@@ -43,7 +44,7 @@ class Cargo(IntEnum):
 class Span:
     """One bar of the Gantt chart; times from the commit before the step."""
 
-    kind: str  # F | B | send-F | send-B | send-tied | opt
+    kind: str  # F | B | I | W | send-F | send-B | send-tied | opt
     source: int  # stage
     target: int  # stage; equal to source for compute
     micro: int
@@ -141,6 +142,9 @@ class _Simulation:
         self.got_backward = [[0] * self.n_micro for _ in range(n)]
         self.next_action = [0] * n
         self.running = [True] * n  # until the commit of the step before has arrived
+        self.owed_s = [0.0] * n  # of weights' gradients that were deferred
+        self.owed = [0] * n  # micro-batches whose turn for that has not come
+        self.filling = [False] * n  # with a piece of them, for want of anything else
         self.compute_done: list[float | None] = [None] * n
         self.partial_in = {(i, t.holders[-1]) for i, t in enumerate(work.tied)}
         self.ready: list[float] = [0.0] * n
@@ -190,22 +194,36 @@ class _Simulation:
         if self.running[s] or at >= len(stage.actions):
             return
         action = stage.actions[at]
-        if action.work is Work.FORWARD:
-            if self.got_forward[s][action.micro] < self.need_forward[s]:
-                return
-            took = stage.forward_s
+        work, micro = action.work, action.micro
+        if work is Work.FORWARD:
+            here = self.got_forward[s][micro] >= self.need_forward[s]
+            took = stage.forward_s + stage.action_s
+        elif work is Work.WEIGHT:
+            here = True
+            self.owed[s] -= 1
+            took = max(0.0, self.owed_s[s] - self.owed[s] * stage.weights_s)
+            self.owed_s[s] -= took
         else:
-            if self.got_backward[s][action.micro] < self.need_backward[s]:
+            here = self.got_backward[s][micro] >= self.need_backward[s]
+            took = stage.backward_s if work is Work.BACKWARD else stage.input_s + stage.apart_s
+            took += stage.action_s
+        if not here:
+            if self.owed_s[s] <= 0.0:
                 return
-            took = stage.backward_s
+            work, took = Work.WEIGHT, min(self.owed_s[s], stage.weights_s / stage.pieces)
+            self.owed_s[s] -= took
+            self.filling[s] = True
         self.running[s] = True
-        end = now + took + stage.action_s
-        if self.spans is not None:
-            self.spans.append(Span(action.work.value, s, s, action.micro, now, end))
-        self._push(end, _DONE, s, 0, None)
+        if self.spans is not None and took > 0.0:
+            self.spans.append(Span(work.value, s, s, micro, now, now + took))
+        self._push(now + took, _DONE, s, 0, None)
 
     def _action_done(self, now: float, s: int) -> None:
         stage = self.work.stages[s]
+        if self.filling[s]:
+            self.filling[s] = self.running[s] = False
+            self._try_start(now, s)
+            return
         action = stage.actions[self.next_action[s]]
         self.next_action[s] += 1
         if action.work is Work.FORWARD:
@@ -213,7 +231,10 @@ class _Simulation:
                 self._send(
                     now, hop.source, hop.target, Cargo.FORWARD, action.micro, hop.n_bytes, hop.messages
                 )
-        else:
+        elif action.work is not Work.WEIGHT:
+            if action.work is Work.INPUT:
+                self.owed_s[s] += stage.weights_s
+                self.owed[s] += 1
             for hop in self.out_backward[s]:
                 self._send(
                     now, hop.source, hop.target, Cargo.BACKWARD, action.micro, hop.n_bytes, hop.messages
@@ -223,7 +244,7 @@ class _Simulation:
             self.ready[s] = now
             for i, tied in enumerate(self.work.tied):
                 self._fold_tied(now, s, i, tied)
-        elif stage.bytes_s:
+        elif stage.bytes_s and action.work is not Work.WEIGHT:
             self._push(now + stage.bytes_s, _START, s, 0, None)
         else:
             self.running[s] = False
@@ -316,7 +337,9 @@ def simulate(work: Workload, keep_spans: bool = False) -> Timeline:
         step_s=step,
         ready_s=tuple(run.ready),
         compute_s=tuple(
-            work.n_micro * (stage.forward_s + stage.backward_s) + stage.apply_s for stage in work.stages
+            work.n_micro * (stage.forward_s + stage.backward_s + (stage.apart_s if stage.defers else 0.0))
+            + stage.apply_s
+            for stage in work.stages
         ),
         links=tuple(
             replace(use, under_way_s=run.wires[use.source, use.target].under_way_s) for use in link_uses(work)

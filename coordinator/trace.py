@@ -16,6 +16,8 @@ COMPUTE = "compute"
 NAMES = {
     "F": "forward",
     "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
     "opt": "optimizer",
     "wait": "wait",
     "eval": "evaluate",
@@ -24,13 +26,16 @@ NAMES = {
 }
 
 
+MICRO_BATCH = ("F", "B", "I", "W")
+
+
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
     """One span of one worker, in the coordinator's time."""
 
     worker: str
     stage: int
-    kind: str  # F | B | send | recv | opt | wait | eval | load | save
+    kind: str  # F | B | I | W | send | recv | opt | wait | eval | load | save
     step: int
     micro: int
     start_s: float
@@ -117,7 +122,7 @@ def _labels(
 def _event(span: TraceSpan, pid: int, tid: int, origin_s: float) -> dict[str, Any]:
     moved = span.kind in ("send", "recv")
     name = (
-        f"{span.kind} {span.micro}" if moved or span.kind in ("F", "B") else NAMES.get(span.kind, span.kind)
+        f"{span.kind} {span.micro}" if moved or span.kind in MICRO_BATCH else NAMES.get(span.kind, span.kind)
     )
     facts: dict[str, Any] = {
         "step": span.step,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from atoll.microbatch import Action
+from atoll.microbatch import Action, Work
 
 if TYPE_CHECKING:
     from coordinator.fleet import Fleet
@@ -43,7 +43,20 @@ class StageLoad:
     actions: tuple[Action, ...]
     codec_s: float = 0.0  # of forward_s + backward_s: encoding and decoding
     action_s: float = 0.0  # around each forward or backward: waking, queues, messages' own work
+    weights_s: float = 0.0  # of backward_s: weights' gradients that can come later
+    apart_s: float = 0.0  # more that a backward in two parts takes
+    pieces: int = 1  # in which they can be taken: ops with such weights
     bytes_s: float = 0.0  # after each, when its messages have left: their bytes, handled as they travel
+
+    @property
+    def defers(self) -> bool:
+        """Backwards come in two parts."""
+        return bool(self.actions) and self.actions[-1].work is Work.WEIGHT
+
+    @property
+    def input_s(self) -> float:
+        """The part of a backward that other stages wait for: all of it, where it is whole."""
+        return self.backward_s - (self.weights_s if self.defers else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

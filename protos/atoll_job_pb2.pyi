@@ -877,11 +877,14 @@ class StageSpec(_message.Message):
     EVAL_STOP_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     WARMUP_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     stop: _builtins.int
     eval_start: _builtins.int
     eval_stop: _builtins.int
     warmup: _builtins.int
+    held: _builtins.int
+    """where backwards come in two parts: most micro-batches that hold activations"""
     @_builtins.property
     def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -893,10 +896,11 @@ class StageSpec(_message.Message):
         eval_stop: _builtins.int = ...,
         workers: _abc.Iterable[_builtins.str] | None = ...,
         warmup: _builtins.int = ...,
+        held: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eval_start", b"eval_start", "eval_stop", b"eval_stop", "held", b"held", "start", b"start", "stop", b"stop", "warmup", b"warmup", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,6 +120,7 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
                 eval_stop=s.eval_stop,
                 workers=s.workers,
                 warmup=s.warmup,
+                held=s.held,
             )
             for s in plan.stages
         ],
@@ -193,6 +194,7 @@ def _stage_from_proto(message: pb.StageSpec, limits: Limits) -> StageSpec:
         eval_stop=eval_stop,
         workers=tuple(bounds.name("worker", worker, limits) for worker in workers),
         warmup=bounds.within("warmup", message.warmup, 0, 4096),
+        held=bounds.within("held", message.held, 0, 4096),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.job import Optimizer, TrainingSpec
+from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
 from atoll.plan import LinkSpec, Plan, StageSpec
 from atoll.program import StageProgram, stage_programs
@@ -25,7 +26,6 @@ from worker.timed import TimedNetwork
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atoll.microbatch import ScheduleName
     from worker.cancel import Cancel
     from worker.frames import MessageKey
     from worker.peer import Receiver
@@ -160,8 +160,9 @@ def assign(
 ) -> list[Assignment]:
     programs, evaluations = made.programs(starts)
     names = [f"w-{at}" for at in range(len(starts))]
+    held = len(starts) if schedule is ScheduleName.ZERO_BUBBLE else 0
     stages = tuple(
-        StageSpec(start, start + 1, 0, 1, (names[at],), len(starts) - at - 1)
+        StageSpec(start, start + 1, 0, 1, (names[at],), len(starts) - at - 1, held)
         for at, start in enumerate(starts)
     )
     plan = Plan("job", 1, "", "", "test", schedule, training.n_micro, stages, tuple(links))
@@ -197,6 +198,7 @@ class Crew:
             assignment.training,
             self.made.tensors,
             states=self.made.states,
+            defer=assignment.plan.stages[assignment.stage].held > 0,
         )
         program = assignment.eval_program
         assert program is not None

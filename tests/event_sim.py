@@ -146,17 +146,33 @@ class Pipeline:
         for step in range(self.steps):
             yield self.signals["begin", step, s]
             yield load.apply_s
+            debt, left = 0.0, 0  # of weights' gradients: seconds, micro-batches
             for action in load.actions:
                 m = action.micro
-                hops, rank = (work.forward, 3) if action.work == "F" else (work.backward, 0)
+                if action.work == "W":
+                    left -= 1
+                    due = max(0.0, debt - left * load.weights_s)
+                    yield due
+                    debt -= due
+                    continue
+                hops, rank, way = (work.forward, 3, "F") if action.work == "F" else (work.backward, 0, "B")
                 for hop in hops:
                     if hop.target == s:
-                        yield self.signals[action.work, step, hop.source, s, m]
+                        came = self.signals[way, step, hop.source, s, m]
+                        while debt > 0 and not came.fired:
+                            piece = min(debt, load.weights_s / load.pieces)
+                            yield piece
+                            debt -= piece
+                        yield came
                 took = load.forward_s if action.work == "F" else load.backward_s
+                if action.work == "I":
+                    took += load.apart_s - load.weights_s
+                    debt += load.weights_s
+                    left += 1
                 yield took + load.action_s
                 for hop in hops:
                     if hop.source == s:
-                        key = (action.work, step, s, hop.target, m)
+                        key = (way, step, s, hop.target, m)
                         self.send(rank, (s, hop.target), hop.n_bytes, hop.messages, key)
                 if action is not load.actions[-1]:
                     yield load.bytes_s

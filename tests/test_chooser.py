@@ -10,7 +10,7 @@ from coordinator.bound import lower_bound
 from coordinator.chooser import WORTH, settled
 from coordinator.coding import load_bytes
 from coordinator.partition import make_plan
-from coordinator.problem import Candidate, Problem
+from coordinator.problem import Candidate, Depth, Problem
 from coordinator.respec import respec, step_with
 from coordinator.timeline import simulate
 from tests.dags import chain_dag, gpt_like
@@ -93,7 +93,7 @@ def test_a_cut_settled_by_the_timeline_gains_one_percent_or_stays_dense():
 def test_the_timeline_of_compressed_links_agrees_with_an_independent_simulation(compress):
     for seed in range(25):
         problem, candidate = random_problem(seed, compress)
-        depths = [problem.n_micro] * len(candidate.devices)
+        depths = [Depth(problem.n_micro)] * len(candidate.devices)
         work = problem.workload(candidate, depths, problem.specs(candidate))
         step_s = simulate(work).step_s
         assert step_s == pytest.approx(step_seconds(work), rel=1e-9), f"seed {seed}"

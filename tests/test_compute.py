@@ -175,6 +175,34 @@ def test_a_step_reports_its_times_and_spans() -> None:
     assert crew.runs[0].run_step(1, Cancel()).optimizer_s > 0
 
 
+def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
+    made = case("gpt2")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ZERO_BUBBLE))
+    last, first = crew.runs[1], crew.runs[0]
+    slow, forward = threading.Event(), first._stage.forward
+
+    def held_back(micro: int, *arguments: object) -> dict[int, Tensor]:
+        if micro == TRAINING.n_micro - 1:
+            slow.wait(JOIN_S)  # until the other has nothing left to do but its weights' gradients
+        return forward(micro, *arguments)  # type: ignore[arg-type]
+
+    first._stage.forward = held_back  # type: ignore[method-assign]
+    take, owed = last._stage.weight_gradients, last._stage.owed
+
+    def taken() -> None:
+        take()
+        if last._stage.owed is None:
+            slow.set()
+
+    last._stage.weight_gradients = taken  # type: ignore[method-assign]
+    crew.all("run_step", 0, Cancel())
+    assert owed is None
+    kinds = [(span.kind, span.micro) for span in last.spans.take() if span.kind in "FIW"]
+    at_last = kinds.index(("F", TRAINING.n_micro - 1))
+    assert {micro for kind, micro in kinds[:at_last] if kind == "W"} == set(range(TRAINING.n_micro - 1))
+    assert {micro for kind, micro in kinds[at_last:] if kind == "W"} == {TRAINING.n_micro - 1}
+
+
 def test_every_message_leaves_one_span_at_either_end() -> None:
     made = case("mlp")
     crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.GPIPE))

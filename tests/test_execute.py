@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -253,6 +255,68 @@ def test_values_are_freed_after_their_last_use():
     assert executor.in_flight == 0
     dead = [slot for segment in executor._segments for step in segment.steps for slot in step[3]]
     assert dead == [executor._op_slots[0]]
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_backward_in_two_parts_gives_the_bits_of_a_whole_one(precision: Precision, recompute: bool):
+    meta = TensorMeta((3, 4), "float32")
+    square = TensorMeta((4, 4), "float32")
+    dag = replace(
+        dag_of(
+            op("aten.mul.Tensor", X, W),  # waits for nobody
+            op("aten.linear.default", OpRef(0), LeafRef(Source.PARAMETER, "m")),
+            op("aten.relu_.default", OpRef(1)),  # written in place
+            op("aten.einsum.default", "ij,jk->ik", (OpRef(2), LeafRef(Source.PARAMETER, "m"))),
+            op("aten.linear.default", X, LeafRef(Source.PARAMETER, "m")),  # gives its weights' alone
+            op("aten.add.Tensor", OpRef(3), OpRef(4)),
+            op("aten.sum.default", OpRef(5)),
+        ),
+        inputs={"x": meta},
+        parameters={"w": StateMeta(META, True), "m": StateMeta(square, True)},
+    )
+    found = []
+    for defer in (False, True):
+        torch.manual_seed(3)
+        executor = Executor(stage_programs(dag, [0])[0], "cpu", precision, recompute=recompute, defer=defer)
+        executor.load({"w": torch.randn(4), "m": torch.randn(4, 4), "b": torch.zeros(4)})
+        for micro in range(3):
+            run(executor, torch.randn(3, 4), micro=micro)
+        for micro in range(3):
+            executor.backward(micro, {}, 3.0)
+        if defer:
+            assert executor.owed == 0
+            assert executor.gradient("w") is not None
+            assert executor.gradient("m") is None
+            order = []
+            while (micro_owed := executor.owed) is not None:
+                order.append(micro_owed)
+                executor.weight_gradients()
+            assert order == [0] * 3 + [1] * 3 + [2] * 3
+        assert executor.owed is None
+        executor.weight_gradients()
+        found.append((executor.gradient("w"), executor.gradient("m")))
+    for whole, apart in zip(*found, strict=True):
+        assert whole is not None
+        assert apart is not None
+        assert torch.equal(whole, apart)
+        assert whole.stride() == apart.stride()
+
+
+def test_what_is_owed_ends_with_the_step():
+    dag = dag_of(
+        op("aten.embedding.default", LeafRef(Source.PARAMETER, "t"), X), op("aten.sum.default", OpRef(0))
+    )
+    table = StateMeta(TensorMeta((5, 2), "float32"), True)
+    dag = replace(dag, inputs={"x": TensorMeta((4,), "int64")}, parameters={"t": table})
+    executor = Executor(stage_programs(dag, [0])[0], defer=True)
+    executor.load({"t": torch.ones(5, 2)})
+    run(executor, torch.tensor([0, 1, 1, 4]))
+    executor.backward(0, {})
+    assert executor.owed == 0
+    executor.reset()
+    assert executor.owed is None
+    assert executor.gradient("t") is None
 
 
 def test_a_zero_gradient_is_answered_with_its_mark():

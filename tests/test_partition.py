@@ -13,7 +13,7 @@ from coordinator.bound import lower_bound
 from coordinator.fence import Effort
 from coordinator.fleet import Fleet
 from coordinator.partition import make_plan, plan_candidates
-from coordinator.problem import Candidate, Problem
+from coordinator.problem import Candidate, Depth, Problem
 from tests.dags import chain_dag, gpt_like
 from tests.fleets import eight_hosts, random_fleet, two_islands
 
@@ -33,7 +33,7 @@ def best_of_all(problem: Problem) -> float:
         for cuts in itertools.combinations(inner, k - 1):
             for order in itertools.permutations(devices, k):
                 candidate = Candidate(order, (0, *cuts))
-                work = problem.workload(candidate, [problem.n_micro] * k)
+                work = problem.workload(candidate, [Depth(problem.n_micro)] * k)
                 if lower_bound(work).step_s < best and (scored := problem.score(candidate)):
                     best = min(best, scored.step_s)
     return best

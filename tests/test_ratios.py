@@ -13,7 +13,7 @@ from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, takes
 from coordinator.coding import ends_s, load_bytes, tensor_bytes
-from coordinator.problem import Candidate, Problem
+from coordinator.problem import Candidate, Depth, Problem
 from coordinator.ratios import (
     TOLERANCE,
     Link,
@@ -287,8 +287,8 @@ def test_codecs_count_as_work_of_both_ends_and_shrink_the_hops():
     problem = Problem(dag, TrainingSpec(10, 4), replace(fleet, devices=devices))
     candidate = Candidate((0, 1), (0, 27))
     specs = choose(problem.links_between(candidate), Compression("topk", 10.0))
-    dense = problem.workload(candidate, (4, 4))
-    work = problem.workload(candidate, (4, 4), specs)
+    dense = problem.workload(candidate, (Depth(4),) * 2)
+    work = problem.workload(candidate, (Depth(4),) * 2, specs)
     n_bytes = dense.forward[0].n_bytes
     assert work.forward[0].n_bytes <= n_bytes / 10
     assert work.backward[0].n_bytes <= n_bytes / 10

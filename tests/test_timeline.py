@@ -6,7 +6,7 @@ import pytest
 from atoll.job import TrainingSpec
 from atoll.microbatch import gpipe, one_f_one_b
 from coordinator.bound import lower_bound
-from coordinator.problem import Candidate, Problem
+from coordinator.problem import Candidate, Depth, Problem
 from coordinator.timeline import simulate, step_bytes
 from coordinator.traffic import Hop
 from coordinator.workload import Route, StageLoad, Wire, Workload
@@ -61,6 +61,19 @@ def test_schedules_under_delay_take_the_published_times(n_micro, hop_s, schedule
     assert simulate(work).step_s == pytest.approx(expected, abs=1e-6)
 
 
+def test_deferred_weight_gradients_take_the_bubble_of_the_published_schedule():
+    """ZB-H1: a bubble of (S - 1)(F + B - W), which is (S - 1) F where B = W, not (S - 1)(F + B + W)."""
+    work = chain_work(4, 16, schedule="1f1b")
+    stages = tuple(replace(s, weights_s=1.0, pieces=4) for s in work.stages)
+    apart = replace(work, stages=stages)
+    assert simulate(apart).step_s == pytest.approx(3.0 * (16 + 3))
+    deferring = apart.with_actions([one_f_one_b(16, 3 - s, 5) for s in range(4)])
+    assert simulate(deferring).step_s == pytest.approx(3.0 * 16 + 3)
+    assert lower_bound(deferring).step_s == pytest.approx(3.0 * 16 + 3)
+    as_much_memory = apart.with_actions([one_f_one_b(16, 3 - s, 4) for s in range(4)])
+    assert simulate(as_much_memory).step_s == pytest.approx(3.0 * 16 + 4)
+
+
 def random_work(seed: int) -> Workload:
     draw = random.Random(seed)
     n_devices = draw.randrange(2, 6)
@@ -69,11 +82,25 @@ def random_work(seed: int) -> Workload:
     starts = (0, *sorted(draw.sample(range(1, 40), n_devices - 1)))
     devices = tuple(draw.sample(range(n_devices), n_devices))
     candidate = Candidate(devices, starts)
-    work = problem.workload(candidate, [problem.n_micro] * n_devices)
+    work = problem.workload(candidate, [Depth(problem.n_micro)] * n_devices)
     if draw.random() < 0.6:
         caps = [draw.randrange(1, 9) for _ in range(n_devices)]
         warmups = draw.choice(problem.warmups(work, caps))
-        work = work.with_actions([one_f_one_b(problem.n_micro, w) for w in warmups])
+        if draw.random() < 0.7:
+            stages = (
+                replace(
+                    s,
+                    weights_s=s.backward_s * draw.uniform(0, 0.9),
+                    apart_s=s.backward_s * draw.choice([0.0, 0.1]),
+                    pieces=draw.randrange(1, 5),
+                )
+                for s in work.stages
+            )
+            work = replace(work, stages=tuple(stages))
+        held = [max(0, draw.randrange(-3, problem.n_micro + 1)) for _ in warmups]
+        work = work.with_actions(
+            [one_f_one_b(problem.n_micro, w, h) for w, h in zip(warmups, held, strict=True)]
+        )
     if draw.random() < 0.5:
         stages = (replace(s, action_s=draw.random() / 9, bytes_s=draw.random() / 9) for s in work.stages)
         work = replace(work, stages=tuple(stages))
@@ -152,7 +179,7 @@ def test_bytes_of_a_tied_parameter_go_down_once_and_up_once():
     dag = gpt_like(4)
     problem = Problem(dag, TrainingSpec(10, 4), two_islands(400))
     candidate = Candidate((0, 2, 1), (0, 15, 30))
-    work = problem.workload(candidate, (4, 4, 4))
+    work = problem.workload(candidate, (Depth(4),) * 3)
     tied = dag.parameters["wte"].meta.nbytes
     forward = sum(h.n_bytes for h in work.forward if (h.source, h.target) == (0, 2))
     assert step_bytes(work, 0, 2)[0] == tied + 4 * forward

@@ -1,8 +1,9 @@
 """A stage's work: the micro-batches of a step, the fold of tied parameters, evaluation.
 
 Runs in one thread. Every wait watches a ``Cancel`` and the links, so that a lost peer or a release
-stops it within ``POLL_S``. Sums, order and exchange follow DESIGN section 3; what travels is
-queued as soon as it is computed, and the transport lets gradients pass activations.
+stops it within ``POLL_S``; weights' gradients that were deferred are taken meanwhile, a few at a time.
+Sums, order and exchange follow DESIGN section 3; what travels is queued as soon as it is computed, and
+the transport lets gradients pass activations.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from worker.spans import Span, Spans
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from atoll.microbatch import Action
     from atoll.plan import LinkSpec
     from atoll.program import StageProgram
     from worker.assignment import Assignment
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 LONG_WAIT_S = 60.0
 """A wait of so long, and of twice the last step, is told, and again when it has doubled."""
+PIECE_S = 0.005
+"""What arrives waits about so long while weights' gradients fill the time."""
 T = TypeVar("T")
 MIN_WAIT_SPAN_S = 0.0005
 
@@ -143,8 +147,12 @@ class StageRun:
             cancel.check()
             if action.work is Work.FORWARD:
                 self._forward(step, action.micro, cancel)
+            elif action.work is Work.WEIGHT:
+                while self._stage.owed == action.micro:
+                    cancel.check()
+                    self._weight_gradients(step)
             else:
-                self._backward(step, action.micro, cancel)
+                self._backward(step, action, cancel)
             self._progress.tick()
         computed_s = self._cpu.computed_s - computed_s  # codecs' work, too
         self._step_s = self._clock() - started_s
@@ -225,18 +233,32 @@ class StageRun:
             for target in p.targets
         )
 
-    def _backward(self, step: int, micro: int, cancel: Cancel) -> None:
-        program = self.assignment.program
+    def _backward(self, step: int, action: Action, cancel: Cancel) -> None:
+        program, micro = self.assignment.program, action.micro
         grads: dict[int, Tensor | None] = {}
         for op, source in _gradient_sources(program):
             key = self._key(Direction.BACKWARD, step, micro, op)
             grads[op] = self._receive(key, self.assignment.worker_of(source), cancel)
-        answers = self._timed(Work.BACKWARD, step, micro, lambda: self._stage.backward(micro, grads))
+        answers = self._timed(action.work, step, micro, lambda: self._stage.backward(micro, grads))
         self._send_all(
             (r.grad_to, self._key(Direction.BACKWARD, step, micro, r.op), answers[r.op])
             for r in program.received
             if r.requires_grad
         )
+
+    def _weight_gradients(self, step: int) -> None:
+        """Of the first micro-batch that owes any, for about PIECE_S."""
+        stage, micro, until_s = self._stage, self._stage.owed, self._clock() + PIECE_S
+
+        def take() -> None:
+            while stage.owed == micro:
+                stage.weight_gradients()
+                if self._clock() >= until_s:
+                    break
+
+        if micro is not None:
+            self._timed(Work.WEIGHT, step, micro, take)
+            self._progress.tick()
 
     def _evaluate_micro(
         self,
@@ -315,14 +337,19 @@ class StageRun:
         return inputs
 
     def _receive(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
-        begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
         told_at_s = max(LONG_WAIT_S, 2 * self._step_s)
+        begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
         while True:
             cancel.check()
+            owed = self._stage.owed is not None
             try:
-                value = self._links.receive(key, POLL_S)
+                value = self._links.receive(key, 0.0 if owed else POLL_S)
                 break
             except TimeoutError:
+                if owed:
+                    self._weight_gradients(key.step)
+                    begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
+                    continue
                 waited_s = self._clock() - started_s
                 if waited_s >= told_at_s:
                     told_at_s = 2 * waited_s
@@ -352,7 +379,7 @@ class StageRun:
         with self.spans.timed(work.value, step, micro), self._cpu.computing() as taken:
             result = run()
             self._synchronize()
-        self._busy[work] += taken.seconds
+        self._busy[Work.FORWARD if work is Work.FORWARD else Work.BACKWARD] += taken.seconds
         return result
 
     def _synchronize(self) -> None:

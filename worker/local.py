@@ -43,7 +43,8 @@ class StepResult:
 
 
 class LocalPipeline:
-    """K stages in one process; ``devices`` are used in turn, ``warmups`` default to K - s - 1."""
+    """K stages in one process; ``devices`` are used in turn, ``warmups`` default to K - s - 1. Where weights'
+    gradients are deferred, each stage holds at most K micro-batches."""
 
     def __init__(
         self,
@@ -63,10 +64,11 @@ class LocalPipeline:
         self.programs = tuple(programs)
         self.eval_programs = tuple(eval_programs)
         depths = warmups or [len(programs) - stage - 1 for stage in range(len(programs))]
+        held = len(programs) if schedule is ScheduleName.ZERO_BUBBLE else 0
         self._actions = [
             gpipe(training.n_micro)
             if schedule is ScheduleName.GPIPE
-            else one_f_one_b(training.n_micro, depths[stage])
+            else one_f_one_b(training.n_micro, depths[stage], held)
             for stage in range(len(programs))
         ]
         self.stages = [
@@ -77,6 +79,7 @@ class LocalPipeline:
                 tensors,
                 devices[at % len(devices)],
                 states=states,
+                defer=held > 0,
             )
             for at, program in enumerate(programs)
         ]
@@ -209,7 +212,9 @@ class _Walk:
                 raise RuntimeError(f"stages wait for each other: {[a[-1:] for a in left]}")
 
     def ready(self, stage: int, action: Action) -> bool:
-        if action.work is Work.BACKWARD:
+        if action.work is Work.WEIGHT:
+            return True
+        if action.work is not Work.FORWARD:
             return all((stage, action.micro, op) in self.grads for op in self.awaited[stage])
         received = self.pipeline.programs[stage].received
         return all((stage, action.micro, r.op) in self.values for r in received)
@@ -217,6 +222,9 @@ class _Walk:
     def perform(self, stage: int, action: Action) -> None:
         if action.work is Work.FORWARD:
             self.forward(stage, action.micro)
+        elif action.work is Work.WEIGHT:
+            while self.pipeline.stages[stage].owed == action.micro:
+                self.pipeline.stages[stage].weight_gradients()
         else:
             self.backward(stage, action.micro)
 

@@ -13,7 +13,7 @@ MAX_SPANS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``kind``: F | B | send | recv | opt | wait | eval | load | save; wall-clock seconds."""
+    """``kind``: F | B | I | W | send | recv | opt | wait | eval | load | save; wall-clock seconds."""
 
     kind: str
     step: int

@@ -47,7 +47,8 @@ class Stage:
 
     ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
     state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
-    has; without it every parameter trains and inputs are taken as they come.
+    has; without it every parameter trains and inputs are taken as they come. ``defer``:
+    backwards leave weights' gradients to ``weight_gradients``.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when the evaluation program needs state that another stage trains.
     """
@@ -61,6 +62,7 @@ class Stage:
         device: torch.device | str = "cpu",
         *,
         states: Mapping[str, StateMeta] | None = None,
+        defer: bool = False,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> None:
         for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
@@ -78,7 +80,12 @@ class Stage:
         leaves = _leaf_names(program) | (_leaf_names(eval_program) if eval_program else set())
         self._values = self._load(tensors, leaves)
         self._executor = Executor(
-            program, self.device, training.precision, training.seed, recompute=training.recompute
+            program,
+            self.device,
+            training.precision,
+            training.seed,
+            recompute=training.recompute,
+            defer=defer,
         )
         self._executor.load(self._values, self.frozen)
         self._trainable = tuple(n for n in program.parameters if n in self._executor.uses)
@@ -119,6 +126,15 @@ class Stage:
         """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
         moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
         return self._executor.backward(micro, moved, self.training.n_micro)
+
+    @property
+    def owed(self) -> int | None:
+        """The first micro-batch with weights whose gradients are still to be taken."""
+        return self._executor.owed
+
+    def weight_gradients(self) -> None:
+        """Take those of one op's weights, the first that are owed; nothing when none are."""
+        self._executor.weight_gradients()
 
     def tied_partial(self, name: str, later: Tensor | None) -> Tensor | None:
         """Later holders' partial sum plus this stage's own uses of a tied parameter."""
