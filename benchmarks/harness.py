@@ -300,7 +300,7 @@ class LabFleet:
         """
         options = [part for setting in settings for part in ("--set", setting)]
         options += ["--compress", compress] if compress != "off" else []
-        options += ["--schedule", schedule] if schedule != "auto" else []
+        options += ["--schedule", schedule]
         submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
         name = submitted["job"]
         updates = self._watched(name, timeout, stop_after)
@@ -316,10 +316,16 @@ class LabFleet:
         return {"job": name, "plan": plan, "links": links, "stages": stages, **series}
 
     def plan(
-        self, job: str, partitioner: str, settings: Sequence[str], timeout: float = 600
+        self,
+        job: str,
+        partitioner: str,
+        settings: Sequence[str],
+        timeout: float = 600,
+        schedule: str = "auto",
     ) -> dict[str, Any]:
         """What `atoll plan` says of the live fleet, measured first where it was not."""
         options = [part for setting in settings for part in ("--set", setting)]
+        options += ["--schedule", schedule]
         found = self.atoll("plan", job, "--partitioner", partitioner, *options, "--json", timeout=timeout)
         plan: dict[str, Any] = found.get("plan", found)
         return plan
