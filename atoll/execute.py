@@ -111,12 +111,18 @@ class _Owed:
 
 
 class _Op:
-    """One run of an op on arguments that were cut off from the graph around it."""
+    """One micro-batch's run of an op on arguments that were cut off from the graph around it.
 
-    __slots__ = ("edge", "inner", "leaves", "out", "owner")
+    Knows the list of what is owed, not the executor: graphs are no part of what Python's garbage
+    collector sees.
+    """
 
-    def __init__(self, owner: Executor, out: Tensor, inner: list[Tensor], leaves: tuple[Tensor, ...]) -> None:
-        self.owner, self.inner, self.leaves = owner, inner, leaves
+    __slots__ = ("edge", "inner", "leaves", "micro", "out", "owed")
+
+    def __init__(
+        self, micro: int, out: Tensor, inner: list[Tensor], leaves: tuple[Tensor, ...], owed: deque[_Owed]
+    ) -> None:
+        self.micro, self.inner, self.leaves, self.owed = micro, inner, leaves, owed
         self.out: Tensor | None = out
         self.edge = get_gradient_edge(out)  # keeps what the op saved, but not its result
 
@@ -138,7 +144,7 @@ class _Apart(torch.autograd.Function):
         op, gradient = ctx.op, grads[0]
         if gradient is None:
             return (None, None, *(None for _ in op.inner))
-        op.owner.owe(op, gradient)
+        op.owed.append(_Owed(op.micro, op.edge, gradient, op.leaves))
         if not op.inner:
             return None, None
         return (None, None, *torch.autograd.grad([op.edge], op.inner, [gradient], retain_graph=True))
@@ -203,7 +209,6 @@ class Executor:
         self._key = (0, 0)
         self._defer = defer and differentiate
         self._owed: deque[_Owed] = deque()
-        self._micro = 0  # whose backward runs
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
@@ -332,7 +337,6 @@ class Executor:
                 roots.append(value)
                 gradients.append(gradient)
         graph.roots, graph.loss = [], None
-        self._micro = micro
         if roots:
             torch.autograd.backward(roots, gradients)
         return {r.op: graph.sink.get(r.op) for r in self.program.received if r.requires_grad}
@@ -341,10 +345,6 @@ class Executor:
     def owed(self) -> int | None:
         """The first micro-batch with weights whose gradients are still to be taken."""
         return self._owed[0].micro if self._owed else None
-
-    def owe(self, op: _Op, gradient: Tensor) -> None:
-        """The backward under way leaves an op's weights for later."""
-        self._owed.append(_Owed(self._micro, op.edge, gradient, op.leaves))
 
     def weight_gradients(self) -> None:
         """Take those of one op's weights, the first that are owed; nothing when none are."""
@@ -455,7 +455,8 @@ class Executor:
             outer: list[Tensor] = []
             inner: list[Tensor] = []
             out = call(*[_cut_off(arg, outer, inner) for arg in args])
-            return _Apart.apply(self._anchor, _Op(self, out, inner, leaves), *outer)  # type: ignore[no-untyped-call]
+            op = _Op(self._key[1], out, inner, leaves, self._owed)
+            return _Apart.apply(self._anchor, op, *outer)  # type: ignore[no-untyped-call]
 
         return with_own_graph
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from atoll.errors import PlanError
-from atoll.microbatch import Action, ScheduleName, gpipe, one_f_one_b
+from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
 from atoll.opdag import OpDag
 
 
@@ -115,6 +115,10 @@ class Plan:
             return gpipe(self.n_micro)
         spec = self.stages[stage]
         return one_f_one_b(self.n_micro, spec.warmup, spec.held)
+
+    def defers(self, stage: int) -> bool:
+        """Whether its backwards leave weights' gradients for later."""
+        return any(action.work is Work.INPUT for action in self.actions(stage))
 
 
 def validate(plan: Plan, dag: OpDag) -> None:

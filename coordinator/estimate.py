@@ -195,7 +195,9 @@ def weights_share(dag: OpDag, op: int) -> float:
     an embedding or a first layer, has nothing else.
     """
     node = dag.ops[op]
-    if not weights_may_wait(node) or not any(_leaf_grad(dag, leaf) for leaf in leaf_refs(node)):
+    if not (node.requires_grad and weights_may_wait(node)) or not any(
+        _leaf_grad(dag, leaf) for leaf in leaf_refs(node)
+    ):
         return 0.0
     return 0.5 if any(dag.ops[ref].requires_grad for ref in op_refs(node)) else 1.0
 

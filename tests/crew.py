@@ -198,7 +198,7 @@ class Crew:
             assignment.training,
             self.made.tensors,
             states=self.made.states,
-            defer=assignment.plan.stages[assignment.stage].held > 0,
+            defer=assignment.plan.defers(assignment.stage),
         )
         program = assignment.eval_program
         assert program is not None

@@ -80,7 +80,7 @@ def load(
             tensors,
             around.device.torch_device,
             states=assignment.states,
-            defer=assignment.plan.stages[assignment.stage].held > 0,
+            defer=assignment.plan.defers(assignment.stage),
         )
     links = Links(
         TimedNetwork(around.network, around.spans),
