@@ -110,19 +110,23 @@ class _Owed:
     leaves: tuple[Tensor, ...]
 
 
+class _Debt:
+    """What is owed, and for whom the ops run. Graphs know this, not the executor, which would live as long
+    as they, for they are no part of what Python's garbage collector sees."""
+
+    def __init__(self, anchor: Tensor) -> None:
+        self.anchor = anchor
+        self.micro = 0
+        self.owed: deque[_Owed] = deque()
+
+
 class _Op:
-    """One micro-batch's run of an op on arguments that were cut off from the graph around it.
+    """One micro-batch's run of an op on arguments that were cut off from the graph around it."""
 
-    Knows the list of what is owed, not the executor: graphs are no part of what Python's garbage
-    collector sees.
-    """
+    __slots__ = ("debt", "edge", "inner", "leaves", "micro", "out")
 
-    __slots__ = ("edge", "inner", "leaves", "micro", "out", "owed")
-
-    def __init__(
-        self, micro: int, out: Tensor, inner: list[Tensor], leaves: tuple[Tensor, ...], owed: deque[_Owed]
-    ) -> None:
-        self.micro, self.inner, self.leaves, self.owed = micro, inner, leaves, owed
+    def __init__(self, debt: _Debt, out: Tensor, inner: list[Tensor], leaves: tuple[Tensor, ...]) -> None:
+        self.debt, self.micro, self.inner, self.leaves = debt, debt.micro, inner, leaves
         self.out: Tensor | None = out
         self.edge = get_gradient_edge(out)  # keeps what the op saved, but not its result
 
@@ -144,7 +148,7 @@ class _Apart(torch.autograd.Function):
         op, gradient = ctx.op, grads[0]
         if gradient is None:
             return (None, None, *(None for _ in op.inner))
-        op.owed.append(_Owed(op.micro, op.edge, gradient, op.leaves))
+        op.debt.owed.append(_Owed(op.micro, op.edge, gradient, op.leaves))
         if not op.inner:
             return None, None
         return (None, None, *torch.autograd.grad([op.edge], op.inner, [gradient], retain_graph=True))
@@ -159,6 +163,18 @@ def _cut_off(arg: Any, outer: list[Tensor], inner: list[Tensor]) -> Any:
     outer.append(arg)
     inner.append(arg.detach().requires_grad_())
     return inner[-1]
+
+
+def _with_own_graph(call: Call, leaves: tuple[Tensor, ...], debt: _Debt) -> Call:
+    def with_own_graph(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args)
+        outer: list[Tensor] = []
+        inner: list[Tensor] = []
+        out = call(*[_cut_off(arg, outer, inner) for arg in args])
+        return _Apart.apply(debt.anchor, _Op(debt, out, inner, leaves), *outer)  # type: ignore[no-untyped-call]
+
+    return with_own_graph
 
 
 class _Boundary(torch.autograd.Function):
@@ -208,10 +224,10 @@ class Executor:
         self._recompute = recompute and differentiate
         self._key = (0, 0)
         self._defer = defer and differentiate
-        self._owed: deque[_Owed] = deque()
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
+        self._debt = _Debt(self._anchor)
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -344,12 +360,12 @@ class Executor:
     @property
     def owed(self) -> int | None:
         """The first micro-batch with weights whose gradients are still to be taken."""
-        return self._owed[0].micro if self._owed else None
+        return self._debt.owed[0].micro if self._debt.owed else None
 
     def weight_gradients(self) -> None:
         """Take those of one op's weights, the first that are owed; nothing when none are."""
-        if self._owed:
-            owed = self._owed.popleft()
+        if self._debt.owed:
+            owed = self._debt.owed.popleft()
             torch.autograd.backward([owed.edge], [owed.gradient], inputs=owed.leaves)
 
     def gradient(self, name: str, later: Tensor | None = None) -> Tensor | None:
@@ -378,7 +394,7 @@ class Executor:
     def reset(self) -> None:
         """Drop the graphs of all micro-batches in flight."""
         self._live.clear()
-        self._owed.clear()
+        self._debt.owed.clear()
         self._fresh = None
 
     @property
@@ -410,6 +426,7 @@ class Executor:
         observe: Observer | None,
     ) -> _Micro:
         self._key = (step, micro)
+        self._debt.micro = micro
         graph = _Micro(step)
         values = self._values = self._template.copy()
         written = self._effects.leaves
@@ -442,23 +459,11 @@ class Executor:
             for op, leaf in sites:
                 leaves.setdefault(op, []).append(leaf)
         return [
-            replace(step, call=self._with_own_graph(step.call, tuple(leaves[step.position])))
+            replace(step, call=_with_own_graph(step.call, tuple(leaves[step.position]), self._debt))
             if weights_may_wait(nodes[step.position]) and step.position in leaves
             else step
             for step in steps
         ]
-
-    def _with_own_graph(self, call: Call, leaves: tuple[Tensor, ...]) -> Call:
-        def with_own_graph(*args: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return call(*args)
-            outer: list[Tensor] = []
-            inner: list[Tensor] = []
-            out = call(*[_cut_off(arg, outer, inner) for arg in args])
-            op = _Op(self._key[1], out, inner, leaves, self._owed)
-            return _Apart.apply(self._anchor, op, *outer)  # type: ignore[no-untyped-call]
-
-        return with_own_graph
 
     def _value(self, op: int) -> Tensor:
         value: Tensor = self._values[self._op_slots[op]]

@@ -179,7 +179,7 @@ class JobSpec:
     data: DataSpec
     eval_data: DataSpec | None
     partitioner: str = "op_fence"
-    schedule: str = "auto"  # auto | gpipe | 1f1b
+    schedule: str = "auto"  # auto | gpipe | 1f1b | zero-bubble
     resume_of: str = ""  # job whose last checkpoint it continues
     hidden: tuple[str, ...] = ()  # of ``tensors``: no part of the state dict, so never exported
     federated: FederatedSpec | None = None

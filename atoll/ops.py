@@ -244,8 +244,18 @@ def resolve(target: str) -> Callable[..., Any]:
 
 def weights_may_wait(node: OpNode) -> bool:
     """Whether the gradients of the op's weights can be taken after that of its input at no cost: torch has
-    a kernel for each. (Of a normalisation one pass over the input gives both.)"""
-    return node.target in _WEIGHTS_APART and not node.is_tuple
+    a kernel for each. (Of a normalisation one pass over the input gives both.) Not of one that reads a
+    value twice: in which order that value's gradients are summed would depend on it."""
+    if node.target not in _WEIGHTS_APART or node.is_tuple:
+        return False
+    refs = [
+        arg for arg in _flat((*node.args, *(value for _, value in node.kwargs))) if isinstance(arg, OpRef)
+    ]
+    return len(refs) == len(set(refs))
+
+
+def _flat(args: tuple[Arg, ...]) -> list[Arg]:
+    return [item for arg in args for item in (_flat(arg) if isinstance(arg, tuple) else [arg])]
 
 
 def check_node(node: OpNode, max_output_bytes: int) -> None:

@@ -55,7 +55,7 @@ def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: in
         "of_1f1b_by_round": [round(a / b, 4) for a, b in pairs],
         "runs_s": {name: [round(s, 4) for s in seconds] for name, seconds in step_s.items()},
         "plan": {name: told(plan) for name, plan in plans.items()},
-        "same_losses": all(run[:steps] == losses[0][: len(run[:steps])] for run in losses),
+        "same_losses": all(run and run[:steps] == losses[0][:steps] for run in losses),
     }
 
 

@@ -57,7 +57,10 @@ def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence
     short = [s for s, want in enumerate(wanted) if caps[s] <= want]
     if not short:
         return ""
-    step = step_seconds(work.with_actions([one_f_one_b(n, w) for w in wanted]))
+    orders = [
+        one_f_one_b(n, w, n if stage.defers else 0) for w, stage in zip(wanted, work.stages, strict=True)
+    ]
+    step = step_seconds(work.with_actions(orders))
     if step > BETTER * timeline.step_s:
         return ""
     worst = min(short, key=lambda s: (caps[s] / (wanted[s] + 1), s))
@@ -71,7 +74,13 @@ def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence
 
 def _faster_stage(work: Workload, s: int) -> Workload:
     stage = work.stages[s]
-    faster = replace(stage, forward_s=stage.forward_s * BETTER, backward_s=stage.backward_s * BETTER)
+    faster = replace(
+        stage,
+        forward_s=stage.forward_s * BETTER,
+        backward_s=stage.backward_s * BETTER,
+        weights_s=stage.weights_s * BETTER,
+        apart_s=stage.apart_s * BETTER,
+    )
     return replace(work, stages=(*work.stages[:s], faster, *work.stages[s + 1 :]))
 
 

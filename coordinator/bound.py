@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LowerBound:
-    """No schedule of this cut on these devices and links can be faster."""
+    """No order of a step's work can be faster, its backwards whole or in two parts as in the plan."""
 
     step_s: float
     term: str  # stage | one-way | shared

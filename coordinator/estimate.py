@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.job import OptimizerName, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import (
     Arg,
     Kind,
@@ -159,15 +159,18 @@ def fallback_seconds(node: OpNode, device: Device) -> tuple[float, float]:
 class OpTable:
     """A DAG's ops as arrays, so that a thousand devices cost a thousand vector operations."""
 
-    def __init__(self, dag: OpDag, sigs: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, dag: OpDag, sigs: tuple[str, ...] | None = None, optimizer: Optimizer | None = None
+    ) -> None:
         sigs = signatures(dag) if sigs is None else sigs
         self._names, kinds = np.unique(np.array(sigs), return_inverse=True)
         self._kind: NDArray[np.intp] = kinds.astype(np.intp)  # [ops] index of its signature
         # Ops of one signature have equal figures: one row a signature is enough.
         first = {sig: op for op, sig in reversed(list(enumerate(sigs)))}
         self._nodes = [dag.ops[first[str(name)]] for name in self._names]
-        shares = [weights_share(dag, first[str(name)]) for name in self._names]
-        self._weights_share: Floats = np.array(shares)[self._kind]  # [ops]
+        # Not by signature: it does not tell which parameters are frozen.
+        shares = [weights_share(dag, op, optimizer or Optimizer()) for op in range(len(dag.ops))]
+        self._weights_share: Floats = np.array(shares)  # [ops]
 
     def costs(self, device: Device, recompute: bool = False) -> Costs:
         """Every op's seconds on ``device``; with ``recompute`` the backward runs the forward again."""
@@ -188,16 +191,23 @@ class OpTable:
         return Costs(forward * device.scale, backward * device.scale, weights * device.scale, share)
 
 
-def weights_share(dag: OpDag, op: int) -> float:
+def is_trained(dag: OpDag, parameter: str, optimizer: Optimizer) -> bool:
+    """Whether a parameter gets gradients: requires them and is in no frozen group."""
+    group = optimizer.group_of(parameter)
+    return dag.parameters[parameter].requires_grad and not (group is not None and group.frozen)
+
+
+def weights_share(dag: OpDag, op: int, optimizer: Optimizer) -> float:
     """Part of an op's backward that its weights' gradients take, where they can come later.
 
     Of a product both gradients cost as much as the product itself; what has only the weights' to give, as
     an embedding or a first layer, has nothing else.
     """
     node = dag.ops[op]
-    if not (node.requires_grad and weights_may_wait(node)) or not any(
-        _leaf_grad(dag, leaf) for leaf in leaf_refs(node)
-    ):
+    names = [leaf.name for leaf in leaf_refs(node) if leaf.source is Source.PARAMETER]
+    if not node.requires_grad or not weights_may_wait(node):
+        return 0.0
+    if not any(is_trained(dag, name, optimizer) for name in names):
         return 0.0
     return 0.5 if any(dag.ops[ref].requires_grad for ref in op_refs(node)) else 1.0
 

@@ -31,7 +31,9 @@ def left_out(problem: Problem, best: Scored) -> tuple[tuple[str, str], ...]:
 
 
 def _reason(problem: Problem, best: Scored, device: int) -> str:
-    judged = [s for c in _with(problem, best, device) if (s := problem.score(c)) is not None]
+    judged = [
+        problem.deferring(s) for c in _with(problem, best, device) if (s := problem.score(c)) is not None
+    ]
     if not judged:
         limit = problem.limits[device] / 2**20
         return f"no place for it: its {limit:.0f} MiB hold no useful share of the model"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.job import Optimizer, OptimizerName, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
 from atoll.opdag import LeafRef, OpDag, Source, leaf_refs, op_refs
-from coordinator.estimate import leaf_meta, weights_share
+from coordinator.estimate import is_trained, leaf_meta, weights_share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,6 +33,7 @@ class MemoryModel:
         n = len(dag.ops)
         self.n_micro = training.n_micro
         self.recompute = training.recompute
+        self.autocast = training.precision is not Precision.FP32
         state, trainable, tensors = np.zeros(n), np.zeros(n), np.zeros(n)
         last_use: dict[LeafRef, int] = {}
         repeats: list[tuple[int, int, float, float]] = []
@@ -47,7 +48,11 @@ class MemoryModel:
                     repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
                 last_use[leaf] = op
         saved = np.array([float(node.bytes_saved) for node in dag.ops])
-        self._state, self._saved, self._owed = prefix(state), prefix(saved), prefix(_owed_bytes(dag))
+        self._state, self._saved, self._owed = (
+            prefix(state),
+            prefix(saved),
+            prefix(_owed_bytes(dag, training.optimizer)),
+        )
         self._trainable, self._tensors = prefix(trainable), prefix(tensors)
         self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
@@ -64,8 +69,10 @@ class MemoryModel:
     def per_micro_bytes(self, a: int, b: int, *, defer: bool = False) -> float:
         """What one micro-batch in flight keeps: saved activations and received values; where weights'
         gradients are deferred, as much as these need until they come."""
-        kept = 0.0 if self.recompute else float(self._saved[b] - self._saved[a])
-        return max(kept + float(self.live[a]), float(self._owed[b] - self._owed[a]) if defer else 0.0)
+        kept = float(self.live[a]) + (0.0 if self.recompute else float(self._saved[b] - self._saved[a]))
+        owed = float(self._owed[b] - self._owed[a]) if defer else 0.0
+        # Under autocast an op's own graph keeps its arguments as they came beside the cast ones.
+        return kept + owed if self.autocast else max(kept, owed)
 
     def fixed_bytes(self, a: int, b: int) -> float:
         """Everything that does not grow with the micro-batches in flight."""
@@ -134,16 +141,14 @@ class MemoryModel:
         return float(pairs[inside, column].sum())
 
 
-def _owed_bytes(dag: OpDag) -> Floats:
-    """[ops] what each op's weights' gradients need, where they can come later: its arguments, of which
-    several ops may share one, and the gradient of its result."""
+def _owed_bytes(dag: OpDag, optimizer: Optimizer) -> Floats:
+    """[ops] what each op's weights' gradients need, where they can come later: its arguments and the
+    gradient of its result. An argument of several ops counts for each: they may be in different stages."""
     found = np.zeros(len(dag.ops))
-    counted: set[int] = set()
     for op, node in enumerate(dag.ops):
-        if weights_share(dag, op):
-            refs = [ref for ref in op_refs(node) if ref not in counted]
-            counted.update(refs)
-            found[op] = node.outputs[0].nbytes + sum(dag.ops[ref].outputs[0].nbytes for ref in refs)
+        if weights_share(dag, op, optimizer):
+            arguments = sum(dag.ops[ref].outputs[0].nbytes for ref in op_refs(node))
+            found[op] = node.outputs[0].nbytes + arguments
     return found
 
 
@@ -155,12 +160,6 @@ def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> tuple[float, 
     if leaf.source is not Source.PARAMETER or not is_trained(dag, leaf.name, optimizer):
         return n_bytes, 0.0
     return n_bytes * (2 + _moments(optimizer)), n_bytes
-
-
-def is_trained(dag: OpDag, parameter: str, optimizer: Optimizer) -> bool:
-    """Whether a parameter gets gradients: requires them and is in no frozen group."""
-    group = optimizer.group_of(parameter)
-    return dag.parameters[parameter].requires_grad and not (group is not None and group.frozen)
 
 
 def prefix(values: Floats) -> Floats:

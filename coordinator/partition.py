@@ -74,6 +74,8 @@ def make_plan(
     best = _best(problem, partitioner, effort or Effort())
     plan = _bare_plan(problem, best, job_id, version, partitioner, (dag_hash, eval_dag_hash))
     notes: list[str] = []
+    if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
+        notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weights' gradients")
     if eval_dag is not None:
         plan, note = _with_evaluation(plan, dag, eval_dag, training)
         notes += [note] if note else []

@@ -16,8 +16,6 @@ COMPUTE = "compute"
 NAMES = {
     "F": "forward",
     "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of weights",
     "opt": "optimizer",
     "wait": "wait",
     "eval": "evaluate",

@@ -62,10 +62,11 @@ def test_three_stages_over_links_end_in_the_bits_of_one(name: str, schedule: Sch
     assert_same(crew.snapshot(), reference.snapshot())
 
 
-def test_a_discarded_step_leaves_no_trace() -> None:
+@pytest.mark.parametrize("schedule", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE])
+def test_a_discarded_step_leaves_no_trace(schedule: ScheduleName) -> None:
     made = case("branches")
     reference, _, _ = local(made, TRAINING)
-    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, schedule))
     crew.all("run_step", 0, Cancel())
     for run in crew.runs:
         run.discard()
@@ -180,6 +181,7 @@ def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
     crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ZERO_BUBBLE))
     last, first = crew.runs[1], crew.runs[0]
     slow, forward = threading.Event(), first._stage.forward
+    backwards = []
 
     def held_back(micro: int, *arguments: object) -> dict[int, Tensor]:
         if micro == TRAINING.n_micro - 1:
@@ -187,16 +189,22 @@ def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
         return forward(micro, *arguments)  # type: ignore[arg-type]
 
     first._stage.forward = held_back  # type: ignore[method-assign]
-    take, owed = last._stage.weight_gradients, last._stage.owed
+    take, backward = last._stage.weight_gradients, last._stage.backward
+
+    def noted(micro: int, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
+        backwards.append(micro)
+        return backward(micro, grads)
 
     def taken() -> None:
         take()
-        if last._stage.owed is None:
+        if last._stage.owed is None and len(backwards) == TRAINING.n_micro - 1:
             slow.set()
 
+    last._stage.backward = noted  # type: ignore[method-assign]
     last._stage.weight_gradients = taken  # type: ignore[method-assign]
     crew.all("run_step", 0, Cancel())
-    assert owed is None
+    assert slow.is_set()
+    assert last._stage.owed is None
     kinds = [(span.kind, span.micro) for span in last.spans.take() if span.kind in "FIW"]
     at_last = kinds.index(("F", TRAINING.n_micro - 1))
     assert {micro for kind, micro in kinds[:at_last] if kind == "W"} == set(range(TRAINING.n_micro - 1))

@@ -199,7 +199,7 @@ PLANS = st.builds(
     partitioner=NAMES,
     schedule=st.sampled_from(ScheduleName),
     n_micro=st.integers(1, 64),
-    stages=st.just((StageSpec(0, 2, 0, 1, ("w1",), 3), StageSpec(2, 5, 1, 4, ("w2",), 1))),
+    stages=st.just((StageSpec(0, 2, 0, 1, ("w1",), 3), StageSpec(2, 5, 1, 4, ("w2",), 1, 4))),
     links=st.just((LinkSpec(0, 1, "topk", 4.0),)),
     left_out=st.lists(st.tuples(NAMES, NAMES), max_size=2).map(tuple),
     prediction=st.none()

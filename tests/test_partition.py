@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import NotEnoughMemory, NoWorkers, UsageError
-from atoll.job import TrainingSpec
+from atoll.job import Precision, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import validate
 from coordinator.baselines import layer_starts
@@ -230,3 +230,40 @@ def test_evaluation_ops_run_where_their_parameters_are():
 def test_eight_devices_and_400_ops_are_planned_with_devices_left_out():
     plan = plan_for(gpt_like(30), random_fleet(4, 8))
     assert len(plan.stages) + len(plan.left_out) == 8
+
+
+def test_weights_are_deferred_where_that_pays_and_within_memory():
+    """Large micro-batches, equal machines: the timeline says about what theory does."""
+    dag = gpt_like(8, tokens=512)
+    training = TrainingSpec(10, 8)
+    fleet = random_fleet(3, 4, memory_mib=(4000, 4000))
+    devices = tuple(replace(fleet.devices[0], worker=d.worker) for d in fleet.devices)
+    fleet = replace(fleet, devices=devices)
+    steps = {}
+    for schedule in ("1f1b", "zero-bubble", "auto"):
+        plan = plan_for(dag, fleet, "even", training=training, schedule=schedule)
+        steps[schedule] = plan.prediction.step_s
+        held = [stage.held for stage in plan.stages]
+        assert held[0] == 0  # nobody waits for its backward
+        assert all(held[1:]) == (schedule != "1f1b")
+        assert all(s.memory_bytes <= s.memory_limit_bytes for s in plan.prediction.stages)
+        assert plan.schedule == ("zero-bubble" if schedule == "auto" else schedule)
+    assert steps["auto"] == steps["zero-bubble"] <= 0.97 * steps["1f1b"]
+    assert steps["1f1b"] / (8 + 3) * 8 <= steps["auto"]
+
+
+def test_without_room_for_deferred_weights_backwards_stay_whole_and_the_plan_says_so():
+    # Under autocast what deferred weights need comes on top of what a micro-batch keeps anyway.
+    dag, training = gpt_like(4), TrainingSpec(10, 8, precision=Precision.BF16)
+    fleet = random_fleet(3, 2, memory_mib=(4000, 4000))
+    roomy = plan_for(dag, fleet, "even", training=training, schedule="zero-bubble")
+    last = roomy.stages[-1]
+    memory = Problem(dag, training, fleet).memory
+    least = memory.bytes(last.start, last.stop, 1)
+    tight = replace(
+        fleet, devices=(fleet.devices[0], replace(fleet.devices[1], memory_limit_bytes=round(least) + 8))
+    )
+    plan = plan_for(dag, tight, "cut:" + str(last.start), training=training, schedule="zero-bubble")
+    assert [stage.held for stage in plan.stages] == [0, 0]
+    assert plan.schedule == "1f1b"
+    assert any("no stage can defer" in note for note in plan.prediction.notes)

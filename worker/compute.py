@@ -1,7 +1,8 @@
 """A stage's work: the micro-batches of a step, the fold of tied parameters, evaluation.
 
 Runs in one thread. Every wait watches a ``Cancel`` and the links, so that a lost peer or a release
-stops it within ``POLL_S``; weights' gradients that were deferred are taken meanwhile, a few at a time.
+stops it within ``POLL_S``; weights' gradients that were deferred are taken while a message is
+awaited, a few at a time.
 Sums, order and exchange follow DESIGN section 3; what travels is queued as soon as it is computed, and
 the transport lets gradients pass activations.
 """
@@ -253,6 +254,7 @@ class StageRun:
         def take() -> None:
             while stage.owed == micro:
                 stage.weight_gradients()
+                self._synchronize()  # or the clock would count launches
                 if self._clock() >= until_s:
                     break
 
