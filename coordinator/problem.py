@@ -390,9 +390,9 @@ class Problem:
     def _held(self, scored: Scored, work: Workload, most: int) -> tuple[Depth, ...]:
         """How many micro-batches each stage holds when it defers what nobody waits for: ``most``, fewer
         where memory is short, 0 where that leaves no room, or where it costs more than it can gain: the
-        time of the other stages' weights on the way of the last micro-batch."""
+        other stages' backwards, of their (S - 1)(F + B + W) in which a stage waits."""
         awaited = {hop.source for hop in work.backward}
-        gain_s = sum(load.weights_s for load in work.stages)
+        gain_s = sum(load.backward_s for load in work.stages)
         if self.schedule is ScheduleName.ZERO_BUBBLE:
             gain_s = float("inf")
         found = []
@@ -401,7 +401,7 @@ class Problem:
             cap = self.memory.in_flight_cap(a, b, self.limits[load.device], defer=True)
             held = min(cap, max(most, depth.warmup + 1))
             defers = s in awaited and held > depth.warmup
-            worth = 0.0 < self.n_micro * load.apart_s < gain_s - load.weights_s
+            worth = 0.0 < self.n_micro * load.apart_s < gain_s - load.backward_s
             found.append(Depth(depth.warmup, held if defers and worth else 0))
         return tuple(found)
 
