@@ -169,15 +169,16 @@ class OpDag:
 
 def op_refs(node: OpNode) -> tuple[int, ...]:
     """Positions of the ops whose values ``node`` reads, in argument order, without repeats."""
-    return tuple(dict.fromkeys(leaf.op for leaf in _leaves(node) if isinstance(leaf, OpRef)))
+    return tuple(dict.fromkeys(leaf.op for leaf in arguments(node) if isinstance(leaf, OpRef)))
 
 
 def leaf_refs(node: OpNode) -> tuple[LeafRef, ...]:
     """Named leaves that ``node`` reads, in argument order, without repeats."""
-    return tuple(dict.fromkeys(leaf for leaf in _leaves(node) if isinstance(leaf, LeafRef)))
+    return tuple(dict.fromkeys(leaf for leaf in arguments(node) if isinstance(leaf, LeafRef)))
 
 
-def _leaves(node: OpNode) -> list[Arg]:
+def arguments(node: OpNode) -> list[Arg]:
+    """Every reference and literal that ``node`` is given, those within tuples one by one, with repeats."""
     found: list[Arg] = []
 
     def walk(arg: Arg) -> None:

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import UnsupportedOp
-from atoll.opdag import Arg, LeafRef, OpNode, OpRef, TensorMeta, TorchLiteral
+from atoll.opdag import Arg, LeafRef, OpNode, OpRef, TensorMeta, TorchLiteral, arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,14 +248,8 @@ def weights_may_wait(node: OpNode) -> bool:
     value twice: in which order that value's gradients are summed would depend on it."""
     if node.target not in _WEIGHTS_APART or node.is_tuple:
         return False
-    refs = [
-        arg for arg in _flat((*node.args, *(value for _, value in node.kwargs))) if isinstance(arg, OpRef)
-    ]
+    refs = [arg for arg in arguments(node) if isinstance(arg, OpRef)]
     return len(refs) == len(set(refs))
-
-
-def _flat(args: tuple[Arg, ...]) -> list[Arg]:
-    return [item for arg in args for item in (_flat(arg) if isinstance(arg, tuple) else [arg])]
 
 
 def check_node(node: OpNode, max_output_bytes: int) -> None:

@@ -298,10 +298,9 @@ class LabFleet:
         a slow line would take longer than the steps. It may commit another before it hears of that,
         which the figures leave out.
         """
-        options = [part for setting in settings for part in ("--set", setting)]
+        options = _planned(job, partitioner, settings, schedule)
         options += ["--compress", compress] if compress != "off" else []
-        options += ["--schedule", schedule]
-        submitted = self.atoll("submit", job, "--partitioner", partitioner, *options, "--detach", "--json")
+        submitted = self.atoll("submit", *options, "--detach", "--json")
         name = submitted["job"]
         updates = self._watched(name, timeout, stop_after)
         last = updates[-1]
@@ -324,9 +323,8 @@ class LabFleet:
         schedule: str = "auto",
     ) -> dict[str, Any]:
         """What `atoll plan` says of the live fleet, measured first where it was not."""
-        options = [part for setting in settings for part in ("--set", setting)]
-        options += ["--schedule", schedule]
-        found = self.atoll("plan", job, "--partitioner", partitioner, *options, "--json", timeout=timeout)
+        options = _planned(job, partitioner, settings, schedule)
+        found = self.atoll("plan", *options, "--json", timeout=timeout)
         plan: dict[str, Any] = found.get("plan", found)
         return plan
 
@@ -436,3 +434,9 @@ class LabFleet:
 def steady(seconds: Sequence[float], skip: int = 2) -> float:
     """Median after the first steps, which load caches and open connections."""
     return statistics.median(list(seconds)[skip:] or list(seconds))
+
+
+def _planned(job: str, partitioner: str, settings: Sequence[str], schedule: str) -> list[str]:
+    """What `submit` and `plan` are both told."""
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return [job, "--partitioner", partitioner, "--schedule", schedule, *sets]

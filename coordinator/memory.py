@@ -48,11 +48,8 @@ class MemoryModel:
                     repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
                 last_use[leaf] = op
         saved = np.array([float(node.bytes_saved) for node in dag.ops])
-        self._state, self._saved, self._owed = (
-            prefix(state),
-            prefix(saved),
-            prefix(_owed_bytes(dag, training.optimizer)),
-        )
+        self._state, self._saved = prefix(state), prefix(saved)
+        self._owed = prefix(_owed_bytes(dag, training.optimizer))
         self._trainable, self._tensors = prefix(trainable), prefix(tensors)
         self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends

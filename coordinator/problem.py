@@ -118,7 +118,12 @@ class Problem:
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
         self.weights = np.stack([prefix(c.weights_s) for c in costs])
-        self.pieces = prefix((costs[0].weights_s > 0).astype(float))
+        waiting = (costs[0].weights_s > 0.0).astype(float)  # [ops]
+        self.pieces = prefix(waiting)
+        calls_s = [APART_CPU_S / d.core_share * d.scale for d in self.fleet.devices]
+        self.apart = np.stack(
+            [prefix(APART * c.weights_s + each * waiting) for c, each in zip(costs, calls_s, strict=True)]
+        )
         self.compute = self.forward + self.backward
         self.limits = np.array([float(d.memory_limit_bytes) for d in self.fleet.devices])
         self.measured_share = float(np.mean([c.measured_share for c in costs]))
@@ -196,7 +201,7 @@ class Problem:
                     commit_latency_s=device.coordinator.latency_s,
                     actions=_actions(self.n_micro, depth),
                     weights_s=float(self.weights[d, b] - self.weights[d, a]),
-                    apart_s=self._apart_s(d, a, b),
+                    apart_s=float(self.apart[d, b] - self.apart[d, a]),
                     pieces=max(1, int(self.pieces[b] - self.pieces[a])),
                 )
             )
@@ -206,12 +211,6 @@ class Problem:
         if specs:
             work = coded(work, self.traffic.loads(candidate.starts), specs, devices)
         return handled(work, devices)
-
-    def _apart_s(self, d: int, a: int, b: int) -> float:
-        """Seconds more that a backward of ops [a, b) on device d takes in two parts."""
-        device = self.fleet.devices[d]
-        calls_s = APART_CPU_S * float(self.pieces[b] - self.pieces[a]) / device.core_share
-        return APART * float(self.weights[d, b] - self.weights[d, a]) + calls_s * device.scale
 
     def undisturbed(self, work: Workload) -> Workload:
         """``work`` on the rates that its lines have shown, whatever training's messages got of them."""

@@ -42,7 +42,7 @@ def respec(
     check_compression(wanted)
     problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
-    depths = [Depth(stage.warmup, stage.held) for stage in plan.stages]
+    depths = _depths(plan)
 
     def judge(specs: tuple[LinkSpec, ...]) -> float:
         return step_seconds(problem.workload(candidate, depths, specs))
@@ -67,5 +67,8 @@ def step_with(
     """Predicted step seconds of ``plan`` on ``fleet`` with its links as in ``specs``."""
     problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
-    depths = [Depth(stage.warmup, stage.held) for stage in plan.stages]
-    return step_seconds(problem.workload(candidate, depths, specs))
+    return step_seconds(problem.workload(candidate, _depths(plan), specs))
+
+
+def _depths(plan: Plan) -> list[Depth]:
+    return [Depth(stage.warmup, stage.held) for stage in plan.stages]
