@@ -9,7 +9,8 @@ the same unmodified app by ``atoll flower run``, and the same model as a native 
   memory   a 100 MB payload, lines of 1,000 Mbit/s: peak PSS of all processes
   downlink a 1 MB model, 20 rounds of training and evaluation: bytes from the server on the wire
 
-Accuracy is the last round's; ``accuracy_gap`` is ours less stock Flower's, seed by seed. Ours reports
+Accuracy is the last round's; ``accuracy_gap`` is ours less stock Flower's, seed by seed. In ``lines`` the
+app, in stock Flower too, takes the native job's samples in the native job's order. Ours reports
 ``downlink_saved`` against stock Flower's bytes.
 
   python -m benchmarks.vs_flower --json
@@ -31,7 +32,7 @@ import psutil
 
 from benchmarks.harness import LabFleet, machine, need_lab, parser
 from benchmarks.rivals.flower_stock import Memory, StockFlower
-from benchmarks.vs_flower_job import write_clients
+from benchmarks.vs_flower_job import HELD_OUT_SHARE, write_clients
 from protos.app_bundle import make_bundle
 
 if TYPE_CHECKING:
@@ -151,7 +152,16 @@ def sent_down(fleet: FederatedFleet) -> int:
     return sum(stats.flow(fleet.home, host).bytes for host in fleet.scenario.join_order)
 
 
-def part_runs(args: argparse.Namespace, part: str) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
+def paired(fleet: FederatedFleet) -> dict[str, Any]:
+    """The app's settings with which clients train on the native job's batches."""
+    workers = {worker["name"]: worker["worker"] for worker in fleet.status()["workers"]}
+    names = " ".join(workers[host] for host in fleet.scenario.join_order)
+    return {"paired-with": names, "held-out": HELD_OUT_SHARE}
+
+
+def part_runs(
+    fleet: FederatedFleet, args: argparse.Namespace, part: str
+) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
     """(app, its settings, the native job's) of every repetition."""
     rounds = args.rounds
     if part == "digits":
@@ -184,7 +194,14 @@ def part_runs(args: argparse.Namespace, part: str) -> list[tuple[Path, dict[str,
     return [
         (
             DIGITS,
-            {"num-server-rounds": rounds, "hidden": WIDE, "local-epochs": 1, "lr": 0.02, "seed": seed},
+            {
+                "num-server-rounds": rounds,
+                "hidden": WIDE,
+                "local-epochs": 1,
+                "lr": 0.02,
+                "seed": seed,
+                **paired(fleet),
+            },
             {
                 "ROUNDS": rounds,
                 "HIDDEN": WIDE,
@@ -202,7 +219,7 @@ def compare(fleet: FederatedFleet, args: argparse.Namespace, part: str) -> dict[
     """Every side, alternating."""
     fleet.set_lines(LINES_MBIT if part == "lines" else None)
     runs: dict[str, list[Any]] = {side: [] for side in args.sides}
-    for app, settings, job in part_runs(args, part):
+    for app, settings, job in part_runs(fleet, args, part):
         for side in args.sides:
             runs[side].append(once(fleet, side, app, settings, job))
             print(f"  {part} {side}: {_line(runs[side][-1])}", flush=True)

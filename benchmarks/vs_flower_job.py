@@ -1,6 +1,7 @@
 """The digits app of examples/flower_digits as a native federated job: same model, split, local SGD.
 
-Batches of a client are full ones of 32 of a seeded order, so accuracies are near the app's, not equal.
+Batches of a client are full ones of 32 of a seeded order; the app takes the same ones where its `paired-with`
+says so, else accuracies are near the app's, not equal.
 ``write_clients`` makes what the data owners register, as "digits-SEED".
 """
 

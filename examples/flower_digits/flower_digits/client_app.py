@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from . import task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
@@ -34,6 +35,24 @@ def data_of(context: Context) -> tuple[Tensor, Tensor]:
     return task.partition(
         int(node["partition-id"]), int(node["num-partitions"]), float(run["alpha"]), int(run["seed"])
     )
+
+
+def paired(context: Context, at_round: int, n: int) -> tuple[int, Callable[[int], Iterable[Tensor]] | None]:
+    """How many of ``n`` images this node trains on, and which an epoch's batches have: those of Atoll's
+    native job, where `paired-with` names its workers by partition and `held-out` is its own."""
+    run = context.run_config
+    names = str(run["paired-with"]).split()
+    if not names:
+        return n, None
+    from atoll.sampling import epoch_batches, split
+
+    seed, name = int(run["seed"]), names[int(context.node_config["partition-id"])]
+    own = split(n, float(run["held-out"]), seed, name).train
+
+    def batches(epoch: int) -> Iterable[Tensor]:
+        return map(torch.from_numpy, epoch_batches(own, task.BATCH, seed, name, at_round, epoch))
+
+    return len(own), batches
 
 
 def ours(context: Context) -> bool:
@@ -60,15 +79,18 @@ def train(message: Message, context: Context) -> Message:
             if pull and parameter.grad is not None:
                 parameter.grad += pull * (parameter.detach() - received[name])
 
+    at_round = int(str(request["server-round"]))
+    examples, batches_of = paired(context, at_round - 1, len(data[0]))
     loss, _ = task.train(
         model,
         data,
         epochs=int(run["local-epochs"]),
         lr=float(run["lr"]),
-        seed=int(str(request["server-round"])),
+        seed=at_round,
         before_step=towards_received,
+        batches_of=batches_of,
     )
-    metrics = MetricRecord({"train_loss": loss, "num-examples": len(data[0])})
+    metrics = MetricRecord({"train_loss": loss, "num-examples": examples})
     return Message(
         RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message
     )

@@ -6,7 +6,7 @@ go to clients by a Dirichlet split: of each class, client k gets the share p_k, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -76,19 +76,25 @@ def train(
     loss_of: Loss | None = None,
     at_epoch: Callable[[int], Any] = lambda epoch: None,
     before_step: Callable[[], Any] = lambda: None,
+    batches_of: Callable[[int], Iterable[Tensor]] | None = None,
 ) -> tuple[float, int]:
     """SGD in an order that follows from ``seed``: the last batch's loss, and the steps taken.
 
-    ``before_step`` may change gradients, ``at_epoch`` buffers.
+    ``before_step`` may change gradients, ``at_epoch`` buffers; ``batches_of`` an epoch gives the images of
+    each of its batches.
     """
     pixels, labels = data
     find = loss_of or (lambda x, y: F.cross_entropy(model(x), y))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     order = torch.Generator().manual_seed(seed)
+
+    def shuffled(_: int) -> Iterable[Tensor]:
+        return torch.split(torch.randperm(len(pixels), generator=order), BATCH)
+
     loss, steps = torch.zeros(()), 0
     for epoch in range(epochs):
         at_epoch(epoch)
-        for batch in torch.split(torch.randperm(len(pixels), generator=order), BATCH):
+        for batch in (batches_of or shuffled)(epoch):
             optimizer.zero_grad()
             loss = find(pixels[batch], labels[batch])
             loss.backward()  # type: ignore[no-untyped-call]
