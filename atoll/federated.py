@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 Option = float | int | bool | str
 
 BCRS = "bcrs"
-"""An uplink mode: Top-K, each client's ratio from its measured uplink."""
+"""An uplink mode: Top-K, each client's ratio from its measured uplink; the slowest's as given, or the least
+with which all end together."""
 MAX_OPTIONS = 64
 MAX_METRICS = 16
 MAX_FIELDS = 64
@@ -61,7 +62,7 @@ class Downlink(StrEnum):
 class Federated:
     """How a federation trains. UsageError for a figure out of its range.
 
-    ``uplink``: off | lossless | CODEC[:RATIO] | bcrs:RATIO, as ``atoll.compression`` writes ratios.
+    ``uplink``: off | lossless | CODEC[:RATIO] | bcrs[:RATIO], as ``atoll.compression`` writes ratios.
     """
 
     strategy: str = "fedavg"
@@ -191,9 +192,7 @@ def parse_uplink(text: str) -> Compression:
     """The parsed ``uplink``; its mode is off, lossless, bcrs or a codec's name. UsageError otherwise."""
     parsed = Compression.parse(text)
     if parsed.mode in (AUTO, ADATOPK) or parsed.independent:
-        raise UsageError(f"uplink {text[:64]!r}; give off, lossless, CODEC:RATIO or bcrs:RATIO")
-    if parsed.mode == BCRS and parsed.ratio is None:
-        raise UsageError("uplink bcrs needs the slowest client's ratio, as in bcrs:32")
+        raise UsageError(f"uplink {text[:64]!r}; give off, lossless, CODEC:RATIO or bcrs[:RATIO]")
     return parsed
 
 

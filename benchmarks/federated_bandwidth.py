@@ -2,14 +2,15 @@
 
     atoll data fetch mnist
     python -m benchmarks.federated_bandwidth --seeds 3 --jobs 2 --state runs.jsonl --plot bandwidth.png
-    python -m benchmarks.federated_bandwidth --scenario my_lines.toml --downlink delta --base 32
-    python -m benchmarks.federated_bandwidth --down-mbit 100 --base even
+    python -m benchmarks.federated_bandwidth --scenario federated_dsl --downlink delta --base 32
+    python -m benchmarks.federated_bandwidth --lab --net 2nn-wide --rounds 14
 
 Setting: 6,000 random MNIST images, 10 clients by NIID-Bench's Dirichlet(0.1), all of them in each round, one
 local epoch, batch 64, SGD lr 0.02 momentum 0.9, McMahan's two-layer net (784-200-200-10, 199,210 weights),
 accuracy on 4,000 test images. A seed decides images, split, initial weights and sample order, alike for
 every variant. Training, rules, codecs, residuals, update files and the choice of ratios are the product's;
-time is a model (``bandwidth_report``) of a lab scenario's lines and ``--step-s`` a local step.
+time is a model (``bandwidth_report``) of a lab scenario's lines and ``--step-s`` a local step. With ``--lab``
+they are jobs of ten workers on those very lines (``bandwidth_lab``) and time is the clock's.
 
     dense       FedAvg, updates as they are
     topk        FedAvg, top-k at the mean of BCRS's ratios, no residual: OPWA is refused with one
@@ -21,9 +22,9 @@ time is a model (``bandwidth_report``) of a lab scenario's lines and ``--step-s`
 
 A ratio is dense over sent bytes; BCRS's mean is of what its clients really send. Finish times are those of
 whole rounds, download to last byte up, and a spread is the latest over the earliest less 1: of all clients,
-and of those that the plan has hold something back. Who sends all it has ends when its line lets it; with
-``--base even`` the slowest's ratio is the least that has all of them end within 15 %, which a slow downlink
-can make impossible.
+and of those that the plan has hold something back. Who sends all it has ends when its line lets it; by
+default (``--base even``) the slowest's ratio is the least that has all of them end together, which a slow
+downlink can make impossible.
 """
 
 from __future__ import annotations
@@ -41,24 +42,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from atoll.errors import UsageError
 from atoll.federated import Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
 from atoll.sampling import local_steps
+from benchmarks import bandwidth_lab
 from benchmarks import bandwidth_report as reporting
 from benchmarks.bandwidth_report import Line
-from benchmarks.federated_mnist import CLASSES, Digits, LeNet, Plain, Setting, digits, stored, tested
+from benchmarks.federated_mnist import NETS, Digits, Plain, Setting, digits, stored, tested
 from benchmarks.federated_report import best, plot
-from benchmarks.harness import ROOT, machine, need_mnist, parser
+from benchmarks.harness import ROOT, machine, need_lab, need_mnist, parser
 from compressors.model_file import write_delta, write_model
 from coordinator.capture import capture
 from coordinator.selecting import by_uplink, update_bytes
 from lab.reader import read_scenario
 from strategies import partition_data
-from strategies.bcrs import Uplink, even_base
 from strategies.files import update_metas
 from strategies.wrapped import owners
 from worker.federation_local import LocalFederation, local_model
@@ -74,28 +74,6 @@ DOWN_SHARE = {
     "lossless": 0.83,
     "delta": 0.65,
 }  # of the dense bytes: what is expected before a round
-
-
-class TwoLayers(nn.Module):
-    """Images [B, 1, 28, 28] -> logits [B, 10]: two hidden layers of 200, as McMahan 2017's "2NN"."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(784, 200),
-            nn.ReLU(),
-            nn.Linear(200, 200),
-            nn.ReLU(),
-            nn.Linear(200, CLASSES),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
-
-
-NETS: dict[str, type[nn.Module]] = {"2nn": TwoLayers, "lenet": LeNet}
 
 
 @dataclass(frozen=True)
@@ -120,6 +98,7 @@ VARIANTS = {
         Variant(reporting.PROPOSED, "opwa", ratio="own"),
     )
 }
+IN_LAB = (reporting.DENSE, "topk", reporting.PROPOSED)
 
 
 @dataclass(frozen=True)
@@ -128,7 +107,7 @@ class Conditions:
 
     lines: Mapping[str, Line]
     net: str = "2nn"
-    base: float = 20.0  # BCRS's ratio of the slowest; 0: the least with which all end together
+    base: float = 0.0  # BCRS's ratio of the slowest; 0: the least with which all end together
     gamma: float = 5.0
     step_s: float = STEP_S
     downlink: str = "off"
@@ -151,26 +130,16 @@ def ratios_of(
     dense = float(sum(meta.nbytes for meta in up))
     down = DOWN_SHARE[conditions.downlink] * dense
     uplinks = {n: line.uplink(down, steps[n] * conditions.step_s) for n, line in conditions.lines.items()}
-    base = conditions.base or least_even(up, uplinks)
-    own = by_uplink(up, uplinks, base).ratios
+    own = by_uplink(up, uplinks, conditions.base or None).ratios
     if ratio == "own":
         return dict(own)
     sent = [update_bytes(up, own[name]) for name in own]
     one = {
         "mean": reporting.mean_ratio(sent, dense),
         "bytes": reporting.ratio_for(lambda r: update_bytes(up, r), sum(sent) / len(sent)),
-        "base": base,
+        "base": max(own.values()),
     }
     return dict.fromkeys(own, one[ratio])
-
-
-def least_even(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink]) -> float:
-    """The base ratio with which the plan has all clients done within 15 % of each other."""
-    dense = float(sum(meta.nbytes for meta in up))
-    base = even_base(uplinks, dense, lambda ratio: update_bytes(up, ratio))
-    if base is None:
-        raise UsageError("no base ratio lets all end together on these lines; give --base a number")
-    return base
 
 
 def federation_of(
@@ -199,7 +168,7 @@ def federation_of(
         local_epochs=setting.epochs,
         held_out=0.0,
         evaluate_every=0,
-        uplink=f"topk:{conditions.base or 1:g}" if variant.ratio else "off",  # each round says its own
+        uplink="bcrs" if variant.ratio else "off",  # each round says its own ratios
         error_feedback=variant.feedback,
     )
     model = local_model(found.train, found.evaluation, found.state, training)
@@ -299,13 +268,16 @@ def options() -> argparse.ArgumentParser:
     """The command line."""
     made = parser(__doc__ or "")
     made.add_argument("--scenario", default=SCENARIO, help=f"name or path of the lines (default {SCENARIO})")
+    made.add_argument(
+        "--lab", action="store_true", help=f"real jobs in the lab; by default {','.join(IN_LAB)}"
+    )
     made.add_argument("--down-mbit", type=float, help="every downlink at this rate, not the scenario's")
     made.add_argument("--seeds", type=int, default=3, help="paired seeds, from --seed on")
     made.add_argument("--rounds", type=int, default=40)
     made.add_argument("--beta", type=float, default=0.1, help="of the Dirichlet split")
     made.add_argument("--net", choices=sorted(NETS), default="2nn")
     made.add_argument(
-        "--base", type=_base, default=Conditions.base, help="BCRS's ratio of the slowest, or even"
+        "--base", type=_base, default="even", help="BCRS's ratio of the slowest, or even (default)"
     )
     made.add_argument("--gamma", type=float, default=Conditions.gamma, help="OPWA's")
     made.add_argument("--step-s", type=float, default=STEP_S, help="seconds of a local step")
@@ -340,15 +312,24 @@ def main() -> None:
     if args.one:
         print(json.dumps(_one(json.load(sys.stdin))))
         return
-    wanted = args.only.split(",") if args.only else list(VARIANTS)
+    wanted = args.only.split(",") if args.only else list(IN_LAB if args.lab else VARIANTS)
     if unknown := set(wanted) - set(VARIANTS):
         raise SystemExit(f"--only: no variant {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     need_mnist(args.json)
     conditions = conditions_of(args)
     path = Path(args.state) if args.state else Path(tempfile.mkdtemp(prefix="atoll-bench-")) / "state.jsonl"
     seeds = range(args.seed, args.seed + args.seeds)
-    results = run_all(conditions, [VARIANTS[name] for name in wanted], seeds, args.jobs, path)
-    runs = [reporting.timed(run, conditions.lines, conditions.step_s, conditions.downlink) for run in results]
+    chosen = [VARIANTS[name] for name in wanted]
+    if args.lab:
+        if args.down_mbit:
+            raise SystemExit("--down-mbit is for modelled lines; with --lab give a --scenario that has them")
+        need_lab(args.json)
+        runs = bandwidth_lab.run_all(args.scenario, conditions, chosen, seeds)
+    else:
+        results = run_all(conditions, chosen, seeds, args.jobs, path)
+        runs = [
+            reporting.timed(run, conditions.lines, conditions.step_s, conditions.downlink) for run in results
+        ]
     found = reporting.report(runs, args.target)
     reporting.show(found)
     base = f"base {conditions.base or 'even'}"

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,6 +111,32 @@ class LeNet(nn.Module):
         return out
 
 
+class TwoLayers(nn.Module):
+    """Images [B, 1, 28, 28] -> logits [B, 10]: two hidden layers of 200, as McMahan 2017's "2NN", or more."""
+
+    def __init__(self, width: int = 200) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(784, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, CLASSES),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "2nn": TwoLayers,
+    "2nn-wide": partial(TwoLayers, 600),
+    "lenet": LeNet,
+}
+
+
 class Plain(nn.Module):
     """Mean cross-entropy of ``net``, which keeps its names under "net." as in a rule's wrapper."""
 
@@ -117,8 +144,12 @@ class Plain(nn.Module):
         super().__init__()
         self.net = net
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.net(x), y)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor | dict[str, Tensor]:
+        logits = self.net(x)
+        loss = F.cross_entropy(logits, y)
+        if self.training:
+            return loss
+        return {"loss": loss, "accuracy": (logits.argmax(1) == y).float().mean()}
 
 
 Wrap = Callable[[nn.Module, Tensor], nn.Module]

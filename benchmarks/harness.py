@@ -31,6 +31,7 @@ from lab.world import Lab
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
+    from typing import Self
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,7 +132,7 @@ class LabFleet:
         self._stack = contextlib.ExitStack()
         self.python = sys.executable
 
-    def __enter__(self) -> LabFleet:
+    def __enter__(self) -> Self:
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-bench-")))
         self.lab = self._stack.enter_context(Lab(self.scenario))
         self.home = self.scenario.coordinator

@@ -20,25 +20,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
 import statistics
-import subprocess
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.harness import LabFleet, machine, need_lab, parser
+from benchmarks.harness import machine, need_lab, parser
+from benchmarks.registered_fleet import RegisteredFleet, Row
 from benchmarks.rivals.flower_stock import Memory, StockFlower
 from benchmarks.vs_flower_job import HELD_OUT_SHARE, write_clients
+from lab.reader import read_scenario
 from protos.app_bundle import make_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
+SCENARIO = "two_clients"
 DIGITS = ROOT / "examples" / "flower_digits"
 PAYLOAD = ROOT / "benchmarks" / "rivals" / "flower_payload"
 JOB = "benchmarks/vs_flower_job.py"
@@ -54,26 +56,8 @@ OWNERS = ("coordinator.cli submit", "coordinator.cli watch")
 """The owner's own commands, on a machine of his: no part of coordinator and workers."""
 
 
-class FederatedFleet(LabFleet):
+class AppFleet(RegisteredFleet):
     """The coordinator and two workers that hold digits, split by every seed, and accept the two apps."""
-
-    def __init__(self, scenario: str, seeds: Sequence[int]) -> None:
-        super().__init__(scenario)
-        self.seeds = seeds
-
-    def __enter__(self) -> FederatedFleet:
-        super().__enter__()
-        return self
-
-    def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
-        hosts = self.scenario.join_order
-        for seed in self.seeds:
-            paths = write_clients(self.folder / f"data-{seed}", len(hosts), seed)
-            for host, path in zip(hosts, paths, strict=True):
-                command = [self.python, "-m", "worker.cli", "data", "add", f"digits-{seed}", str(path)]
-                command += ["--state-dir", str(self.folder / host)]
-                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        return super()._prestarted()
 
     def _worker(self, host: str) -> list[str]:
         found = [*super()._worker(host), "--allow-apps"]
@@ -98,19 +82,9 @@ class FederatedFleet(LabFleet):
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
-    def native(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The native job: seconds from the end of one round to that of the next, and accuracies."""
-        options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        name = self.atoll("submit", JOB, *options, "--detach", "--json")["job"]
-        updates = self._watched(name, 1200, None)
-        if updates[-1]["state"] != "finished":
-            raise RuntimeError(f"{name} ended {updates[-1]['state']}: {updates[-1].get('reason')}")
-        with (self.folder / "coordinator" / "runs" / name / "metrics.csv").open() as file:
-            return _rounds(list(csv.DictReader(file)))
 
-
-def _rounds(rows: list[dict[str, str]]) -> dict[str, Any]:
-    """What the job's metrics say: the time from each round's closing to the next one's."""
+def _rounds(rows: Sequence[Row]) -> dict[str, Any]:
+    """What the native job's metrics say: the time from each round's closing to the next one's, accuracies."""
     closed = [float(row["time_s"]) for row in rows if row["name"] == "round_s"]
     accuracy = [float(row["value"]) for row in rows if row["name"] == "eval_accuracy"]
     sums = {
@@ -129,7 +103,7 @@ def family() -> list[psutil.Process]:
     return found
 
 
-def once(fleet: FederatedFleet, side: str, app: Path, settings: dict[str, Any], job: dict[str, Any]) -> Any:
+def once(fleet: AppFleet, side: str, app: Path, settings: dict[str, Any], job: dict[str, Any]) -> Any:
     """One run of one side: what it wrote, its peak memory, and what the server sent its clients."""
     before = sent_down(fleet)
     if side == "stock":
@@ -141,18 +115,18 @@ def once(fleet: FederatedFleet, side: str, app: Path, settings: dict[str, Any], 
             found = stock.run(app, {**settings, "min-nodes": len(hosts)}, timeout_s=1200)
     else:
         with Memory(family, without=OWNERS) as memory:
-            found = fleet.app(app, settings) if side == "app" else fleet.native(job)
+            found = fleet.app(app, settings) if side == "app" else _rounds(fleet.federate(JOB, job))
     down_mb = (sent_down(fleet) - before) / 1e6
     return {**found, "peak_mb": memory.peak_bytes / 1e6, "at_peak": memory.at_peak, "down_mb": down_mb}
 
 
-def sent_down(fleet: FederatedFleet) -> int:
+def sent_down(fleet: AppFleet) -> int:
     """Bytes of all packets from the server to the clients so far."""
     stats = fleet.lab.stats()
     return sum(stats.flow(fleet.home, host).bytes for host in fleet.scenario.join_order)
 
 
-def paired(fleet: FederatedFleet) -> dict[str, Any]:
+def paired(fleet: AppFleet) -> dict[str, Any]:
     """The app's settings with which clients train on the native job's batches."""
     workers = {worker["name"]: worker["worker"] for worker in fleet.status()["workers"]}
     names = " ".join(workers[host] for host in fleet.scenario.join_order)
@@ -160,7 +134,7 @@ def paired(fleet: FederatedFleet) -> dict[str, Any]:
 
 
 def part_runs(
-    fleet: FederatedFleet, args: argparse.Namespace, part: str
+    fleet: AppFleet, args: argparse.Namespace, part: str
 ) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
     """(app, its settings, the native job's) of every repetition."""
     rounds = args.rounds
@@ -215,7 +189,7 @@ def part_runs(
     ]
 
 
-def compare(fleet: FederatedFleet, args: argparse.Namespace, part: str) -> dict[str, Any]:
+def compare(fleet: AppFleet, args: argparse.Namespace, part: str) -> dict[str, Any]:
     """Every side, alternating."""
     fleet.set_lines(LINES_MBIT if part == "lines" else None)
     runs: dict[str, list[Any]] = {side: [] for side in args.sides}
@@ -272,7 +246,11 @@ def main() -> None:
     args.sides, args.parts = args.side or list(SIDES), args.part or list(PARTS)
     found: dict[str, Any] = {"machine": machine(), "seed": args.seed}
     seeds = range(args.seed, args.seed + args.repeats) if "lines" in args.parts else [args.seed]
-    with FederatedFleet("two_clients", seeds) as fleet:
+    hosts = len(read_scenario(SCENARIO).join_order)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-bench-")))
+        parts = {f"digits-{seed}": write_clients(folder / str(seed), hosts, seed) for seed in seeds}
+        fleet = stack.enter_context(AppFleet(SCENARIO, parts))
         for part in args.parts:
             found[part] = compare(fleet, args, part)
     for part in args.parts:

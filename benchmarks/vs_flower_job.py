@@ -10,10 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
+from benchmarks.federated_mnist import Plain
 from examples.flower_digits.flower_digits import task
 
 ROUNDS = 5
@@ -26,21 +25,6 @@ DOWNLINK = "off"
 EVALUATE_EVERY = 1
 HELD_OUT_SHARE = 0.02  # of a client's images, for its own evaluation; the app evaluates on what it trains on
 SEED = 0
-
-
-class Classifier(nn.Module):
-    """The loss in training; loss and accuracy in evaluation."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor | dict[str, Tensor]:
-        logits = self.net(x)
-        loss = F.cross_entropy(logits, y)
-        if self.training:
-            return loss
-        return {"loss": loss, "accuracy": (logits.argmax(1) == y).float().mean()}
 
 
 def write_clients(folder: Path, clients: int, seed: int = SEED) -> list[Path]:
@@ -58,7 +42,7 @@ def job() -> Job:
     """What Atoll trains, where the data is."""
     pixels, labels = task.held_out()
     return Job(
-        module=Classifier(task.make_model(SEED, HIDDEN)),
+        module=Plain(task.make_model(SEED, HIDDEN)),
         example_inputs={"x": pixels[: task.BATCH], "y": labels[: task.BATCH]},
         data=Registered(f"digits-{SEED}", {"x": "pixels", "y": "label"}, held_out={"x": pixels, "y": labels}),
         training=TrainingSpec(

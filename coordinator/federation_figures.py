@@ -16,8 +16,10 @@ from strategies.selection import Outcome, smoothed
 LOSS = "loss"
 CLIENTS, CENTRAL = "clients", "central"
 RATE_FROM_BYTES = 4096  # smaller uploads tell the round trip, not the rate
+MOST_WAITED = 0.8  # of an upload, which was for the answer
 RATES_BPS = (1e3, 1e13)
 MAX_METRICS = 64
+OF_A_CLIENT = ("download_s", "train_s", "upload_s", "bytes_up", "ratio")
 
 
 def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict[str, Any]:
@@ -41,7 +43,10 @@ def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
     """The client with what its update showed of its line and its speed."""
     uplink_bps = client.uplink_bps
     if update.upload_bytes >= RATE_FROM_BYTES and update.upload_s > 0.0:
-        rate = 8.0 * update.upload_bytes / update.upload_s
+        # The answer's round trip is no time in which the line carried anything: with it, a smaller update
+        # would make the line look slower, and the next one smaller still.
+        trip_s = min(2.0 * client.latency_s, MOST_WAITED * update.upload_s)
+        rate = 8.0 * update.upload_bytes / (update.upload_s - trip_s)
         if RATES_BPS[0] <= rate <= RATES_BPS[1]:
             uplink_bps = smoothed(uplink_bps, rate)
     download_s = client.download_s
@@ -118,7 +123,7 @@ def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
         points = {LOSS: fact.loss, **points}
     for name in sorted(told):
         points |= {f"client/{name}/train_{metric}": value for metric, value in told[name]["metrics"].items()}
-        points[f"client/{name}/train_s"] = told[name]["train_s"]
+        points |= {f"client/{name}/{figure}": float(told[name][figure]) for figure in OF_A_CLIENT}
     return [Point(done, name, value) for name, value in points.items()]
 
 

@@ -19,13 +19,16 @@ from atoll.opdag import TensorMeta
 from compressors.catalogue import codec, takes
 from compressors.sparse_sizes import whole_size
 from coordinator.federation_state import Client, FederationState
-from strategies.bcrs import Ratios, Uplink, bcrs
+from strategies.bcrs import Ratios, Uplink, bcrs, even_base
 from strategies.oort import OortState, Seen
 from strategies.selection import Candidate, Outcome, Selector, candidates_of
 from strategies.selectors import make_selector
 
 BCRS_CODEC = "topk"
 NONE = "none"
+BASE = 32.0
+"""The slowest's ratio where none is given and none lets all end together, or no line was measured yet."""
+ROUND_TRIPS = 2  # of an upload and of a round, in which nothing is sent
 UNKNOWN_BPS = 20e6  # of an uplink: the same for all until one is measured
 LEAST_SAMPLES = 1
 
@@ -84,9 +87,10 @@ def codecs(state: FederationState, names: tuple[str, ...]) -> tuple[dict[str, tu
     if wanted.mode != BCRS:
         ratio = wanted.ratio or 1.0
         return dict.fromkeys(names, (LOSSLESS if wanted.mode == LOSSLESS else wanted.mode, ratio)), ""
-    base = wanted.ratio or 1.0
     if not names or not any(meta.nbytes for meta in state.up):
-        return dict.fromkeys(names, (BCRS_CODEC, base)), ""
+        return dict.fromkeys(names, (BCRS_CODEC, wanted.ratio or BASE)), ""
+    known = any(state.clients[name].uplink_bps for name in names)
+    base = wanted.ratio or (None if known else BASE)
     found = by_uplink(state.up, {name: _uplink(state, name) for name in names}, base)
     return {name: (BCRS_CODEC, found.ratios[name]) for name in names}, found.reason
 
@@ -101,17 +105,23 @@ def update_bytes(up: Sequence[TensorMeta], ratio: float) -> float:
     )
 
 
-def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: float) -> Ratios:
-    """BCRS's ratios for updates of the tensors ``up``, at least one, the slowest's being ``base``."""
+def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: float | None) -> Ratios:
+    """BCRS's ratios for updates of the tensors ``up``, at least one, the slowest's being ``base``; None: the
+    least with which all end together."""
     dense = float(sum(meta.nbytes for meta in up))
-    return bcrs(uplinks, dense, base, lambda ratio: update_bytes(up, ratio))
+
+    def wire(ratio: float) -> float:
+        return update_bytes(up, ratio)
+
+    return bcrs(uplinks, dense, base or even_base(uplinks, dense, wire) or BASE, wire)
 
 
 def _uplink(state: FederationState, name: str) -> Uplink:
     """What is known of a client's round; one that was in none yet is taken for a middling one.
 
     Before the upload: the word that the round begins, the model's download, the training; after it the
-    word that it is done. A model that the client holds already, since it evaluated it, is not fetched.
+    answer that it arrived, and the word that it did. A model that the client holds already, since it
+    evaluated it, is not fetched.
     """
     client, others = state.clients[name], state.clients.values()
     fetches = state.model is None or client.model != state.model.full.hash
@@ -119,7 +129,7 @@ def _uplink(state: FederationState, name: str) -> Uplink:
     if fetches:
         before_s += client.download_s or _middling([c.download_s for c in others], 0.0)
     rate_bps = client.uplink_bps or _middling([c.uplink_bps for c in others], UNKNOWN_BPS)
-    return Uplink(rate_bps, 2.0 * client.latency_s, before_s)
+    return Uplink(rate_bps, ROUND_TRIPS * 2.0 * client.latency_s, before_s)
 
 
 def _middling(figures: Iterable[float], unknown: float) -> float:

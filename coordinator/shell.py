@@ -26,7 +26,7 @@ from coordinator import rounds
 from coordinator.aggregator import Aggregators
 from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
-from coordinator.facts import Fact, to_record
+from coordinator.facts import Fact, JobEnded, to_record
 from coordinator.graphs import GraphStore
 from coordinator.journal import Journal
 from coordinator.partition import make_plan
@@ -169,13 +169,16 @@ class Shell:
                     self._attempt(instruction, now_s)
             _resolve(posted, failure if any(isinstance(i, do.Journal) for i in instructions) else None)
             self._note_commit(posted, instructions)
-        if later:
+        ended = [fact.job for fact in facts if isinstance(fact, JobEnded)]
+        if later or ended:
             # What people read waits until the sessions have begun to say what workers wait for.
-            asyncio.get_running_loop().call_soon(self._tell, later, now_s)
+            asyncio.get_running_loop().call_soon(self._tell, later, ended, now_s)
 
-    def _tell(self, instructions: list[do.Instruction], now_s: float) -> None:
+    def _tell(self, instructions: list[do.Instruction], ended: list[str], now_s: float) -> None:
         for instruction in instructions:
             self._attempt(instruction, now_s)
+        for job in ended:
+            self.runs.of(job).close()  # whoever hears that it ended finds all figures in its files
 
     def _note_commit(self, posted: _Posted, instructions: list[do.Instruction]) -> None:
         for instruction in instructions:

@@ -29,7 +29,7 @@ LENGTH = 128  # bytes, as registered
 WIDTH = 96
 LAYERS = 5
 LEARNING_RATE = 2e-3
-UPLINK = "off"  # or lossless, int8_block, topk:32, bcrs:32
+UPLINK = "off"  # or lossless, int8_block, topk:32, bcrs, bcrs:32
 SEED = 0
 
 VOCABULARY = 256

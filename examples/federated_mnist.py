@@ -39,7 +39,7 @@ LOCAL_EPOCHS = 1
 MICRO_BATCH = 64
 LEARNING_RATE = 0.02
 DEADLINE_S = 300.0
-UPLINK = "off"  # or lossless, int8_block, topk:32, bcrs:32
+UPLINK = "off"  # or lossless, int8_block, topk:32, bcrs, bcrs:32
 TEST_IMAGES = 4_096
 SEED = 0
 

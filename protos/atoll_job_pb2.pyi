@@ -824,7 +824,7 @@ class FederatedSpec(_message.Message):
     """share of each client's own data"""
     selector: _builtins.str
     uplink: _builtins.str
-    """off | lossless | CODEC[:RATIO] | bcrs:RATIO"""
+    """off | lossless | CODEC[:RATIO] | bcrs[:RATIO]"""
     error_feedback: _builtins.bool
     downlink: _builtins.str
     """off | lossless | delta"""

@@ -24,10 +24,10 @@ from math import isfinite, sqrt
 
 from atoll.errors import UsageError
 
-HALVINGS = 60
+HALVINGS = 24  # of the logarithm: a ratio to one part in a million
 ROUNDING = 1e-9
 EVEN = 0.15  # finish times this close count as even
-EVEN_STEP = 0.01  # how finely a base ratio is sought
+PLANNED = 0.05  # how close a plan brings them: machines and lines vary by more than the rest
 SPARSEST = 1000.0
 
 
@@ -100,7 +100,7 @@ def even_base(
     uplinks: Mapping[str, Uplink],
     dense_bytes: float,
     wire_bytes: Callable[[float], float] | None = None,
-    within: float = EVEN,
+    within: float = PLANNED,
     most: float = SPARSEST,
 ) -> float | None:
     """The least base ratio in [1, ``most``] with which all finish ``within`` that share of each other.
@@ -108,32 +108,31 @@ def even_base(
     None where none does: what comes before the uploads differs by more than the fast clients can send.
     Raises as ``bcrs``.
     """
+    wire = wire_bytes if wire_bytes is not None else lambda r: dense_bytes / r
+    _check(uplinks, dense_bytes, most)
+    # Who has something to hold back ends with the slowest, so only those matter that send all they have.
+    first_s = min(link.finish_s(wire(1.0)) for link in uplinks.values())
 
-    def even(ratio: float) -> bool:
-        return bcrs(uplinks, dense_bytes, ratio, wire_bytes).spread <= within
+    def late(ratio: float) -> bool:
+        n_bytes = wire(ratio)
+        return max(link.finish_s(n_bytes) for link in uplinks.values()) > (1.0 + within) * first_s
 
-    if even(1.0):
+    if not late(1.0):
         return 1.0
-    if not even(most):
-        return None
-    low, high = 1.0, most
-    while high / low > 1.0 + EVEN_STEP:
-        middle = sqrt(low * high)
-        low, high = (low, middle) if even(middle) else (middle, high)
-    return high
+    return None if late(most) else _bisected(late, most)
 
 
 def _least(wire: Callable[[float], float], budget_bytes: float, most: float) -> float:
     """The least ratio in [1, most] whose bytes are within the budget; ``most`` always is."""
-    if wire(1.0) <= budget_bytes:
-        return 1.0
+    return 1.0 if wire(1.0) <= budget_bytes else _bisected(lambda ratio: wire(ratio) > budget_bytes, most)
+
+
+def _bisected(too_low: Callable[[float], bool], most: float) -> float:
+    """The least ratio in [1, most] that is not; 1 is, ``most`` is not."""
     low, high = 1.0, most
     for _ in range(HALVINGS):
         middle = sqrt(low * high)
-        if wire(middle) <= budget_bytes:
-            high = middle
-        else:
-            low = middle
+        low, high = (middle, high) if too_low(middle) else (low, middle)
     return high
 
 

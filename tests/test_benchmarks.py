@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
 STARTER = "prestart"  # of a worker; measures nothing
-IN_THE_LAB = sorted(
-    name for name, text in SOURCES.items() if name != "harness" and re.search(r"\bLabFleet\)?[(:]", text)
-)
+SHARED = ("harness", "registered_fleet", "bandwidth_lab")
+STARTS = re.compile(r"\b(Lab|Registered|App)Fleet\)?[(:]")
+IN_THE_LAB = sorted(name for name, text in SOURCES.items() if name not in SHARED and STARTS.search(text))
 
 
 def ended(module: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

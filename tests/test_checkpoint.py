@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError
 from atoll.opdag import StateMeta, TensorMeta
+from compressors.container import Stored
 from worker import checkpoint
 from worker.cancel import Cancel, Cancelled
-from worker.checkpoint import BlobCache, Chunk, download, load, upload
+from worker.checkpoint import BlobCache, Chunk, download, load, upload, upload_file
 
 VALUE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 STATE = StateMeta(TensorMeta((2, 3), "float32"), requires_grad=True)
@@ -53,20 +54,26 @@ class Store:
     def missing(self, hashes: list[str]) -> dict[str, int]:
         return {h: len(self.parts.get(h, b"")) for h in hashes if h not in self.blobs}
 
-    def put(self, chunks: Iterator[Chunk]) -> None:
+    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         if self.full:
             raise StorageError("disk is full")
+        whole: set[str] = set()
         for chunk in chunks:
             self.break_after -= 1
             if self.break_after < 0:
                 self.break_after = 10**9
                 raise ConnectionFailed("reset")
             self.received += len(chunk.data)
+            if chunk.hash in self.blobs:
+                whole.add(chunk.hash)
+                continue
             part = self.parts.get(chunk.hash, b"")
-            assert chunk.offset == len(part)
-            self.parts[chunk.hash] = part + chunk.data
+            assert chunk.offset <= len(part)
+            self.parts[chunk.hash] = part + chunk.data[len(part) - chunk.offset :]
             if len(self.parts[chunk.hash]) == chunk.size:
                 self.blobs[chunk.hash] = self.parts.pop(chunk.hash)
+                whole.add(chunk.hash)
+        return whole
 
 
 @pytest.fixture
@@ -94,6 +101,35 @@ def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) ->
         "exp_avg": True,
         "step": True,
     }
+
+
+def test_a_new_file_goes_up_without_a_question_and_another_time_with_one(
+    tmp_path: Path, store: Store
+) -> None:
+    name, data = blob()
+    path = tmp_path / "update"
+    path.write_bytes(data)
+    questions: list[list[str]] = []
+    asked = store.missing
+    store.missing = lambda hashes: questions.append(hashes) or asked(hashes)  # type: ignore[method-assign,func-returns-value]
+    stored = Stored(name, len(data))
+    assert upload_file(store, path, stored, Cancel(), new=True) == len(data)
+    assert not questions
+    assert upload_file(store, path, stored, Cancel()) == 0
+    assert questions == [[name]]
+
+
+def test_a_new_file_that_was_cut_off_goes_on_where_it_was(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 40)
+    name, data = blob()
+    path = tmp_path / "update"
+    path.write_bytes(data)
+    store.break_after = 2
+    upload_file(store, path, Stored(name, len(data)), Cancel(), new=True)
+    assert store.blobs[name] == data
+    assert store.received == len(data), "nothing twice"
 
 
 def test_a_download_goes_on_where_it_was_cut_off(store: Store, cache: BlobCache) -> None:

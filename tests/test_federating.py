@@ -310,7 +310,6 @@ def test_only_federated_jobs_resume_federated_ones() -> None:
         ({"max_samples": 0}, "max_samples = 0; give a whole number from 1"),
         ({"max_samples": 2**40}, "max_samples"),
         ({"uplink": "auto"}, "give off, lossless"),
-        ({"uplink": "bcrs"}, "needs the slowest client's ratio"),
         ({"downlink": "zip"}, "downlink"),
         ({"options": {"beta": [1]}}, "is a list"),
     ],
@@ -446,6 +445,7 @@ def test_registered_data_bring_nothing_but_the_owners_own() -> None:
     assert own is not None
     assert (own.spec.n_samples, own.spec.shuffle_seed) == (4, None)
     assert parse_uplink("bcrs:8") == Compression("bcrs", 8.0)
+    assert parse_uplink("bcrs") == Compression("bcrs", None)
 
 
 def test_a_selectors_state_survives_the_journal() -> None:

@@ -15,12 +15,14 @@ from atoll.federated import Federated, FederatedSpec
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator import events as ev
-from coordinator import federation, federation_rounds
+from coordinator import federation, federation_rounds, selecting
 from coordinator import federation_state as fed
 from coordinator import instructions as do
 from coordinator.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
 from coordinator.federation_state import FederationState
 from coordinator.job_state import Broken, Cancelled, Phase, Point, Record
+from coordinator.selecting import BASE
+from strategies.bcrs import PLANNED
 
 HASH = "ab" * 32
 UP = (TensorMeta((100, 100), "float32"), TensorMeta((100,), "float32"))
@@ -88,11 +90,11 @@ class World:
         model = self.model(asked.round + 1) if enough else None
         self.step(ev.Aggregated("job-1", asked.round, asked.attempt, state, model, None, dropped))
 
-    def begin(self, *clients: str) -> None:
+    def begin(self, *clients: str, latency_s: float = 0.0) -> None:
         """The job's turn comes; these clients join and load."""
         self.step(fed.Begin())
         for name in clients:
-            self.step(fed.Invited(name, 100))
+            self.step(fed.Invited(name, 100, latency_s))
         for name in clients:
             self.says(name, ev.Loaded("job-1", 1))
 
@@ -491,6 +493,30 @@ def test_bcrs_gives_the_fast_line_more_of_its_update() -> None:
     assert second["b"].ratio > 28.0
     assert second["a"].ratio < 10.0
     assert "b" in world.state.pace
+
+
+def test_bcrs_without_a_ratio_holds_the_slowest_back_until_all_end_together() -> None:
+    world = World(spec(uplink="bcrs", evaluate_every=0))
+    world.begin("a", "b")
+    first = {name: world.heard(name, do.TrainRound)[0] for name in ("a", "b")}
+    assert all(28.0 < m.ratio <= BASE for m in first.values()), "no line was measured yet"
+    world.says("a", update("a", 0, upload_bytes=40_000, upload_s=0.2, train_s=0.5))
+    world.says("b", update("b", 0, upload_bytes=40_000, upload_s=0.8, train_s=0.5))
+    second = {name: world.heard(name, do.TrainRound)[1] for name in ("a", "b")}
+    assert second["a"].ratio == 1.0, "no more than all it has"
+    assert 1.0 < second["b"].ratio < BASE
+    lines = {name: selecting._uplink(world.state, name) for name in ("a", "b")}
+    ends = [lines[name].finish_s(selecting.update_bytes(UP, m.ratio)) for name, m in second.items()]
+    assert max(ends) / min(ends) - 1.0 == pytest.approx(PLANNED, abs=1e-3)
+
+
+def test_a_line_is_as_fast_with_small_updates_as_with_large_ones() -> None:
+    world = World(spec(uplink="bcrs:4", evaluate_every=0))
+    world.begin("a", latency_s=0.05)
+    for at, n_bytes in enumerate((1_000_000, 50_000, 10_000)):
+        upload_s = 0.1 + 8 * n_bytes / 1e6
+        world.says("a", update("a", at, upload_bytes=n_bytes, upload_s=upload_s))
+        assert world.state.clients["a"].uplink_bps == pytest.approx(1e6)
 
 
 def test_bcrs_plans_whole_rounds_the_download_among_them() -> None:

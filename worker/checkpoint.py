@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -59,7 +59,9 @@ class BlobPort(Protocol):
         """Hash -> bytes already there, of those that are not whole."""
         ...
 
-    def put(self, chunks: Iterator[Chunk]) -> None: ...
+    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
+        """Store what is not there yet; which blobs have become whole, or were."""
+        ...
 
 
 class BlobCache:
@@ -220,9 +222,11 @@ def upload_file(
     cancel: Cancel,
     max_bytes_per_s: float | None = None,
     progress: Callable[[], None] = lambda: None,
+    *,
+    new: bool = False,
 ) -> int:
     """Store a file that is too large for memory; returns the bytes that travelled, 0 when the store had
-    it. Raises as ``upload``."""
+    it. ``new``: it cannot have it, so that question's round trip is saved. Raises as ``upload``."""
     pace, failures, sent = _Pace(max_bytes_per_s), 0, 0
 
     def chunks(offset: int) -> Iterator[Chunk]:
@@ -237,10 +241,12 @@ def upload_file(
 
     while True:
         try:
-            missing = port.missing([stored.hash])
+            missing = {stored.hash: 0} if new else port.missing([stored.hash])
             if stored.hash not in missing:
                 return sent
-            port.put(chunks(min(missing[stored.hash], stored.size)))
+            new = False
+            if stored.hash in port.put(chunks(min(missing[stored.hash], stored.size))):
+                return sent
             failures += 1
         except ConnectionFailed:
             failures += 1

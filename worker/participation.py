@@ -160,6 +160,7 @@ class Participation:
             self._store.folder / MODELS, site.blobs, site.cache, broadcast_metas(rule, layout), site.tick
         )
         self._secret = _secret(self._store.folder.parent)
+        self._last_sent = -1  # the last round whose update was, perhaps in part
         self._trainer.rest()  # until the first broadcast
         give_back()
 
@@ -189,9 +190,16 @@ class Participation:
         self._trainer.rest()  # while the update is sent, and until the next order
         give_back()
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
-        site = self._site
+        site, new = self._site, order.round > self._last_sent
+        self._last_sent = order.round
         sent = checkpoint.upload_file(
-            site.blobs, path, stored, cancel, site.max_upload_bytes_per_s, site.tick
+            site.blobs,
+            path,
+            stored,
+            cancel,
+            site.max_upload_bytes_per_s,
+            site.tick,
+            new=new,
         )
         upload_s = time.perf_counter() - began_s
         path.unlink(missing_ok=True)

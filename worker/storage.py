@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -45,7 +45,7 @@ class BlobsOverGrpc:
             raise as_atoll_error(error, self._address) from None
         return {blob.hash: blob.offset for blob in reply.blobs}
 
-    def put(self, chunks: Iterator[Chunk]) -> None:
+    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
         failure: list[BaseException] = []
 
         def messages() -> Iterator[pb.BlobChunk]:
@@ -57,11 +57,12 @@ class BlobsOverGrpc:
                 raise
 
         try:
-            self._stub.Put(messages(), metadata=self._metadata)
+            reply = self._stub.Put(messages(), metadata=self._metadata)
         except grpc.RpcError as error:
             if failure:
                 raise failure[0] from None
             raise as_atoll_error(error, self._address) from None
+        return frozenset(blob.hash for blob in reply.blobs)
 
 
 def data_fetch(channel: grpc.Channel, metadata: Sequence[tuple[str, str]], address: str, job: str) -> Fetch:

@@ -25,7 +25,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run all rounds; with `out`, accuracies and times go to that file as JSON."""
     run = context.run_config
-    data = task.held_out()
+    data = task.held_out(full_batches=bool(run["paired-with"]))
     strategy, arrays = made(run)
     accuracy: list[float] = []
     at_s: list[float] = []

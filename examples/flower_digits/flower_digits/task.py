@@ -43,10 +43,11 @@ def images() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     return (pixels / 16.0).astype(np.float32)[order], labels.astype(np.int64)[order]
 
 
-def held_out() -> tuple[Tensor, Tensor]:
-    """What the server evaluates on."""
+def held_out(*, full_batches: bool = False) -> tuple[Tensor, Tensor]:
+    """What the server evaluates on; ``full_batches``: as many as these hold, as Atoll's native job has it."""
     pixels, labels = images()
-    return torch.from_numpy(pixels[:HELD_OUT]), torch.from_numpy(labels[:HELD_OUT])
+    n = HELD_OUT // BATCH * BATCH if full_batches else HELD_OUT
+    return torch.from_numpy(pixels[:n]), torch.from_numpy(labels[:n])
 
 
 def partition(client: int, clients: int, alpha: float, seed: int) -> tuple[Tensor, Tensor]:
