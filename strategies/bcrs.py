@@ -27,7 +27,8 @@ from atoll.errors import UsageError
 HALVINGS = 24  # of the logarithm: a ratio to one part in a million
 ROUNDING = 1e-9
 EVEN = 0.15  # finish times this close count as even
-PLANNED = 0.05  # how close a plan brings them: machines and lines vary by more than the rest
+PLANNED = 0.05
+"""How close a plan brings them where it can: machines and lines vary by more than the rest up to ``EVEN``."""
 SPARSEST = 1000.0
 
 
