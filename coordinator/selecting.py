@@ -19,7 +19,7 @@ from atoll.opdag import TensorMeta
 from compressors.catalogue import codec, takes
 from compressors.sparse_sizes import whole_size
 from coordinator.federation_state import Client, FederationState
-from strategies.bcrs import EVEN, PLANNED, Ratios, Uplink, bcrs, even_base
+from strategies.bcrs import Ratios, Uplink, bcrs, even_base
 from strategies.oort import OortState, Seen
 from strategies.selection import Candidate, Outcome, Selector, candidates_of
 from strategies.selectors import make_selector
@@ -113,9 +113,7 @@ def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: flo
     def wire(ratio: float) -> float:
         return update_bytes(up, ratio)
 
-    for within in () if base else (PLANNED, EVEN):
-        base = base or even_base(uplinks, dense, wire, within)
-    return bcrs(uplinks, dense, base or BASE, wire)
+    return bcrs(uplinks, dense, base or even_base(uplinks, dense, wire) or BASE, wire)
 
 
 def _uplink(state: FederationState, name: str) -> Uplink:

@@ -27,8 +27,6 @@ from atoll.errors import UsageError
 HALVINGS = 24  # of the logarithm: a ratio to one part in a million
 ROUNDING = 1e-9
 EVEN = 0.15  # finish times this close count as even
-PLANNED = 0.05
-"""How close a plan brings them where it can: machines and lines vary by more than the rest up to ``EVEN``."""
 SPARSEST = 1000.0
 
 
@@ -101,7 +99,7 @@ def even_base(
     uplinks: Mapping[str, Uplink],
     dense_bytes: float,
     wire_bytes: Callable[[float], float] | None = None,
-    within: float = PLANNED,
+    within: float = EVEN,
     most: float = SPARSEST,
 ) -> float | None:
     """The least base ratio in [1, ``most``] with which all finish ``within`` that share of each other.
