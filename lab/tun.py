@@ -41,6 +41,9 @@ def run_ip(*arguments: str, check: bool = True) -> str:
     return done.stdout
 
 
+_RIGHTS = {"NET_ADMIN": 12, "SYS_ADMIN": 21}  # capabilities(7)
+
+
 def unavailable() -> str | None:
     """Why namespaces cannot be used here, or None."""
     if os.geteuid() != 0:
@@ -49,7 +52,18 @@ def unavailable() -> str | None:
         return "no /dev/net/tun (modprobe tun, or run the container with --device /dev/net/tun)"
     if not any(Path(folder, "ip").exists() for folder in os.get_exec_path()):
         return "no ip command (install iproute2)"
+    if lacking := [name for name, bit in _RIGHTS.items() if not _rights() >> bit & 1]:
+        return f"no right to make namespaces (run the container with --cap-add {','.join(lacking)})"
     return None
+
+
+def _rights() -> int:
+    """This process's effective capabilities as bits; all of them where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return -1
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")), -1)
 
 
 def _setns(descriptor: int) -> None:

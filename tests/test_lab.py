@@ -24,7 +24,7 @@ from coordinator.fleet_file import parse_fleet
 from coordinator.jobfile import load_job
 from coordinator.partition import make_plan
 from coordinator.prepare import capture_graphs
-from lab import cpu
+from lab import cpu, tun
 from lab.check import PORT, check, measure_pair
 from lab.doors import Door
 from lab.fleet import fleet_of
@@ -609,3 +609,12 @@ def environment(pid: str) -> bytes:
         return Path("/proc", pid, "environ").read_bytes()
     except OSError:
         return b""
+
+
+def test_root_without_the_right_to_make_namespaces_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tun.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(tun.Path, "exists", lambda path: True)
+    monkeypatch.setattr(tun, "_rights", lambda: -1)
+    assert unavailable() is None
+    monkeypatch.setattr(tun, "_rights", lambda: 1 << 12)
+    assert "--cap-add SYS_ADMIN)" in str(unavailable())

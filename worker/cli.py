@@ -74,7 +74,10 @@ Memory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Most that plans may use here, e.g. 4GiB; default: what is free."),
 ]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="Of computation; default: one per core.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Of computation; default: one per physical core it may use."),
+]
 Insecure = Annotated[
     bool | None, typer.Option("--insecure", help="No TLS and no token: loopback experiments only.")
 ]
