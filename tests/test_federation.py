@@ -22,7 +22,7 @@ from coordinator.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, Round
 from coordinator.federation_state import FederationState
 from coordinator.job_state import Broken, Cancelled, Phase, Point, Record
 from coordinator.selecting import BASE
-from strategies.bcrs import EVEN
+from strategies.bcrs import PLANNED
 
 HASH = "ab" * 32
 UP = (TensorMeta((100, 100), "float32"), TensorMeta((100,), "float32"))
@@ -507,7 +507,7 @@ def test_bcrs_without_a_ratio_holds_the_slowest_back_until_all_end_together() ->
     assert 1.0 < second["b"].ratio < BASE
     lines = {name: selecting._uplink(world.state, name) for name in ("a", "b")}
     ends = [lines[name].finish_s(selecting.update_bytes(UP, m.ratio)) for name, m in second.items()]
-    assert max(ends) / min(ends) - 1.0 == pytest.approx(EVEN, abs=1e-3)
+    assert max(ends) / min(ends) - 1.0 == pytest.approx(PLANNED, abs=1e-3)
 
 
 def test_a_line_is_as_fast_with_small_updates_as_with_large_ones() -> None:

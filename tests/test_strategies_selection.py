@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import UsageError
 from strategies.bandwidth_aware import BandwidthAware
-from strategies.bcrs import EVEN, Uplink, bcrs, even_base
+from strategies.bcrs import PLANNED, Uplink, bcrs, even_base
 from strategies.oort import Oort, OortState, Seen
 from strategies.power_of_choice import PowerOfChoice
 from strategies.selection import (
@@ -204,8 +204,8 @@ def test_an_even_base_is_the_least_with_which_all_end_together() -> None:
     links = {f"c{i}": Uplink(2.0**i * 1e6, 0.01, 0.05 * i) for i in range(5)}
     base = even_base(links, 4e6)
     assert base is not None
-    assert bcrs(links, 4e6, base).spread <= EVEN * (1.0 + 1e-6)
-    assert bcrs(links, 4e6, 0.95 * base).spread > EVEN
+    assert bcrs(links, 4e6, base).spread <= PLANNED * (1.0 + 1e-6)
+    assert bcrs(links, 4e6, 0.95 * base).spread > PLANNED
     assert even_base({"a": Uplink(1e6), "b": Uplink(1e6)}, 4e6) == 1.0
 
 
