@@ -87,11 +87,10 @@ def codecs(state: FederationState, names: tuple[str, ...]) -> tuple[dict[str, tu
     if wanted.mode != BCRS:
         ratio = wanted.ratio or 1.0
         return dict.fromkeys(names, (LOSSLESS if wanted.mode == LOSSLESS else wanted.mode, ratio)), ""
-    if not names or not any(meta.nbytes for meta in state.up):
-        return dict.fromkeys(names, (BCRS_CODEC, wanted.ratio or BASE)), ""
     known = any(state.clients[name].uplink_bps for name in names)
-    base = wanted.ratio or (None if known else BASE)
-    found = by_uplink(state.up, {name: _uplink(state, name) for name in names}, base)
+    if not known or not any(meta.nbytes for meta in state.up):
+        return dict.fromkeys(names, (BCRS_CODEC, wanted.ratio or BASE)), ""
+    found = by_uplink(state.up, {name: _uplink(state, name) for name in names}, wanted.ratio)
     return {name: (BCRS_CODEC, found.ratios[name]) for name in names}, found.reason
 
 
