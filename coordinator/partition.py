@@ -31,7 +31,7 @@ from coordinator.leftout import left_out
 from coordinator.problem import Candidate, Problem, Scored
 from coordinator.ratios import check_compression
 from coordinator.shortage import shortage
-from coordinator.timeline import step_bytes, step_seconds
+from coordinator.timeline import expected_step_s, step_bytes, step_seconds
 from coordinator.traffic import Traffic
 from coordinator.workload import Wire
 
@@ -172,7 +172,7 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
     if problem.measured_share < 0.5:
         notes = (*notes, "op times are mostly estimated from FLOPs and bytes, not measured")
     return Prediction(
-        step_s=timeline.step_s,
+        step_s=expected_step_s(work, timeline.step_s),
         lower_bound_s=bound.step_s,
         bottleneck=where,
         reason=why,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING
 
 from atoll.microbatch import Action, Work
@@ -28,7 +29,12 @@ class Wire:
     header_bytes: int = 96  # frame header and key
     ready_bytes: int = 0  # the coordinator's messages are too small to matter
     commit_s: float = 1.5e-3  # journal and dispatch at the coordinator
-    pieces: int = 4  # of a bundle on lines that other pairs use too: their flows take turns
+    piece_bytes: float = 16 << 10  # on lines that other pairs use too flows take turns, a chunk each ...
+    pieces: int = 4  # ... or this part of a bundle: enough for a search
+
+    def pieces_of(self, n_bytes: float) -> int:
+        """In how many turns a bundle passes a line that it shares."""
+        return max(1, min(self.pieces, ceil(n_bytes / self.piece_bytes)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class Wire:
         while self.waiting:
             urgent = min(self.waiting, key=lambda b: b.rank)  # the first among equals
             self.waiting.remove(urgent)
-            pieces = self.work.wire.pieces if self.meets_others() else 1
+            chunks = -(-urgent.bits // (8 * self.work.wire.piece_bytes))
+            pieces = int(max(1, min(self.work.wire.pieces, chunks))) if self.meets_others() else 1
             for _ in range(pieces):
                 tail = yield from self.carry(urgent.bits / pieces)
                 yield tail - world.now

@@ -7,7 +7,7 @@ from atoll.job import TrainingSpec
 from atoll.microbatch import gpipe, one_f_one_b
 from coordinator.bound import lower_bound
 from coordinator.problem import Candidate, Depth, Problem
-from coordinator.timeline import simulate, step_bytes
+from coordinator.timeline import expected_step_s, simulate, step_bytes
 from coordinator.traffic import Hop
 from coordinator.workload import Route, StageLoad, Wire, Workload
 from tests.dags import chain_dag, gpt_like
@@ -186,12 +186,17 @@ def test_bytes_of_a_tied_parameter_go_down_once_and_up_once():
     assert step_bytes(work, 2, 0)[0] == tied
 
 
-def test_flows_that_share_a_line_get_it_in_turns():
-    """Two bundles of one second each at once: neither is through before 1.75 s."""
+def sharing(n_bytes: int) -> Workload:
+    """Two bundles of a second each, at once on one line, which give way to each other four times a bundle."""
     stages = tuple(StageLoad(s, 1.0, 0.0, 0.0, 0.0, gpipe(1)) for s in range(3))
-    routes = {pair: Route((("up", 8.0), (f"{pair}", 1e15)), 0.0) for pair in ((0, 1), (0, 2))}
-    forward = (Hop(0, 1, 1, 1), Hop(0, 2, 1, 1))
-    work = Workload(stages, 1, forward, (), (), routes, FREE)
+    routes = {pair: Route((("up", 8.0 * n_bytes), (f"{pair}", 1e15)), 0.0) for pair in ((0, 1), (0, 2))}
+    forward = (Hop(0, 1, n_bytes, 1), Hop(0, 2, n_bytes, 1))
+    return Workload(stages, 1, forward, (), (), routes, replace(FREE, piece_bytes=1000.0, pieces=4))
+
+
+def test_flows_that_share_a_line_get_it_in_turns():
+    """Neither is through before 1.75 s."""
+    work = sharing(4000)
     timeline = simulate(work, keep_spans=True)
     sent = {span.target: span.end_s for span in timeline.spans if span.kind == "send-F"}
     assert sent == {1: pytest.approx(2.75), 2: pytest.approx(3.0)}
@@ -199,6 +204,20 @@ def test_flows_that_share_a_line_get_it_in_turns():
     assert step_seconds(work) == pytest.approx(timeline.step_s)
     alone = simulate(replace(work, wire=replace(FREE, pieces=1)))
     assert alone.step_s == pytest.approx(timeline.step_s)
+    assert step_seconds(sharing(40_000)) == pytest.approx(timeline.step_s), "no more than four turns"
+    small = simulate(sharing(1000), keep_spans=True)
+    assert small.links[0].under_way_s == pytest.approx(1.0), "a chunk passes at once"
+
+
+def test_what_is_expected_of_shared_lines_is_a_mean_over_varying_times() -> None:
+    work = sharing(4000)
+    plain = step_seconds(work)
+    expected = expected_step_s(work, plain)
+    assert expected == expected_step_s(work, plain), "the same every time"
+    assert expected != plain
+    assert expected == pytest.approx(plain, rel=0.1)
+    lonely = replace(work, routes={(0, 1): work.routes[0, 1]}, forward=work.forward[:1])
+    assert expected_step_s(lonely, 1.23) == 1.23
 
 
 def test_the_time_around_each_action_counts_on_its_own_device() -> None:
