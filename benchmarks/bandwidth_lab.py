@@ -19,6 +19,7 @@ from benchmarks import bandwidth_report as reporting
 from benchmarks.federated_mnist import NETS, digits
 from benchmarks.federated_report import best
 from benchmarks.registered_fleet import RegisteredFleet, Row
+from lab.reader import read_scenario
 from strategies import partition_data
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ def run_all(
     order = sorted(chosen, key=lambda variant: RATIOS.index(variant.ratio))
     found: dict[tuple[str, int], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        datasets = {
-            f"mnist-{seed}": write_clients(Path(folder) / str(seed), conditions, seed) for seed in seeds
-        }
+        parts = {seed: write_clients(Path(folder) / str(seed), conditions, seed) for seed in seeds}
+        hosts = read_scenario(scenario).join_order
+        datasets = {f"mnist-{seed}": [of[host] for host in hosts] for seed, of in parts.items()}
         with RegisteredFleet(scenario, datasets) as fleet:
             for seed in seeds:
                 for variant in order:
@@ -49,24 +50,31 @@ def run_all(
     return [found[variant.name, seed] for variant in chosen for seed in seeds]
 
 
-def write_clients(folder: Path, conditions: Conditions, seed: int) -> list[Path]:
-    """Each client's images and labels, split as in the modelled runs."""
+def refuse(chosen: Sequence[Variant]) -> None:
+    """SystemExit for variants that cannot be compared here."""
+    ratios = {variant.ratio for variant in chosen}
+    if unknown := [variant.name for variant in chosen if variant.ratio not in RATIOS]:
+        raise SystemExit(f"--lab: {', '.join(unknown)} need ratios that only the model knows")
+    if "mean" in ratios and "own" not in ratios:
+        raise SystemExit("--lab: top-k has the mean of BCRS's ratios; add a variant with those to --only")
+
+
+def write_clients(folder: Path, conditions: Conditions, seed: int) -> dict[str, Path]:
+    """Each host's images and labels, split as in the modelled runs."""
     folder.mkdir(parents=True)
     data = digits(conditions.setting, seed)
     parts = partition_data.dirichlet_niid_bench(data.y, len(conditions.lines), conditions.setting.beta, seed)
-    paths = []
+    found = {}
     for host, part in zip(conditions.lines, parts, strict=True):
-        paths.append(folder / f"{host}.safetensors")
-        save_file({"x": data.x[part], "y": data.y[part]}, paths[-1])
-    return paths
+        found[host] = folder / f"{host}.safetensors"
+        save_file({"x": data.x[part], "y": data.y[part]}, found[host])
+    return found
 
 
 def settings(conditions: Conditions, variant: Variant, seed: int, mean: Sequence[float]) -> dict[str, Any]:
-    """Of the job file; strings as a Python literal."""
+    """Of the job file."""
     base = f":{conditions.base:g}" if conditions.base else ""
     uplink = {"": "off", "own": f"bcrs{base}", "mean": f"topk:{mean[0]:.4f}" if mean else ""}[variant.ratio]
-    if not uplink:
-        raise SystemExit(f"{variant.name} has the mean ratio of BCRS's; add a variant with those to --only")
     return {
         "SEED": seed,
         "ROUNDS": conditions.setting.rounds,

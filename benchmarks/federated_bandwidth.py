@@ -323,6 +323,7 @@ def main() -> None:
     if args.lab:
         if args.down_mbit:
             raise SystemExit("--down-mbit is for modelled lines; with --lab give a --scenario that has them")
+        bandwidth_lab.refuse(chosen)
         need_lab(args.json)
         runs = bandwidth_lab.run_all(args.scenario, conditions, chosen, seeds)
     else:

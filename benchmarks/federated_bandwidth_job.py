@@ -1,6 +1,6 @@
 """One variant of ``federated_bandwidth`` as a real job: MNIST's images that the workers hold as "mnist-SEED".
 
-atoll submit benchmarks/federated_bandwidth_job.py --set STRATEGY='"opwa"' --set UPLINK='"bcrs"'
+atoll submit benchmarks/federated_bandwidth_job.py --set STRATEGY=opwa --set UPLINK=bcrs
 """
 
 from __future__ import annotations

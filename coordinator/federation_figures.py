@@ -40,7 +40,12 @@ def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict
 
 
 def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
-    """The client with what its update showed of its line and its speed."""
+    """The client with what its update showed of its line and its speed.
+
+    ``took_s`` since it was told to begin, by the coordinator's clock: whatever was neither download nor
+    upload counts as training, or who claims to need no time would have all others hold back more.
+    """
+    rest_s = took_s - update.download_s - update.upload_s - 2.0 * client.latency_s
     uplink_bps = client.uplink_bps
     if update.upload_bytes >= RATE_FROM_BYTES and update.upload_s > 0.0:
         # The answer's round trip is no time in which the line carried anything: with it, a smaller update
@@ -56,7 +61,7 @@ def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
         client,
         uplink_bps=uplink_bps,
         download_s=download_s,
-        train_s=smoothed(client.train_s, max(update.train_s, 1e-6)),
+        train_s=smoothed(client.train_s, max(update.train_s, rest_s, 1e-6)),
         round_s=smoothed(client.round_s, max(took_s, 1e-6)),
         bytes_up=update.upload_bytes,
         bytes_down=update.download_bytes,
@@ -143,5 +148,5 @@ def client_points(at_round: int, told: Mapping[str, ClientEvaluated]) -> list[Po
 
 
 def _others(metrics: Mapping[str, float]) -> dict[str, float]:
-    """A metric that a client calls ``loss`` must not stand in the loss's place."""
-    return {name: value for name, value in metrics.items() if name != LOSS}
+    """A metric that is called as one of our own figures must not stand in its place."""
+    return {name: value for name, value in metrics.items() if name != LOSS and name not in OF_A_CLIENT}

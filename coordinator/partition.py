@@ -172,7 +172,7 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
     if problem.measured_share < 0.5:
         notes = (*notes, "op times are mostly estimated from FLOPs and bytes, not measured")
     return Prediction(
-        step_s=expected_step_s(work, timeline.step_s),
+        step_s=max(bound.step_s, expected_step_s(work, timeline.step_s)),
         lower_bound_s=bound.step_s,
         bottleneck=where,
         reason=why,

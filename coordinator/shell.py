@@ -178,7 +178,10 @@ class Shell:
         for instruction in instructions:
             self._attempt(instruction, now_s)
         for job in ended:
-            self.runs.of(job).close()  # whoever hears that it ended finds all figures in its files
+            try:
+                self.runs.of(job).close()  # whoever hears that it ended finds all figures in its files
+            except Exception:
+                log.exception("shell.broke", instruction="close the files of a job that ended")
 
     def _note_commit(self, posted: _Posted, instructions: list[do.Instruction]) -> None:
         for instruction in instructions:

@@ -18,13 +18,14 @@ step after the commit, so the time from commit to commit is the steady state's s
 
 from __future__ import annotations
 
-import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from atoll.microbatch import Work
 
@@ -33,11 +34,15 @@ if TYPE_CHECKING:
     from coordinator.workload import Route, Workload
 
 
-VARIATION = 0.15
+VARIATION = 0.2
 """Standard deviation of the logarithm of a forward's or backward's time; 0.09 to 0.28 in the lab."""
-MOST_STEPS = 8
+MOST_STEPS = 16
 MOST_TURNS = 2048  # of a stage with a micro-batch, in all these steps
-FINE_PIECES = 8  # of a bundle of 128 KiB, a chunk each
+FINE_PIECES = 6  # of a bundle of 128 KiB: chunks have 16 to 32
+
+
+Factors = Sequence[Sequence[float]]
+"""By stage and action: how much longer than usual it takes."""
 
 
 class Cargo(IntEnum):
@@ -135,8 +140,8 @@ class _Wire:
 class _Simulation:
     """State of one run; ``run`` may be called once."""
 
-    def __init__(self, work: Workload, keep_spans: bool, vary: Callable[[], float] | None = None) -> None:
-        self.work, self.vary = work, vary
+    def __init__(self, work: Workload, keep_spans: bool, factors: Factors | None = None) -> None:
+        self.work, self.factors = work, factors
         self.n_micro = work.n_micro
         n = len(work.stages)
         self.heap: list[tuple[float, int, int, int, int, object]] = []
@@ -216,8 +221,8 @@ class _Simulation:
             here = self.got_backward[s][micro] >= self.need_backward[s]
             took = stage.backward_s if work is Work.BACKWARD else stage.input_s + stage.apart_s
             took += stage.action_s
-        if self.vary is not None:
-            took *= self.vary()
+        if self.factors is not None:
+            took *= self.factors[s][at]
         if not here:
             if self.owed_s[s] <= 0.0:
                 return
@@ -378,18 +383,21 @@ def expected_step_s(work: Workload, simulated_s: float) -> float:
     """
     if not _Simulation(work, False).resource_free:
         return simulated_s
-    draw = random.Random(MOST_STEPS)  # the same steps every time
+    draw = np.random.default_rng(MOST_STEPS)  # the same steps every time
     finer = replace(work, wire=replace(work.wire, pieces=FINE_PIECES))
     # Long pipelines take longer to simulate, and average more by themselves.
     steps = max(1, min(MOST_STEPS, MOST_TURNS // (work.n_micro * len(work.stages))))
-    return statistics.mean(
-        _step_s(_finished(finer, False, lambda: draw.lognormvariate(-(VARIATION**2) / 2, VARIATION)))
-        for _ in range(steps)
-    )
+    mean = -(VARIATION**2) / 2  # of the logarithm: of the factors it is 1
+
+    def varied_s() -> float:
+        factors = [draw.lognormal(mean, VARIATION, len(stage.actions)).tolist() for stage in work.stages]
+        return _step_s(_finished(finer, False, factors))
+
+    return statistics.mean(varied_s() for _ in range(steps))
 
 
-def _finished(work: Workload, keep_spans: bool, vary: Callable[[], float] | None = None) -> _Simulation:
-    run = _Simulation(work, keep_spans, vary)
+def _finished(work: Workload, keep_spans: bool, factors: Factors | None = None) -> _Simulation:
+    run = _Simulation(work, keep_spans, factors)
     run.run()
     stuck = [s for s, done in enumerate(run.compute_done) if done is None]
     if stuck:

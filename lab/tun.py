@@ -53,7 +53,8 @@ def unavailable() -> str | None:
     if not any(Path(folder, "ip").exists() for folder in os.get_exec_path()):
         return "no ip command (install iproute2)"
     if lacking := [name for name, bit in _RIGHTS.items() if not _rights() >> bit & 1]:
-        return f"no right to make namespaces (run the container with --cap-add {','.join(lacking)})"
+        flags = " ".join(f"--cap-add {name}" for name in lacking)
+        return f"no right to make namespaces (run the container with {flags})"
     return None
 
 

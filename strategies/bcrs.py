@@ -28,7 +28,7 @@ HALVINGS = 24  # of the logarithm: a ratio to one part in a million
 ROUNDING = 1e-9
 EVEN = 0.15  # finish times this close count as even
 PLANNED = 0.12  # so close a plan brings them: machines and lines vary by the rest
-SPARSEST = 1000.0
+SPARSEST = 128.0  # base that is sought: less than a hundredth of an update hardly moves a model
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,5 +215,8 @@ def test_topk_in_the_lab_has_the_mean_of_the_measured_ratios_of_bcrs() -> None:
     settings = bandwidth_lab.settings(conditions, bench.VARIANTS["topk"], 0, [12.34567])
     assert (settings["UPLINK"], settings["STRATEGY"]) == ("topk:12.3457", "fedavg")
     assert bandwidth_lab.settings(conditions, bench.VARIANTS["bcrs_opwa"], 0, [])["UPLINK"] == "bcrs"
-    with pytest.raises(SystemExit, match="mean ratio"):
-        bandwidth_lab.settings(conditions, bench.VARIANTS["topk"], 0, [])
+    with pytest.raises(SystemExit, match="mean of BCRS"):
+        bandwidth_lab.refuse([bench.VARIANTS["topk"], bench.VARIANTS["dense"]])
+    with pytest.raises(SystemExit, match="topk_base need"):
+        bandwidth_lab.refuse([bench.VARIANTS["topk_base"], bench.VARIANTS["bcrs_opwa"]])
+    bandwidth_lab.refuse([bench.VARIANTS[name] for name in bench.IN_LAB])

@@ -11,11 +11,15 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import torch
 from flwr.app import Context, RecordDict
 
+from benchmarks import vs_flower_job
+from coordinator.prepare import prepare
 from examples.flower_digits.flower_digits import client_app, server_app, task
 from strategies import STRATEGIES
 from tests.flower_grid import LocalGrid
+from worker.federation_local import LocalFederation, local_model
 
 APP = Path(__file__).resolve().parents[1] / "examples" / "flower_digits"
 DEFAULTS: dict[str, Any] = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"][
@@ -73,3 +77,29 @@ def test_the_model_and_the_split_are_those_of_the_table() -> None:
     assert sum(p.numel() for p in task.make_model(0).parameters()) == 9610
     parts = [task.partition(client, 4, 0.5, 0) for client in range(4)]
     assert sum(len(labels) for _, labels in parts) == 1797 - task.HELD_OUT
+
+
+def test_paired_with_a_native_job_it_trains_on_the_same_batches(tmp_path: Path) -> None:
+    names, share = ("a", "b"), vs_flower_job.HELD_OUT_SHARE
+    app = accuracies(2, tmp_path, **{"paired-with": " ".join(names), "held-out": share})
+    native = vs_flower_job.job()
+    assert native.federated is not None
+    prepared = prepare(native)
+    graphs, state = prepared.graphs, native.module.state_dict()
+    model = local_model(graphs.dag, graphs.eval_dag, state, prepared.spec.training)
+    parts = {name: task.partition(at, 2, 0.5, vs_flower_job.SEED) for at, name in enumerate(names)}
+    clients = {name: {"pixels": x.numpy(), "label": y.numpy()} for name, (x, y) in parts.items()}
+    federation = LocalFederation(model, native.federated, clients, inputs={"x": "pixels", "y": "label"})
+    found, net = [], task.make_model(vs_flower_job.SEED)
+    for _ in app:
+        federation.run_round()
+        weights = {n.removeprefix("net."): torch.tensor(a) for n, a in federation.weights.items()}
+        net.load_state_dict(weights)
+        found.append(round(task.evaluate(net, task.held_out(full_batches=True))[1], 4))
+    assert app == found
+    assert app != accuracies(2, tmp_path), "by itself it draws others"
+
+
+def test_rules_of_atoll_cannot_be_paired(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="paired-with is for fedavg"):
+        accuracies(2, tmp_path, **{"paired-with": "a b", "strategy": "atoll.scaffold"})

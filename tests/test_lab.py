@@ -616,5 +616,5 @@ def test_root_without_the_right_to_make_namespaces_is_told_so(monkeypatch: pytes
     monkeypatch.setattr(tun.Path, "exists", lambda path: True)
     monkeypatch.setattr(tun, "_rights", lambda: -1)
     assert unavailable() is None
-    monkeypatch.setattr(tun, "_rights", lambda: 1 << 12)
-    assert "--cap-add SYS_ADMIN)" in str(unavailable())
+    monkeypatch.setattr(tun, "_rights", lambda: 0)
+    assert "--cap-add NET_ADMIN --cap-add SYS_ADMIN)" in str(unavailable())

@@ -206,7 +206,8 @@ def upload(
             missing = port.missing(list(blobs))
             if not missing:
                 return names
-            port.put(_chunks(blobs, missing, cancel, pace))
+            if missing.keys() <= set(port.put(_chunks(blobs, missing, cancel, pace))):
+                return names
             failures += 1  # a store that never has it must not be asked for ever
         except ConnectionFailed:
             failures += 1

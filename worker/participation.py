@@ -160,7 +160,7 @@ class Participation:
             self._store.folder / MODELS, site.blobs, site.cache, broadcast_metas(rule, layout), site.tick
         )
         self._secret = _secret(self._store.folder.parent)
-        self._last_sent = -1  # the last round whose update was, perhaps in part
+        self._last_sent: int | None = None  # the last round whose update was, perhaps in part
         self._trainer.rest()  # until the first broadcast
         give_back()
 
@@ -190,7 +190,8 @@ class Participation:
         self._trainer.rest()  # while the update is sent, and until the next order
         give_back()
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
-        site, new = self._site, order.round > self._last_sent
+        # The first may be one that was sent before this process began.
+        site, new = self._site, self._last_sent is not None and order.round > self._last_sent
         self._last_sent = order.round
         sent = checkpoint.upload_file(
             site.blobs,

@@ -59,6 +59,8 @@ def made(run: UserConfig) -> tuple[Strategy, ArrayRecord]:
         "min_available_nodes": nodes,
     }
     strategy: Strategy
+    if name.startswith("atoll.") and run["paired-with"]:
+        raise ValueError("paired-with is for fedavg and fedprox; leave it out with a rule of Atoll")
     if name.startswith("atoll."):
         from strategies.flower import atoll_strategy, trained_names
 
