@@ -2,7 +2,7 @@
 
 Clients are workers in their own namespaces, ratios those that the coordinator chooses from the lines that it
 measures, seconds those of the clock: from the word that the first round begins until a round's model is
-tested. A client's finish is its download, training and upload, as it told them itself.
+tested, and, for a client's finish, from the word that its round begins until its update is in.
 """
 
 from __future__ import annotations
@@ -114,10 +114,7 @@ def measured(rows: Sequence[Row], variant: Variant, seed: int, dense: int) -> di
     def of(client: str, figure: str) -> list[float]:
         return [value for _, value in series[f"client/{client}/{figure}"]]
 
-    finish = {
-        c: [sum(parts) for parts in zip(*(of(c, f"{part}_s") for part in PARTS), strict=True)]
-        for c in clients
-    }
+    finish = {c: of(c, "took_s") for c in clients}
     ratios = {c: of(c, "ratio") for c in clients}
     rounds = range(1, len(curve))  # before the first nothing is known of the lines
     spreads = [reporting.spread([finish[c][r] for c in clients]) for r in rounds]

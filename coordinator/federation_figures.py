@@ -19,7 +19,7 @@ RATE_FROM_BYTES = 4096  # smaller uploads tell the round trip, not the rate
 MOST_WAITED = 0.8  # of an upload, which was for the answer
 RATES_BPS = (1e3, 1e13)
 MAX_METRICS = 64
-OF_A_CLIENT = ("download_s", "train_s", "upload_s", "bytes_up", "ratio")
+OF_A_CLIENT = ("took_s", "download_s", "train_s", "upload_s", "bytes_up", "ratio")
 
 
 def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict[str, Any]:
@@ -28,6 +28,7 @@ def shown(client: Client, update: UpdateReady, codec: str, ratio: float) -> dict
         "n_samples": update.n_samples,
         "steps": update.steps,
         "metrics": {name: value for name, value in update.metrics.items() if isfinite(value)},
+        "took_s": client.took_s,
         "download_s": update.download_s,
         "train_s": update.train_s,
         "upload_s": update.upload_s,
@@ -63,6 +64,7 @@ def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
         download_s=download_s,
         train_s=smoothed(client.train_s, max(update.train_s, rest_s, 1e-6)),
         round_s=smoothed(client.round_s, max(took_s, 1e-6)),
+        took_s=took_s,
         bytes_up=update.upload_bytes,
         bytes_down=update.download_bytes,
     )

@@ -43,6 +43,7 @@ class Client:
     download_s: float = 0.0  # of a round's model, smoothed; 0: not measured
     train_s: float = 0.0  # smoothed
     round_s: float = 0.0  # smoothed, from TrainRound to UpdateReady; 0: not measured
+    took_s: float = 0.0  # ... of the last one
     codec: str = ""
     ratio: float = 1.0
     loss: float | None = None
