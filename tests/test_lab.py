@@ -533,7 +533,9 @@ class TestNamespaces:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
     def test_a_killed_owner_leaves_nothing_behind(self, number: int, tmp_path: Path) -> None:
         script = (
-            "from lab.world import Lab; import subprocess, time\n"
+            "from lab.world import Lab; import signal, subprocess, time\n"
+            # A shell starts background jobs with SIGINT ignored, which is inherited.
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             "with Lab('datacenter') as lab:\n"
             "  child = lab.popen('node1', ['sh', '-c', 'echo up; sleep 1000'], stdout=subprocess.PIPE)\n"
             "  child.stdout.readline()\n"
