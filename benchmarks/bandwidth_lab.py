@@ -35,7 +35,7 @@ def run_all(
 ) -> list[dict[str, Any]]:
     """Every variant on every seed, alternating."""
     order = sorted(chosen, key=lambda variant: RATIOS.index(variant.ratio))
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    dense, found = dense_bytes(conditions), dict[tuple[str, int], dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
         parts = {seed: write_clients(Path(folder) / str(seed), conditions, seed) for seed in seeds}
         hosts = read_scenario(scenario).join_order
@@ -45,7 +45,7 @@ def run_all(
                 for variant in order:
                     mean = [run["ratio"] for run in found.values() if run["seed"] == seed and run["own"]]
                     rows = fleet.federate(JOB, settings(conditions, variant, seed, mean))
-                    found[variant.name, seed] = run = measured(rows, variant, seed, dense_bytes(conditions))
+                    found[variant.name, seed] = run = measured(rows, variant, seed, dense)
                     print(told(run), flush=True)
     return [found[variant.name, seed] for variant in chosen for seed in seeds]
 

@@ -29,7 +29,7 @@ from lab.tun import unavailable
 from lab.world import Lab
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -350,11 +350,14 @@ class LabFleet:
             raise CommandFailed(f"watch {job} said nothing: {self.log('coordinator')}")
         return updates
 
-    def _metrics(self, job: str) -> dict[str, Any]:
+    def rows(self, job: str) -> list[dict[str, str]]:
+        """The job's metrics: step, name, value and time_s of every point."""
         with (self.folder / "coordinator" / "runs" / job / "metrics.csv").open() as file:
-            rows = list(csv.DictReader(file))
+            return list(csv.DictReader(file))
+
+    def _metrics(self, job: str) -> dict[str, Any]:
         series: dict[str, list[float]] = {}
-        for row in rows:
+        for row in self.rows(job):
             series.setdefault(row["name"], []).append(float(row["value"]))
         return {"step_s": series.get("step_s", []), "loss": series.get("loss", [])}
 
@@ -367,7 +370,7 @@ class LabFleet:
         """
         port = 29500 + int(time.monotonic() * 10) % 1000
         master = f"{self.lab.address(hosts[0])}:{port}"
-        options = [part for setting in settings for part in ("--set", setting)]
+        options = settings_options(settings)
         ranks = []
         self._quotas(hosts, False)
         for rank, host in enumerate(hosts):
@@ -437,7 +440,11 @@ def steady(seconds: Sequence[float], skip: int = 2) -> float:
     return statistics.median(list(seconds)[skip:] or list(seconds))
 
 
+def settings_options(settings: Iterable[str]) -> list[str]:
+    """``NAME=VALUE`` settings as a command's options."""
+    return [part for setting in settings for part in ("--set", setting)]
+
+
 def _planned(job: str, partitioner: str, settings: Sequence[str], schedule: str) -> list[str]:
     """What `submit` and `plan` are both told."""
-    sets = [part for setting in settings for part in ("--set", setting)]
-    return [job, "--partitioner", partitioner, "--schedule", schedule, *sets]
+    return [job, "--partitioner", partitioner, "--schedule", schedule, *settings_options(settings)]

@@ -16,7 +16,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.harness import CommandFailed, LabFleet, fitting, machine, need_lab, parser, steady
+from benchmarks.harness import (
+    CommandFailed,
+    LabFleet,
+    fitting,
+    machine,
+    need_lab,
+    parser,
+    settings_options,
+    steady,
+)
 
 SCENARIO = "changing_line"
 SLOW_AT, FAST_AT, STEPS = 16, 44, 84
@@ -62,7 +71,7 @@ class Trace:
 def run(fleet: LabFleet, job: str, compress: str, settings: tuple[str, ...], steps: int = STEPS) -> Trace:
     """Train; change the line at its steps; return the trace."""
     a, b = fleet.scenario.join_order
-    options = [part for setting in (*settings, f"steps={steps}") for part in ("--set", setting)]
+    options = settings_options((*settings, f"steps={steps}"))
     submitted = fleet.atoll(
         "submit", job, "--partitioner", "even", "--compress", compress, *options, "--detach", "--json"
     )

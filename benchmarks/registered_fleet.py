@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import LabFleet
+from benchmarks.harness import CommandFailed, LabFleet, settings_options
 from worker.datasets import add_dataset
 
 Row = Mapping[str, str]
@@ -30,12 +29,11 @@ class RegisteredFleet(LabFleet):
                 add_dataset(self.folder / host, name, path, [])
         return super()._prestarted()
 
-    def federate(self, job: str, settings: Mapping[str, Any], timeout_s: float = 1200) -> list[Row]:
+    def federate(self, job: str, settings: Mapping[str, Any], timeout_s: float = 1200) -> Sequence[Row]:
         """Submit a federated job, wait for its end, return the rows of its metrics."""
-        options = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        options = settings_options(f"{key}={value}" for key, value in settings.items())
         name = self.atoll("submit", job, *options, "--detach", "--json")["job"]
         updates = self._watched(name, timeout_s, None)
         if updates[-1]["state"] != "finished":
-            raise RuntimeError(f"{name} ended {updates[-1]['state']}: {updates[-1].get('reason')}")
-        with (self.folder / "coordinator" / "runs" / name / "metrics.csv").open() as file:
-            return list(csv.DictReader(file))
+            raise CommandFailed(f"{name} ended {updates[-1]['state']}: {updates[-1].get('reason')}")
+        return self.rows(name)

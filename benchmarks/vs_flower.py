@@ -165,6 +165,7 @@ def part_runs(
         ours = {"ROUNDS": DOWNLINK_ROUNDS, "HIDDEN": MODEST, "LOCAL_EPOCHS": 1, "SEED": args.seed}
         return [(DIGITS, modest, ours)]
     links = {"UPLINK": args.uplink, "DOWNLINK": args.downlink}
+    same_batches = paired(fleet)
     return [
         (
             DIGITS,
@@ -174,7 +175,7 @@ def part_runs(
                 "local-epochs": 1,
                 "lr": 0.02,
                 "seed": seed,
-                **paired(fleet),
+                **same_batches,
             },
             {
                 "ROUNDS": rounds,

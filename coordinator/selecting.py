@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -108,10 +109,7 @@ def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: flo
     """BCRS's ratios for updates of the tensors ``up``, at least one, the slowest's being ``base``; None: the
     least with which all end together."""
     dense = float(sum(meta.nbytes for meta in up))
-
-    def wire(ratio: float) -> float:
-        return update_bytes(up, ratio)
-
+    wire = partial(update_bytes, up)
     return bcrs(uplinks, dense, base or even_base(uplinks, dense, wire) or BASE, wire)
 
 

@@ -52,7 +52,8 @@ def unavailable() -> str | None:
         return "no /dev/net/tun (modprobe tun, or run the container with --device /dev/net/tun)"
     if not any(Path(folder, "ip").exists() for folder in os.get_exec_path()):
         return "no ip command (install iproute2)"
-    if lacking := [name for name, bit in _RIGHTS.items() if not _rights() >> bit & 1]:
+    rights = _rights()
+    if lacking := [name for name, bit in _RIGHTS.items() if not rights >> bit & 1]:
         flags = " ".join(f"--cap-add {name}" for name in lacking)
         return f"no right to make namespaces (run the container with {flags})"
     return None
