@@ -103,6 +103,7 @@ class Federating:
         return replace(
             client,
             uplink_bps=float(figures.get("uplink_bps", 0.0)),
+            uplink_s=float(figures.get("upload_s", 0.0)),
             download_s=float(figures.get("download_s", 0.0)),
             train_s=float(figures.get("train_s", 0.0)),
             round_s=sum(float(figures.get(name, 0.0)) for name in ("download_s", "train_s", "upload_s")),

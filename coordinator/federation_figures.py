@@ -17,6 +17,8 @@ LOSS = "loss"
 CLIENTS, CENTRAL = "clients", "central"
 RATE_FROM_BYTES = 4096  # smaller uploads tell the round trip, not the rate
 MOST_WAITED = 0.8  # of an upload, which was for the answer
+REMEMBERED = 0.7  # of the uploads before, a round later
+LEAST_S = 1e-6
 RATES_BPS = (1e3, 1e13)
 MAX_METRICS = 64
 OF_A_CLIENT = ("took_s", "download_s", "train_s", "upload_s", "bytes_up", "ratio")
@@ -47,27 +49,40 @@ def measured(client: Client, update: UpdateReady, took_s: float) -> Client:
     upload counts as training, or who claims to need no time would have all others hold back more.
     """
     rest_s = took_s - update.download_s - update.upload_s - 2.0 * client.latency_s
-    uplink_bps = client.uplink_bps
-    if update.upload_bytes >= RATE_FROM_BYTES and update.upload_s > 0.0:
-        # The answer's round trip is no time in which the line carried anything: with it, a smaller update
-        # would make the line look slower, and the next one smaller still.
-        trip_s = min(2.0 * client.latency_s, MOST_WAITED * update.upload_s)
-        rate = 8.0 * update.upload_bytes / (update.upload_s - trip_s)
-        if RATES_BPS[0] <= rate <= RATES_BPS[1]:
-            uplink_bps = smoothed(uplink_bps, rate)
+    uplink_bps, uplink_s = _uplink(client, update, took_s)
     download_s = client.download_s
     if update.download_bytes > 0:  # not a model that it held
         download_s = smoothed(download_s, update.download_s)
     return replace(
         client,
         uplink_bps=uplink_bps,
+        uplink_s=uplink_s,
         download_s=download_s,
-        train_s=smoothed(client.train_s, max(update.train_s, rest_s, 1e-6)),
-        round_s=smoothed(client.round_s, max(took_s, 1e-6)),
+        train_s=smoothed(client.train_s, max(update.train_s, rest_s, LEAST_S)),
+        round_s=smoothed(client.round_s, max(took_s, LEAST_S)),
         took_s=took_s,
         bytes_up=update.upload_bytes,
         bytes_down=update.download_bytes,
     )
+
+
+def _uplink(client: Client, update: UpdateReady, took_s: float) -> tuple[float, float]:
+    """The line's bits per second over its uploads' seconds, the older the less, and those seconds.
+
+    By seconds, not by uploads: a first small one shows how TCP starts, and the next, ten times as long,
+    must not wait for rounds to be believed.
+    """
+    if update.upload_bytes < RATE_FROM_BYTES or update.upload_s <= 0.0:
+        return client.uplink_bps, client.uplink_s
+    # The answer's round trip is no time in which the line carried anything: with it, a smaller update
+    # would make the line look slower, and the next one smaller still.
+    carried_s = update.upload_s - min(2.0 * client.latency_s, MOST_WAITED * update.upload_s)
+    rate_bps = 8.0 * update.upload_bytes / carried_s
+    if not RATES_BPS[0] <= rate_bps <= RATES_BPS[1]:
+        return client.uplink_bps, client.uplink_s
+    # No claim outweighs what the coordinator saw, or it would be remembered for ever.
+    new_s, old_s = max(min(carried_s, took_s), LEAST_S), REMEMBERED * client.uplink_s
+    return (old_s * client.uplink_bps + new_s * rate_bps) / (old_s + new_s), old_s + new_s
 
 
 def outcomes(updates: Mapping[str, UpdateReady], clients: Mapping[str, Client]) -> dict[str, Outcome]:

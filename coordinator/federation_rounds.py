@@ -41,7 +41,7 @@ from coordinator.federation_state import (
 )
 from coordinator.instructions import EvaluateRound, Model, RoundTaken, TrainRound
 from coordinator.job_state import Phase, Record
-from coordinator.selecting import chosen, codecs, learnt, selector_to_json, to_ask
+from coordinator.selecting import chosen, coding, learnt, selector_to_json, strayed, to_ask
 from strategies import make_strategy
 
 RECENT = 21  # round times kept for medians
@@ -128,7 +128,8 @@ def begin_round(state: FederationState, now_s: float) -> Outcome:
 def choose(state: FederationState, now_s: float) -> Outcome:
     """Fix the participants and their codecs, and send each the model."""
     names, selector = chosen(state, {name: told.loss for name, told in state.told.items()})
-    ratios, pace = codecs(state, names)
+    how = coding(state, names)
+    ratios = how.by_client
     clients = {
         name: replace(client, codec=ratios[name][0], ratio=ratios[name][1], dropped="")
         if name in ratios
@@ -141,7 +142,8 @@ def choose(state: FederationState, now_s: float) -> Outcome:
         reason=f"round {state.round + 1} of {state.rounds}: {len(names)} clients train",
         chosen=names,
         ratios=ratios,
-        pace=pace,
+        pace=how.reason,
+        spread=how.spread,
         selector=selector,
         clients=clients,
         asking=False,
@@ -193,7 +195,7 @@ def close(state: FederationState) -> Outcome:
     if len(state.updates) < least(state):
         return repeat(state, f"{len(state.updates)} of {len(state.chosen)} updates came")
     reason = f"round {state.round + 1} of {state.rounds}: summing {len(state.updates)} updates"
-    return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason))
+    return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason, strayed=strayed(state)))
 
 
 def aggregate(state: FederationState) -> Outcome:

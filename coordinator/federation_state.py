@@ -39,7 +39,8 @@ class Client:
     barred: bool = False  # too many of them
     model: str = ""  # the broadcast it surely holds, by its full blob's hash
     latency_s: float = 0.0  # one way, from the coordinator's own round trips
-    uplink_bps: float = 0.0  # smoothed; 0: not measured
+    uplink_bps: float = 0.0  # over ``uplink_s`` of uploads, the older the less; 0: not measured
+    uplink_s: float = 0.0
     download_s: float = 0.0  # of a round's model, smoothed; 0: not measured
     train_s: float = 0.0  # smoothed
     round_s: float = 0.0  # smoothed, from TrainRound to UpdateReady; 0: not measured
@@ -258,6 +259,8 @@ class FederationState:
     chosen: tuple[str, ...] = ()
     ratios: Mapping[str, tuple[str, float]] = field(default_factory=dict)  # codec and ratio by client
     pace: str = ""  # why these ratios
+    spread: float | None = None  # of finish times by plan, where all are to end together
+    strayed: float = 0.0  # how much wider they come, smoothed
     updates: Mapping[str, UpdateReady] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     begun_s: float | None = None

@@ -20,15 +20,18 @@ from atoll.opdag import TensorMeta
 from compressors.catalogue import codec, takes
 from compressors.sparse_sizes import whole_size
 from coordinator.federation_state import Client, FederationState
-from strategies.bcrs import Ratios, Uplink, bcrs, even_base
+from strategies.bcrs import EVEN, PLANNED, Ratios, Uplink, bcrs, even_base
 from strategies.oort import OortState, Seen
-from strategies.selection import Candidate, Outcome, Selector, candidates_of
+from strategies.selection import Candidate, Outcome, Selector, candidates_of, smoothed
 from strategies.selectors import make_selector
 
 BCRS_CODEC = "topk"
 NONE = "none"
 BASE = 32.0
-"""The slowest's ratio where none is given and none lets all end together, or no line was measured yet."""
+"""The slowest's ratio where none is given and none lets all end together, or the lines are hardly known."""
+TRIPS_TO_SEE = 6.0
+CLOSEST = 0.04
+"""Finish times are planned no closer than this, however far they stray: it costs the slowest's update."""
 ROUND_TRIPS = 2  # of an upload and of a round, in which nothing is sent
 UNKNOWN_BPS = 20e6  # of an uplink: the same for all until one is measured
 LEAST_SAMPLES = 1
@@ -80,19 +83,42 @@ def learnt(state: FederationState, outcomes: Mapping[str, Outcome]) -> Any:
 # ---------------------------------------------------------------- codecs
 
 
-def codecs(state: FederationState, names: tuple[str, ...]) -> tuple[dict[str, tuple[str, float]], str]:
-    """Codec and ratio of each participant's update, and why where that was a choice."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Coding:
+    """Codec and ratio of each participant's update, why where that was a choice, and the spread of finish
+    times by plan where all are to end together."""
+
+    by_client: Mapping[str, tuple[str, float]]
+    reason: str = ""
+    spread: float | None = None
+
+
+def coding(state: FederationState, names: tuple[str, ...]) -> Coding:
+    """How the round's participants send their updates."""
     wanted = parse_uplink(state.federated.rule.uplink)
     if wanted.mode == OFF:
-        return dict.fromkeys(names, (NONE, 1.0)), ""
+        return Coding(dict.fromkeys(names, (NONE, 1.0)))
     if wanted.mode != BCRS:
         ratio = wanted.ratio or 1.0
-        return dict.fromkeys(names, (LOSSLESS if wanted.mode == LOSSLESS else wanted.mode, ratio)), ""
+        return Coding(dict.fromkeys(names, (LOSSLESS if wanted.mode == LOSSLESS else wanted.mode, ratio)))
     known = any(state.clients[name].uplink_bps for name in names)
     if not known or not any(meta.nbytes for meta in state.up):
-        return dict.fromkeys(names, (BCRS_CODEC, wanted.ratio or BASE)), ""
-    found = by_uplink(state.up, {name: _uplink(state, name) for name in names}, wanted.ratio)
-    return {name: (BCRS_CODEC, found.ratios[name]) for name in names}, found.reason
+        return Coding(dict.fromkeys(names, (BCRS_CODEC, wanted.ratio or BASE)))
+    base = wanted.ratio or (None if all(_seen(state.clients[name]) for name in names) else BASE)
+    uplinks = {name: _uplink(state, name) for name in names}
+    found = by_uplink(state.up, uplinks, base, max(CLOSEST, min(PLANNED, EVEN - state.strayed)))
+    chosen = {name: (BCRS_CODEC, found.ratios[name]) for name in names}
+    return Coding(chosen, found.reason, found.spread if base is None else None)
+
+
+def strayed(state: FederationState) -> float:
+    """How much wider the round's finish times came than planned, smoothed; one laggard counts as no more
+    than what is allowed."""
+    took = [state.clients[name].took_s for name in state.updates]
+    if state.spread is None or len(took) < len(state.chosen) or min(took) <= 0.0:
+        return state.strayed
+    wider = max(took) / min(took) - 1.0 - state.spread
+    return smoothed(state.strayed, max(0.0, min(EVEN, wider)))
 
 
 def update_bytes(up: Sequence[TensorMeta], ratio: float) -> float:
@@ -105,12 +131,18 @@ def update_bytes(up: Sequence[TensorMeta], ratio: float) -> float:
     )
 
 
-def by_uplink(up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: float | None) -> Ratios:
+def by_uplink(
+    up: Sequence[TensorMeta], uplinks: Mapping[str, Uplink], base: float | None, within: float = PLANNED
+) -> Ratios:
     """BCRS's ratios for updates of the tensors ``up``, at least one, the slowest's being ``base``; None: the
-    least with which all end together."""
+    least with which all end ``within`` that share of each other, or else as close as lines allow."""
     dense = float(sum(meta.nbytes for meta in up))
     wire = partial(update_bytes, up)
-    return bcrs(uplinks, dense, base or even_base(uplinks, dense, wire) or BASE, wire)
+    if base is None:
+        shares = sorted({within, PLANNED})
+        found = (even_base(uplinks, dense, wire, share) for share in shares)
+        base = next((ratio for ratio in found if ratio is not None), BASE)
+    return bcrs(uplinks, dense, base, wire)
 
 
 def _uplink(state: FederationState, name: str) -> Uplink:
@@ -127,6 +159,13 @@ def _uplink(state: FederationState, name: str) -> Uplink:
         before_s += client.download_s or _middling([c.download_s for c in others], 0.0)
     rate_bps = client.uplink_bps or _middling([c.uplink_bps for c in others], UNKNOWN_BPS)
     return Uplink(rate_bps, ROUND_TRIPS * 2.0 * client.latency_s, before_s)
+
+
+def _seen(client: Client) -> bool:
+    """False while its uploads were but a few round trips long: they show how TCP starts, not how fast the
+    line is, and a line taken for slow would have everybody wait for all that it could send. One that has
+    sent nothing yet holds nobody up."""
+    return not client.uplink_bps or client.uplink_s >= TRIPS_TO_SEE * 2.0 * client.latency_s
 
 
 def _middling(figures: Iterable[float], unknown: float) -> float:

@@ -22,7 +22,7 @@ from coordinator.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, Round
 from coordinator.federation_state import FederationState
 from coordinator.job_state import Broken, Cancelled, Phase, Point, Record
 from coordinator.selecting import BASE
-from strategies.bcrs import PLANNED
+from strategies.bcrs import EVEN, PLANNED
 
 HASH = "ab" * 32
 UP = (TensorMeta((100, 100), "float32"), TensorMeta((100,), "float32"))
@@ -495,13 +495,21 @@ def test_bcrs_gives_the_fast_line_more_of_its_update() -> None:
     assert "b" in world.state.pace
 
 
-def test_bcrs_without_a_ratio_holds_the_slowest_back_until_all_end_together() -> None:
+def evenly() -> World:
+    """Two clients whose lines are known, as their second round begins."""
     world = World(spec(uplink="bcrs", evaluate_every=0))
     world.begin("a", "b", a=0.001, b=0.005)
+    for name, upload_s in (("a", 0.2), ("b", 0.8)):
+        world.now_s += 0.5
+        moved = {"upload_bytes": 40_000, "upload_s": upload_s, "download_bytes": 0}
+        world.says(name, update(name, 0, train_s=0.3, **moved))
+    return world
+
+
+def test_bcrs_without_a_ratio_holds_the_slowest_back_until_all_end_together() -> None:
+    world = evenly()
     first = {name: world.heard(name, do.TrainRound)[0] for name in ("a", "b")}
     assert {m.ratio for m in first.values()} == {BASE}, "no line was measured yet"
-    world.says("a", update("a", 0, upload_bytes=40_000, upload_s=0.2, train_s=0.5))
-    world.says("b", update("b", 0, upload_bytes=40_000, upload_s=0.8, train_s=0.5))
     second = {name: world.heard(name, do.TrainRound)[1] for name in ("a", "b")}
     assert second["a"].ratio == 1.0, "no more than all it has"
     assert 1.0 < second["b"].ratio < BASE
@@ -517,6 +525,56 @@ def test_a_line_is_as_fast_with_small_updates_as_with_large_ones() -> None:
         upload_s = 0.1 + 8 * n_bytes / 1e6
         world.says("a", update("a", at, upload_bytes=n_bytes, upload_s=upload_s))
         assert world.state.clients["a"].uplink_bps == pytest.approx(1e6)
+
+
+def test_lines_that_carried_for_a_few_round_trips_only_are_not_waited_for() -> None:
+    ratios = {}
+    for latency_s in (0.01, 0.1):
+        world = World(spec(uplink="bcrs", evaluate_every=0))
+        world.begin("a", "b", a=latency_s, b=latency_s)
+        world.now_s += 1.0
+        world.says("a", update("a", 0, upload_bytes=40_000, upload_s=0.5))
+        world.says("b", update("b", 0, upload_bytes=40_000, upload_s=1.0))
+        ratios[latency_s] = world.heard("b", do.TrainRound)[1].ratio
+    assert ratios[0.01] < 0.5 * BASE, "both have to hold hardly anything back to end together"
+    assert ratios[0.1] == BASE, "how fast the first is was not seen"
+
+
+@pytest.mark.parametrize(("late", "planned"), [(0.0, PLANNED), (0.06, 0.09), (0.14, selecting.CLOSEST)])
+def test_finish_times_that_stray_are_planned_closer(late: float, planned: float) -> None:
+    world = evenly()
+    begun_s, first_s = world.now_s, 1.0
+    assert world.state.spread == pytest.approx(PLANNED, abs=1e-3)
+    for name, took_s in (("a", first_s), ("b", first_s * (1.0 + PLANNED + late))):
+        world.now_s = begun_s + took_s
+        n_bytes = int(selecting.update_bytes(UP, world.state.ratios[name][1]))
+        upload_s = 8 * n_bytes / world.state.clients[name].uplink_bps
+        moved = {"upload_bytes": n_bytes, "upload_s": upload_s, "download_bytes": 0}
+        world.says(name, update(name, 1, train_s=0.3, **moved))
+    assert world.state.round == 2
+    assert 0.0 <= world.state.strayed <= EVEN
+    assert world.state.spread == pytest.approx(planned, abs=2e-3)
+
+
+def test_an_upload_counts_by_its_seconds() -> None:
+    world = World(spec(uplink="bcrs:4", evaluate_every=0))
+    world.begin("a", a=0.0)
+    for at, (n_bytes, upload_s) in enumerate(((10_000, 0.1), (1_000_000, 1.0), (1_000_000, 2.0))):
+        world.now_s += upload_s
+        world.says("a", update("a", at, upload_bytes=n_bytes, upload_s=upload_s))
+    first, second, third = (0.7 * 0.7 * 0.1, 0.8e6), (0.7 * 1.0, 8e6), (2.0, 4e6)
+    seconds = first[0] + second[0] + third[0]
+    expected = sum(weight * rate for weight, rate in (first, second, third)) / seconds
+    assert world.state.clients["a"].uplink_bps == pytest.approx(expected)
+
+
+def test_no_claim_of_a_long_upload_outweighs_what_was_seen() -> None:
+    world = World(spec(uplink="bcrs:4", evaluate_every=0))
+    world.begin("a", a=0.0)
+    for at, upload_s in enumerate((1e3, 1.0)):
+        world.now_s += 1.0
+        world.says("a", update("a", at, upload_bytes=1_000_000, upload_s=upload_s))
+    assert world.state.clients["a"].uplink_bps > 4e6
 
 
 def test_bcrs_plans_whole_rounds_the_download_among_them() -> None:
