@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,7 +43,8 @@ QUIET = {
     "MKL_NUM_THREADS": "1",
 }
 Setting = str | int | float
-ENDED = ("Finished task", "task-token authentication failed")
+STARTED = re.compile(r"Successfully started run (\d+)")
+REFUSED = "task-token authentication failed"
 AFTER_END_S = 20.0
 LOOK_EVERY_S = 1.0
 
@@ -116,7 +118,7 @@ class StockFlower:
             # Flower ends a run whose ServerApp missed its heartbeats, or raised, and says so here only.
             if ended_at == deadline and time.monotonic() > look_at:
                 look_at = time.monotonic() + LOOK_EVERY_S
-                if any(word in self._log()[said:] for word in ENDED):
+                if self._ended(said):
                     ended_at = time.monotonic() + AFTER_END_S
             if time.monotonic() > min(deadline, ended_at) or asked.poll() not in (None, 0):
                 raise FlowerFailed(f"{app} ended without a result: {self.logs()}")
@@ -137,6 +139,12 @@ class StockFlower:
     def logs(self) -> str:
         """The end of every process's log."""
         return "".join(f"\n{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.home.glob("*.log")))
+
+    def _ended(self, said: int) -> bool:
+        """Whether the SuperLink logged this run's end from ``said`` on; that of the one before comes late."""
+        log = self._log()[said:]
+        started = STARTED.search((self.home / f"run-{self._runs}.log").read_text(errors="replace"))
+        return REFUSED in log or bool(started and re.search(rf"Finished task \d+ of run {started[1]}\b", log))
 
     def _log(self) -> str:
         return (self.home / "superlink.log").read_text(errors="replace")
