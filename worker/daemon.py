@@ -26,6 +26,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
 from worker import events, instructions, messages, session
+from worker.allocator import keep_chunk_memory
 from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
 from worker.codec_speed import CodecGauge
@@ -94,6 +95,8 @@ class Daemon:
 
     def run(self) -> None:
         """Join, work, leave. Raises the error that ended it; returns after a wish to leave."""
+        # Before the first thread of many: who has an arena of its own keeps it.
+        keep_chunk_memory()
         restore = self._catch_signals()
         try:
             device = find_device(self._config)
