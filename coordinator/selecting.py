@@ -139,7 +139,7 @@ def by_uplink(
     dense = float(sum(meta.nbytes for meta in up))
     wire = partial(update_bytes, up)
     if base is None:
-        shares = sorted({within, PLANNED})
+        shares = sorted({within, PLANNED, EVEN})
         found = (even_base(uplinks, dense, wire, share) for share in shares)
         base = next((ratio for ratio in found if ratio is not None), BASE)
     return bcrs(uplinks, dense, base, wire)

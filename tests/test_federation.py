@@ -22,7 +22,7 @@ from coordinator.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, Round
 from coordinator.federation_state import FederationState
 from coordinator.job_state import Broken, Cancelled, Phase, Point, Record
 from coordinator.selecting import BASE
-from strategies.bcrs import EVEN, PLANNED
+from strategies.bcrs import EVEN, PLANNED, Uplink
 
 HASH = "ab" * 32
 UP = (TensorMeta((100, 100), "float32"), TensorMeta((100,), "float32"))
@@ -554,6 +554,20 @@ def test_finish_times_that_stray_are_planned_closer(late: float, planned: float)
     assert world.state.round == 2
     assert 0.0 <= world.state.strayed <= EVEN
     assert world.state.spread == pytest.approx(planned, abs=2e-3)
+
+
+def test_finish_times_are_planned_as_closely_as_lines_allow() -> None:
+    up = (TensorMeta((500, 400), "float32"),)
+
+    def spread(slow_s: float) -> float:
+        # With hardly anything the slow one needs so much longer than the fast one with all it has.
+        lines = {"fast": Uplink(20e6, compute_s=0.0), "slow": Uplink(20e6, compute_s=0.16 * (1.0 + slow_s))}
+        return selecting.by_uplink(up, lines, None, 0.05).spread
+
+    assert spread(0.0) == pytest.approx(0.05, abs=2e-3)
+    assert spread(0.08) == pytest.approx(PLANNED, abs=2e-3)
+    assert spread(0.13) == pytest.approx(EVEN, abs=2e-3)
+    assert spread(0.3) > 0.3, "nothing evens that out"
 
 
 def test_an_upload_counts_by_its_seconds() -> None:
