@@ -84,6 +84,14 @@ class BlobStore:
         partial = self._partial(name)
         return partial.stat().st_size if partial.exists() else 0
 
+    def resumes(self, name: str) -> int:
+        """Where a sender goes on with a blob that is not whole: at the last byte that is here, not behind it.
+
+        A coordinator that was killed between a blob's last byte and its name has all of it, and would wait
+        for what nobody has left to send.
+        """
+        return max(0, self.held(name) - 1)
+
     def write(self, name: str, size: int, offset: int, data: bytes) -> bool:
         """Take in the next bytes of a blob; True once it is whole and verified.
 

@@ -117,7 +117,7 @@ class BlobService(rpc.BlobsServicer):
             for b in request.blobs:
                 self._rights.asked_about(b.hash)
             absent = (b.hash for b in request.blobs if not self._store.has(b.hash))
-            return pb.BlobList(blobs=[pb.BlobRef(hash=h, offset=self._store.held(h)) for h in absent])
+            return pb.BlobList(blobs=[pb.BlobRef(hash=h, offset=self._store.resumes(h)) for h in absent])
 
         return await _guarded(find, context)
 

@@ -121,3 +121,15 @@ def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
 def test_a_full_disk_says_so(tmp_path: Path) -> None:
     error = storage_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path)
     assert "is full" in str(error)
+
+
+def test_a_blob_whose_last_byte_came_before_the_coordinator_was_killed_becomes_whole(tmp_path: Path) -> None:
+    data = b"all of it"
+    name = hashlib.sha256(data).hexdigest()
+    store = BlobStore(tmp_path)
+    store._append(name, data)  # and no more
+    again = BlobStore(tmp_path)
+    assert not again.has(name)
+    at = again.resumes(name)
+    assert again.write(name, len(data), at, data[at:])
+    assert again.read(name) == data

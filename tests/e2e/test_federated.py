@@ -130,7 +130,7 @@ def test_a_coordinator_killed_in_mid_round_ends_with_the_same_weights(
 
 @pytest.mark.slow
 def test_a_worker_killed_in_mid_round_costs_its_rounds_and_comes_back(fleet: FederatedFleet) -> None:
-    name = submitted(fleet, job(400, "orphaned", evaluate_every=0))
+    name = submitted(fleet, job(5000, "orphaned", evaluate_every=0))
     killed = False
     for update in fleet.watch(name):
         if update.step >= 5 and not killed:
