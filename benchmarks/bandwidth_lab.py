@@ -21,6 +21,7 @@ from benchmarks.federated_report import best
 from benchmarks.registered_fleet import RegisteredFleet, Row
 from lab.reader import read_scenario
 from strategies import partition_data
+from strategies.bcrs import spread
 
 if TYPE_CHECKING:
     from benchmarks.federated_bandwidth import Conditions, Variant
@@ -117,7 +118,7 @@ def measured(rows: Sequence[Row], variant: Variant, seed: int, dense: int) -> di
     finish = {c: of(c, "took_s") for c in clients}
     ratios = {c: of(c, "ratio") for c in clients}
     rounds = range(1, len(curve))  # before the first nothing is known of the lines
-    spreads = [reporting.spread([finish[c][r] for c in clients]) for r in rounds]
+    spreads = [spread([finish[c][r] for c in clients]) for r in rounds]
     held = [[finish[c][r] for c in clients if ratios[c][r] > 1.0] for r in rounds]
     sent_bytes = [n for c in clients for n in of(c, "bytes_up")[1:]]
     return {
@@ -126,7 +127,7 @@ def measured(rows: Sequence[Row], variant: Variant, seed: int, dense: int) -> di
         "own": variant.ratio == "own",
         "curve": curve,
         "spread": statistics.median(spreads),
-        "spread_held": statistics.median(reporting.spread(each) for each in held),
+        "spread_held": statistics.median(spread(each) for each in held),
         "held": statistics.mean(len(each) for each in held),
         "ratio": reporting.mean_ratio(sent_bytes, dense),
         "ratios": {c: ratios[c][-1] for c in clients},

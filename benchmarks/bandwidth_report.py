@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.federated_report import Run, best, cost_to
 from lab.scenario import Scenario
-from strategies.bcrs import Uplink
+from strategies.bcrs import Uplink, spread
 
 DENSE, PROPOSED = "dense", "bcrs_opwa"
 FULL = 1.02  # an update within 2 % of a client's largest is all that it has to send
@@ -68,11 +68,6 @@ def finish_s(
         name: known[name].down_s(down_bytes) + steps[name] * step_s + known[name].up_s(sent)
         for name, sent in up_bytes.items()
     }
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """max / min - 1; 0 for none or one."""
-    return max(seconds) / min(seconds) - 1.0 if seconds else 0.0
 
 
 def mean_ratio(sent_bytes: Sequence[float], dense_bytes: float) -> float:

@@ -20,7 +20,7 @@ from atoll.opdag import TensorMeta
 from compressors.catalogue import codec, takes
 from compressors.sparse_sizes import whole_size
 from coordinator.federation_state import Client, FederationState
-from strategies.bcrs import EVEN, PLANNED, Ratios, Uplink, bcrs, even_base
+from strategies.bcrs import EVEN, PLANNED, Ratios, Uplink, bcrs, even_base, spread
 from strategies.oort import OortState, Seen
 from strategies.selection import Candidate, Outcome, Selector, candidates_of, smoothed
 from strategies.selectors import make_selector
@@ -117,7 +117,7 @@ def strayed(state: FederationState) -> float:
     took = [state.clients[name].took_s for name in state.updates]
     if state.spread is None or len(took) < len(state.chosen) or min(took) <= 0.0:
         return state.strayed
-    wider = max(took) / min(took) - 1.0 - state.spread
+    wider = spread(took) - state.spread
     return smoothed(state.strayed, max(0.0, min(EVEN, wider)))
 
 

@@ -18,7 +18,7 @@ the ratios too; where that was tried it cost accuracy). The formula is a reconst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 
@@ -59,8 +59,7 @@ class Ratios:
 
     @property
     def spread(self) -> float:
-        """Latest over earliest finish of all, less 1."""
-        return max(self.finish_s.values()) / min(self.finish_s.values()) - 1.0
+        return spread(self.finish_s.values())
 
     @property
     def reason(self) -> str:
@@ -70,6 +69,11 @@ class Ratios:
             return text
         first_s = min(self.finish_s.values())
         return f"{text}; {len(self.whole)} have time for all of it, the first is done at {first_s:.3g} s"
+
+
+def spread(finish_s: Collection[float]) -> float:
+    """Latest over earliest of finish times, all above 0, less 1; 0 for none."""
+    return max(finish_s) / min(finish_s) - 1.0 if finish_s else 0.0
 
 
 def bcrs(

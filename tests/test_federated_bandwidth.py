@@ -20,6 +20,7 @@ from benchmarks.federated_mnist import Setting
 from compressors.model_file import Coding, write_update
 from coordinator.selecting import BASE, by_uplink, update_bytes
 from lab.reader import read_scenario
+from strategies.bcrs import spread
 
 UP = [TensorMeta((200, 784), "float32"), TensorMeta((200,), "float32")]
 LINES = {"a": Line(1e6, 4e6, 0.02), "b": Line(2e6, 8e6, 0.01), "c": Line(20e6, 80e6, 0.03)}
@@ -56,7 +57,7 @@ def test_own_ratios_are_the_coordinators_and_the_slowest_has_the_base() -> None:
     assert found == dict(by_uplink(UP, uplinks, 20.0).ratios)
     assert found["a"] == 20.0 > found["b"] > found["c"] >= 1.0
     finish = [uplinks[name].finish_s(update_bytes(UP, found[name])) for name in ("a", "b")]
-    assert reporting.spread(finish) < 0.02
+    assert spread(finish) < 0.02
 
 
 @pytest.mark.parametrize("ratio", [1.0, 2.0, 5.0, 20.0, 100.0])
@@ -92,7 +93,7 @@ def test_an_even_base_has_all_end_within_15_percent_where_one_can() -> None:
     sent = {name: update_bytes(UP, ratio) for name, ratio in found.items()}
     dense = sum(meta.nbytes for meta in UP)
     finish = reporting.finish_s(wide, steps, sent, dense, bench.STEP_S)
-    assert reporting.spread(list(finish.values())) <= 0.15
+    assert spread(list(finish.values())) <= 0.15
     assert bench.ratios_of(bench.Conditions(wide, base=0.0), "base", steps, UP)["a"] == found["a"] > 2.0
     assert bench.ratios_of(bench.Conditions(LINES, base=0.0), "own", steps, UP)["a"] == BASE
     assert bench.options().parse_args(["--base", "even"]).base == 0.0

@@ -4,130 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.federated import Federated, FederatedSpec
-from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator import events as ev
-from coordinator import federation, federation_rounds, selecting
+from coordinator import federation, federation_rounds
 from coordinator import federation_state as fed
 from coordinator import instructions as do
 from coordinator.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
-from coordinator.federation_state import FederationState
-from coordinator.job_state import Broken, Cancelled, Phase, Point, Record
-from coordinator.selecting import BASE
-from strategies.bcrs import EVEN, PLANNED, Uplink
-
-HASH = "ab" * 32
-UP = (TensorMeta((100, 100), "float32"), TensorMeta((100,), "float32"))
-
-
-def name_of(*what: object) -> str:
-    return f"{abs(hash(what)):064x}"[:64]
-
-
-def spec(rounds: int = 3, eval_batches: int = 0, **options: Any) -> JobSpec:
-    rule = Federated(**{"deadline_s": 60.0, **options})
-    training = TrainingSpec(steps=rounds, n_micro=1, eval_batches=eval_batches, seed=5)
-    held = DataSpec((), 8, 4) if eval_batches else None
-    federated = FederatedSpec(rule, "digits", {"x": "image"})
-    return JobSpec("job", training, HASH, HASH, {"w": HASH}, DataSpec((), 0, 4), held, federated=federated)
-
-
-@dataclass
-class World:
-    """The machine with an aggregator that answers at once and clients that the test speaks for."""
-
-    spec: JobSpec = field(default_factory=spec)
-    now_s: float = 100.0
-    aggregator: bool = True
-    bad: set[str] = field(default_factory=set)  # whose updates the aggregator refuses
-    said: list[tuple[str, Any]] = field(default_factory=list)
-    todo: list[fed.Todo] = field(default_factory=list)
-    ledger: Ledger = field(default_factory=Ledger)
-
-    def __post_init__(self) -> None:
-        self.state = FederationState("job-1", self.spec, 0.0)
-        self.ledger.apply(JobSubmitted("job-1", "", self.spec, 0, {}, 0.0))
-
-    def step(self, event: fed.Event) -> list[fed.Todo]:
-        self.state, todo = federation.step(self.state, event, self.now_s)
-        self.todo += todo
-        for item in todo:
-            self.obey(item)
-        return todo
-
-    def obey(self, item: fed.Todo) -> None:
-        match item:
-            case fed.Say(worker, message):
-                self.said.append((worker, message))
-            case Record(fact):
-                self.ledger.apply(fact)
-            case fed.Open() if self.aggregator:
-                self.open()
-            case fed.Aggregate() if self.aggregator:
-                self.sum(item)
-            case fed.EvaluateCentrally(at_round) if self.aggregator:
-                self.step(ev.CentrallyEvaluated("job-1", at_round, 0.25, {"accuracy": 0.75}, 8))
-
-    def open(self) -> None:
-        inputs = {"x": TensorMeta((4, 8, 8), "float32")}
-        self.step(ev.AggregatorOpened("job-1", self.state.round, self.model(self.state.round), inputs, UP))
-
-    def model(self, at_round: int) -> ev.Blob:
-        return ev.Blob(name_of("model", at_round), 1000)
-
-    def sum(self, asked: fed.Aggregate) -> None:
-        dropped = {name: "1 non-finite elements" for name in asked.updates if name in self.bad}
-        enough = len(asked.updates) - len(dropped) >= asked.least
-        state = ev.Blob(name_of("state", asked.round), 2000) if enough else None
-        model = self.model(asked.round + 1) if enough else None
-        self.step(ev.Aggregated("job-1", asked.round, asked.attempt, state, model, None, dropped))
-
-    def begin(self, *clients: str, **latency_s: float) -> None:
-        """The job's turn comes; these clients join and load."""
-        self.step(fed.Begin())
-        for name in clients:
-            self.step(fed.Invited(name, 100, latency_s.get(name, 0.0)))
-        for name in clients:
-            self.says(name, ev.Loaded("job-1", 1))
-
-    def says(self, worker: str, message: Any) -> list[fed.Todo]:
-        return self.step(fed.FromClient(worker, message))
-
-    def updates(self, *names: str, at_round: int | None = None, **figures: Any) -> None:
-        for name in names:
-            self.says(name, update(name, self.state.round if at_round is None else at_round, **figures))
-
-    def evaluates(self, *names: str, loss: float = 1.0) -> None:
-        for name in names:
-            told = ev.ClientEvaluated("job-1", self.state.round, 10, loss, {"accuracy": 0.5})
-            self.says(name, told)
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.step(fed.Tick())
-
-    def heard(self, worker: str, kind: type) -> list[Any]:
-        return [m for name, m in self.said if name == worker and isinstance(m, kind)]
-
-    def facts(self, kind: type) -> list[Any]:
-        return [item.fact for item in self.todo if isinstance(item, Record) and isinstance(item.fact, kind)]
-
-    def points(self) -> dict[str, float]:
-        return {item.name: item.value for item in self.todo if isinstance(item, Point)}
-
-
-def update(name: str, at_round: int, **figures: Any) -> ev.UpdateReady:
-    known: dict[str, Any] = {"n_samples": 90, "steps": 3, "metrics": {"loss": 0.5}, "train_s": 1.0}
-    known |= {"upload_bytes": 40_000, "upload_s": 0.1, "download_bytes": 50_000} | figures
-    return ev.UpdateReady("job-1", at_round, name_of(name, at_round), 40_000, **known)
+from coordinator.job_state import Broken, Cancelled, Phase, Record
+from tests.federation_world import UP, World, name_of, spec, update
 
 
 def test_a_job_trains_evaluates_and_finishes() -> None:
@@ -479,142 +370,6 @@ def test_the_loss_that_a_selector_asks_for_decides_who_takes_part() -> None:
     for name, loss in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
         world.evaluates(name, loss=loss)
     assert (world.state.phase, world.state.chosen) == (Phase.TRAINING, ("b",))
-
-
-def test_bcrs_gives_the_fast_line_more_of_its_update() -> None:
-    world = World(spec(uplink="bcrs:32", evaluate_every=0))
-    world.begin("a", "b")
-    first = {name: world.heard(name, do.TrainRound)[0] for name in ("a", "b")}
-    assert {m.codec for m in first.values()} == {"topk"}
-    assert all(m.ratio == 32.0 for m in first.values())
-    world.says("a", update("a", 0, upload_bytes=40_000, upload_s=0.01))
-    world.says("b", update("b", 0, upload_bytes=40_000, upload_s=0.4))
-    second = {name: world.heard(name, do.TrainRound)[1] for name in ("a", "b")}
-    assert second["b"].ratio > 28.0
-    assert second["a"].ratio < 10.0
-    assert "b" in world.state.pace
-
-
-def evenly() -> World:
-    """Two clients whose lines are known, as their second round begins."""
-    world = World(spec(uplink="bcrs", evaluate_every=0))
-    world.begin("a", "b", a=0.001, b=0.005)
-    for name, upload_s in (("a", 0.2), ("b", 0.8)):
-        world.now_s += 0.5
-        moved = {"upload_bytes": 40_000, "upload_s": upload_s, "download_bytes": 0}
-        world.says(name, update(name, 0, train_s=0.3, **moved))
-    return world
-
-
-def test_bcrs_without_a_ratio_holds_the_slowest_back_until_all_end_together() -> None:
-    world = evenly()
-    first = {name: world.heard(name, do.TrainRound)[0] for name in ("a", "b")}
-    assert {m.ratio for m in first.values()} == {BASE}, "no line was measured yet"
-    second = {name: world.heard(name, do.TrainRound)[1] for name in ("a", "b")}
-    assert second["a"].ratio == 1.0, "no more than all it has"
-    assert 1.0 < second["b"].ratio < BASE
-    lines = {name: selecting._uplink(world.state, name) for name in ("a", "b")}
-    ends = [lines[name].finish_s(selecting.update_bytes(UP, m.ratio)) for name, m in second.items()]
-    assert max(ends) / min(ends) - 1.0 == pytest.approx(PLANNED, abs=1e-3)
-
-
-def test_a_line_is_as_fast_with_small_updates_as_with_large_ones() -> None:
-    world = World(spec(uplink="bcrs:4", evaluate_every=0))
-    world.begin("a", a=0.05)
-    for at, n_bytes in enumerate((1_000_000, 50_000, 10_000)):
-        upload_s = 0.1 + 8 * n_bytes / 1e6
-        world.says("a", update("a", at, upload_bytes=n_bytes, upload_s=upload_s))
-        assert world.state.clients["a"].uplink_bps == pytest.approx(1e6)
-
-
-def test_lines_that_carried_for_a_few_round_trips_only_are_not_waited_for() -> None:
-    ratios = {}
-    for latency_s in (0.01, 0.1):
-        world = World(spec(uplink="bcrs", evaluate_every=0))
-        world.begin("a", "b", a=latency_s, b=latency_s)
-        world.now_s += 1.0
-        world.says("a", update("a", 0, upload_bytes=40_000, upload_s=0.5))
-        world.says("b", update("b", 0, upload_bytes=40_000, upload_s=1.0))
-        ratios[latency_s] = world.heard("b", do.TrainRound)[1].ratio
-    assert ratios[0.01] < 0.5 * BASE, "both have to hold hardly anything back to end together"
-    assert ratios[0.1] == BASE, "how fast the first is was not seen"
-
-
-@pytest.mark.parametrize(("late", "planned"), [(0.0, PLANNED), (0.06, 0.09), (0.14, selecting.CLOSEST)])
-def test_finish_times_that_stray_are_planned_closer(late: float, planned: float) -> None:
-    world = evenly()
-    begun_s, first_s = world.now_s, 1.0
-    assert world.state.spread == pytest.approx(PLANNED, abs=1e-3)
-    for name, took_s in (("a", first_s), ("b", first_s * (1.0 + PLANNED + late))):
-        world.now_s = begun_s + took_s
-        n_bytes = int(selecting.update_bytes(UP, world.state.ratios[name][1]))
-        upload_s = 8 * n_bytes / world.state.clients[name].uplink_bps
-        moved = {"upload_bytes": n_bytes, "upload_s": upload_s, "download_bytes": 0}
-        world.says(name, update(name, 1, train_s=0.3, **moved))
-    assert world.state.round == 2
-    assert 0.0 <= world.state.strayed <= EVEN
-    assert world.state.spread == pytest.approx(planned, abs=2e-3)
-
-
-def test_finish_times_are_planned_as_closely_as_lines_allow() -> None:
-    up = (TensorMeta((500, 400), "float32"),)
-
-    def spread(slow_s: float) -> float:
-        # With hardly anything the slow one needs so much longer than the fast one with all it has.
-        lines = {"fast": Uplink(20e6, compute_s=0.0), "slow": Uplink(20e6, compute_s=0.16 * (1.0 + slow_s))}
-        return selecting.by_uplink(up, lines, None, 0.05).spread
-
-    assert spread(0.0) == pytest.approx(0.05, abs=2e-3)
-    assert spread(0.08) == pytest.approx(PLANNED, abs=2e-3)
-    assert spread(0.13) == pytest.approx(EVEN, abs=2e-3)
-    assert spread(0.3) > 0.3, "nothing evens that out"
-
-
-def test_an_upload_counts_by_its_seconds() -> None:
-    world = World(spec(uplink="bcrs:4", evaluate_every=0))
-    world.begin("a", a=0.0)
-    for at, (n_bytes, upload_s) in enumerate(((10_000, 0.1), (1_000_000, 1.0), (1_000_000, 2.0))):
-        world.now_s += upload_s
-        world.says("a", update("a", at, upload_bytes=n_bytes, upload_s=upload_s))
-    first, second, third = (0.7 * 0.7 * 0.1, 0.8e6), (0.7 * 1.0, 8e6), (2.0, 4e6)
-    seconds = first[0] + second[0] + third[0]
-    expected = sum(weight * rate for weight, rate in (first, second, third)) / seconds
-    assert world.state.clients["a"].uplink_bps == pytest.approx(expected)
-
-
-def test_no_claim_of_a_long_upload_outweighs_what_was_seen() -> None:
-    world = World(spec(uplink="bcrs:4", evaluate_every=0))
-    world.begin("a", a=0.0)
-    for at, upload_s in enumerate((1e3, 1.0)):
-        world.now_s += 1.0
-        world.says("a", update("a", at, upload_bytes=1_000_000, upload_s=upload_s))
-    assert world.state.clients["a"].uplink_bps > 4e6
-
-
-def test_bcrs_plans_whole_rounds_the_download_among_them() -> None:
-    world = World(spec(uplink="bcrs:32", evaluate_every=0))
-    world.begin("a", "b", "c")
-    moved = {"upload_bytes": 40_000, "upload_s": 0.1, "download_bytes": 50_000}
-    for name, down_s in (("a", 0.02), ("b", 0.02), ("c", 1.0)):
-        world.says(name, update(name, 0, download_s=down_s, **moved))
-    second = {name: world.heard(name, do.TrainRound)[1] for name in "abc"}
-    assert second["c"].ratio > 28.0, "the uplinks are alike; it has the least time left to send in"
-    assert second["a"].ratio == second["b"].ratio < 10.0
-    assert "c" in world.state.pace
-
-
-def test_a_model_that_a_client_holds_takes_it_no_time() -> None:
-    world = World(spec(uplink="bcrs:32", evaluate_every=1))
-    world.begin("a", "b")
-    moved = {"upload_bytes": 40_000, "upload_s": 0.1, "download_bytes": 50_000}
-    for name, down_s in (("a", 0.02), ("b", 5.0)):
-        world.says(name, update(name, 0, download_s=down_s, **moved))
-    world.evaluates("a")
-    world.evaluates("b")
-    second = {name: world.heard(name, do.TrainRound)[1] for name in "ab"}
-    # Both fetched the model when they evaluated it.
-    assert all(28.0 < order.ratio <= 32.0 for order in second.values())
-    assert world.state.clients["b"].download_s == 5.0
 
 
 def test_a_delta_goes_only_to_whom_holds_its_base() -> None:
