@@ -112,14 +112,14 @@ def _opened(state: FederationState, event: Event, now_s: float) -> Outcome:
         return state, [Dropped(f"the aggregator opened at round {event.round}, this is {state.round}")]
     model = state.model if state.model and state.model.full == event.model else Model(event.model)
     here = replace(state, opened=True, model=model, inputs=event.inputs, up=event.up)
+    before: list[Todo] = [EvaluateCentrally(here.round)] if here.central else []
+    after: Outcome = here, []
     if state.phase is Phase.AGGREGATING:
-        return aggregate(here)
-    if state.phase is Phase.EVALUATING and state.central:
-        return here, [EvaluateCentrally(here.round)]
-    if state.phase is Phase.GATHERING:
+        after = aggregate(here)
+    elif state.phase is Phase.GATHERING:
         held = max(here.hold_until_s, now_s + min(GATHER_S, here.federated.rule.deadline_s))
-        return gather(replace(here, hold_until_s=held), now_s)
-    return here, []
+        after = gather(replace(here, hold_until_s=held), now_s)
+    return after[0], [*before, *after[1]]
 
 
 def _broke(state: FederationState, event: Event, now_s: float) -> Outcome:
@@ -382,14 +382,18 @@ def _centrally_evaluated(state: FederationState, event: Event, now_s: float) -> 
     assert isinstance(event, CentrallyEvaluated)  # noqa: S101 - the table says so
     if not state.central or event.round != state.round:
         return state, [Dropped(f"a central evaluation of round {event.round}, this is {state.round}")]
-    heard = replace(state, central=False)
+    heard, told = replace(state, central=False), list[Todo]()
     if event.loss is None or not math.isfinite(event.loss):
         why = event.error or f"the loss is {event.loss}"
-        after, todo = evaluated_if_complete(heard, now_s)
-        return after, [Without(state.round, "the owner's data", f"evaluation: {why}"), *todo]
-    found = Evaluation(event.round, event.loss, event.metrics, event.n_samples)
-    after, todo = evaluated_if_complete(replace(heard, central_evaluation=found), now_s)
-    return after, [Record(fact_of(state.job, CENTRAL, found)), *evaluation_points("eval", found), *todo]
+        told = [Without(state.round, "the owner's data", f"evaluation: {why}")]
+    else:
+        found = Evaluation(event.round, event.loss, event.metrics, event.n_samples)
+        heard = replace(heard, central_evaluation=found)
+        told = [Record(fact_of(state.job, CENTRAL, found)), *evaluation_points("eval", found)]
+    if state.phase is not Phase.EVALUATING:
+        return heard, told
+    after, todo = evaluated_if_complete(heard, now_s)
+    return after, [*told, *todo]
 
 
 # ---------------------------------------------------------------- time, interruptions and ends
@@ -410,7 +414,8 @@ def _tick(state: FederationState, event: Event, now_s: float) -> Outcome:
         return after, [*todo, *more]
     if state.phase is Phase.EVALUATING:
         todo = [Without(state.round, name, "evaluation: late") for name in sorted(state.asked)]
-        after, more = evaluated_if_complete(replace(state, asked=frozenset(), central=False), now_s)
+        central = state.central and state.round < state.rounds
+        after, more = evaluated_if_complete(replace(state, asked=frozenset(), central=central), now_s)
         return after, [*todo, *more]
     return state, []
 
@@ -479,7 +484,7 @@ TRANSITIONS: dict[tuple[Phase, type], Transition] = {
     (Phase.TRAINING, UpdateReady): _updated,
     (Phase.AGGREGATING, Aggregated): _aggregated,
     (Phase.EVALUATING, ClientEvaluated): _client_evaluated,
-    (Phase.EVALUATING, CentrallyEvaluated): _centrally_evaluated,
+    **{(phase, CentrallyEvaluated): _centrally_evaluated for phase in FEDERATING},
     **{(phase, Tick): _tick for phase in FEDERATING},
     **{(phase, Tick): _nothing for phase in (*_WAITING, *ENDED)},
     **{(phase, Interrupted): _interrupt for phase in _ALIVE},

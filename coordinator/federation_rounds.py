@@ -324,8 +324,12 @@ def evaluate(state: FederationState, now_s: float) -> Outcome:
 
 
 def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
-    """Go on once every evaluation that was asked for is there."""
-    if state.asked or state.central:
+    """Go on once every evaluation is there that the next round must wait for.
+
+    That on the owner's data is none but after the last: the clients train meanwhile, and the aggregator
+    evaluates the model before it sums the next one.
+    """
+    if state.asked or (state.central and state.round >= state.rounds):
         return state, []
     if state.asking:
         return choose(state, now_s)

@@ -525,3 +525,71 @@ def test_the_ledger_knows_the_round_and_the_state_that_the_machine_has() -> None
     assert resumed(world, world.facts(RoundClosed)) == {"steps": 3, "state": world.state.state}
     assert len(world.ledger.jobs["job-1"].closed) == 2
     assert name_of("state", 0) in world.ledger.take_superseded()
+
+
+def held_back(rounds: int = 2, **options: Any) -> World:
+    """Two clients, their first round summed, the model not yet evaluated on the owner's data."""
+    made = spec(rounds, eval_batches=2, **options)
+    world = World(replace(made, training=replace(made.training, eval_every=1)))
+    world.begin("a", "b")
+    world.aggregator = False
+    world.updates("a", "b")
+    world.step(summed(world))
+    return world
+
+
+def summed(world: World) -> ev.Aggregated:
+    state = world.state
+    return ev.Aggregated(
+        "job-1",
+        state.round,
+        state.attempt,
+        ev.Blob(name_of("s", state.round), 1),
+        world.model(state.round + 1),
+        None,
+        {},
+    )
+
+
+def central(world: World) -> list[int]:
+    """Rounds whose evaluation on the owner's data was asked for."""
+    return [item.round for item in world.todo if isinstance(item, fed.EvaluateCentrally)]
+
+
+def told_centrally(world: World) -> list[int]:
+    return [fact.round for fact in world.facts(RoundEvaluated) if fact.where == "central"]
+
+
+def test_clients_train_while_the_owner_evaluates() -> None:
+    world = held_back(evaluate_every=0)
+    assert (world.state.phase, world.state.round, central(world)) == (Phase.TRAINING, 1, [1])
+    assert len(world.heard("a", do.TrainRound)) == 2
+    world.step(ev.CentrallyEvaluated("job-1", 1, 0.25, {}, 8))
+    assert (world.state.phase, told_centrally(world)) == (Phase.TRAINING, [1])
+    world.updates("a", "b")
+    world.step(summed(world))
+    assert world.state.phase is Phase.EVALUATING, "nothing comes after the last round"
+    world.step(ev.CentrallyEvaluated("job-1", 1, 0.5, {}, 8))
+    assert told_centrally(world) == [1], "that one was told already"
+    world.step(ev.CentrallyEvaluated("job-1", 2, 0.125, {}, 8))
+    assert (world.state.phase, told_centrally(world)) == (Phase.FINISHED, [1, 2])
+
+
+def test_an_aggregator_that_dies_while_clients_train_evaluates_again() -> None:
+    world = held_back(evaluate_every=0)
+    world.step(ev.AggregatorBroke("job-1", "killed"))
+    assert (world.state.phase, world.state.opened) == (Phase.TRAINING, False)
+    world.updates("a", "b")
+    world.todo.clear()
+    world.open()
+    assert [type(item) for item in world.todo] == [fed.EvaluateCentrally, fed.Aggregate]
+    assert central(world) == [1]
+
+
+def test_clients_that_evaluate_too_late_do_not_end_the_owners_evaluation() -> None:
+    world = held_back(evaluate_every=1)
+    assert world.state.phase is Phase.EVALUATING
+    world.wait(61.0)
+    assert (world.state.phase, world.state.central) == (Phase.TRAINING, True)
+    world.step(ev.CentrallyEvaluated("job-1", 1, 0.25, {}, 8))
+    assert told_centrally(world) == [1]
