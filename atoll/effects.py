@@ -24,12 +24,14 @@ class Effects:
 
     cached: frozenset[int]  # constant ops to run once, at load
     leaves: frozenset[LeafRef]  # named tensors that an op may write
+    values: frozenset[int]  # ops whose results an op may write
 
 
 def effects(program: StageProgram) -> Effects:
     """Derive aliasing and writing from the op schemas; errs towards "written"."""
     nodes = dict(program.ops)
     leaves: set[LeafRef] = set()
+    values: set[int] = set()
     spoilt: set[int] = set()
     while True:
         cached: set[int] = set()
@@ -41,10 +43,11 @@ def effects(program: StageProgram) -> Effects:
         for op, node in program.ops:
             ops, named = _written(node, nodes)
             leaves |= named
+            values |= ops
             if op not in cached:
                 found |= ops & cached
         if not found:
-            return Effects(frozenset(cached), frozenset(leaves))
+            return Effects(frozenset(cached), frozenset(leaves), frozenset(values))
         spoilt |= found
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections import deque
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -34,13 +34,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from atoll.effects import effects
 from atoll.errors import UsageError
-from atoll.job import Precision
+from atoll.job import Precision, Recompute
 from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral
 from atoll.ops import weights_may_wait
+from atoll.repeats import Repeats, repeatable
 from atoll.slots import Compiler, segments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from atoll.opdag import OpNode
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from atoll.slots import Call, Segment, Step, Values
 
     Observer = Callable[[int, Any], None]
+    _Input = Tensor | GradientEdge
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -94,7 +96,8 @@ class _Micro:
     loss: Tensor | None = None
     roots: list[tuple[int, Tensor]] = field(default_factory=list)  # descending op order
     sink: dict[int, Tensor] = field(default_factory=dict)
-    # recompute only
+    repeats: Repeats | None = None  # selective recomputation only
+    # full recomputation only
     inputs: dict[str, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -114,8 +117,9 @@ class _Debt:
     """What is owed, and for whom the ops run. Graphs know this, not the executor, which would live as long
     as they, for they are no part of what Python's garbage collector sees."""
 
-    def __init__(self, anchor: Tensor) -> None:
+    def __init__(self, anchor: Tensor, selective: bool) -> None:
         self.anchor = anchor
+        self.selective = selective
         self.micro = 0
         self.owed: deque[_Owed] = deque()
 
@@ -125,7 +129,7 @@ class _Op:
 
     __slots__ = ("debt", "edge", "inner", "leaves", "micro", "out")
 
-    def __init__(self, debt: _Debt, out: Tensor, inner: list[Tensor], leaves: tuple[Tensor, ...]) -> None:
+    def __init__(self, debt: _Debt, out: Tensor, inner: list[_Input], leaves: tuple[Tensor, ...]) -> None:
         self.debt, self.micro, self.inner, self.leaves = debt, debt.micro, inner, leaves
         self.out: Tensor | None = out
         self.edge = get_gradient_edge(out)  # keeps what the op saved, but not its result
@@ -154,15 +158,32 @@ class _Apart(torch.autograd.Function):
         return (None, None, *torch.autograd.grad([op.edge], op.inner, [gradient], retain_graph=True))
 
 
-def _cut_off(arg: Any, outer: list[Tensor], inner: list[Tensor]) -> Any:
+class _Entry(torch.autograd.Function):
+    """An argument in the graph of its op: no leaf, which would keep its memory."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+
+def _cut_off(arg: Any, outer: list[Tensor], inner: list[_Input], debt: _Debt) -> Any:
     """An argument, or one in a list, without its graph; both forms of what has one are noted."""
     if isinstance(arg, list):
-        return [_cut_off(item, outer, inner) for item in arg]
+        return [_cut_off(item, outer, inner, debt) for item in arg]
     if not isinstance(arg, Tensor) or arg.grad_fn is None:
         return arg
     outer.append(arg)
-    inner.append(arg.detach().requires_grad_())
-    return inner[-1]
+    if debt.selective:
+        entered: Tensor = _Entry.apply(debt.anchor, arg.detach())  # type: ignore[no-untyped-call]
+        inner.append(get_gradient_edge(entered))
+        return entered
+    leaf = arg.detach().requires_grad_()
+    inner.append(leaf)
+    return leaf
 
 
 def _with_own_graph(call: Call, leaves: tuple[Tensor, ...], debt: _Debt) -> Call:
@@ -170,8 +191,8 @@ def _with_own_graph(call: Call, leaves: tuple[Tensor, ...], debt: _Debt) -> Call
         if not torch.is_grad_enabled():
             return call(*args)
         outer: list[Tensor] = []
-        inner: list[Tensor] = []
-        out = call(*[_cut_off(arg, outer, inner) for arg in args])
+        inner: list[_Input] = []
+        out = call(*[_cut_off(arg, outer, inner, debt) for arg in args])
         return _Apart.apply(debt.anchor, _Op(debt, out, inner, leaves), *outer)  # type: ignore[no-untyped-call]
 
     return with_own_graph
@@ -201,8 +222,8 @@ class Executor:
     """One stage's ops, its leaves, and the graphs of the micro-batches in flight.
 
     ``differentiate=False`` is for evaluation: no graph, no recompute. ``seed`` None draws from the
-    process's generator as it stands, as a plain module would. ``defer``: backwards leave
-    weights' gradients to ``weight_gradients``. Not thread-safe.
+    process's generator as it stands, as a plain module would. ``recompute``: what of a forward is run again
+    for its backward. ``defer``: backwards leave weights' gradients to ``weight_gradients``. Not thread-safe.
     """
 
     def __init__(
@@ -212,7 +233,7 @@ class Executor:
         precision: Precision = Precision.FP32,
         seed: int | None = 0,
         *,
-        recompute: bool = False,
+        recompute: Recompute = Recompute.OFF,
         differentiate: bool = True,
         defer: bool = False,
     ) -> None:
@@ -221,13 +242,16 @@ class Executor:
         self._autocast = Autocast(True, "bfloat16") if precision is Precision.BF16 else None
         self._seed = seed
         self._differentiate = differentiate
-        self._recompute = recompute and differentiate
+        # What is left to the planner is decided in the plan; who runs without one keeps everything.
+        self._recompute = recompute is Recompute.FULL and differentiate
+        self._selective = recompute is Recompute.SELECTIVE and differentiate
         self._key = (0, 0)
         self._defer = defer and differentiate
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
-        self._debt = _Debt(self._anchor)
+        self._debt = _Debt(self._anchor, self._selective)
+        self._repeats: Repeats | None = None  # of the forward that runs
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -267,6 +291,8 @@ class Executor:
         for sites in self.uses.values():
             sites.sort(key=lambda use: -use[0])
         nodes = dict(program.ops)
+        if self._selective:
+            steps = self._noted(steps)
         if self._defer:
             steps = self._apart(steps, nodes)
         self._constants = segments(constants, nodes, self._autocast)
@@ -355,6 +381,8 @@ class Executor:
         graph.roots, graph.loss = [], None
         if roots:
             torch.autograd.backward(roots, gradients)
+        if graph.repeats is not None:
+            graph.repeats.forget()
         return {r.op: graph.sink.get(r.op) for r in self.program.received if r.requires_grad}
 
     @property
@@ -445,12 +473,47 @@ class Executor:
                 if r.grad_from is not None:
                     graph.roots.append((r.op, value))
             values[self._op_slots[r.op]] = value
-        self._run(values, self._segments, grad=self._differentiate, observe=observe)
+        with self._remembering(graph):
+            self._run(values, self._segments, grad=self._differentiate, observe=observe)
         if self._differentiate:
             graph.roots.extend((p.op, self._value(p.op)) for p in self.program.produced if p.requires_grad)
             graph.roots.sort(key=lambda root: -root[0])
             graph.loss = None if self.program.loss is None else self._value(self.program.loss)
         return graph
+
+    @contextmanager
+    def _remembering(self, graph: _Micro) -> Iterator[None]:
+        """The forward's ops keep how cheap results came about, in place of them."""
+        if not self._selective:
+            yield
+            return
+        graph.repeats = self._repeats = Repeats(self.device)
+        try:
+            with self._repeats.hooks():
+                yield
+        finally:
+            self._repeats = None
+            graph.repeats.close()
+
+    def _noted(self, steps: Iterable[Step]) -> list[Step]:
+        """The steps, those whose results are cheap to compute again noting how they came about."""
+        cheap = repeatable(self.program, self._effects.values)
+        return [
+            replace(step, call=self._noting(step.call, cheap[step.position]))
+            if step.position in cheap
+            else step
+            for step in steps
+        ]
+
+    def _noting(self, call: Call, needed: int) -> Call:
+        def noting(*args: Any) -> Any:
+            result = call(*args)
+            known = [arg for arg in args[:needed] if isinstance(arg, Tensor) and arg.requires_grad]
+            if self._repeats is not None and len(known) == needed:
+                self._repeats.note(call, args, result)
+            return result
+
+        return noting
 
     def _apart(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
         """The steps, those whose weights can wait with a graph of their own."""

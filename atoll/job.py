@@ -103,6 +103,15 @@ class Schedule:
         return self.final + (1.0 - self.final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+class Recompute(StrEnum):
+    """What a micro-batch in flight keeps for its backward."""
+
+    OFF = "off"  # all that the backward reads
+    SELECTIVE = "selective"  # not the results of cheap ops: ``atoll.repeats``
+    FULL = "full"  # what enters the stage; the forward is run again
+    AUTO = "auto"  # as the planner finds faster within the memory limits
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
     """What every stage must know to train: declared, bounded, the same on each."""
@@ -113,7 +122,7 @@ class TrainingSpec:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     precision: Precision = Precision.FP32
-    recompute: bool = False  # keep stage inputs only, run the forward again in the backward
+    recompute: Recompute = Recompute.AUTO
     eval_every: int = 0  # steps; 0 = at the end, and where links lose precision as often as the guard looks
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
     checkpoint_every: int = 0  # steps; 0 = every few minutes, by the clock; always at the end

@@ -122,6 +122,7 @@ class OpNode:
     flops_backward: int = 0
     bytes_moved: int = 0  # tensor bytes read and written by the forward
     bytes_saved: int = 0  # kept for the backward, beyond what other ops already keep
+    bytes_repeatable: int = 0  # ... of these the results of ops that are cheap to run again
     module_path: str = ""  # "transformer.h.0.attn", for people and for grouping
     source_line: str = ""  # "model.py:41", for error messages
 

@@ -213,6 +213,10 @@ _WEIGHTS_APART = _expand("""
     conv2d:default,padding conv3d:default,padding conv_transpose1d conv_transpose2d:input
     conv_transpose3d:input convolution
 """)
+# Their backward keeps their arguments, not their result, and one pass over these gives it again.
+_CHEAP_AGAIN = _expand("""
+    gelu silu mish softplus hardswish layer_norm group_norm rms_norm mul:Tensor
+""")
 # Their first argument (second for new_*) is the shape they allocate: a forged literal here is the
 # cheapest way to ask a volunteer for all its memory.
 _SHAPE_ARGUMENT = {
@@ -250,6 +254,14 @@ def weights_may_wait(node: OpNode) -> bool:
         return False
     refs = [arg for arg in arguments(node) if isinstance(arg, OpRef)]
     return len(refs) == len(set(refs))
+
+
+def cheap_again(node: OpNode) -> int:
+    """How many leading arguments must need a gradient for the op's result to be computed again in the
+    backward rather than kept, at the cost of one pass over what its own backward keeps; 0: never."""
+    if node.target not in _CHEAP_AGAIN or node.random:
+        return 0
+    return 2 if node.target.startswith("aten.mul.") else 1
 
 
 def check_node(node: OpNode, max_output_bytes: int) -> None:

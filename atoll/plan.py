@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from atoll.errors import PlanError
+from atoll.job import Recompute
 from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
 from atoll.opdag import OpDag
 
@@ -108,6 +109,7 @@ class Plan:
     links: tuple[LinkSpec, ...] = ()
     left_out: tuple[tuple[str, str], ...] = ()  # (worker, why)
     prediction: Prediction | None = field(default=None, compare=False)
+    recompute: Recompute = Recompute.OFF  # decided: never AUTO
 
     def actions(self, stage: int) -> tuple[Action, ...]:
         """What stage ``stage`` runs in a step, in order."""

@@ -68,7 +68,7 @@ def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence
     return (
         f"stage {worst} on {label} has room for {caps[worst]} of the {min(n, wanted[worst] + 1)} "
         f"micro-batches in flight that the delays ask for; with room the step would take {step:.3g} s "
-        "(set recompute, lower the micro-batch size or raise its memory limit)"
+        "(set recompute=full, lower the micro-batch size or raise its memory limit)"
     )
 
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from atoll.effects import effects
 from atoll.execute import Executor
 from atoll.job import Precision
 from atoll.opdag import LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta, leaf_refs, op_refs
 from atoll.ops import GETITEM
 from atoll.program import stage_programs
+from atoll.repeats import repeatable
 from coordinator.exported import meta_of
 
 if TYPE_CHECKING:
@@ -74,16 +76,21 @@ class _Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Ledger:
     """Observes a run op by op and keeps what each op did."""
 
-    def __init__(self, dag: OpDag, leaves: Mapping[str, Tensor], flops: _Flops) -> None:
+    def __init__(
+        self, dag: OpDag, leaves: Mapping[str, Tensor], flops: _Flops, cheap: Mapping[int, int]
+    ) -> None:
         self.dag = dag
+        self.cheap_ops = cheap
         self.flops = flops
         self.nodes: dict[int, OpNode] = {}
         self.products: dict[int, int] = {}
         self.saved: dict[int, int] = {}
+        self.repeatable: dict[int, int] = {}
         self.storages: dict[int, set[int]] = {}
         self.known = {tensor.untyped_storage()._cdata for tensor in leaves.values()}
         self.kept: list[object] = []  # keeps saved storages alive, so that no address is used twice
-        self.pending = 0
+        self.pending = self.pending_repeatable = 0
+        self.cheap: set[int] = set()  # storages of results that are cheap to compute again
         self.nothing = torch.empty(0)
         whole = {p for begin, end in dag.unsplittable for p in range(begin, end)}
         self.whole = whole
@@ -96,6 +103,8 @@ class _Ledger:
             self.known.add(storage._cdata)
             self.kept.append(storage)
             self.pending += storage.nbytes()
+            if storage._cdata in self.cheap:
+                self.pending_repeatable += storage.nbytes()
         return self.nothing
 
     def observe(self, position: int, value: Any) -> None:
@@ -112,8 +121,14 @@ class _Ledger:
         )
         if position in self.whole and not several and tensors:
             self.late[position] = tensors[0]
+        if needed := self.cheap_ops.get(position):
+            first = [arg for arg in node.args[:needed] if isinstance(arg, OpRef)]
+            if len(first) == needed and all(self.nodes[ref.op].requires_grad for ref in first):
+                self.cheap |= self.storages[position]
+                self.kept += [tensor.untyped_storage() for tensor in tensors]
         self.products[position] = self.flops.take()
         self.saved[position], self.pending = self.pending, 0
+        self.repeatable[position], self.pending_repeatable = self.pending_repeatable, 0
 
     def shares(self, position: int) -> bool:
         """Whether the op's result is a view of an argument."""
@@ -135,7 +150,8 @@ def measured(
     frozen = [name for name, meta in dag.parameters.items() if not meta.requires_grad]
     executor = Executor(program, device, precision, differentiate=dag.training)
     flops = _Flops()
-    ledger = _Ledger(dag, {**leaves, **executor.buffers}, flops)
+    cheap = repeatable(program, effects(program).values)
+    ledger = _Ledger(dag, {**leaves, **executor.buffers}, flops, cheap)
     with (
         torch.random.fork_rng(),
         torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda packed: packed),
@@ -175,6 +191,7 @@ def _priced(
         flops_backward=backward,
         bytes_moved=moved,
         bytes_saved=ledger.saved[position] if dag.training else 0,
+        bytes_repeatable=ledger.repeatable[position] if dag.training else 0,
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.job import Optimizer, OptimizerName, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, Recompute, TrainingSpec
 from atoll.opdag import (
     Arg,
     Kind,
@@ -28,7 +28,7 @@ from atoll.opdag import (
     leaf_refs,
     op_refs,
 )
-from atoll.ops import weights_may_wait
+from atoll.ops import cheap_again, weights_may_wait
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -171,9 +171,11 @@ class OpTable:
         # Not by signature: it does not tell which parameters are frozen.
         shares = [weights_share(dag, op, optimizer or Optimizer()) for op in range(len(dag.ops))]
         self._weights_share: Floats = np.array(shares)  # [ops]
+        cheap = [float(cheap_again(node) > 0 and node.requires_grad) for node in dag.ops]
+        self._cheap: Floats = np.array(cheap)  # [ops] 1 where a selective recomputation runs it again
 
-    def costs(self, device: Device, recompute: bool = False) -> Costs:
-        """Every op's seconds on ``device``; with ``recompute`` the backward runs the forward again."""
+    def costs(self, device: Device, recompute: Recompute = Recompute.OFF) -> Costs:
+        """Every op's seconds on ``device``; the backward runs again what ``recompute`` says."""
         seconds = np.zeros((len(self._nodes), 2))
         probed = np.zeros(len(self._nodes), dtype=bool)
         for i, (name, node) in enumerate(zip(self._names, self._nodes, strict=True)):
@@ -184,8 +186,9 @@ class OpTable:
             seconds[i] = timing or fallback_seconds(node, device)
         forward, backward = seconds[self._kind, 0], seconds[self._kind, 1]
         weights = backward * self._weights_share
-        if recompute:
-            backward = backward + forward
+        again = {Recompute.FULL: np.ones(len(forward)), Recompute.SELECTIVE: self._cheap}.get(recompute)
+        if again is not None:
+            backward = backward + again * forward
         total = float((forward + backward).sum())
         share = float((forward + backward)[probed[self._kind]].sum()) / total if total else 0.0
         return Costs(forward * device.scale, backward * device.scale, weights * device.scale, share)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
 from atoll.opdag import LeafRef, OpDag, Source, leaf_refs, op_refs
 from coordinator.estimate import is_trained, leaf_meta, weights_share
 
@@ -29,10 +29,12 @@ class MemoryModel:
     """Prefix sums over a DAG under a TrainingSpec; every query of an interval is O(1) but for
     leaves used more than once, which are few."""
 
-    def __init__(self, dag: OpDag, training: TrainingSpec, traffic: Traffic) -> None:
+    def __init__(
+        self, dag: OpDag, training: TrainingSpec, traffic: Traffic, recompute: Recompute = Recompute.OFF
+    ) -> None:
         n = len(dag.ops)
         self.n_micro = training.n_micro
-        self.recompute = training.recompute
+        self.full = recompute is Recompute.FULL
         self.autocast = training.precision is not Precision.FP32
         state, trainable, tensors = np.zeros(n), np.zeros(n), np.zeros(n)
         last_use: dict[LeafRef, int] = {}
@@ -47,7 +49,8 @@ class MemoryModel:
                     # Each use keeps its own gradient accumulator, everything else is held once.
                     repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
                 last_use[leaf] = op
-        saved = np.array([float(node.bytes_saved) for node in dag.ops])
+        selective = recompute is Recompute.SELECTIVE
+        saved = np.array([float(node.bytes_saved - selective * node.bytes_repeatable) for node in dag.ops])
         self._state, self._saved = prefix(state), prefix(saved)
         self._owed = prefix(_owed_bytes(dag, training.optimizer))
         self._trainable, self._tensors = prefix(trainable), prefix(tensors)
@@ -66,7 +69,7 @@ class MemoryModel:
     def per_micro_bytes(self, a: int, b: int, *, defer: bool = False) -> float:
         """What one micro-batch in flight keeps: saved activations and received values; where weights'
         gradients are deferred, as much as these need until they come."""
-        kept = float(self.live[a]) + (0.0 if self.recompute else float(self._saved[b] - self._saved[a]))
+        kept = float(self.live[a]) + (0.0 if self.full else float(self._saved[b] - self._saved[a]))
         owed = float(self._owed[b] - self._owed[a]) if defer else 0.0
         # Under autocast an op's own graph keeps its arguments as they came beside the cast ones.
         return kept + owed if self.autocast else max(kept, owed)
@@ -75,7 +78,7 @@ class MemoryModel:
         """Everything that does not grow with the micro-batches in flight."""
         # A value being sent and one being received, or their gradients, on each side.
         boundary = 2.0 * float(self.live[a] + self.live[b])
-        again = float(self._saved[b] - self._saved[a]) if self.recompute else 0.0
+        again = float(self._saved[b] - self._saved[a]) if self.full else 0.0
         return self.state_bytes(a, b) + boundary + again
 
     def bytes(self, a: int, b: int, in_flight: int, *, defer: bool = False) -> float:
@@ -97,7 +100,7 @@ class MemoryModel:
 
         From the safe side: a leaf used twice counts twice, and a wide cut on the way ends it.
         """
-        p, q = positions, 1 if self.recompute else in_flight
+        p, q = positions, 1 if self.full else in_flight
         grown = self._state[p] + q * self._saved[p]
         needed = np.maximum.accumulate(grown + 2.0 * self.live[p])
         room = limit_bytes + grown - (2 + in_flight) * self.live[p]
@@ -113,7 +116,7 @@ class MemoryModel:
         p = positions
         kept = self._saved[p][None, :] - self._saved[p][:, None]
         total = self._state[p][None, :] - self._state[p][:, None]
-        total = total + (1 if self.recompute else in_flight) * kept
+        total = total + (1 if self.full else in_flight) * kept
         total += ((2 + in_flight) * self.live[p])[:, None] + (2 * self.live[p])[None, :]
         if len(self._repeats):
             total -= self._repeat_matrix(p)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import AUTO, OFF, Compression
 from atoll.errors import NotEnoughMemory, NoWorkers, PlanError, UsageError
+from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, validate
 from atoll.program import stage_programs
@@ -48,6 +49,7 @@ PARTITIONERS = ("op_fence", "proportional", "even")
 GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and for the oracle
 SCHEDULES = ("auto", *ScheduleName)
 FINALISTS = 4  # dense ones that are judged compressed, compressed ones whose codecs are settled
+REPEATING_GAINS = 0.95  # of the step: hooks, which the estimate leaves out, take 3 to 5 % on slow hosts
 JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
 
@@ -70,10 +72,10 @@ def make_plan(
 
     Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
     """
-    problem = _problem(dag, training, fleet, schedule, wire)
-    best = _best(problem, partitioner, effort or Effort())
+    given = _problem(dag, training, fleet, schedule, wire)
+    problem, best, why = _within_memory(given, partitioner, effort or Effort())
     plan = _bare_plan(problem, best, job_id, version, partitioner, (dag_hash, eval_dag_hash))
-    notes: list[str] = []
+    notes = [why] if why else []
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
         notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weights' gradients")
     if eval_dag is not None:
@@ -83,6 +85,38 @@ def make_plan(
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
     validate(plan, dag)
     return plan
+
+
+def _within_memory(given: Problem, partitioner: str, effort: Effort) -> tuple[Problem, Scored, str]:
+    """The problem with what is recomputed decided, its best candidate, and why where that was a choice.
+
+    Where memory keeps a stage from more micro-batches in flight, cheap results may be worth computing again;
+    whole forwards only where nothing else fits.
+    """
+    if given.training.recompute is not Recompute.AUTO:
+        return given, _best(given, partitioner, effort), ""
+    try:
+        best = _best(given, partitioner, effort)
+    except NotEnoughMemory:
+        return _recomputing(given, partitioner, effort)
+    if not given.short_of_memory(best):
+        return given, best, ""
+    again = given.recomputing(Recompute.SELECTIVE)
+    found = _best(again, partitioner, effort)
+    if found.step_s > REPEATING_GAINS * best.step_s:
+        return given, best, ""
+    why = f"cheap results are computed again: within memory a step would else take {best.step_s:.3g} s"
+    return again, found, why
+
+
+def _recomputing(given: Problem, partitioner: str, effort: Effort) -> tuple[Problem, Scored, str]:
+    """As ``_within_memory``, where not one micro-batch fits that keeps everything."""
+    again = given.recomputing(Recompute.SELECTIVE)
+    try:
+        return again, _best(again, partitioner, effort), "cheap results are computed again, as memory asks"
+    except NotEnoughMemory:
+        again = given.recomputing(Recompute.FULL)
+        return again, _best(again, partitioner, effort), "forwards are run again, as memory asks"
 
 
 def _best(problem: Problem, partitioner: str, effort: Effort) -> Scored:
@@ -164,7 +198,7 @@ def given_cut(problem: Problem, text: str) -> Candidate:
 def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Prediction:
     """What the timeline says of a scored candidate."""
     work, timeline = problem.timeline(scored, keep_spans=False)
-    bound = lower_bound(problem.undisturbed(work), problem.fleet.payload_share)
+    bound = lower_bound(_needed(problem, scored, work), problem.fleet.payload_share)
     dense = problem.workload(scored.candidate, scored.depths)
     names = [problem.fleet.devices[s.device].worker for s in work.stages]
     where, why = bottleneck(problem, work, timeline, problem.caps(scored.candidate))
@@ -199,6 +233,14 @@ def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Pr
     )
 
 
+def _needed(problem: Problem, scored: Scored, work: Workload) -> Workload:
+    """The work that the step cannot do without: nothing twice, by hosts that do nothing else."""
+    if problem.recompute is Recompute.OFF:
+        return problem.undisturbed(work)
+    once = problem.recomputing(Recompute.OFF)
+    return once.undisturbed(once.workload(scored.candidate, scored.depths, scored.specs))
+
+
 def _problem(dag: OpDag, training: TrainingSpec, fleet: Fleet, schedule: str, wire: Wire | None) -> Problem:
     if schedule not in SCHEDULES:
         raise UsageError(f"schedule {schedule!r}; choose {', '.join(SCHEDULES)}")
@@ -208,7 +250,8 @@ def _problem(dag: OpDag, training: TrainingSpec, fleet: Fleet, schedule: str, wi
         raise PlanError("the model has no ops: nothing to plan")
     check_compression(training.compression)
     wanted = None if schedule == "auto" else ScheduleName(schedule)
-    return Problem(dag, training, fleet, wanted, wire or Wire(), training.compression)
+    recompute = Recompute.OFF if training.recompute is Recompute.AUTO else training.recompute
+    return Problem(dag, training, fleet, wanted, wire or Wire(), training.compression, recompute)
 
 
 def _bare_plan(
@@ -230,7 +273,16 @@ def _bare_plan(
     specs = {(spec.source, spec.target): spec for spec in best.specs}
     links = tuple(specs.get(pair, LinkSpec(*pair)) for pair in work.routes)
     return Plan(
-        job_id, version, hashes[0], hashes[1], partitioner, best.schedule, problem.n_micro, stages, links
+        job_id,
+        version,
+        hashes[0],
+        hashes[1],
+        partitioner,
+        best.schedule,
+        problem.n_micro,
+        stages,
+        links,
+        recompute=problem.recompute,
     )
 
 

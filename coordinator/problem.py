@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from atoll.compression import AUTO, OFF, Compression
+from atoll.job import Recompute
 from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
 from coordinator.bound import lower_bound
 from coordinator.chain import Chain
@@ -96,7 +97,8 @@ class Infeasible(Exception):
 class Problem:
     """Costs of ``dag`` on every device of ``fleet``; ``schedule`` None lets the timeline choose.
 
-    ``compression``: what links do to the bytes of every candidate judged here.
+    ``compression``: what links do to the bytes of every candidate judged here. ``recompute``: what stages
+    run again, decided.
     """
 
     dag: OpDag
@@ -105,6 +107,7 @@ class Problem:
     schedule: ScheduleName | None = None
     wire: Wire = field(default_factory=Wire)
     compression: Compression = field(default_factory=lambda: Compression(OFF))
+    recompute: Recompute = Recompute.OFF
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
     _specs: dict[Candidate, tuple[LinkSpec, ...]] = field(default_factory=dict)
 
@@ -112,9 +115,9 @@ class Problem:
         self.n_ops = len(self.dag.ops)
         self.n_micro = self.training.n_micro
         self.traffic = Traffic(self.dag, self.training.optimizer)
-        self.memory = MemoryModel(self.dag, self.training, self.traffic)
+        self.memory = MemoryModel(self.dag, self.training, self.traffic, self.recompute)
         table = OpTable(self.dag, optimizer=self.training.optimizer)
-        costs = [table.costs(d, self.training.recompute) for d in self.fleet.devices]
+        costs = [table.costs(d, self.recompute) for d in self.fleet.devices]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
         self.weights = np.stack([prefix(c.weights_s) for c in costs])
@@ -270,6 +273,20 @@ class Problem:
                 raise Infeasible(f"ops [{a}, {b}) on {self.fleet.devices[d].label}")
             found.append(cap)
         return found
+
+    def short_of_memory(self, scored: Scored) -> bool:
+        """Whether a stage would have more micro-batches in flight if memory allowed."""
+        caps = self.caps(scored.candidate)
+        return any(
+            cap < self.n_micro and depth.in_flight >= cap
+            for cap, depth in zip(caps, scored.depths, strict=True)
+        )
+
+    def recomputing(self, recompute: Recompute) -> Problem:
+        """The same with this recomputed."""
+        return Problem(
+            self.dag, self.training, self.fleet, self.schedule, self.wire, self.compression, recompute
+        )
 
     def warmups(self, work: Workload, caps: Sequence[int]) -> list[tuple[int, ...]]:
         """Warm-up depths worth trying (microbatch.delay_aware_warmup), each within memory.

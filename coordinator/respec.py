@@ -40,7 +40,13 @@ def respec(
     """
     wanted = compression or training.compression
     check_compression(wanted)
-    problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
+    problem = Problem(
+        dag,
+        training,
+        fleet.subset([s.worker for s in plan.stages]),
+        wire=wire or Wire(),
+        recompute=plan.recompute,
+    )
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
     depths = _depths(plan)
 
@@ -65,7 +71,13 @@ def step_with(
     wire: Wire | None = None,
 ) -> float:
     """Predicted step seconds of ``plan`` on ``fleet`` with its links as in ``specs``."""
-    problem = Problem(dag, training, fleet.subset([s.worker for s in plan.stages]), wire=wire or Wire())
+    problem = Problem(
+        dag,
+        training,
+        fleet.subset([s.worker for s in plan.stages]),
+        wire=wire or Wire(),
+        recompute=plan.recompute,
+    )
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
     return step_seconds(problem.workload(candidate, _depths(plan), specs))
 

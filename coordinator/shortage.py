@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from coordinator.problem import Problem
 
 MIB = float(2**20)
-REMEDY = "lower the micro-batch size, set recompute, raise a worker's --memory-limit or add workers"
+REMEDY = "lower the micro-batch size, set recompute=full, raise a worker's --memory-limit or add workers"
 
 
 def shortage(problem: Problem, partitioner: str) -> str:

@@ -219,6 +219,7 @@ class OpNode(_message.Message):
     FLOPS_BACKWARD_FIELD_NUMBER: _builtins.int
     BYTES_MOVED_FIELD_NUMBER: _builtins.int
     BYTES_SAVED_FIELD_NUMBER: _builtins.int
+    BYTES_REPEATABLE_FIELD_NUMBER: _builtins.int
     MODULE_PATH_FIELD_NUMBER: _builtins.int
     SOURCE_LINE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -232,6 +233,7 @@ class OpNode(_message.Message):
     flops_backward: _builtins.int
     bytes_moved: _builtins.int
     bytes_saved: _builtins.int
+    bytes_repeatable: _builtins.int
     module_path: _builtins.str
     source_line: _builtins.str
     @_builtins.property
@@ -260,12 +262,13 @@ class OpNode(_message.Message):
         flops_backward: _builtins.int = ...,
         bytes_moved: _builtins.int = ...,
         bytes_saved: _builtins.int = ...,
+        bytes_repeatable: _builtins.int = ...,
         module_path: _builtins.str = ...,
         source_line: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["autocast", b"autocast"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "autocast", b"autocast", "bytes_moved", b"bytes_moved", "bytes_saved", b"bytes_saved", "flops_backward", b"flops_backward", "flops_forward", b"flops_forward", "grad_enabled", b"grad_enabled", "is_tuple", b"is_tuple", "kind", b"kind", "kwargs", b"kwargs", "module_path", b"module_path", "name", b"name", "outputs", b"outputs", "random", b"random", "requires_grad", b"requires_grad", "source_line", b"source_line", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "autocast", b"autocast", "bytes_moved", b"bytes_moved", "bytes_repeatable", b"bytes_repeatable", "bytes_saved", b"bytes_saved", "flops_backward", b"flops_backward", "flops_forward", b"flops_forward", "grad_enabled", b"grad_enabled", "is_tuple", b"is_tuple", "kind", b"kind", "kwargs", b"kwargs", "module_path", b"module_path", "name", b"name", "outputs", b"outputs", "random", b"random", "requires_grad", b"requires_grad", "source_line", b"source_line", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -550,7 +553,8 @@ class TrainingSpec(_message.Message):
     n_micro: _builtins.int
     seed: _builtins.int
     precision: _builtins.str
-    recompute: _builtins.bool
+    recompute: _builtins.str
+    """off | selective | full | auto"""
     eval_every: _builtins.int
     eval_batches: _builtins.int
     checkpoint_every: _builtins.int
@@ -569,7 +573,7 @@ class TrainingSpec(_message.Message):
         optimizer: Global___Optimizer | None = ...,
         schedule: Global___Schedule | None = ...,
         precision: _builtins.str = ...,
-        recompute: _builtins.bool = ...,
+        recompute: _builtins.str = ...,
         eval_every: _builtins.int = ...,
         eval_batches: _builtins.int = ...,
         checkpoint_every: _builtins.int = ...,
@@ -1101,6 +1105,7 @@ class Plan(_message.Message):
     LINKS_FIELD_NUMBER: _builtins.int
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     dag_hash: _builtins.str
@@ -1108,6 +1113,8 @@ class Plan(_message.Message):
     partitioner: _builtins.str
     schedule: _builtins.str
     n_micro: _builtins.int
+    recompute: _builtins.str
+    """off | selective | full"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]: ...
     @_builtins.property
@@ -1130,10 +1137,11 @@ class Plan(_message.Message):
         links: _abc.Iterable[Global___LinkSpec] | None = ...,
         left_out: _abc.Iterable[Global___LeftOut] | None = ...,
         prediction: Global___Prediction | None = ...,
+        recompute: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "recompute", b"recompute", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

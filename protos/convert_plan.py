@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
+from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpNode, Source, leaf_refs, op_refs
 from atoll.plan import LinkPrediction, LinkSpec, Mask, Plan, Prediction, StagePrediction, StageSpec
@@ -111,6 +112,7 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
         eval_dag_hash=plan.eval_dag_hash,
         partitioner=plan.partitioner,
         schedule=plan.schedule.value,
+        recompute=plan.recompute.value,
         n_micro=plan.n_micro,
         stages=[
             pb.StageSpec(
@@ -145,6 +147,7 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
         partitioner=bounds.name("partitioner", message.partitioner, limits),
         schedule=bounds.one_of("schedule", message.schedule, ScheduleName),
         n_micro=bounds.within("n_micro", message.n_micro, 1, 4096),
+        recompute=_decided(message.recompute),
         stages=tuple(_stage_from_proto(stage, limits) for stage in stages),
         links=tuple(link_from_proto(link, n_stages, limits) for link in links),
         left_out=tuple(
@@ -155,6 +158,14 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
             prediction_from_proto(message.prediction, limits) if message.HasField("prediction") else None
         ),
     )
+
+
+def _decided(recompute: str) -> Recompute:
+    """What a plan recomputes; BadFrame where that is left open."""
+    found = bounds.one_of("recompute", recompute, Recompute)
+    if found is Recompute.AUTO:
+        raise BadFrame("a plan that leaves open what to recompute")
+    return found
 
 
 def link_to_proto(link: LinkSpec) -> pb.LinkSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from atoll.job import (
     OptimizerName,
     ParamGroup,
     Precision,
+    Recompute,
     Schedule,
     ScheduleKind,
     TrainingSpec,
@@ -162,7 +164,7 @@ TRAININGS = st.builds(
     optimizer=OPTIMIZERS,
     schedule=st.builds(Schedule, st.sampled_from(ScheduleKind), st.integers(0, 1000), NUMBERS),
     precision=st.sampled_from(Precision),
-    recompute=st.booleans(),
+    recompute=st.sampled_from(Recompute),
     eval_every=st.integers(0, 100),
     eval_batches=st.integers(0, 100),
     checkpoint_every=st.integers(0, 100),
@@ -216,6 +218,7 @@ PLANS = st.builds(
         single_machine=NAMES,
         notes=st.lists(NAMES, max_size=2).map(tuple),
     ),
+    recompute=st.sampled_from([Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL]),
 )
 
 
@@ -228,6 +231,15 @@ def test_a_dag_comes_back_equal_and_serialises_to_the_same_bytes(dag: OpDag) -> 
     assert back == dag
     assert dag_bytes(back) == data
     assert content_hash(data) == content_hash(dag_bytes(back))
+
+
+def test_a_plan_says_what_is_recomputed() -> None:
+    plan = Plan(
+        "job", 1, content_hash(b""), "", "even", ScheduleName.GPIPE, 4, (StageSpec(0, 2, 0, 0, ("w1",), 3),)
+    )
+    open_one = to_proto(replace(plan, recompute=Recompute.AUTO))
+    with pytest.raises(BadFrame, match="leaves open"):
+        from_proto(open_one)
 
 
 @settings(max_examples=60, deadline=None)

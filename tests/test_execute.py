@@ -11,7 +11,7 @@ from torch import Tensor
 from atoll.effects import effects
 from atoll.errors import UsageError
 from atoll.execute import Executor, op_seed, torch_literal
-from atoll.job import Precision
+from atoll.job import Precision, Recompute
 from atoll.opdag import (
     Arg,
     Autocast,
@@ -223,11 +223,11 @@ def test_recompute_keeps_no_graph_but_the_newest_and_gives_the_same_gradient():
         op("aten.sum.default", OpRef(3)),
     )
     results = []
-    for recompute in (False, True):
+    for recompute in (Recompute.OFF, Recompute.FULL):
         executor = executor_of(dag, recompute=recompute)
         for micro in range(3):
             run(executor, torch.ones(4), micro=micro)
-        if recompute:
+        if recompute is Recompute.FULL:
             for micro in range(3):
                 executor.backward(micro, {})
             results.append((executor.gradient("w"), executor.buffers["b"].clone()))
@@ -258,8 +258,8 @@ def test_values_are_freed_after_their_last_use():
 
 
 @pytest.mark.parametrize("precision", list(Precision))
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_backward_in_two_parts_gives_the_bits_of_a_whole_one(precision: Precision, recompute: bool):
+@pytest.mark.parametrize("recompute", [Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL])
+def test_a_backward_in_two_parts_gives_the_bits_of_a_whole_one(precision: Precision, recompute: Recompute):
     meta = TensorMeta((3, 4), "float32")
     square = TensorMeta((4, 4), "float32")
     dag = replace(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll import Job, OptimizerName, Precision, ScheduleKind, TrainingSpec
+from atoll import Job, OptimizerName, Precision, Recompute, ScheduleKind, TrainingSpec
 from atoll.errors import UsageError
 from coordinator.jobfile import load_job, load_module, override_job
 
@@ -45,7 +45,7 @@ def test_a_job_file_gives_its_job(tmp_path: Path) -> None:
 
 
 def test_overrides_reach_nested_fields_by_their_types(tmp_path: Path) -> None:
-    sets = ["optimizer.lr=3e-4", "steps=500", "optimizer.name=sgd", "schedule.kind=cosine", "recompute=yes"]
+    sets = ["optimizer.lr=3e-4", "steps=500", "optimizer.name=sgd", "schedule.kind=cosine", "recompute=full"]
     job = load_job(
         _write(tmp_path, GOOD), [*sets, "optimizer.betas=0.8,0.95", "optimizer.clip_norm=1", "name=other"]
     )
@@ -53,7 +53,7 @@ def test_overrides_reach_nested_fields_by_their_types(tmp_path: Path) -> None:
     assert job.training.steps == 500
     assert job.training.optimizer.name is OptimizerName.SGD
     assert job.training.schedule.kind is ScheduleKind.COSINE
-    assert job.training.recompute is True
+    assert job.training.recompute is Recompute.FULL
     assert job.training.optimizer.betas == (0.8, 0.95)
     assert job.training.optimizer.clip_norm == 1.0
     assert job.name == "other"
@@ -79,7 +79,7 @@ def test_an_optional_field_can_be_taken_back() -> None:
         ("optimizer.betas=0.9", "use 2 numbers"),
         ("optimizer.groups=x", "set it in the job file"),
         ("precision=fp8", "use one of fp32, bf16"),
-        ("recompute=maybe", "use true or false"),
+        ("recompute=maybe", "use one of off, selective, full, auto"),
         ("steps=0", "give a number from 1"),
     ],
 )

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atoll.job import Optimizer, OptimizerName, Precision, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta, TorchLiteral
 from benchmarks.oracle import (
@@ -108,8 +108,8 @@ def test_a_cut_at_every_position_is_bit_equal_to_one_stage(name: str):
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "branches"])
 @pytest.mark.parametrize("schedule", list(ScheduleName))
-@pytest.mark.parametrize("recompute", [False, True])
-def test_schedule_and_recomputation_change_nothing(name: str, schedule: ScheduleName, recompute: bool):
+@pytest.mark.parametrize("recompute", [Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL])
+def test_schedule_and_recomputation_change_nothing(name: str, schedule: ScheduleName, recompute: Recompute):
     starts = random_starts(case(name).dag, 3, random.Random(5))
     run = run_local(with_training(name, recompute=recompute), starts, schedule=schedule)
     assert difference(run, reference(name, ADAMW)) == 0.0

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from atoll.errors import NotEnoughMemory, NoWorkers, UsageError
-from atoll.job import Precision, TrainingSpec
+from atoll.job import Precision, Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
+from atoll.opdag import OpDag
 from atoll.plan import validate
 from coordinator.baselines import layer_starts
 from coordinator.bound import lower_bound
@@ -146,7 +147,7 @@ def test_a_piece_that_fits_no_worker_is_named():
 
 def test_gpipe_that_does_not_fit_points_to_1f1b():
     dag = chain_dag(1, 30, max_elements=200_000)
-    training = TrainingSpec(10, 64)
+    training = TrainingSpec(10, 64, recompute=Recompute.OFF)
     fleet = two_islands(memory_mib=16)
     assert plan_for(dag, fleet, schedule="1f1b", training=training).schedule is ScheduleName.ONE_F_ONE_B
     with pytest.raises(NotEnoughMemory, match="1f1b"):
@@ -267,3 +268,54 @@ def test_without_room_for_deferred_weights_backwards_stay_whole_and_the_plan_say
     assert [stage.held for stage in plan.stages] == [0, 0]
     assert plan.schedule == "1f1b"
     assert any("no stage can defer" in note for note in plan.prediction.notes)
+
+
+def with_cheap_ops(dag: OpDag) -> OpDag:
+    """Every second op without weights gives what can be computed again, half of all that is kept."""
+    ops = [
+        replace(
+            node,
+            target="aten.gelu.default" if at % 2 and node.target == "aten.add.Tensor" else node.target,
+            bytes_repeatable=node.bytes_saved // 2,
+        )
+        for at, node in enumerate(dag.ops)
+    ]
+    return replace(dag, ops=tuple(ops))
+
+
+def test_cheap_results_are_computed_again_where_memory_keeps_the_pipeline_from_being_full():
+    dag, fleet = with_cheap_ops(gpt_like(8, tokens=128)), eight_hosts((5.0, 5.0, 5.0, 5.0))
+    off, auto, roomy = (
+        plan_for(dag, fleet, training=TrainingSpec(10, 16, recompute=recompute))
+        for recompute, fleet in (
+            (Recompute.OFF, fleet),
+            (Recompute.AUTO, fleet),
+            (Recompute.AUTO, with_memory(fleet, 10**10)),
+        )
+    )
+    assert off.recompute is roomy.recompute is Recompute.OFF
+    assert auto.recompute is Recompute.SELECTIVE
+    assert auto.prediction.step_s <= 0.95 * off.prediction.step_s
+    assert any("computed again" in note for note in auto.prediction.notes)
+    assert all(s.memory_bytes <= s.memory_limit_bytes for s in auto.prediction.stages)
+
+
+def test_only_what_fits_no_other_way_recomputes_more():
+    dag, training = with_cheap_ops(gpt_like(4)), TrainingSpec(10, 8)
+    alone = replace(random_fleet(3, 1, memory_mib=(4000, 4000)))
+    needed = {
+        recompute: Problem(dag, training, alone, recompute=recompute).memory.bytes(0, len(dag.ops), 1)
+        for recompute in (Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL)
+    }
+    assert needed[Recompute.OFF] > needed[Recompute.SELECTIVE]
+    for recompute, n_bytes in needed.items():
+        plan = plan_for(dag, with_memory(alone, round(n_bytes) + 8), training=training)
+        if needed[Recompute.FULL] < needed[Recompute.SELECTIVE] or recompute is not Recompute.FULL:
+            assert plan.recompute is recompute
+    with pytest.raises(NotEnoughMemory):
+        plan_for(dag, with_memory(alone, round(min(needed.values())) - 8), training=training)
+
+
+def with_memory(fleet: Fleet, n_bytes: int) -> Fleet:
+    devices = tuple(replace(device, memory_limit_bytes=n_bytes) for device in fleet.devices)
+    return replace(fleet, devices=devices)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from atoll.errors import PlanError, UsageError
-from atoll.job import Optimizer, OptimizerName, ParamGroup, Precision, Schedule, ScheduleKind, TrainingSpec
+from atoll.job import (
+    Optimizer,
+    OptimizerName,
+    ParamGroup,
+    Precision,
+    Recompute,
+    Schedule,
+    ScheduleKind,
+    TrainingSpec,
+)
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
 from atoll.program import stage_programs
 from worker.local import LocalPipeline
@@ -203,7 +212,7 @@ def test_a_gradient_that_never_came_is_not_taken_for_zero():
 
 
 def test_buffers_advance_once_a_forward_with_and_without_recomputation():
-    for recompute in (False, True):
+    for recompute in (Recompute.OFF, Recompute.FULL):
         ours = pipeline(spec(recompute=recompute))
         for step in range(3):
             ours.step(step, batches(step))

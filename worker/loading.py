@@ -80,6 +80,7 @@ def load(
             tensors,
             around.device.torch_device,
             states=assignment.states,
+            recompute=assignment.plan.recompute,
             defer=assignment.plan.defers(assignment.stage),
         )
     links = Links(

@@ -79,6 +79,7 @@ class LocalPipeline:
                 tensors,
                 devices[at % len(devices)],
                 states=states,
+                recompute=training.recompute,
                 defer=held > 0,
             )
             for at, program in enumerate(programs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.errors import PlanError, UsageError
 from atoll.execute import DTYPES, Executor
-from atoll.job import OptimizerName, stepwise_groups
+from atoll.job import OptimizerName, Recompute, stepwise_groups
 from atoll.ops import check_node
 from worker.optimizers import make_optimizer
 
@@ -62,6 +62,7 @@ class Stage:
         device: torch.device | str = "cpu",
         *,
         states: Mapping[str, StateMeta] | None = None,
+        recompute: Recompute = Recompute.OFF,
         defer: bool = False,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> None:
@@ -84,7 +85,7 @@ class Stage:
             self.device,
             training.precision,
             training.seed,
-            recompute=training.recompute,
+            recompute=recompute,
             defer=defer,
         )
         self._executor.load(self._values, self.frozen)

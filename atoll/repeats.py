@@ -1,0 +1,117 @@
+"""Results that cost little to compute again: a micro-batch in flight keeps the call, not the result.
+
+Selective recomputation (Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer
+Models, section 5) for ops whose backward keeps their arguments anyway: of a GELU or a normalisation the
+result is kept only for the op behind it, and one pass over the arguments gives it again. The kernel and its
+arguments are the same, so the bits are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from atoll.effects import references
+from atoll.opdag import OpRef
+from atoll.ops import cheap_again
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from atoll.program import StageProgram
+
+
+def repeatable(program: StageProgram, written: Collection[int]) -> dict[int, int]:
+    """Ops whose results may be computed again, and how many of their leading arguments must then need a
+    gradient. ``written``: ops whose results some op writes, whose memory says nothing any more."""
+    found = {}
+    for op, node in program.ops:
+        refs = {ref.op for arg in node.args for ref in references(arg) if isinstance(ref, OpRef)}
+        if (needed := cheap_again(node)) and not {op, *refs} & set(written):
+            found[op] = needed
+    return found
+
+
+class _Again:
+    """One call that gives its result once more."""
+
+    __slots__ = ("__weakref__", "args", "call", "memory", "mode")
+
+    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...], memory: Repeats) -> None:
+        self.call, self.memory = call, memory
+        self.args = [memory.pack(arg.detach()) if isinstance(arg, Tensor) else arg for arg in args]
+        device = memory.device_type
+        self.mode = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+    def result(self) -> Tensor:
+        args = [arg.tensor() if isinstance(arg, _Kept) else arg for arg in self.args]
+        enabled, dtype = self.mode
+        # No cast cache: as in the forward (``Executor``).
+        cast = torch.autocast(self.memory.device_type, dtype, enabled=enabled, cache_enabled=False)
+        with torch.no_grad(), cast:
+            found: Tensor = self.call(*args)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """In place of a tensor: the result it lies in, and where."""
+
+    again: _Again
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return self.again.memory.result(self.again).as_strided(self.size, self.stride, self.offset)
+
+
+class Repeats:
+    """Of one micro-batch; the graph of its forward, run under ``hooks``, holds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device_type = device.type
+        # The weak reference keeps an address from being used twice, not the memory behind it.
+        self._known: dict[int, tuple[StorageWeakRef, _Again, torch.dtype]] = {}
+        # Not the call itself, which knows these Repeats: no ring that only the garbage collector would break.
+        self._newest: tuple[ref[_Again], Tensor] | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """What a forward runs under."""
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def note(self, call: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> None:
+        """``call(*args)`` gave ``result``, in memory of its own."""
+        storage = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
+        self._known[storage.cdata] = storage, _Again(call, args, self), result.dtype
+
+    def pack(self, tensor: Tensor) -> Tensor | _Kept:
+        """The tensor, or what gives it again."""
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is None or found[2] is not tensor.dtype:
+            return tensor
+        return _Kept(found[1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(self, kept: Tensor | _Kept) -> Tensor:
+        """The tensor that was packed."""
+        return kept.tensor() if isinstance(kept, _Kept) else kept
+
+    def result(self, again: _Again) -> Tensor:
+        """Computed again, once for ops in a row that read the same: a norm feeds several products."""
+        if self._newest is None or self._newest[0]() is not again:
+            self._newest = ref(again), again.result()
+        return self._newest[1]
+
+    def close(self) -> None:
+        """The forward is over."""
+        self._known.clear()
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self._newest = None
