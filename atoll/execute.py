@@ -186,6 +186,24 @@ def _cut_off(arg: Any, outer: list[Tensor], inner: list[_Input], debt: _Debt) ->
     return leaf
 
 
+class _Notes:
+    """Where the forward that runs notes how cheap results came about. Its ops know this, not the executor,
+    which would then be part of a ring with its weights."""
+
+    repeats: Repeats | None = None
+
+
+def _noting(call: Call, needed: int, notes: _Notes) -> Call:
+    def noting(*args: Any) -> Any:
+        result = call(*args)
+        known = [arg for arg in args[:needed] if isinstance(arg, Tensor) and arg.requires_grad]
+        if notes.repeats is not None and len(known) == needed:
+            notes.repeats.note(call, args, result)
+        return result
+
+    return noting
+
+
 def _with_own_graph(call: Call, leaves: tuple[Tensor, ...], debt: _Debt) -> Call:
     def with_own_graph(*args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -251,7 +269,7 @@ class Executor:
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
         self._debt = _Debt(self._anchor, self._selective)
-        self._repeats: Repeats | None = None  # of the forward that runs
+        self._notes = _Notes()
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
         self.buffers: dict[str, Tensor] = {}
@@ -487,33 +505,23 @@ class Executor:
         if not self._selective:
             yield
             return
-        graph.repeats = self._repeats = Repeats(self.device)
+        graph.repeats = self._notes.repeats = Repeats(self.device)
         try:
-            with self._repeats.hooks():
+            with graph.repeats.hooks():
                 yield
         finally:
-            self._repeats = None
+            self._notes.repeats = None
             graph.repeats.close()
 
     def _noted(self, steps: Iterable[Step]) -> list[Step]:
         """The steps, those whose results are cheap to compute again noting how they came about."""
         cheap = repeatable(self.program, self._effects.values)
         return [
-            replace(step, call=self._noting(step.call, cheap[step.position]))
+            replace(step, call=_noting(step.call, cheap[step.position], self._notes))
             if step.position in cheap
             else step
             for step in steps
         ]
-
-    def _noting(self, call: Call, needed: int) -> Call:
-        def noting(*args: Any) -> Any:
-            result = call(*args)
-            known = [arg for arg in args[:needed] if isinstance(arg, Tensor) and arg.requires_grad]
-            if self._repeats is not None and len(known) == needed:
-                self._repeats.note(call, args, result)
-            return result
-
-        return noting
 
     def _apart(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
         """The steps, those whose weights can wait with a graph of their own."""

@@ -217,6 +217,7 @@ _WEIGHTS_APART = _expand("""
 _CHEAP_AGAIN = _expand("""
     gelu silu mish softplus hardswish layer_norm group_norm rms_norm mul:Tensor
 """)
+DEEPEST = 2  # of cheap results, one computed from the other: a gate and its product with another value
 # Their first argument (second for new_*) is the shape they allocate: a forged literal here is the
 # cheapest way to ask a volunteer for all its memory.
 _SHAPE_ARGUMENT = {

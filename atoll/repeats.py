@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from atoll.effects import references
-from atoll.opdag import OpRef
-from atoll.ops import cheap_again
+from atoll.effects import may_alias
+from atoll.opdag import op_refs
+from atoll.ops import DEEPEST, cheap_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -30,11 +30,16 @@ if TYPE_CHECKING:
 def repeatable(program: StageProgram, written: Collection[int]) -> dict[int, int]:
     """Ops whose results may be computed again, and how many of their leading arguments must then need a
     gradient. ``written``: ops whose results some op writes, whose memory says nothing any more."""
-    found = {}
+    found: dict[int, int] = {}
+    depths: dict[int, int] = {}  # of results that are not kept, and of their views
     for op, node in program.ops:
-        refs = {ref.op for arg in node.args for ref in references(arg) if isinstance(ref, OpRef)}
-        if (needed := cheap_again(node)) and not {op, *refs} & set(written):
-            found[op] = needed
+        refs = set(op_refs(node))
+        depth = max((depths.get(ref, 0) for ref in refs), default=0)
+        needed = cheap_again(node)
+        if needed and depth < DEEPEST and not {op, *refs} & set(written):
+            found[op], depths[op] = needed, depth + 1
+        elif depth and may_alias(node):
+            depths[op] = depth
     return found
 
 
@@ -95,7 +100,8 @@ class Repeats:
         """The tensor, or what gives it again."""
         found = self._known.get(tensor.untyped_storage()._cdata)
         if found is None or found[2] is not tensor.dtype:
-            return tensor
+            # Cut off: an op's own result would hold its node, and nobody sees that ring.
+            return tensor.detach()
         return _Kept(found[1], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: Tensor | _Kept) -> Tensor:

@@ -125,7 +125,8 @@ class Federating:
             self.hooks.log(
                 Name.JOB_STATE, "debug" if quiet else level, job=job, state=state.phase, reason=state.reason
             )
-        if changed or before.round != state.round or before.evaluation != state.evaluation:
+        told = (before.round, before.evaluation, before.central_evaluation)
+        if changed or told != (state.round, state.evaluation, state.central_evaluation):
             self.hooks.shown(state.face())
 
     def answered(self, event: ev.AggregatorEvent, now_s: float) -> None:

@@ -133,7 +133,11 @@ def _broke(state: FederationState, event: Event, now_s: float) -> Outcome:
     if event.hopeless or failures > MAX_FAILURES:
         more = "" if event.hopeless else f"; gave up after {failures} failures without a closed round"
         return end(state, Phase.FAILED, f"the aggregator failed: {event.reason}{more}")
-    return replace(state, opened=False, failures=failures), [Open(state.round, state.state)]
+    # What nobody waits for is tried once more, then left: each new aggregator would begin with it.
+    left = state.central and failures > 1 and state.phase is not Phase.EVALUATING
+    why = [Without(state.round, "the owner's data", f"evaluation: {event.reason}")] if left else []
+    after = replace(state, opened=False, failures=failures, central=state.central and not left)
+    return after, [*why, Open(state.round, state.state)]
 
 
 def _blame(state: FederationState, worker: str, reason: str) -> Outcome:

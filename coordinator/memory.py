@@ -15,6 +15,7 @@ import numpy as np
 
 from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
 from atoll.opdag import LeafRef, OpDag, Source, leaf_refs, op_refs
+from atoll.ops import DEEPEST, cheap_again
 from coordinator.estimate import is_trained, leaf_meta, weights_share
 
 if TYPE_CHECKING:
@@ -50,9 +51,11 @@ class MemoryModel:
                     repeats.append((last_use[leaf], op, bytes_held - bytes_trained, bytes_trained))
                 last_use[leaf] = op
         selective = recompute is Recompute.SELECTIVE
+        cheap = [node.outputs[0].nbytes for node in dag.ops if selective and cheap_again(node)]
+        self.again = DEEPEST * float(max(cheap, default=0))  # results computed again, at one time
         saved = np.array([float(node.bytes_saved - selective * node.bytes_repeatable) for node in dag.ops])
         self._state, self._saved = prefix(state), prefix(saved)
-        self._owed = prefix(_owed_bytes(dag, training.optimizer))
+        self._owed = prefix(_owed_bytes(dag, training.optimizer, DEEPEST if selective else 0))
         self._trainable, self._tensors = prefix(trainable), prefix(tensors)
         self._repeats = np.array(repeats, dtype=np.float64).reshape(-1, 4)
         self.live = traffic.live_bytes.astype(np.float64)  # [n + 1], 0 at both ends
@@ -78,7 +81,7 @@ class MemoryModel:
         """Everything that does not grow with the micro-batches in flight."""
         # A value being sent and one being received, or their gradients, on each side.
         boundary = 2.0 * float(self.live[a] + self.live[b])
-        again = float(self._saved[b] - self._saved[a]) if self.full else 0.0
+        again = float(self._saved[b] - self._saved[a]) if self.full else self.again
         return self.state_bytes(a, b) + boundary + again
 
     def bytes(self, a: int, b: int, in_flight: int, *, defer: bool = False) -> float:
@@ -101,6 +104,7 @@ class MemoryModel:
         From the safe side: a leaf used twice counts twice, and a wide cut on the way ends it.
         """
         p, q = positions, 1 if self.full else in_flight
+        limit_bytes -= self.again
         grown = self._state[p] + q * self._saved[p]
         needed = np.maximum.accumulate(grown + 2.0 * self.live[p])
         room = limit_bytes + grown - (2 + in_flight) * self.live[p]
@@ -116,7 +120,7 @@ class MemoryModel:
         p = positions
         kept = self._saved[p][None, :] - self._saved[p][:, None]
         total = self._state[p][None, :] - self._state[p][:, None]
-        total = total + (1 if self.full else in_flight) * kept
+        total = total + (1 if self.full else in_flight) * kept + self.again
         total += ((2 + in_flight) * self.live[p])[:, None] + (2 * self.live[p])[None, :]
         if len(self._repeats):
             total -= self._repeat_matrix(p)
@@ -141,15 +145,23 @@ class MemoryModel:
         return float(pairs[inside, column].sum())
 
 
-def _owed_bytes(dag: OpDag, optimizer: Optimizer) -> Floats:
+def _owed_bytes(dag: OpDag, optimizer: Optimizer, deepest: int) -> Floats:
     """[ops] what each op's weights' gradients need, where they can come later: its arguments and the
     gradient of its result. An argument of several ops counts for each: they may be in different stages."""
     found = np.zeros(len(dag.ops))
     for op, node in enumerate(dag.ops):
         if weights_share(dag, op, optimizer):
-            arguments = sum(dag.ops[ref].outputs[0].nbytes for ref in op_refs(node))
+            arguments = sum(_held_bytes(dag, ref, deepest) for ref in op_refs(node))
             found[op] = node.outputs[0].nbytes + arguments
     return found
+
+
+def _held_bytes(dag: OpDag, op: int, deepest: int) -> int:
+    """Of what is kept for an op's result: itself, or what it is computed again from."""
+    node = dag.ops[op]
+    if deepest and cheap_again(node):
+        return sum(_held_bytes(dag, ref, deepest - 1) for ref in op_refs(node))
+    return node.outputs[0].nbytes
 
 
 def leaf_bytes(dag: OpDag, leaf: LeafRef, optimizer: Optimizer) -> tuple[float, float]:

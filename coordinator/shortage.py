@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.job import Recompute
+
 if TYPE_CHECKING:
     from coordinator.problem import Problem
 
 MIB = float(2**20)
-REMEDY = "lower the micro-batch size, set recompute=full, raise a worker's --memory-limit or add workers"
 
 
 def shortage(problem: Problem, partitioner: str) -> str:
     """One sentence with the numbers and the next move."""
     need = problem.memory.bytes(0, problem.n_ops, 1)
+    more_again = "" if problem.recompute is Recompute.FULL else "set recompute=full, "
+    remedy = f"lower the micro-batch size, {more_again}raise a worker's --memory-limit or add workers"
     have = float(problem.limits.sum())
     limits = ", ".join(
         f"{device.label} {limit / MIB:.0f}"
@@ -27,7 +30,7 @@ def shortage(problem: Problem, partitioner: str) -> str:
     if need > have:
         return (
             f"the model needs {need / MIB:.0f} MiB with one micro-batch in flight, the fleet has "
-            f"{have / MIB:.0f} MiB ({limits}): {(need - have) / MIB:.1f} MiB short; {REMEDY}"
+            f"{have / MIB:.0f} MiB ({limits}): {(need - have) / MIB:.1f} MiB short; {remedy}"
         )
     a, b, size = _largest_piece(problem)
     most = int(problem.limits.argmax())
@@ -37,18 +40,18 @@ def shortage(problem: Problem, partitioner: str) -> str:
         return (
             f"ops {a} to {b - 1} ({where}) must stay together and need {size / MIB:.1f} MiB; the largest "
             f"worker, {problem.fleet.devices[most].label}, has {problem.limits[most] / MIB:.1f}: "
-            f"{(size - problem.limits[most]) / MIB:.1f} MiB short; {REMEDY}"
+            f"{(size - problem.limits[most]) / MIB:.1f} MiB short; {remedy}"
         )
     if problem.schedule is not None and problem.schedule.value == "gpipe":
         return (
             f"GPipe keeps all {problem.n_micro} micro-batches in flight, which no cut into stages fits "
-            f"({limits} MiB); use --schedule 1f1b, or {REMEDY}"
+            f"({limits} MiB); use --schedule 1f1b, or {remedy}"
         )
     order, over = _worst_overflow(problem)
     hint = "; try --partitioner op_fence, which may reorder devices" if partitioner != "op_fence" else ""
     return (
         f"no cut into stages fits: the best is {over / MIB:.1f} MiB short on "
-        f"{problem.fleet.devices[order].label} (limits in MiB: {limits}); {REMEDY}{hint}"
+        f"{problem.fleet.devices[order].label} (limits in MiB: {limits}); {remedy}{hint}"
     )
 
 

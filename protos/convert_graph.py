@@ -159,7 +159,7 @@ def node_from_proto(message: pb.OpNode, limits: Limits) -> OpNode:
         flops_forward=message.flops_forward,
         flops_backward=message.flops_backward,
         bytes_moved=message.bytes_moved,
-        bytes_repeatable=message.bytes_repeatable,
+        bytes_repeatable=bounds.within("bytes_repeatable", message.bytes_repeatable, 0, message.bytes_saved),
         bytes_saved=message.bytes_saved,
         module_path=bounds.text("module path", message.module_path, limits.text_chars),
         source_line=bounds.text("source line", message.source_line, limits.text_chars),

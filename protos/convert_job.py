@@ -118,7 +118,7 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
             final=bounds.number("final", message.schedule.final),
         ),
         precision=bounds.one_of("precision", message.precision, Precision),
-        recompute=bounds.one_of("recompute", message.recompute, Recompute),
+        recompute=bounds.one_of("recompute", message.recompute or "off", Recompute),
         eval_every=message.eval_every,
         eval_batches=message.eval_batches,
         checkpoint_every=message.checkpoint_every,

@@ -162,7 +162,7 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
 
 def _decided(recompute: str) -> Recompute:
     """What a plan recomputes; BadFrame where that is left open."""
-    found = bounds.one_of("recompute", recompute, Recompute)
+    found = bounds.one_of("recompute", recompute or "off", Recompute)
     if found is Recompute.AUTO:
         raise BadFrame("a plan that leaves open what to recompute")
     return found

@@ -586,6 +586,18 @@ def test_an_aggregator_that_dies_while_clients_train_evaluates_again() -> None:
     assert central(world) == [1]
 
 
+def test_an_evaluation_that_kills_the_aggregator_twice_is_left() -> None:
+    world = held_back(evaluate_every=0)
+    for _ in range(2):
+        world.step(ev.AggregatorBroke("job-1", "killed"))
+        world.open()
+    assert central(world) == [1, 1]
+    assert [item.worker for item in world.todo if isinstance(item, fed.Without)] == ["the owner's data"]
+    world.todo.clear()
+    world.updates("a", "b")
+    assert [type(item) for item in world.todo if not isinstance(item, Record)] == [fed.Aggregate]
+
+
 def test_clients_that_evaluate_too_late_do_not_end_the_owners_evaluation() -> None:
     world = held_back(evaluate_every=1)
     assert world.state.phase is Phase.EVALUATING
