@@ -46,6 +46,7 @@ from coordinator.federation_rounds import (
     repeat,
     strike,
     train_message,
+    waits_for_owner,
     with_client,
 )
 from coordinator.federation_state import (
@@ -418,7 +419,7 @@ def _tick(state: FederationState, event: Event, now_s: float) -> Outcome:
         return after, [*todo, *more]
     if state.phase is Phase.EVALUATING:
         todo = [Without(state.round, name, "evaluation: late") for name in sorted(state.asked)]
-        central = state.central and state.round < state.rounds
+        central = state.central and not waits_for_owner(state)
         after, more = evaluated_if_complete(replace(state, asked=frozenset(), central=central), now_s)
         return after, [*todo, *more]
     return state, []

@@ -46,6 +46,9 @@ from strategies import make_strategy
 
 RECENT = 21  # round times kept for medians
 MAX_REPEATS = 3  # of one round
+BESIDE_BYTES = 32 * 2**20
+"""Of a model that the owner's machine evaluates while clients train: with larger ones, whose rounds are long
+anyway, it would hold the weights just when clients, perhaps on the same machine, need most."""
 MAX_STRIKES = 3  # rounds in a row in which a client failed or sent what cannot be counted
 
 Outcome = tuple[FederationState, list[Todo]]
@@ -323,13 +326,16 @@ def evaluate(state: FederationState, now_s: float) -> Outcome:
     return settled, [*todo, *more]
 
 
-def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
-    """Go on once every evaluation is there that the next round must wait for.
+def waits_for_owner(state: FederationState) -> bool:
+    """Whether what comes next waits for the evaluation on the owner's data. Otherwise the clients train
+    meanwhile, and the aggregator evaluates the model before it sums the next one."""
+    large = sum(meta.nbytes for meta in state.up) > BESIDE_BYTES
+    return state.central and (large or state.round >= state.rounds)
 
-    That on the owner's data is none but after the last: the clients train meanwhile, and the aggregator
-    evaluates the model before it sums the next one.
-    """
-    if state.asked or (state.central and state.round >= state.rounds):
+
+def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
+    """Go on once every evaluation is there that the next round must wait for."""
+    if state.asked or waits_for_owner(state):
         return state, []
     if state.asking:
         return choose(state, now_s)

@@ -37,6 +37,7 @@ class World:
     spec: JobSpec = field(default_factory=spec)
     now_s: float = 100.0
     aggregator: bool = True
+    up: tuple[TensorMeta, ...] = UP  # what an update holds
     bad: set[str] = field(default_factory=set)  # whose updates the aggregator refuses
     said: list[tuple[str, Any]] = field(default_factory=list)
     todo: list[fed.Todo] = field(default_factory=list)
@@ -68,7 +69,9 @@ class World:
 
     def open(self) -> None:
         inputs = {"x": TensorMeta((4, 8, 8), "float32")}
-        self.step(ev.AggregatorOpened("job-1", self.state.round, self.model(self.state.round), inputs, UP))
+        self.step(
+            ev.AggregatorOpened("job-1", self.state.round, self.model(self.state.round), inputs, self.up)
+        )
 
     def model(self, at_round: int) -> ev.Blob:
         return ev.Blob(name_of("model", at_round), 1000)

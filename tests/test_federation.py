@@ -527,10 +527,10 @@ def test_the_ledger_knows_the_round_and_the_state_that_the_machine_has() -> None
     assert name_of("state", 0) in world.ledger.take_superseded()
 
 
-def held_back(rounds: int = 2, **options: Any) -> World:
+def held_back(rounds: int = 2, up: tuple[TensorMeta, ...] = UP, **options: Any) -> World:
     """Two clients, their first round summed, the model not yet evaluated on the owner's data."""
     made = spec(rounds, eval_batches=2, **options)
-    world = World(replace(made, training=replace(made.training, eval_every=1)))
+    world = World(replace(made, training=replace(made.training, eval_every=1)), up=up)
     world.begin("a", "b")
     world.aggregator = False
     world.updates("a", "b")
@@ -573,6 +573,13 @@ def test_clients_train_while_the_owner_evaluates() -> None:
     assert told_centrally(world) == [1], "that one was told already"
     world.step(ev.CentrallyEvaluated("job-1", 2, 0.125, {}, 8))
     assert (world.state.phase, told_centrally(world)) == (Phase.FINISHED, [1, 2])
+
+
+def test_clients_wait_while_the_owner_evaluates_a_large_model() -> None:
+    world = held_back(up=(TensorMeta((3000, 3000), "float32"),), evaluate_every=0)
+    assert (world.state.phase, central(world)) == (Phase.EVALUATING, [1])
+    world.step(ev.CentrallyEvaluated("job-1", 1, 0.25, {}, 8))
+    assert (world.state.phase, world.state.round, told_centrally(world)) == (Phase.TRAINING, 1, [1])
 
 
 def test_an_aggregator_that_dies_while_clients_train_evaluates_again() -> None:
