@@ -13,6 +13,7 @@ dense plan as it is stays in the race, so the choice is never predicted slower t
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,7 @@ def _within_memory(given: Problem, partitioner: str, effort: Effort) -> tuple[Pr
         best = _best(given, partitioner, effort)
     except NotEnoughMemory:
         return _recomputing(given, partitioner, effort)
-    if not given.short_of_memory(best):
+    if not _has_cheap_results(given) or not given.short_of_memory(best):
         return given, best, ""
     again = given.recomputing(Recompute.SELECTIVE)
     found = _best(again, partitioner, effort)
@@ -111,12 +112,20 @@ def _within_memory(given: Problem, partitioner: str, effort: Effort) -> tuple[Pr
 
 def _recomputing(given: Problem, partitioner: str, effort: Effort) -> tuple[Problem, Scored, str]:
     """As ``_within_memory``, where not one micro-batch fits that keeps everything."""
-    again = given.recomputing(Recompute.SELECTIVE)
-    try:
-        return again, _best(again, partitioner, effort), "cheap results are computed again, as memory asks"
-    except NotEnoughMemory:
-        again = given.recomputing(Recompute.FULL)
-        return again, _best(again, partitioner, effort), "forwards are run again, as memory asks"
+    if _has_cheap_results(given):
+        again = given.recomputing(Recompute.SELECTIVE)
+        with suppress(NotEnoughMemory):
+            return (
+                again,
+                _best(again, partitioner, effort),
+                "cheap results are computed again, as memory asks",
+            )
+    again = given.recomputing(Recompute.FULL)
+    return again, _best(again, partitioner, effort), "forwards are run again, as memory asks"
+
+
+def _has_cheap_results(problem: Problem) -> bool:
+    return any(node.bytes_repeatable for node in problem.dag.ops)
 
 
 def _best(problem: Problem, partitioner: str, effort: Effort) -> Scored:
