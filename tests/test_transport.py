@@ -527,7 +527,7 @@ def test_a_dismissed_peer_is_cut_off_and_refused(host: Make) -> None:
     b.network.dismiss("w-a")
     assert a.lost.get(timeout=20)[0] == "w-b"
     with pytest.raises(ConnectionFailed, match="does not expect"):
-        a.network.dial("w-b", [b.address], 0.3)
+        a.network.dial("w-b", [b.address], 1.0)
 
 
 PEER = """

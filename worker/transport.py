@@ -130,25 +130,30 @@ class PeerNetwork:
         self.admit(peer)
         deadline_s = time.monotonic() + timeout_s
         backoff_s = 0.05
+        reasons: dict[tuple[str, int], AtollError] = {}
         while True:
             fatal: AtollError | None = None
-            failures = []
+            failed = False
             for address in addresses:
                 try:
                     self._connect(peer, address, 0, 1, deadline_s)
                 except (AccessDenied, ProtocolMismatch) as error:
                     fatal = error
                 except AtollError as error:
-                    failures.append(f"{address[0]}:{address[1]}: {error}")
+                    failed = True
+                    # What the deadline cut short says less than an answer that came before.
+                    if address not in reasons or time.monotonic() < deadline_s:
+                        reasons[address] = error
                 else:
                     self._add_lanes(peer, address, deadline_s)
                     return address
-            if fatal is not None and not failures:
+            if fatal is not None and not failed:
                 self._forget_unmet(peer)
                 raise fatal
             if time.monotonic() + backoff_s >= deadline_s or self._closing.wait(backoff_s):
                 self._forget_unmet(peer)
-                tried = "; ".join(failures) or "no address known"
+                tried = "; ".join(f"{host}:{port}: {why}" for (host, port), why in reasons.items())
+                tried = tried or "no address known"
                 raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})") from fatal
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
