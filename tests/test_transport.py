@@ -129,7 +129,7 @@ def test_a_worker_that_accepts_nobody_dials_out_and_frames_flow_both_ways(host: 
 def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
     a, b = host("w-a", listen=False), host("w-b")
     with pytest.raises(ConnectionFailed, match="does not expect 'w-a'"):
-        a.network.dial("w-b", [b.address], 0.3)
+        a.network.dial("w-b", [b.address], 1.0)
     assert b.network.refusals()["stranger"] > 0
     b.network.admit("w-a")
     a.network.dial("w-b", [b.address], 20)
