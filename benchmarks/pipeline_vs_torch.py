@@ -99,6 +99,7 @@ def summary(plan: dict[str, Any]) -> dict[str, Any]:
     return {
         "stages": [(s["start"], s["stop"], s["workers"][0]) for s in plan["stages"]],
         "schedule": plan["schedule"],
+        "recompute": plan["recompute"],
         "predicted_s": plan["prediction"]["step_s"],
         "lower_bound_s": plan["prediction"]["lower_bound_s"],
         "bottleneck": plan["prediction"]["bottleneck"],

@@ -28,7 +28,13 @@ def run_of(step_s: float, predicted_s: float = 0.0, losses: tuple[float, ...] = 
         prediction = {"step_s": predicted_s, "lower_bound_s": predicted_s / 2, "bottleneck": "latency"}
         stages = [{"start": 0, "stop": 5, "workers": ["w1"]}]
         links = [{"ratio": 1.0}, {"ratio": 88.0}]
-        run["plan"] = {"prediction": prediction, "stages": stages, "schedule": "1f1b", "links": links}
+        run["plan"] = {
+            "prediction": prediction,
+            "stages": stages,
+            "schedule": "1f1b",
+            "recompute": "off",
+            "links": links,
+        }
         run["links"] = [
             {"source": "w1", "target": "w2", "bytes_per_step": 70, "codec": "topk", "ratio": 88.0}
         ]
