@@ -50,7 +50,7 @@ PARTITIONERS = ("op_fence", "proportional", "even")
 GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and for the oracle
 SCHEDULES = ("auto", *ScheduleName)
 FINALISTS = 4  # dense ones that are judged compressed, compressed ones whose codecs are settled
-REPEATING_GAINS = 0.95  # of the step: hooks, which the estimate leaves out, take 3 to 5 % on slow hosts
+REPEATING_GAINS = 0.9  # of the step: hooks, which the estimate leaves out, take 3 to 5 % on slow hosts
 JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
 
