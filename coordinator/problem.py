@@ -284,9 +284,7 @@ class Problem:
 
     def recomputing(self, recompute: Recompute) -> Problem:
         """The same with this recomputed."""
-        return Problem(
-            self.dag, self.training, self.fleet, self.schedule, self.wire, self.compression, recompute
-        )
+        return replace(self, recompute=recompute, _scores={}, _specs={})
 
     def warmups(self, work: Workload, caps: Sequence[int]) -> list[tuple[int, ...]]:
         """Warm-up depths worth trying (microbatch.delay_aware_warmup), each within memory.

@@ -40,15 +40,7 @@ def respec(
     """
     wanted = compression or training.compression
     check_compression(wanted)
-    problem = Problem(
-        dag,
-        training,
-        fleet.subset([s.worker for s in plan.stages]),
-        wire=wire or Wire(),
-        recompute=plan.recompute,
-    )
-    candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
-    depths = _depths(plan)
+    problem, candidate, depths = _problem_of(plan, dag, training, fleet, wire)
 
     def judge(specs: tuple[LinkSpec, ...]) -> float:
         return step_seconds(problem.workload(candidate, depths, specs))
@@ -71,16 +63,15 @@ def step_with(
     wire: Wire | None = None,
 ) -> float:
     """Predicted step seconds of ``plan`` on ``fleet`` with its links as in ``specs``."""
-    problem = Problem(
-        dag,
-        training,
-        fleet.subset([s.worker for s in plan.stages]),
-        wire=wire or Wire(),
-        recompute=plan.recompute,
-    )
-    candidate = Candidate(tuple(range(len(plan.stages))), tuple(s.start for s in plan.stages))
-    return step_seconds(problem.workload(candidate, _depths(plan), specs))
+    problem, candidate, depths = _problem_of(plan, dag, training, fleet, wire)
+    return step_seconds(problem.workload(candidate, depths, specs))
 
 
-def _depths(plan: Plan) -> list[Depth]:
-    return [Depth(stage.warmup, stage.held) for stage in plan.stages]
+def _problem_of(
+    plan: Plan, dag: OpDag, training: TrainingSpec, fleet: Fleet, wire: Wire | None
+) -> tuple[Problem, Candidate, list[Depth]]:
+    """What the plan solves on its workers alone, and the plan as a candidate for it."""
+    workers = fleet.subset([stage.worker for stage in plan.stages])
+    problem = Problem(dag, training, workers, wire=wire or Wire(), recompute=plan.recompute)
+    candidate = Candidate(tuple(range(len(plan.stages))), tuple(stage.start for stage in plan.stages))
+    return problem, candidate, [Depth(stage.warmup, stage.held) for stage in plan.stages]
