@@ -14,7 +14,7 @@ from compressors.base import meta_of
 from compressors.factors import orthonormal, sketch
 from compressors.gaussian_k import GaussianK
 from compressors.indices import decode_positions, encode_positions
-from compressors.packing import flat
+from compressors.packing import empty, flat
 from compressors.random_k import draw_positions
 from compressors.selection import above, bits_of, largest, place, sampled_threshold, scatter, values_at
 from compressors.topk import TopK
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Work = Callable[[], Any]
 COLUMNS = 5000
 """Of the sample as a matrix; the notes had 4096 x 6000."""
+BLOCK = 1 << 19
+"""Elements: 2 MiB of each operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +103,23 @@ def _scatter(density: float) -> Callable[[Tensor], Work]:
 
 
 def _residual(density: float) -> Callable[[Tensor], Work]:
-    """The gradient added to the residual, which is zero then where elements were kept. A codec that rounds
-    leaves its rounding there, and its state is new memory: ``error_feedback``'s own row."""
+    """The gradient added to the residual, which is zero then where elements were kept. The pass over memory
+    is what it costs: a block is zeroed while the caches still hold it. A codec that rounds leaves its
+    rounding there, and selects between the two: ``error_feedback``'s own row."""
 
     def prepare(tensor: Tensor) -> Work:
         bits, gradient = bits_of(tensor), flat(tensor)
         positions = above(bits, sampled_threshold(bits, _kept(tensor, density)))
-        residual, nothing = torch.zeros_like(gradient), torch.zeros(len(positions))
+        residual, nothing = empty(meta_of(gradient)).zero_(), torch.zeros(len(positions))
+        starts = range(0, len(bits), BLOCK)
 
         def work() -> Tensor:
-            residual.add_(gradient)
-            place(residual, positions, nothing)
+            ends = np.searchsorted(positions, [start + BLOCK for start in starts]).tolist()
+            first = 0
+            for start, end in zip(starts, ends, strict=True):
+                residual[start : start + BLOCK].add_(gradient[start : start + BLOCK])
+                place(residual, positions[first:end], nothing[first:end])
+                first = end
             return residual
 
         return work

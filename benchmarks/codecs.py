@@ -43,6 +43,8 @@ RATIO = 100.0  # of codecs that take one: near 1 % of the elements, with positio
 RATIOS = {"qsgd": 4.0, "dct_topk": 32.0, "low_rank": 32.0}
 FACTOR = 1.3
 """Not slower than the notes by more than this."""
+ENOUGH_S = 0.3
+"""Three repeats of a few milliseconds each say more of the machine's other guests than of the work."""
 
 VARIANTS: dict[str, Callable[[], Compressor]] = {
     "topk exact 1 %": lambda: TopK(density=0.01, rows=False),
@@ -55,17 +57,20 @@ Row = dict[str, Any]
 
 
 def best_s(works: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Seconds until all of ``works``, each on a thread of its own, are done: the best of ``repeats``."""
-    took = math.inf
+    """Seconds until all of ``works``, each on a thread of its own, are done: the best of ``repeats``, and
+    of as many as ENOUGH_S takes."""
+    took, spent, done = math.inf, 0.0, 0
     with ThreadPoolExecutor(len(works)) as pool:
-        for repeat in range(1 + repeats):
+        while done <= repeats or spent < ENOUGH_S:
             start_s = time.perf_counter()
             if len(works) == 1:
                 works[0]()
             else:
                 list(pool.map(lambda work: work(), works))
-            if repeat:  # the first run loads caches and libraries
+            if done:  # the first run loads caches and libraries
                 took = min(took, time.perf_counter() - start_s)
+                spent += time.perf_counter() - start_s
+            done += 1
     return took
 
 
