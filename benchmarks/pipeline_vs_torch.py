@@ -6,6 +6,7 @@ else would show here, and the benchmark then ends with exit code 1.
 A short job goes before, not measured, so that all plans are made by a fleet that has trained once.
 
   python -m benchmarks.pipeline_vs_torch --scenario two_islands --json
+  python -m benchmarks.pipeline_vs_torch --scenario cross_region --only torch_gpipe torch_1f1b --rounds 3
 """
 
 from __future__ import annotations
@@ -40,20 +41,24 @@ REFRESHING_STEPS = 5
 LOSS_TOLERANCE = 2e-3  # relative; the rival's initial weights and order of sums differ in the last bits
 
 
-def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: int) -> dict[str, Any]:
-    """One scenario: ``rounds`` alternating runs of everything."""
+def compare(
+    scenario: str, job: str, settings: list[str], steps: int, rounds: int, wanted: Sequence[str]
+) -> dict[str, Any]:
+    """One scenario: ``rounds`` alternating runs of everything ``wanted``, of op_fence in any case."""
+    ours = [name for name in OURS if name == "op_fence" or name in wanted]
+    rivals = {name: schedule for name, schedule in RIVALS.items() if name in wanted}
     loaded = load_job(Path(job), settings)
     batch = next(iter(loaded.example_inputs.values())).shape[0]
     samples = batch * loaded.training.n_micro
-    rates: dict[str, list[float]] = {name: [] for name in (*OURS, *RIVALS)}
+    rates: dict[str, list[float]] = {name: [] for name in (*ours, *rivals)}
     plans: dict[str, Any] = {}
-    losses: dict[str, dict[int, list[float]]] = {name: {} for name in (*OURS, *RIVALS)}
-    limits: dict[str, list[float]] = {name: [] for name in OURS}
+    losses: dict[str, dict[int, list[float]]] = {name: {} for name in (*ours, *rivals)}
+    limits: dict[str, list[float]] = {name: [] for name in ours}
     refused: dict[str, str] = {}
     with LabFleet(scenario) as fleet:
         fleet.train(job, REFRESHER, settings, stop_after=REFRESHING_STEPS)
         for number in range(rounds):
-            for name in OURS:
+            for name in ours:
                 run = fleet.train(job, name, settings, stop_after=steps)
                 plans[name], losses[name][number] = run["plan"], run["loss"]
                 seconds = steady(run["step_s"])
@@ -61,7 +66,7 @@ def compare(scenario: str, job: str, settings: list[str], steps: int, rounds: in
                 tell(number, name, rates)
                 limits[name].append(seconds / run["plan"]["prediction"]["lower_bound_s"])
             order = hosts_of(fleet, plans["op_fence"])
-            for name, schedule in RIVALS.items():
+            for name, schedule in rivals.items():
                 try:
                     run = fleet.rival(job, order, schedule, steps, settings)
                 except CommandFailed as error:
@@ -123,6 +128,8 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--rounds", type=int, default=2, help="alternations of everything")
     options.add_argument("--set", action="append", default=[], help="job override")
+    everything = (*OURS, *RIVALS)
+    options.add_argument("--only", nargs="+", default=everything, choices=everything, help="beside op_fence")
     args = options.parse_args()
     need_lab(args.json)
     settings = [
@@ -135,7 +142,7 @@ def main() -> int:
     ]
     found = []
     for scenario in args.scenario or ("two_islands",):
-        result = compare(scenario, args.job, settings, args.steps, args.rounds)
+        result = compare(scenario, args.job, settings, args.steps, args.rounds, args.only)
         found.append(result)
         best = result["samples_per_s"].get("op_fence", 0.0)
         print(f"{result['scenario']}: samples/s (op_fence over it), measured / lower bound")

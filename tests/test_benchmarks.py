@@ -227,6 +227,16 @@ def test_the_limit_ratio_is_the_median_of_all_rounds(
     assert list(found["refused"]) == ["torch_1f1b"]
 
 
+def test_only_what_is_asked_for_runs_beside_op_fence(
+    fleet: type[FakeFleet], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(pipeline_vs_torch, monkeypatch, *PIPELINE, "--only", "even", "torch_gpipe") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["samples_per_s"]) == {"op_fence", "even", "torch_gpipe"}
+    assert set(found["limit_ratio"]) == {"op_fence", "even"}
+    assert found["refused"] == {}
+
+
 @pytest.mark.parametrize(("odd", "told"), [(("even", 0), "even"), (("gpipe", 1), "torch_gpipe")])
 def test_other_losses_in_any_round_end_the_benchmark_with_a_failure(
     odd: tuple[str, int],
