@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.microbatch import one_f_one_b
+from coordinator.shortage import recompute_hint
 from coordinator.timeline import step_seconds
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence
     return (
         f"stage {worst} on {label} has room for {caps[worst]} of the {min(n, wanted[worst] + 1)} "
         f"micro-batches in flight that the delays ask for; with room the step would take {step:.3g} s "
-        "(set recompute=full, lower the micro-batch size or raise its memory limit)"
+        f"({recompute_hint(problem)}lower the micro-batch size or raise its memory limit)"
     )
 
 

@@ -18,8 +18,9 @@ MIB = float(2**20)
 def shortage(problem: Problem, partitioner: str) -> str:
     """One sentence with the numbers and the next move."""
     need = problem.memory.bytes(0, problem.n_ops, 1)
-    more_again = "" if problem.recompute is Recompute.FULL else "set recompute=full, "
-    remedy = f"lower the micro-batch size, {more_again}raise a worker's --memory-limit or add workers"
+    remedy = (
+        f"lower the micro-batch size, {recompute_hint(problem)}raise a worker's --memory-limit or add workers"
+    )
     have = float(problem.limits.sum())
     limits = ", ".join(
         f"{device.label} {limit / MIB:.0f}"
@@ -53,6 +54,11 @@ def shortage(problem: Problem, partitioner: str) -> str:
         f"no cut into stages fits: the best is {over / MIB:.1f} MiB short on "
         f"{problem.fleet.devices[order].label} (limits in MiB: {limits}); {remedy}{hint}"
     )
+
+
+def recompute_hint(problem: Problem) -> str:
+    """The advice to compute more again, where there is more."""
+    return "" if problem.recompute is Recompute.FULL else "set recompute=full, "
 
 
 def _largest_piece(problem: Problem) -> tuple[int, int, float]:

@@ -133,6 +133,19 @@ def test_the_bottleneck_names_what_would_help_most():
     assert bottleneck(far) == "latency"
 
 
+@pytest.mark.parametrize("recompute", [Recompute.OFF, Recompute.FULL])
+def test_what_is_recomputed_already_is_not_advised(recompute: Recompute) -> None:
+    training = TrainingSpec(10, 16, recompute=recompute)
+    mib = 27 if recompute is Recompute.FULL else 30
+    dag = gpt_like(4, tied=False)
+    found = plan_for(dag, two_islands(memory_mib=mib), "even", training=training).prediction
+    assert found.bottleneck == "memory"
+    assert ("set recompute=full" in found.reason) is (recompute is Recompute.OFF)
+    with pytest.raises(NotEnoughMemory) as refused:
+        plan_for(dag, two_islands(memory_mib=5), training=training)
+    assert ("set recompute=full" in str(refused.value)) is (recompute is Recompute.OFF)
+
+
 def test_too_little_memory_is_refused_with_the_shortage_and_the_limits():
     with pytest.raises(NotEnoughMemory, match=r"needs \d+ MiB .* MiB short; lower the micro-batch"):
         plan_for(gpt_like(4), two_islands(memory_mib=10))
