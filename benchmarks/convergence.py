@@ -350,7 +350,7 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--scenario", default="two_islands", help="whose cut and links (name or path)")
     found.add_argument("--steps", type=int, default=800)
     found.add_argument("--seeds", type=int, default=3, help="paired seeds, from --seed on")
-    found.add_argument("--ratio", type=float, default=12.0, help="dense bytes / wire bytes on the slow link")
+    found.add_argument("--ratio", type=float, default=10.2, help="dense bytes / wire bytes on the slow link")
     found.add_argument("--every", type=int, default=50, help="steps between points of the curve")
     found.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     found.add_argument("--state", help="JSON lines of finished trainings; goes on from there")

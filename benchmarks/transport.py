@@ -6,7 +6,7 @@
 Loopback: 64 MiB messages between two processes, ours, raw TCP (sendall and recv_into), the same
 over Python's own TLS with certificates of either side, and gloo, in turn, median of 9 after one that
 does not count. Lab (root): the share of the link's rate that arrives as payload, over eight seconds'
-worth of 4 MiB messages, with raw TCP on one flow beside it.
+worth of 4 MiB messages, with raw TCP on one flow beside it; then both ways at once, beside two raw flows.
 Every message is another one. When the clock has stopped, their number and sizes are compared with what
 was sent, and of each the values at 257 places, its first and last among them; of the last one all.
 """
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = Path(__file__).resolve().parent / "links"
-DEFAULT_LINKS = ("region", "metro", "lossy")
+DEFAULT_LINKS = ("region", "metro", "lossy", "slow")
 LOOPBACK_BYTES = 64 << 20
 LOOPBACK_REPEATS = 10
 LAB_SECONDS = 8.0
@@ -58,6 +58,7 @@ SHIFT, SHIFTS = 4096, 64  # message n starts at byte SHIFT * (n mod SHIFTS) of t
 SAMPLES = 257  # values of a message that are kept as it arrives: a copy of all would slow the receiver
 MAX_FAULTS = 5  # named in one message
 PLAIN = ("raw", "tls")
+BACK = "back"  # raw TCP from w-b to w-a, on a connection that w-a opens
 RAW_HEADER = struct.Struct(">QQ")  # number of the first message, how many
 PATIENT = TransportConfig(silence_s=30.0, reconnect_s=10.0)
 
@@ -130,7 +131,8 @@ class End:
         self.free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()  # ours: several messages come at a time
         listen = ("0.0.0.0", 0) if name == "w-b" else None  # noqa: S104 - inside the lab or loopback
         self.network = PeerNetwork(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
-        self.network.admit("w-a")
+        self.other = "w-a" if name == "w-b" else "w-b"
+        self.network.admit(self.other)
         self.tls = tls_context(folder / name, server=name == "w-b")
         self.sockets: dict[str, socket.socket] = {}
         self.receiving: list[threading.Thread] = []
@@ -140,13 +142,16 @@ class End:
     def listen(self) -> dict[str, Any]:
         """Open the plain ports; ours is open already."""
         ports = {"port": self.network.port}
-        for way in PLAIN:
+        for way in (*PLAIN, BACK):
             server = socket.create_server(("0.0.0.0", 0))  # noqa: S104
             ports[way] = server.getsockname()[1]
-            thread = threading.Thread(target=self._receive_plain, args=(server, way), daemon=True)
-            self.receiving.append(thread)
-            thread.start()
+            self._start(self._accept_plain, server, way)
         return ports
+
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self.receiving.append(thread)
+        thread.start()
 
     def _expect(self, peer: str, key: MessageKey, total: int) -> memoryview:
         try:
@@ -159,11 +164,17 @@ class End:
         self.messages.arrived(key.step, np.frombuffer(payload, dtype=np.uint8))
         self.free.put(payload.obj)  # type: ignore[arg-type]
 
-    def _receive_plain(self, server: socket.socket, way: str) -> None:
+    def _accept_plain(self, server: socket.socket, way: str) -> None:
         with server:
             connection, _ = server.accept()
-        if way == "tls":
-            connection = self.tls.wrap_socket(connection, server_side=True)
+        if way == BACK:
+            self.sockets[BACK] = connection
+            return
+        self._receive_plain(
+            self.tls.wrap_socket(connection, server_side=True) if way == "tls" else connection
+        )
+
+    def _receive_plain(self, connection: socket.socket) -> None:
         view = memoryview(self.buffer)  # type: ignore[arg-type]
         header = memoryview(bytearray(RAW_HEADER.size))
         with connection:
@@ -181,10 +192,12 @@ class End:
 
     # Sender
 
-    def connect(self, host: str, port: int, raw: int, tls: int = 0) -> dict[str, Any]:
-        """``tls`` 0: not measured."""
+    def connect(self, host: str, port: int, raw: int, tls: int = 0, back: int = 0) -> dict[str, Any]:
+        """``tls``, ``back`` 0: not measured."""
         self.network.dial("w-b", [(host, port)], 30)
         self.sockets["raw"] = socket.create_connection((host, raw))
+        if back:
+            self._start(self._receive_plain, socket.create_connection((host, back)))
         if tls:
             self.sockets["tls"] = self.tls.wrap_socket(socket.create_connection((host, tls)))
         return {"rtt_s": self.network.rtt("w-b")}
@@ -196,8 +209,8 @@ class End:
         started_s = time.perf_counter()
         for number in range(first, first + count):
             key = MessageKey("bench", 1, number, 0, 0, Direction.FORWARD)
-            self.network.send("w-b", key, b"", self._view(number))
-        assert self.network.flush("w-b", 300)
+            self.network.send(self.other, key, b"", self._view(number))
+        assert self.network.flush(self.other, 300)
         return time.perf_counter() - started_s
 
     def plain(self, way: str, first: int, count: int) -> float:
@@ -427,7 +440,7 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         receiver = Remote(lab.python(target, *arguments_of(folder, "w-b", nbytes, seed), **options))
         try:
             ports = receiver.ask("listen")
-            facts = sender.ask("connect", lab.address(target), ports["port"], ports["raw"])
+            facts = sender.ask("connect", lab.address(target), ports["port"], ports["raw"], 0, ports[BACK])
             shares: dict[str, float] = {}
             number = 0
             for way in (("ours",), ("plain", "raw")):
@@ -436,6 +449,16 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
                     checked(receiver, way[-1], number, count)
                     number += count
                     shares[way[-1]] = count * nbytes / took_s / (link.mbit * 125_000)
+            both: dict[str, list[float]] = {}
+            for there, back in ((("ours",), ("ours",)), (("plain", "raw"), ("plain", BACK))):
+                for count in (1, max(1, total // nbytes)):
+                    sender.tell(*there, number, count)
+                    receiver.tell(*back, number, count)
+                    both_s = sender.hear(), receiver.hear()
+                    for end in (receiver, sender):
+                        checked(end, there[-1], number, count)
+                    number += count
+                    both[there[-1]] = [count * nbytes / each_s / (link.mbit * 125_000) for each_s in both_s]
             connections = sender.ask("connections")
             probe_bps = sender.ask("measured", 2.0, total)
         finally:
@@ -449,6 +472,8 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         "mtu": scenario.mtu,
         "share": shares["ours"],
         "share_one_raw_flow": shares["raw"],
+        "shares_both_ways": both["ours"],
+        "shares_two_raw_flows": both["raw"],
         "connections": connections,
         "rtt_s": facts["rtt_s"],
         "probe_share": probe_bps / (link.mbit * 1e6),
@@ -492,6 +517,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{link['congestion']}: ours {link['share']:.1%} on {link['connections']} connections, "
                 f"one raw flow {link['share_one_raw_flow']:.1%}, probe {link['probe_share']:.1%}"
             )
+            ours, raw = (
+                " and ".join(f"{share:.1%}" for share in link[key])
+                for key in ("shares_both_ways", "shares_two_raw_flows")
+            )
+            print(f"{'':10} both ways at once: ours {ours}, two raw flows {raw}")
     return conclude(figures, options.json)
 
 
