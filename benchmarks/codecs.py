@@ -67,9 +67,9 @@ def best_s(works: Sequence[Callable[[], Any]], repeats: int) -> float:
                 works[0]()
             else:
                 list(pool.map(lambda work: work(), works))
+            lasted_s = time.perf_counter() - start_s
             if done:  # the first run loads caches and libraries
-                took = min(took, time.perf_counter() - start_s)
-                spent += time.perf_counter() - start_s
+                took, spent = min(took, lasted_s), spent + lasted_s
             done += 1
     return took
 

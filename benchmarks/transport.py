@@ -139,10 +139,10 @@ class End:
 
     # Receiver
 
-    def listen(self) -> dict[str, Any]:
-        """Open the plain ports; ours is open already."""
+    def listen(self, ways: Sequence[str]) -> dict[str, Any]:
+        """Open the ports of these plain ``ways``; ours is open already."""
         ports = {"port": self.network.port}
-        for way in (*PLAIN, BACK):
+        for way in ways:
             server = socket.create_server(("0.0.0.0", 0))  # noqa: S104
             ports[way] = server.getsockname()[1]
             self._start(self._accept_plain, server, way)
@@ -373,7 +373,7 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
         )
     sender, receiver = ends
     try:
-        ports = receiver.ask("listen")
+        ports = receiver.ask("listen", PLAIN)
         facts = sender.ask("connect", "127.0.0.1", *(ports[way] for way in ("port", *PLAIN)))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -439,26 +439,26 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         sender = Remote(lab.python(source, *arguments_of(folder, "w-a", nbytes, seed), **options))
         receiver = Remote(lab.python(target, *arguments_of(folder, "w-b", nbytes, seed), **options))
         try:
-            ports = receiver.ask("listen")
+            ports = receiver.ask("listen", ["raw", BACK])
             facts = sender.ask("connect", lab.address(target), ports["port"], ports["raw"], 0, ports[BACK])
-            shares: dict[str, float] = {}
             number = 0
-            for way in (("ours",), ("plain", "raw")):
+
+            def shares(*ways: tuple[Remote, Remote, tuple[str, ...]]) -> list[float]:
+                """Of the link's rate, of each (sender, receiver, way), all at once."""
+                nonlocal number
                 for count in (1, max(1, total // nbytes)):  # TCP's start is not what is measured
-                    took_s = sender.ask(*way, number, count)
-                    checked(receiver, way[-1], number, count)
+                    for sending, _, way in ways:
+                        sending.tell(*way, number, count)
+                    took = [sending.hear() for sending, _, _ in ways]
+                    for _, receiving, way in ways:
+                        checked(receiving, way[-1], number, count)
                     number += count
-                    shares[way[-1]] = count * nbytes / took_s / (link.mbit * 125_000)
-            both: dict[str, list[float]] = {}
-            for there, back in ((("ours",), ("ours",)), (("plain", "raw"), ("plain", BACK))):
-                for count in (1, max(1, total // nbytes)):
-                    sender.tell(*there, number, count)
-                    receiver.tell(*back, number, count)
-                    both_s = sender.hear(), receiver.hear()
-                    for end in (receiver, sender):
-                        checked(end, there[-1], number, count)
-                    number += count
-                    both[there[-1]] = [count * nbytes / each_s / (link.mbit * 125_000) for each_s in both_s]
+                return [count * nbytes / took_s / (link.mbit * 125_000) for took_s in took]
+
+            ours, raw, back = ("ours",), ("plain", "raw"), ("plain", BACK)
+            one_way = shares((sender, receiver, ours)) + shares((sender, receiver, raw))
+            ours_both = shares((sender, receiver, ours), (receiver, sender, ours))
+            raw_both = shares((sender, receiver, raw), (receiver, sender, back))
             connections = sender.ask("connections")
             probe_bps = sender.ask("measured", 2.0, total)
         finally:
@@ -470,10 +470,10 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         "loss": link.loss,
         "congestion": scenario.congestion,
         "mtu": scenario.mtu,
-        "share": shares["ours"],
-        "share_one_raw_flow": shares["raw"],
-        "shares_both_ways": both["ours"],
-        "shares_two_raw_flows": both["raw"],
+        "share": one_way[0],
+        "share_one_raw_flow": one_way[1],
+        "shares_both_ways": ours_both,
+        "shares_two_raw_flows": raw_both,
         "connections": connections,
         "rtt_s": facts["rtt_s"],
         "probe_share": probe_bps / (link.mbit * 1e6),
