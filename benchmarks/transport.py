@@ -139,7 +139,7 @@ class End:
 
     # Receiver
 
-    def listen(self, ways: Sequence[str]) -> dict[str, Any]:
+    def listen(self, ways: Sequence[str] = PLAIN) -> dict[str, Any]:
         """Open the ports of these plain ``ways``; ours is open already."""
         ports = {"port": self.network.port}
         for way in ways:
@@ -373,7 +373,7 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
         )
     sender, receiver = ends
     try:
-        ports = receiver.ask("listen", PLAIN)
+        ports = receiver.ask("listen")
         facts = sender.ask("connect", "127.0.0.1", *(ports[way] for way in ("port", *PLAIN)))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
