@@ -193,13 +193,13 @@ def test_the_last_chunk_always_asks_for_an_acknowledgement() -> None:
     assert window.unasked
 
 
-def test_the_sender_asks_at_once_when_its_window_is_half_full_or_a_quarter_is_unacknowledged() -> None:
+def test_the_sender_asks_at_once_when_its_window_is_half_full_or_an_eighth_is_unacknowledged() -> None:
     window = Window()
-    quarter = window.size // 4
-    assert window.sent(0.0, quarter - 1, last=False) == 0
+    eighth = window.size // 8
+    assert window.sent(0.0, eighth - 1, last=False) == 0
     assert window.sent(0.0, 1, last=False) == Flag.ACK_NOW
     assert not window.unpressed
-    assert window.sent(0.0, quarter - 1, last=True) == Flag.ACK_SOON
+    assert window.sent(0.0, 3 * eighth - 1, last=True) == Flag.ACK_SOON
     assert window.unpressed
     assert window.sent(0.0, 1, last=True) == Flag.ACK_NOW
     assert not window.unpressed

@@ -174,6 +174,11 @@ class Connection:
         """Nothing is being written."""
         return not self._writing
 
+    @property
+    def outbound(self) -> bool:
+        """Every other one is the dialler's, the first among them."""
+        return (self.hello.lane % 2 == 0) == self.dialled
+
     def nudge(self) -> None:
         if not self._writing:
             self._lock.put_off(self._write)  # not under the lock: encrypting a chunk takes a while
@@ -438,8 +443,9 @@ class Connection:
                 return  # what it carried has already gone back
             if frame.received > self.window.sent_bytes:
                 raise BadFrame(f"{frame.received} bytes acknowledged, {self.window.sent_bytes} sent")
+            in_time_s = now_s - peer.lateness(self, now_s, frame.clock_ns)
             for received, age_us in frame.marks:
-                self._on_mark(peer, now_s - 1e-6 * age_us, received)
+                self._on_mark(peer, in_time_s - 1e-6 * age_us, received)
             if peer.probe_acks is not None:
                 peer.probe_acks.append((self.number, frame.clock_ns, frame.received))
                 if peer.probe_done:
@@ -449,7 +455,7 @@ class Connection:
                 self.nudge()  # its window may have opened
 
     def _on_mark(self, peer: Peer, at_s: float, received: int) -> None:
-        """The peer had ``received`` bytes; at once told, it would have been known at ``at_s``."""
+        """The peer had ``received`` bytes; told at once and without a queue, we had known it at ``at_s``."""
         new = self.window.acked(at_s, received)
         measured = 0
         while self._under_way and self._under_way[0][0] <= received:

@@ -16,6 +16,7 @@ from typing import Protocol
 from atoll.errors import ConnectionFailed
 from worker.frames import Data, MessageKey, confirmations
 from worker.inbox import Expect, Inbox
+from worker.lateness import Lateness
 from worker.linetime import LineTime
 from worker.outbox import Chunk, Outbox
 from worker.turns import Turns
@@ -81,6 +82,10 @@ class Lane(Protocol):
     def waiting(self) -> bool:
         """Nothing is being written."""
 
+    @property
+    def outbound(self) -> bool:
+        """Where each end has connections of its own for what it sends, this is one of ours."""
+
     def ping(self, now_s: float) -> int:
         """Send an echo request; returns its number."""
 
@@ -132,6 +137,7 @@ class Peer:
         self._settled = 0  # bytes that are no longer under way, on all connections
         self._window = Window()  # of all connections together
         self._line = LineTime()
+        self._lateness = Lateness()
         self._measured_bytes = 0  # acknowledged since the last report
 
     # -- sending
@@ -176,7 +182,7 @@ class Peer:
         One is enough. When it has its fill it wakes the next, so a message that one flow can carry
         costs no thread of the other seven a look.
         """
-        for lane in self.lanes:
+        for lane in self._outbound:
             if lane.waiting and lane.window.open:
                 lane.nudge()
                 return
@@ -247,7 +253,17 @@ class Peer:
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
         """The next chunk for this connection, if its window and that of all together are open;
         ``most``: unless it has more bytes."""
-        return self.outbox.take(lane.window.chunk, most) if lane.window.open and self._open else None
+        if not (lane.window.open and self._open and lane in self._outbound):
+            return None
+        return self.outbox.take(lane.window.chunk, most)
+
+    @property
+    def _outbound(self) -> list[Lane]:
+        """The connections for what is sent from here. On a slow line each end has its own, so that its
+        acknowledgements do not wait in a socket behind the other's data (docs/decisions/017)."""
+        if not self._window.slow:
+            return self.lanes
+        return [lane for lane in self.lanes if lane.outbound] or self.lanes
 
     @property
     def _open(self) -> bool:
@@ -292,6 +308,14 @@ class Peer:
         if not self._in_flight:
             self.room.notify_all()
 
+    def lateness(self, lane: Lane, now_s: float, clock_ns: int) -> float:
+        """By how many seconds an acknowledgement on ``lane`` is late that left at ``clock_ns``, by the
+        peer's clock."""
+        late_s = self._lateness.note(now_s, 1e-9 * clock_ns)
+        lane.window.late(late_s)
+        self._window.late(late_s)
+        return late_s
+
     def fit(self, lane: Lane) -> None:
         """Several connections share what the line carries; a measurement goes over one of them."""
         lane.window.fit(self._window, len(self.lanes) if self.probe_acks is None else 1)
@@ -335,7 +359,7 @@ class Peer:
     @property
     def under_way(self) -> int:
         """Bytes that the line holds of what is sent here, at the rate that it has shown; 0 before."""
-        return self._window.size_at(self.rtt_s) if self._window.rate is not None else 0
+        return int(self._window.line_at(self.rtt_s or 0.0))
 
     @property
     def rtt_s(self) -> float | None:

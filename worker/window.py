@@ -1,10 +1,12 @@
 """How many bytes may be under way on one connection, from what its acknowledgements tell.
 
-window = gain * rate * (rtt + slack), two short chunks at least; rate = largest delivery rate of the
-last second or ten round trips, or what one of the last sixteen short bursts had on the whole; rtt =
-smallest of the last half minute. A gain above one keeps the pipe full and finds a link that grew; all
-the rest stays out of socket buffers, where a late gradient could not overtake it. The delivery rate
-after BBR (Cardwell 2016, section 4.1). Times come in as arguments.
+window = rate * (gain * (rtt + slack) + late), two short chunks at least; rate = largest delivery rate
+of the last second or ten round trips, or what one of the last sixteen short bursts had on the whole;
+rtt = smallest of the last half minute; late = what acknowledgements waited for behind the other
+direction's data (``worker.lateness``). A gain above one keeps the pipe full and finds a link that grew;
+all the rest stays out of socket buffers, where a late gradient could not overtake it. The delivery rate,
+no larger than the rate at which the same bytes were sent, after BBR (Cardwell 2016, section 4.1; the
+bound: draft-cheng-iccrg-delivery-rate-estimation). Times come in as arguments.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from worker.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Flag
+from worker.lateness import Least
 
 GAIN = 1.6
 SLACK_S = 0.010
@@ -41,7 +44,16 @@ the same bytes cost four times as many chunks, so the end has even less time to 
 its bytes over all its time, the round trip too, since single acknowledgements may come in a heap; one of a
 second and more is the line's own doing, and ends what was known."""
 LEAST_BURST_S = 1e-3
-RTT_HORIZON_S = 30.0
+LATE_ACKS = 12
+"""Late is the mean of so many. With their largest both ends take turns to send a whole window at once, behind
+which the other's acknowledgements wait for so long that it has nothing left to send."""
+MOST_LATE_RTTS = 1
+MOST_LATE_CHUNKS = 2
+"""Of round trips and of chunks' times, how late counts at most: as much as the other direction has queued by
+its own window. What is later was lost and sent again, and more bytes under way would only lose more."""
+ASKING = 8
+"""After so small a part of a window an acknowledgement is asked for. With a quarter, what came late by that
+alone and by a chunk's own time took all that the gain gives on a line of 80 ms."""
 
 
 @dataclass(slots=True)
@@ -50,6 +62,7 @@ class _Sent:
     at_s: float
     delivered: int
     delivered_at_s: float
+    acked_left_at_s: float  # when what was acknowledged last before had been sent
     backlogged: bool
 
 
@@ -62,11 +75,12 @@ class Window:
         self._rates: deque[tuple[float, float]] = deque()  # (when, bytes/s), falling
         self._bursts: deque[float] = deque(maxlen=BURSTS)  # bytes/s
         self._burst: tuple[float, int] | None = None  # this one: since when, acknowledged before
-        self._rtts = (float("inf"), float("inf"))  # this and the previous half of the horizon
-        self._rtt_since_s = 0.0
+        self._rtts = Least()
+        self._late_s: deque[float] = deque(maxlen=LATE_ACKS)
         self.sent_bytes = 0
         self.acked_bytes = 0
         self._acked_at_s = 0.0
+        self._acked_left_at_s = 0.0
         self._least_chunk = SMALLEST_CHUNK
         self._share = maximum
         self._asked_at = 0  # sent when an acknowledgement was last asked for, however soon
@@ -101,7 +115,13 @@ class Window:
         if rate is None or rtt_s is None:
             return self._initial
         least = max(self._least, min(MOST_OF_LEAST, LEAST_CHUNKS * CHUNK_S * rate))
-        return int(min(self._share, max(least, GAIN * rate * (rtt_s + SLACK_S))))
+        late_s = sum(self._late_s) / max(1, len(self._late_s))
+        late_s = min(late_s, MOST_LATE_RTTS * rtt_s + MOST_LATE_CHUNKS * CHUNK_S)
+        return int(min(self._share, max(least, self.line_at(rtt_s) + rate * late_s)))
+
+    def line_at(self, rtt_s: float) -> float:
+        """Bytes that the line itself holds, and some to spare; 0 while its rate is unknown."""
+        return GAIN * (self.rate or 0.0) * (rtt_s + SLACK_S)
 
     @property
     def _least(self) -> int:
@@ -155,24 +175,25 @@ class Window:
         ``last``: nothing else waits to be sent.
         """
         if not self.in_flight:
-            self._acked_at_s = now_s  # a pause is not a slow delivery
+            self._acked_at_s = self._acked_left_at_s = now_s  # a pause is not a slow delivery
             self._burst = (now_s, self.acked_bytes)
         # While what was sent before a rest is unacknowledged, a sample spans that rest.
         backlogged = not last and self.acked_bytes >= self._rested_at
         self.sent_bytes += nbytes
-        self._sent.append(_Sent(self.sent_bytes, now_s, self.acked_bytes, self._acked_at_s, backlogged))
+        acked = self.acked_bytes, self._acked_at_s, self._acked_left_at_s
+        self._sent.append(_Sent(self.sent_bytes, now_s, *acked, backlogged))
         if last:
             self._asked_at = self._rested_at = self.sent_bytes
             if self.in_flight < self.size / 2:
                 return Flag.ACK_SOON
-        elif self.unasked_bytes < self.size / 4:
+        elif self.unasked_bytes < self.size / ASKING:
             return 0
         self.pressed()
         return Flag.ACK_NOW
 
     def acked(self, now_s: float, received: int) -> int:
-        """The peer had ``received`` bytes in all at ``now_s`` less the way back, of which the caller
-        may learn later; returns how many of them are new."""
+        """The peer had ``received`` bytes in all at ``now_s`` less the way back without a queue, of which
+        the caller may learn later; returns how many of them are new."""
         new = received - self.acked_bytes
         if new <= 0:
             return 0
@@ -183,7 +204,9 @@ class Window:
         now_s = max(now_s, self._acked_at_s, newest.at_s if newest is not None else now_s)
         self.acked_bytes, self._acked_at_s = received, now_s
         if newest is not None:
-            took_s = max(1e-6, now_s - newest.delivered_at_s)
+            sending_s = newest.at_s - newest.acked_left_at_s
+            took_s = max(1e-6, now_s - newest.delivered_at_s, sending_s)
+            self._acked_left_at_s = newest.at_s
             rate = (received - newest.delivered) / took_s
             # Without a backlog the sender was the limit: such a sample only counts when it is more.
             if newest.backlogged or self.rate is None or rate > self.rate:
@@ -213,17 +236,16 @@ class Window:
                 # Messages of one chunk each give no samples by which older ones would end.
                 self._forget_rates(now_s)
 
+    def late(self, late_s: float) -> None:
+        """An acknowledgement comes ``late_s`` later than it could: so long its bytes seem under way."""
+        self._late_s.append(late_s)
+
     def note_rtt(self, now_s: float, rtt_s: float) -> None:
         self._note_rtt(now_s, rtt_s)
         self._derive()
 
     def _note_rtt(self, now_s: float, rtt_s: float) -> None:
-        newest, older = self._rtts
-        if now_s - self._rtt_since_s > RTT_HORIZON_S / 2:
-            newest, older = float("inf"), newest
-            self._rtt_since_s = now_s
-        self._rtts = min(newest, rtt_s), older
-        self.rtt_s = min(self._rtts)
+        self.rtt_s = self._rtts.note(now_s, rtt_s)
 
     def _note_rate(self, now_s: float, rate: float) -> None:
         while self._rates and self._rates[-1][1] <= rate:
