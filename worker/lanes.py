@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from worker.window import GAIN, SLACK_S
+from worker.window import on_line
 
 LANE_BYTES = 128 << 10
 """Under way on a connection, before another one is opened."""
@@ -47,7 +47,7 @@ class Lanes:
         since_s, before = self._since
         arriving = 0.0
         if now_s - since_s >= max(RECEIVED_OVER_S, 2 * rtt_s):
-            arriving = GAIN * (received - before) / (now_s - since_s) * (rtt_s + SLACK_S)
+            arriving = on_line((received - before) / (now_s - since_s), rtt_s)
             self._since = (now_s, received)
         if self.growing:
             return range(0)

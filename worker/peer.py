@@ -20,7 +20,7 @@ from worker.lateness import Lateness
 from worker.linetime import LineTime
 from worker.outbox import Chunk, Outbox
 from worker.turns import Turns
-from worker.window import LARGEST_SHARED_CHUNK, Window
+from worker.window import LARGEST_SHARED_CHUNK, Window, on_line
 
 Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
 """``deliver(peer, key, header, payload)``; called in a thread of gRPC's that serves others: never block."""
@@ -359,7 +359,7 @@ class Peer:
     @property
     def under_way(self) -> int:
         """Bytes that the line holds of what is sent here, at the rate that it has shown; 0 before."""
-        return int(self._window.line_at(self.rtt_s or 0.0))
+        return int(on_line(self._window.rate or 0.0, self.rtt_s or 0.0))
 
     @property
     def rtt_s(self) -> float | None:

@@ -56,6 +56,11 @@ ASKING = 8
 alone and by a chunk's own time took all that the gain gives on a line of 80 ms."""
 
 
+def on_line(rate: float, rtt_s: float) -> float:
+    """Bytes that a line of ``rate`` bytes/s itself holds, and some to spare."""
+    return GAIN * rate * (rtt_s + SLACK_S)
+
+
 @dataclass(slots=True)
 class _Sent:
     end: int
@@ -76,7 +81,8 @@ class Window:
         self._bursts: deque[float] = deque(maxlen=BURSTS)  # bytes/s
         self._burst: tuple[float, int] | None = None  # this one: since when, acknowledged before
         self._rtts = Least()
-        self._late_s: deque[float] = deque(maxlen=LATE_ACKS)
+        self._lates_s: deque[float] = deque(maxlen=LATE_ACKS)
+        self._late_s = 0.0  # their mean
         self.sent_bytes = 0
         self.acked_bytes = 0
         self._acked_at_s = 0.0
@@ -115,13 +121,8 @@ class Window:
         if rate is None or rtt_s is None:
             return self._initial
         least = max(self._least, min(MOST_OF_LEAST, LEAST_CHUNKS * CHUNK_S * rate))
-        late_s = sum(self._late_s) / max(1, len(self._late_s))
-        late_s = min(late_s, MOST_LATE_RTTS * rtt_s + MOST_LATE_CHUNKS * CHUNK_S)
-        return int(min(self._share, max(least, self.line_at(rtt_s) + rate * late_s)))
-
-    def line_at(self, rtt_s: float) -> float:
-        """Bytes that the line itself holds, and some to spare; 0 while its rate is unknown."""
-        return GAIN * (self.rate or 0.0) * (rtt_s + SLACK_S)
+        late_s = min(self._late_s, MOST_LATE_RTTS * rtt_s + MOST_LATE_CHUNKS * CHUNK_S)
+        return int(min(self._share, max(least, on_line(rate, rtt_s) + rate * late_s)))
 
     @property
     def _least(self) -> int:
@@ -238,7 +239,8 @@ class Window:
 
     def late(self, late_s: float) -> None:
         """An acknowledgement comes ``late_s`` later than it could: so long its bytes seem under way."""
-        self._late_s.append(late_s)
+        self._lates_s.append(late_s)
+        self._late_s = sum(self._lates_s) / len(self._lates_s)
 
     def note_rtt(self, now_s: float, rtt_s: float) -> None:
         self._note_rtt(now_s, rtt_s)
