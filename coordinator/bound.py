@@ -11,7 +11,8 @@ parts, only the one that others wait for lies on these ways: weights' gradients 
 - shared:   max_r  min_x E(x) + M sum_x x + min_x W(x)   over the transfers x through resource r
 
 which for a chain are the three terms given there. Transfers take bytes / rate plus one latency;
-commit, optimizer, headers and per-message costs are not physics and are left out.
+commit, optimizer, headers and per-message costs are not physics and are left out. Under a quota of CPU
+time work may begin after a rest, and so end a little sooner: all work on E and W, of M the first.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ def lower_bound(
     found: list[LowerBound] = []
     for i, s in enumerate(stages):
         after_s = max(0.0, late_b[i] - m * (s.backward_s - s.input_s))  # what the stage cannot fill
-        bound = early_f[i] + m * (s.forward_s + s.backward_s) + after_s
-        found.append(LowerBound(bound, "stage", f"stage {i}"))
-        found.append(LowerBound(early_f[i] + m * s.forward_s + late_f[i], "one-way", f"stage {i}"))
-        found.append(LowerBound(early_b[i] + m * s.input_s + late_b[i], "one-way", f"stage {i}"))
+        begun_f, begun_b = early_f[i] - s.lent_s(s.forward_s), early_b[i] - s.lent_s(s.input_s)
+        found.append(LowerBound(begun_f + m * (s.forward_s + s.backward_s) + after_s, "stage", f"stage {i}"))
+        found.append(LowerBound(begun_f + m * s.forward_s + late_f[i], "one-way", f"stage {i}"))
+        found.append(LowerBound(begun_b + m * s.input_s + late_b[i], "one-way", f"stage {i}"))
     for i, q in enumerate(in_flight or ()):
-        there_and_back = early_b[i] + stages[i].input_s - early_f[i]
+        there_and_back = early_b[i] + stages[i].soonest_s(stages[i].input_s) - early_f[i]
         bound = early_f[i] + (1 + (m - 1) // q) * there_and_back + late_b[i]
         found.append(LowerBound(bound, "in-flight", f"stage {i}"))
     shared: dict[str, list[tuple[float, float, float]]] = {}
@@ -99,7 +100,9 @@ def _longest_ways(
     work: Workload, transfers: list[_Transfer]
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """(E of forwards, E of backwards, W of forwards, W of backwards), by stage."""
-    n, stages = len(work.stages), work.stages
+    n = len(work.stages)
+    forward_s = [stage.soonest_s(stage.forward_s) for stage in work.stages]
+    input_s = [stage.soonest_s(stage.input_s) for stage in work.stages]
     early_f, early_b = [0.0] * n, [0.0] * n
     late_f, late_b = [0.0] * n, [0.0] * n
     into_f: list[list[_Transfer]] = [[] for _ in range(n)]
@@ -111,20 +114,20 @@ def _longest_ways(
         (from_b if x.backward else from_f)[x.source].append(x)
     for i in range(n):  # forwards reach later stages only
         early_f[i] = max(
-            (early_f[x.source] + stages[x.source].forward_s + x.seconds + x.latency_s for x in into_f[i]),
+            (early_f[x.source] + forward_s[x.source] + x.seconds + x.latency_s for x in into_f[i]),
             default=0.0,
         )
     for i in reversed(range(n)):  # backwards reach earlier stages only
-        ways = [early_b[x.source] + stages[x.source].input_s + x.seconds + x.latency_s for x in into_b[i]]
-        early_b[i] = max([early_f[i] + stages[i].forward_s, *ways])
+        ways = [early_b[x.source] + input_s[x.source] + x.seconds + x.latency_s for x in into_b[i]]
+        early_b[i] = max([early_f[i] + forward_s[i], *ways])
     for i in range(n):  # a stage's backward is followed by those of earlier stages
         for x in from_b[i]:
-            way = x.seconds + x.latency_s + stages[x.target].input_s + late_b[x.target]
+            way = x.seconds + x.latency_s + input_s[x.target] + late_b[x.target]
             late_b[i] = max(late_b[i], way)
     for i in reversed(range(n)):
-        late_f[i] = stages[i].input_s + late_b[i]
+        late_f[i] = input_s[i] + late_b[i]
         for x in from_f[i]:
-            way = x.seconds + x.latency_s + stages[x.target].forward_s + late_f[x.target]
+            way = x.seconds + x.latency_s + forward_s[x.target] + late_f[x.target]
             late_f[i] = max(late_f[i], way)
     return early_f, early_b, late_f, late_b
 
@@ -136,7 +139,7 @@ def _around(
     early_f, early_b, late_f, late_b = ways
     source, target = work.stages[x.source], work.stages[x.target]
     if x.backward:
-        end = x.latency_s + target.input_s + late_b[x.target]
-        return early_b[x.source] + source.input_s, end
-    end = x.latency_s + target.forward_s + late_f[x.target]
-    return early_f[x.source] + source.forward_s, end
+        end = x.latency_s + target.soonest_s(target.input_s) + late_b[x.target]
+        return early_b[x.source] + source.soonest_s(source.input_s), end
+    end = x.latency_s + target.soonest_s(target.forward_s) + late_f[x.target]
+    return early_f[x.source] + source.soonest_s(source.forward_s), end

@@ -38,6 +38,7 @@ class Introduction:
     atoll_version: str = ""
     platform: str = ""
     cores: float = 0.0  # that the worker may use at once; 0: not told
+    quota_period_s: float = 0.0  # of the quota that makes them less than one; 0 without
     addresses: tuple[tuple[str, int], ...] = ()  # empty: outbound only
     site: str = ""
     codecs: tuple[str, ...] = ()

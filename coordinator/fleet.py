@@ -48,6 +48,7 @@ class Device:
     scale: float = 1.0
     codec_scale: float = 1.0  # the same of its codecs
     cores: float = 0.0  # that it may use at once; 0: not told, taken for enough
+    quota_period_s: float = 0.0  # after which a quota of CPU time counts anew; 0: none
     handling_scale: float = 1.0  # the same of what messages take (``coordinator.handling``)
     coordinator: LinkEstimate = UNKNOWN
     # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.

@@ -206,6 +206,8 @@ class Problem:
                     weights_s=float(self.weights[d, b] - self.weights[d, a]),
                     apart_s=float(self.apart[d, b] - self.apart[d, a]),
                     pieces=max(1, int(self.pieces[b] - self.pieces[a])),
+                    cores=device.core_share,
+                    period_s=device.quota_period_s,
                 )
             )
         routes = routes_of(self.fleet, candidate.devices, cut)

@@ -21,6 +21,7 @@ from coordinator.probing import LinkProbing
 
 MIN_MEMORY_BYTES = 2**20
 MAX_MEMORY_BYTES = 2**50
+MAX_QUOTA_PERIOD_S = 1.0  # the kernel has no longer one
 
 
 @dataclass(slots=True)
@@ -171,6 +172,7 @@ class Roster:
             scale=known.computing.value,
             codec_scale=known.coding.value,
             cores=known.introduction.cores,
+            quota_period_s=known.introduction.quota_period_s,
             handling_scale=known.handling.value,
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
@@ -225,6 +227,8 @@ class Roster:
             if not isfinite(value) or value < 0:
                 return f"{worker} reports {value:.3g} s of {what} work"
         if elapsed_s is not None:
+            # What a quota lends for short work counts as what that would take by the quota.
+            elapsed_s += self.workers[worker].introduction.quota_period_s
             wrong = judge_step(worker, report.forward_s + report.backward_s, elapsed_s)
             if wrong is not None:
                 return wrong
@@ -262,6 +266,8 @@ def refusal(introduction: Introduction) -> str | None:
         return f"{introduction.threads} threads; possible are 1 to 65536"
     if not 0.0 <= introduction.cores <= 65536:
         return f"{introduction.cores} CPU cores; possible are 0 to 65536"
+    if not 0.0 <= introduction.quota_period_s <= MAX_QUOTA_PERIOD_S:
+        return f"a CPU quota of {introduction.quota_period_s} s; possible are 0 to {MAX_QUOTA_PERIOD_S:g} s"
     return judge_speeds(introduction.codec_speeds)
 
 

@@ -1,16 +1,16 @@
 """Event simulation of one training step of a plan: when every micro-batch runs and is sent.
 
-Stages run their actions in order; an action starts when the stage is free and all it needs has
-arrived. Weights' gradients that were deferred are taken in pieces whenever a stage would wait, the rest
-when their turn comes. What a stage produces in an action goes out when the action ends, as one bundle to each
-peer; sends overlap compute, and the stage is free once it has handled the bytes. Each ordered pair of
-stages is one wire that carries one bundle at a time, gradients before activations. A bundle
-reserves, first in first out, each resource on its way for size / rate from the moment its head
-arrives there; it has arrived when its tail has passed the slowest, a fixed time for each message
-and one latency later. Flows that share a line get it in turns, not one after the other: where
-another pair uses a resource on its way, a bundle passes in equal pieces of about a chunk, each when the
-one before has passed. The step ends when every stage has all gradients, tied parameters exchanged, and the
-coordinator's commit has come back.
+Stages run their actions in order; an action starts when the stage is free and all it needs has arrived;
+under a quota of CPU time one that starts after a rest ends a little sooner. Weights' gradients that were
+deferred are taken in pieces whenever a stage would wait, the rest when their turn comes. What a stage
+produces in an action goes out when the action ends, as one bundle to each peer; sends overlap compute, and
+the stage is free once it has handled the bytes. Each ordered pair of stages is one wire that carries one
+bundle at a time, gradients before activations. A bundle reserves, first in first out, each resource on its
+way for size / rate from the moment its head arrives there; it has arrived when its tail has passed the
+slowest, a fixed time for each message and one latency later. Flows that share a line get it in turns, not
+one after the other: where another pair uses a resource on its way, a bundle passes in equal pieces of about
+a chunk, each when the one before has passed. The step ends when every stage has all gradients, tied
+parameters exchanged, and the coordinator's commit has come back.
 
 Every step starts with all wires empty, and stages start it one commit latency plus the optimizer
 step after the commit, so the time from commit to commit is the steady state's step time.
@@ -156,6 +156,7 @@ class _Simulation:
         self.got_backward = [[0] * self.n_micro for _ in range(n)]
         self.next_action = [0] * n
         self.running = [True] * n  # until the commit of the step before has arrived
+        self.rests_since = [0.0] * n
         self.owed_s = [0.0] * n  # of weights' gradients that were deferred
         self.owed = [0] * n  # micro-batches whose turn for that has not come
         self.filling = [False] * n  # with a piece of them, for want of anything else
@@ -193,8 +194,7 @@ class _Simulation:
             elif kind == _ARRIVED:
                 self._arrived(now, a, b, extra)  # type: ignore[arg-type]
             else:
-                self.running[a] = False
-                self._try_start(now, a)
+                self._free(now, a)
 
     def _push(self, at: float, kind: int, a: int, b: int, extra: object) -> None:
         self.sequence += 1
@@ -229,6 +229,7 @@ class _Simulation:
             work, took = Work.WEIGHT, min(self.owed_s[s], stage.weights_s / stage.pieces)
             self.owed_s[s] -= took
             self.filling[s] = True
+        took -= stage.lent_s(took, now - self.rests_since[s])
         self.running[s] = True
         if self.spans is not None and took > 0.0:
             self.spans.append(Span(work.value, s, s, micro, now, now + took))
@@ -237,8 +238,8 @@ class _Simulation:
     def _action_done(self, now: float, s: int) -> None:
         stage = self.work.stages[s]
         if self.filling[s]:
-            self.filling[s] = self.running[s] = False
-            self._try_start(now, s)
+            self.filling[s] = False
+            self._free(now, s)
             return
         action = stage.actions[self.next_action[s]]
         self.next_action[s] += 1
@@ -263,8 +264,12 @@ class _Simulation:
         elif stage.bytes_s and action.work is not Work.WEIGHT:
             self._push(now + stage.bytes_s, _START, s, 0, None)
         else:
-            self.running[s] = False
-            self._try_start(now, s)
+            self._free(now, s)
+
+    def _free(self, now: float, s: int) -> None:
+        self.running[s] = False
+        self.rests_since[s] = now
+        self._try_start(now, s)
 
     def _fold_tied(self, now: float, s: int, i: int, tied: TiedExchange) -> None:
         """Send the partial sum on when both this stage's own and the later holders' are there."""

@@ -41,6 +41,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         model=clean(device.model, 200),
         threads=device.threads,
         cores=device.cores,
+        quota_period_s=device.quota_period_s,
         memory_bytes=device.memory_bytes,
         memory_limit_bytes=device.memory_limit_bytes,
         torch_version=clean(device.torch_version, 60),

@@ -217,6 +217,7 @@ class DeviceFacts(_message.Message):
     ATOLL_VERSION_FIELD_NUMBER: _builtins.int
     PLATFORM_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
+    QUOTA_PERIOD_S_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """cpu | cuda"""
     model: _builtins.str
@@ -230,7 +231,9 @@ class DeviceFacts(_message.Message):
     atoll_version: _builtins.str
     platform: _builtins.str
     cores: _builtins.float
-    """CPU cores that the worker may use at once; less than 1 under a quota"""
+    """CPU cores that the worker may use at once; less than 1 under a quota, ..."""
+    quota_period_s: _builtins.float
+    """... which counts anew this often; 0 without one"""
     def __init__(
         self,
         *,
@@ -244,10 +247,11 @@ class DeviceFacts(_message.Message):
         atoll_version: _builtins.str = ...,
         platform: _builtins.str = ...,
         cores: _builtins.float = ...,
+        quota_period_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "platform", b"platform", "python_version", b"python_version", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "platform", b"platform", "python_version", b"python_version", "quota_period_s", b"quota_period_s", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

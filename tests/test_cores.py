@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from worker.cores import CpuMeter, usable_cores
+from worker.cores import CpuMeter, Usable, usable
 
-ALL = float(len(os.sched_getaffinity(0)))
+ALL = Usable(float(len(os.sched_getaffinity(0))))
 
 
 def group(folder: Path, **files: str) -> None:
@@ -18,13 +18,13 @@ def group(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
-def found(tmp_path: Path, own: str) -> float:
+def found(tmp_path: Path, own: str) -> Usable:
     (tmp_path / "own").write_text(own)
-    return usable_cores(tmp_path / "own", tmp_path / "groups")
+    return usable(tmp_path / "own", tmp_path / "groups")
 
 
 def test_without_limits_it_is_the_affinity(tmp_path: Path) -> None:
-    assert usable_cores(tmp_path / "none", tmp_path / "nowhere") == ALL
+    assert usable(tmp_path / "none", tmp_path / "nowhere") == ALL
     group(tmp_path / "groups" / "a", cpu__max="max 100000")
     assert found(tmp_path, "0::/a\n") == ALL
 
@@ -32,16 +32,18 @@ def test_without_limits_it_is_the_affinity(tmp_path: Path) -> None:
 def test_version_2_and_the_tightest_group_above(tmp_path: Path) -> None:
     group(tmp_path / "groups" / "a", cpu__max="25000 100000")
     group(tmp_path / "groups" / "a" / "b", cpu__max="50000 100000")
-    assert found(tmp_path, "0::/a/b\n") == pytest.approx(0.25)
+    assert found(tmp_path, "0::/a/b\n") == Usable(0.25, 0.1)
+    group(tmp_path / "groups" / "a" / "b", cpu__max="100 10000")
+    assert found(tmp_path, "0::/a/b\n") == Usable(0.01, 0.01)
 
 
 def test_version_1_in_a_group_of_its_own_and_in_a_container(tmp_path: Path) -> None:
     cpu = tmp_path / "groups" / "cpu"
     group(cpu, cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     group(cpu / "host", cpu__cfs_quota_us="1000", cpu__cfs_period_us="8000")
-    assert found(tmp_path, "7:memory:/x\n3:cpu,cpuacct:/host\n") == pytest.approx(0.125)
+    assert found(tmp_path, "7:memory:/x\n3:cpu,cpuacct:/host\n") == Usable(0.125, 0.008)
     group(cpu, cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
-    assert found(tmp_path, "3:cpu,cpuacct:/docker/elsewhere\n") == pytest.approx(0.5)
+    assert found(tmp_path, "3:cpu,cpuacct:/docker/elsewhere\n") == Usable(0.5, 0.1)
 
 
 @pytest.mark.parametrize("text", ["", "0 0", "x y", "100000", "-5 100000", "0 100000"])
@@ -79,7 +81,7 @@ def test_what_a_process_takes_at_rest_is_no_steps_work() -> None:
     ("cores", "threads", "thread_cpu_s", "expected_s"),
     [
         (0.25, 1, 0.2, 0.8),  # 1 s by the clock: other threads had a fifth of the part
-        (0.25, 1, 0.5, 1.0),  # what a quota lent shows on the clock
+        (0.25, 1, 0.5, 2.0),  # what a quota lent does not last
         (0.25, 2, 0.2, 1.0),  # its threads beside it are not on this one's clock
         (1.0, 1, 0.2, 1.0),  # other processes took the rest: that is how fast this machine is
     ],

@@ -7,6 +7,7 @@ import pytest
 
 from worker import probe
 from worker.config import WorkerConfig
+from worker.cores import Usable
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,6 @@ def test_no_more_threads_than_cores_that_it_may_use(
     monkeypatch: pytest.MonkeyPatch, physical: int | None, usable: float, asked: int, expected: int
 ) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: physical)
-    monkeypatch.setattr(probe, "usable_cores", lambda: usable)
+    monkeypatch.setattr(probe, "usable", lambda: Usable(usable))
     config = WorkerConfig("127.0.0.1", device="cpu", threads=asked)
     assert probe.find_device(config).threads == expected

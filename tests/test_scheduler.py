@@ -19,7 +19,7 @@ from coordinator import members, rounds
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.facts import Fact, Ledger, from_record, to_record
 from coordinator.journal import Record
-from coordinator.roster import Roster
+from coordinator.roster import Roster, refusal
 from coordinator.scheduler import Scheduler
 
 HASH = "ab" * 32
@@ -275,6 +275,30 @@ def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
     assert worker.reason.startswith("set aside")
     assert world.holders() == ["b", "c"]
     assert world.state().phase is rounds.Phase.LOADING
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cores": -1.0}, "-1.0 CPU cores"),
+        ({"cores": float("nan")}, "nan CPU cores"),
+        ({"quota_period_s": 2.0}, "a CPU quota of 2.0 s; possible are 0 to 1 s"),
+        ({"quota_period_s": float("nan")}, "a CPU quota of nan s"),
+        ({"memory_limit_bytes": 1}, "a limit of 1"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    assert refusal(introduction("a")) is None
+    assert words in (refusal(replace(introduction("a"), **changes)) or "")
+
+
+def test_busy_seconds_may_be_more_than_the_step_by_what_a_quota_lends() -> None:
+    roster = Roster(Liveness(), Probing())
+    roster.open("a", 1, replace(introduction("a"), cores=0.1, quota_period_s=1.0), 0.0)
+    roster.open("b", 1, introduction("b"), 0.0)
+    short = ev.StepReady("job", 1, 0, forward_s=0.4, backward_s=0.5)
+    assert roster.judge("a", short, 0.09) is None
+    assert "busy seconds" in (roster.judge("b", short, 0.09) or "")
 
 
 def test_a_probe_faster_than_any_network_sets_its_worker_aside() -> None:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
@@ -72,8 +72,9 @@ class CpuMeter:
         yield taken
         lasted_s = self._clock() - begun_s
         if self._one_computes and self._cores < 1.0:
-            # Not more than the clock says: a quota lets short work run at a whole core's speed.
-            lasted_s = min(lasted_s, (self._thread_clock() - used_s) / self._cores)
+            # More than the clock says where a quota lets short work run at a whole core's speed: what lasts
+            # takes this long (docs/decisions/018).
+            lasted_s = (self._thread_clock() - used_s) / self._cores
         taken.seconds = lasted_s
         self.computed_s += lasted_s
 
@@ -88,13 +89,25 @@ class CpuMeter:
         return max(0.0, used_s / self._cores - (self._since[2] - before[2]))
 
 
-def usable_cores(own: Path = OWN, groups: Path = GROUPS) -> float:
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """What this process may use at once."""
+
+    cores: float
     """At least 0.01; a share of one core where a quota says so."""
+    period_s: float = 0.0
+    """The quota counts anew this often; 0 without one."""
+
+
+def usable(own: Path = OWN, groups: Path = GROUPS) -> Usable:
+    """The tightest of its limits."""
     try:
         most = float(len(os.sched_getaffinity(0)))
     except (AttributeError, OSError):  # not on every system
         most = float(os.cpu_count() or 1)
-    return max(0.01, min([most, *map(_quota, _folders(own, groups))]))
+    limits = [Usable(most), *filter(None, map(_quota, _folders(own, groups)))]
+    tightest = min(limits, key=lambda limit: limit.cores)
+    return replace(tightest, cores=max(0.01, tightest.cores))
 
 
 def _folders(own: Path, groups: Path) -> Iterator[Path]:
@@ -115,8 +128,8 @@ def _folders(own: Path, groups: Path) -> Iterator[Path]:
         yield root
 
 
-def _quota(folder: Path) -> float:
-    """Cores that a group may use; inf without a limit."""
+def _quota(folder: Path) -> Usable | None:
+    """What a group may use; None without a limit."""
     for name, other in (("cpu.max", ""), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             words = (folder / name).read_text(encoding="ascii").split()
@@ -125,5 +138,5 @@ def _quota(folder: Path) -> float:
         except (OSError, ValueError, IndexError):
             continue  # "max" too: not limited
         if quota > 0 and period > 0:
-            return quota / period
-    return math.inf
+            return Usable(quota / period, period / 1e6)
+    return None

@@ -32,7 +32,7 @@ from worker.checkpoint import BlobCache
 from worker.codec_speed import CodecGauge
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
-from worker.cores import CpuMeter, usable_cores
+from worker.cores import CpuMeter, usable
 from worker.datasets import known_facts
 from worker.enroll import find_work_address, join
 from worker.loading import Surroundings, connect_one
@@ -261,7 +261,7 @@ class Daemon:
             log.warning("session.congested", queued=self._config.outgoing_messages)
 
     def _introduce(self, port: int) -> pb.FromWorker:
-        config, device, known = self._config, self._device, versions()
+        config, device, known, cores = self._config, self._device, versions(), usable()
         addresses: tuple[tuple[str, int], ...] = ()
         if config.inbound:
             own = outbound_host(config.host, config.port)
@@ -272,7 +272,8 @@ class Daemon:
             kind=device.kind,
             model=device.model,
             threads=device.threads,
-            cores=usable_cores(),
+            cores=cores.cores,
+            quota_period_s=cores.period_s,
             memory_bytes=device.memory_bytes,
             memory_limit_bytes=device.memory_limit_bytes,
             torch_version=known["torch"],
@@ -358,7 +359,7 @@ class Daemon:
             fetch_of=lambda job: data_fetch(bulk, member.metadata, member.work_address, job),
             spans=Spans(),
             progress=self._progress,
-            cpu=CpuMeter(usable_cores(), self._device.threads if self._device.kind == "cpu" else 0),
+            cpu=CpuMeter(usable().cores, self._device.threads if self._device.kind == "cpu" else 0),
         )
 
     def _catch_signals(self) -> Callable[[], None]:

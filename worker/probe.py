@@ -17,7 +17,7 @@ import torch
 
 import atoll
 from atoll.errors import UsageError
-from worker.cores import usable_cores
+from worker.cores import usable
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
@@ -64,7 +64,7 @@ def find_device(config: WorkerConfig) -> Device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     # On a part of a machine more threads than cores only wait for each other.
-    threads = config.threads or min(psutil.cpu_count(logical=False) or 1, math.ceil(usable_cores()))
+    threads = config.threads or min(psutil.cpu_count(logical=False) or 1, math.ceil(usable().cores))
     if wanted == "cpu":
         return _cpu(config, threads)
     if not torch.cuda.is_available():
