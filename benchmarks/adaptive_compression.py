@@ -34,6 +34,7 @@ from benchmarks.harness import (
     steady,
 )
 from benchmarks.pipeline_vs_torch import SAME_MATHS, hosts_of, strays, summary
+from benchmarks.rivals.torch_pipeline import blocks_of
 from coordinator.jobfile import load_job
 
 CASES: Mapping[str, tuple[str, ...]] = {
@@ -173,7 +174,8 @@ def run_variant(
 ) -> dict[str, Any]:
     """One run of one variant."""
     if name in RIVALS:
-        order = hosts_of(fleet, found["op_fence_off"].plan)
+        _, most = blocks_of(load_job(Path(job), settings).module)
+        order = hosts_of(fleet, found["op_fence_off"].plan, most)
         return fleet.rival(job, order, RIVALS[name], steps, settings)
     if name == UNIFORM:
         compress = f"topk:{slowest_ratio(found[ADAPTIVE].plan):.6g}"

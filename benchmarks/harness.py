@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import select
 import statistics
 import subprocess
 import sys
@@ -419,12 +420,17 @@ class LabFleet:
         return results
 
     def _when_built(self, hosts: Sequence[str], ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Wait until every rank has its stage (or ended), then slow the hosts down again."""
+        """Wait until every rank has its stage, or one has failed, for which the others would wait for ever;
+        then slow the hosts down again."""
+        deadline = time.monotonic() + RIVAL_S
+        said = {process.stdout.fileno(): b"" for process in ranks if process.stdout is not None}
         try:
-            for process in ranks:
-                assert process.stdout is not None
-                while process.stdout.readline().strip() not in (BUILT, b""):
-                    pass
+            while said and not any(p.poll() for p in ranks) and time.monotonic() < deadline:
+                for output in select.select(list(said), [], [], 0.1)[0]:
+                    byte = os.read(output, 1)  # what comes after is for others to read
+                    said[output] += byte
+                    if not byte or said[output].endswith(BUILT + b"\n"):
+                        del said[output]
         finally:
             self._quotas(hosts, True)
 

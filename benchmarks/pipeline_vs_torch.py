@@ -1,6 +1,7 @@
 """Samples a second of our plans and of torch.distributed.pipelining, alternating in one lab.
 
-torch runs over gloo with GPipe and 1F1B, an equal split by blocks, in op_fence's device order.
+torch runs over gloo with GPipe and 1F1B, an equal split by blocks, in op_fence's device order; where that has
+more devices than the model has blocks, without those that have the fewest ops.
 Every run's losses are compared with op_fence's of its round: a fast pipeline that computes something
 else would show here, and the benchmark then ends with exit code 1.
 A short job goes before, not measured, so that all plans are made by a fleet that has trained once.
@@ -28,6 +29,7 @@ from benchmarks.harness import (
     parser,
     steady,
 )
+from benchmarks.rivals.torch_pipeline import blocks_of
 from coordinator.jobfile import load_job
 
 Losses = Mapping[str, Mapping[int, Sequence[float]]]  # name -> round -> of each step
@@ -50,6 +52,7 @@ def compare(
     loaded = load_job(Path(job), settings)
     batch = next(iter(loaded.example_inputs.values())).shape[0]
     samples = batch * loaded.training.n_micro
+    _, most = blocks_of(loaded.module)
     rates: dict[str, list[float]] = {name: [] for name in (*ours, *rivals)}
     plans: dict[str, Any] = {}
     losses: dict[str, dict[int, list[float]]] = {name: {} for name in (*ours, *rivals)}
@@ -65,7 +68,7 @@ def compare(
                 rates[name].append(samples / seconds)
                 tell(number, name, rates)
                 limits[name].append(seconds / run["plan"]["prediction"]["lower_bound_s"])
-            order = hosts_of(fleet, plans["op_fence"])
+            order = hosts_of(fleet, plans["op_fence"], most)
             for name, schedule in rivals.items():
                 try:
                     run = fleet.rival(job, order, schedule, steps, settings)
@@ -92,11 +95,13 @@ def tell(number: int, name: str, rates: dict[str, list[float]]) -> None:
     print(f"  round {number}: {name:<13} {rates[name][-1]:8.2f} samples/s", flush=True)
 
 
-def hosts_of(fleet: LabFleet, plan: dict[str, Any]) -> list[str]:
-    """Names of the hosts of a plan's stages, in stage order; the rival needs two at least."""
+def hosts_of(fleet: LabFleet, plan: dict[str, Any], most: int) -> list[str]:
+    """Names of the hosts of a plan's ``most`` largest stages, in stage order; a rival needs two at least."""
     names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
-    hosts = [names[stage["workers"][0]] for stage in plan["stages"]]
-    return hosts if len(hosts) > 1 else list(fleet.scenario.join_order)
+    stages = plan["stages"]
+    largest = sorted(stages, key=lambda stage: stage["start"] - stage["stop"])[:most]
+    hosts = [names[stage["workers"][0]] for stage in stages if stage in largest]
+    return hosts if len(hosts) > 1 else list(fleet.scenario.join_order)[:most]
 
 
 def summary(plan: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,6 +227,40 @@ def test_the_limit_ratio_is_the_median_of_all_rounds(
     assert found["limit_ratio"] == {"op_fence": 4.0, "proportional": 4.0, "even": 4.0}
     assert found["same_losses"] is True
     assert list(found["refused"]) == ["torch_1f1b"]
+
+
+def test_the_rival_has_no_more_devices_than_the_model_has_blocks(fleet: type[FakeFleet]) -> None:
+    five = fleet("homes")
+    names = [{"worker": f"w{n}", "name": name} for n, name in enumerate("abcde")]
+    five.status = lambda: {"workers": names}  # type: ignore[method-assign]
+    starts = (0, 20, 25, 60, 80, 99)
+    cut = enumerate(itertools.pairwise(starts))
+    plan = {"stages": [{"start": a, "stop": b, "workers": [f"w{n}"]} for n, (a, b) in cut]}
+    lab: Any = five
+    assert pipeline_vs_torch.hosts_of(lab, plan, 8) == ["a", "b", "c", "d", "e"]
+    assert pipeline_vs_torch.hosts_of(lab, plan, 4) == ["a", "c", "d", "e"]
+    assert pipeline_vs_torch.hosts_of(lab, {"stages": plan["stages"][:1]}, 4) == ["a", "b"]
+
+
+def test_ranks_that_wait_for_one_that_failed_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = object.__new__(LabFleet)
+    monkeypatch.setattr(fleet, "_quotas", lambda hosts, held: None, raising=False)
+    killed: list[Any] = []
+    monkeypatch.setattr(
+        fleet, "lab", SimpleNamespace(kill=lambda p: (killed.append(p), p.kill())), raising=False
+    )
+
+    def rank(code: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    waits, fails = rank("import time; time.sleep(60)"), rank("raise SystemExit('no such split')")
+    fleet._when_built(["a", "b"], [waits, fails])
+    with pytest.raises(CommandFailed, match="a rank failed: no such split"):
+        fleet._ended([waits, fails], "torch")
+    assert killed == [waits]
+    built = [rank("print('loading', flush=True); print('built', flush=True); print('{}')") for _ in range(2)]
+    fleet._when_built(["a", "b"], built)
+    assert [out for out, _ in fleet._ended(built, "torch")] == [b"{}\n"] * 2
 
 
 def test_only_what_is_asked_for_runs_beside_op_fence(

@@ -68,13 +68,11 @@ class LocalInputs(nn.Module):
 
 
 def blocks_of(module: nn.Module) -> tuple[str, int]:
-    """Name and length of the longest ModuleList or Sequential."""
+    """Name and length of the longest ModuleList or Sequential; of none, ("", 0)."""
     found = [
         (name, len(m)) for name, m in module.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)
     ]
-    if not found:
-        raise SystemExit("the rival cannot split this module: it has no ModuleList or Sequential")
-    return max(found, key=lambda item: item[1])
+    return max(found, key=lambda item: item[1], default=("", 0))
 
 
 def equal_split(module: nn.Module, world: int) -> dict[str, SplitPoint]:
