@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import (
     SCHEDULED,
@@ -34,8 +34,10 @@ from benchmarks.harness import (
     steady,
 )
 from benchmarks.pipeline_vs_torch import SAME_MATHS, hosts_of, strays, summary
-from benchmarks.rivals.torch_pipeline import blocks_of
 from coordinator.jobfile import load_job
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 CASES: Mapping[str, tuple[str, ...]] = {
     # 6.5 M parameters; a boundary is 128 KiB, 0.13 s of the gateway.
@@ -170,12 +172,17 @@ def aggregate(found: Mapping[str, Series], samples: int, names: Mapping[str, str
 
 
 def run_variant(
-    fleet: LabFleet, name: str, job: str, settings: list[str], steps: int, found: Mapping[str, Series]
+    fleet: LabFleet,
+    name: str,
+    job: str,
+    module: Module,
+    settings: list[str],
+    steps: int,
+    found: Mapping[str, Series],
 ) -> dict[str, Any]:
-    """One run of one variant."""
+    """One run of one variant; ``module`` is the job's."""
     if name in RIVALS:
-        _, most = blocks_of(load_job(Path(job), settings).module)
-        order = hosts_of(fleet, found["op_fence_off"].plan, most)
+        order = hosts_of(fleet, found["op_fence_off"].plan, module)
         return fleet.rival(job, order, RIVALS[name], steps, settings)
     if name == UNIFORM:
         compress = f"topk:{slowest_ratio(found[ADAPTIVE].plan):.6g}"
@@ -198,7 +205,7 @@ def compare(
         for number in range(rounds):
             for name in variants:
                 try:
-                    run = run_variant(fleet, name, job, settings, steps, found)
+                    run = run_variant(fleet, name, job, loaded.module, settings, steps, found)
                 except CommandFailed as error:
                     if name not in RIVALS:
                         raise

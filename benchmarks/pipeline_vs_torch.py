@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import (
     SCHEDULED,
@@ -31,6 +31,9 @@ from benchmarks.harness import (
 )
 from benchmarks.rivals.torch_pipeline import blocks_of
 from coordinator.jobfile import load_job
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 Losses = Mapping[str, Mapping[int, Sequence[float]]]  # name -> round -> of each step
 
@@ -52,7 +55,6 @@ def compare(
     loaded = load_job(Path(job), settings)
     batch = next(iter(loaded.example_inputs.values())).shape[0]
     samples = batch * loaded.training.n_micro
-    _, most = blocks_of(loaded.module)
     rates: dict[str, list[float]] = {name: [] for name in (*ours, *rivals)}
     plans: dict[str, Any] = {}
     losses: dict[str, dict[int, list[float]]] = {name: {} for name in (*ours, *rivals)}
@@ -68,7 +70,7 @@ def compare(
                 rates[name].append(samples / seconds)
                 tell(number, name, rates)
                 limits[name].append(seconds / run["plan"]["prediction"]["lower_bound_s"])
-            order = hosts_of(fleet, plans["op_fence"], most)
+            order = hosts_of(fleet, plans["op_fence"], loaded.module)
             for name, schedule in rivals.items():
                 try:
                     run = fleet.rival(job, order, schedule, steps, settings)
@@ -95,8 +97,10 @@ def tell(number: int, name: str, rates: dict[str, list[float]]) -> None:
     print(f"  round {number}: {name:<13} {rates[name][-1]:8.2f} samples/s", flush=True)
 
 
-def hosts_of(fleet: LabFleet, plan: dict[str, Any], most: int) -> list[str]:
-    """Names of the hosts of a plan's ``most`` largest stages, in stage order; a rival needs two at least."""
+def hosts_of(fleet: LabFleet, plan: dict[str, Any], module: Module) -> list[str]:
+    """Names of the hosts of a plan's largest stages, in stage order, at most one for a block of ``module``.
+    The rival needs two at least; what it cannot split it refuses itself."""
+    most = max(2, blocks_of(module)[1])
     names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
     stages = plan["stages"]
     largest = sorted(stages, key=lambda stage: stage["start"] - stage["stop"])[:most]

@@ -237,9 +237,17 @@ def test_the_rival_has_no_more_devices_than_the_model_has_blocks(fleet: type[Fak
     cut = enumerate(itertools.pairwise(starts))
     plan = {"stages": [{"start": a, "stop": b, "workers": [f"w{n}"]} for n, (a, b) in cut]}
     lab: Any = five
-    assert pipeline_vs_torch.hosts_of(lab, plan, 8) == ["a", "b", "c", "d", "e"]
-    assert pipeline_vs_torch.hosts_of(lab, plan, 4) == ["a", "c", "d", "e"]
-    assert pipeline_vs_torch.hosts_of(lab, {"stages": plan["stages"][:1]}, 4) == ["a", "b"]
+
+    def hosts(blocks: int, stages: int = 5) -> list[str]:
+        module = torch.nn.ModuleList(torch.nn.Identity() for _ in range(blocks))
+        return pipeline_vs_torch.hosts_of(lab, {"stages": plan["stages"][:stages]}, module)
+
+    assert hosts(8) == ["a", "b", "c", "d", "e"]
+    assert hosts(4) == ["a", "c", "d", "e"]
+    assert hosts(4, stages=1) == ["a", "b"]
+    assert hosts(0) == ["a", "c"]  # which the rival then refuses
+    lacking: Any = torch.nn.Linear(1, 1)
+    assert pipeline_vs_torch.hosts_of(lab, plan, lacking) == ["a", "c"]
 
 
 def test_ranks_that_wait_for_one_that_failed_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
