@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 ACTION_S = 5e-4
 """Around an action without messages: waking, queues."""
-# CPU seconds, measured in the benchmarks' lab on eighths and quarters of a core, with TLS.
-ACTION_CPU_S = 0.9e-3  # around an action without messages
-MESSAGE_CPU_S = 1.1e-3  # of one end, all tensors of a hop; and ...
-TENSOR_CPU_S = 0.3e-3  # ... every one but the first
-BYTE_CPU_S = 25e-9  # and a byte on a line of up to ...
+# CPU seconds, measured in the benchmarks' lab on an eighth to a half of a core, with TLS.
+ACTION_CPU_S = 0.6e-3  # around an action without messages
+MESSAGE_CPU_S = 0.8e-3  # of one end, all tensors of a hop; and ...
+TENSOR_CPU_S = 0.2e-3  # ... every one but the first
+BYTE_CPU_S = 18e-9  # and a byte on a line of up to ...
 PACKETS_BPS = 10e6  # ... this rate; on faster ones more packets are read at a time ...
 LEAST_SHARE = 0.1  # ... down to this part of it: copies, encryption
 SCALE_RANGE = (0.05, 2.0)

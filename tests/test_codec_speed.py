@@ -22,7 +22,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names that were measured; every codec runs at 2 and 3 GB/s."""
     names: list[str] = []
 
-    def sustained_on(name: str, *_: object) -> CodecRate:
+    def sustained_on(name: str, *_: object, **__: object) -> CodecRate:
         names.append(name)
         return CodecRate(2e9, 3e9, 1.0)
 
@@ -58,11 +58,11 @@ def test_a_codec_that_fails_is_absent_until_the_next_start(
 ) -> None:
     works = speed.sustained_on
 
-    def sustained_on(name: str, *rest: Any) -> CodecRate:
+    def sustained_on(name: str, *rest: Any, **named: Any) -> CodecRate:
         if name == "bf16":
             measured.append(name)
             raise RuntimeError("no library")
-        return works(name, *rest)
+        return works(name, *rest, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr(speed, "sustained_on", sustained_on)
@@ -186,3 +186,10 @@ def test_the_real_codecs_have_real_speeds(tmp_path: Path) -> None:
     gauge.run(budget_s=5.0)
     assert {"fp16", "int8_block", "lossless"} <= set(gauge.rates)
     assert all(encode > 0 and decode > 0 for encode, decode in gauge.rates.values())
+
+
+def test_codecs_are_measured_by_the_clock_of_work(tmp_path: Path) -> None:
+    # By this clock nothing takes less than an hour between two looks.
+    gauge = gauged(tmp_path, at_work=itertools.count(0.0, 3600.0).__next__)
+    assert gauge.rates
+    assert all(rate < 1e3 for rates in gauge.rates.values() for rate in rates)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from atoll.job import OptimizerName, Precision
+from atoll.job import Precision
 from atoll.opdag import Arg, Kind, LeafRef, OpNode, OpRef, Source, TensorMeta
-from worker.optimings import OpProbe, OpTiming, time_ops, time_optimizer
+from worker.optimings import OpProbe, OpTiming, time_ops
 
 ROWS = TensorMeta((8, 16), "float32")
 WEIGHT = TensorMeta((16, 16), "float32")
@@ -80,7 +80,6 @@ def test_seconds_are_the_clock_s_mean_over_the_window():
         [probe("aten.tanh.default", (OpRef(0),), (ROWS,), grad=False)],
         sustained_s=0.5,
         clock=lambda: float(next(ticks)),
-        budget_s=1e9,
     )
     # One tick passes between the window's two readings; it held 8 runs, one for each input set.
     assert found["aten.tanh.default"] == OpTiming(1.0 / 8, 0.0)
@@ -92,21 +91,15 @@ def test_other_work_on_the_machine_while_one_round_runs_does_not_show():
 
     def clock() -> float:
         nonlocal now_s
-        now_s += 10.0 if next(reads) < 8 else 1.0  # the first round's window is among the first 8
+        now_s += 10.0 if next(reads) < 6 else 1.0  # the first round's window is among the first 6
         return now_s
 
     found = time_ops(
         [probe("aten.tanh.default", (OpRef(0),), (ROWS,), grad=False)],
         sustained_s=0.5,
         clock=clock,
-        budget_s=1e9,
     )
     assert found["aten.tanh.default"] == OpTiming(1.0 / 8, 0.0)
-
-
-@pytest.mark.parametrize("name", list(OptimizerName))
-def test_the_optimizer_is_timed_by_element(name: OptimizerName):
-    assert 0.0 < time_optimizer(name, elements=1 << 10, sustained_s=1e-4) < 1.0
 
 
 @pytest.mark.gpu

@@ -49,7 +49,7 @@ def bench_with(gauge: Gauge) -> tuple[Workbench, queue.SimpleQueue[Any], queue.S
 def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(optimings, "time_ops", lambda *_: {})
+    monkeypatch.setattr(optimings, "time_ops", lambda *_, **__: {})
     gauge = Gauge()
     bench, posted, said = bench_with(gauge)
     bench.tell_codecs()
@@ -102,4 +102,30 @@ def test_the_way_to_the_coordinator_is_timed_without_waiting_for_what_computes()
     bench.do(instructions.TimeOps(7, OpsRequest((), None)))  # type: ignore[arg-type]
     assert posted.get_nowait().message.ops_probed.request == 7
     gauge.go_on.put(None)
+    assert bench.stop(20.0)
+
+
+def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks: list[Callable[[], float]] = []
+
+    def time_ops(*_: object, clock: Callable[[], float]) -> dict[str, Any]:
+        clocks.append(clock)
+        return {}
+
+    monkeypatch.setattr(optimings, "time_ops", time_ops)
+    device = SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30)
+    cpu = CpuMeter(0.25, 1, thread_clock=lambda: 2.0)
+    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    bench = Workbench(
+        SimpleNamespace(device=device, cpu=cpu),  # type: ignore[arg-type]
+        posted.put,
+        lambda _: None,
+        Gauge(),  # type: ignore[arg-type]
+    )
+    bench.start()
+    bench.do(instructions.TimeOps(7, OpsRequest(("op",), None)))  # type: ignore[arg-type]
+    posted.get(timeout=20)
+    assert [clock() for clock in clocks] == [8.0]  # 2 s of a quarter of a core
     assert bench.stop(20.0)

@@ -1,11 +1,11 @@
 """How fast this machine's codecs are, for the coordinator's choice: measured when there is time,
 then remembered.
 
-Measured after joining, before and between stages, on the thread that computes them: nothing else of
-this worker runs beside it. Each codec works for at least 60 ms of processor time, so that a quota
+Measured after joining, before and between stages, on the thread that computes them and by the clock
+that training counts them by. Each codec works for at least 60 ms of processor time, so that a quota
 shows as it will in training, where a short burst would fit into what is left of a period. What the
 budget does not reach is asked again at the next occasion. Figures are forgotten after a week, since
-quotas and neighbours change.
+neighbours change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 FILE = "codec_speed.json"
-METHOD = "sustained"  # figures of another way of measuring are not comparable
+METHOD = "sustained at work"  # figures of another way of measuring are not comparable
 MAX_FILE_BYTES = 64 << 10
 MAX_AGE_S = 7 * 86_400.0  # of what is kept
 BUDGET_S = 2.5  # of one occasion, and one codec more
@@ -56,7 +56,7 @@ class CodecGauge:
 
     Begins with what ``state_dir`` holds of the same ``circumstances`` (versions, device, threads),
     none of it older than MAX_AGE_S. ``run`` belongs to one thread; ``rates`` may be read from any.
-    ``now``: Unix seconds.
+    ``now``: Unix seconds; ``at_work``: the clock of codecs at work (``CpuMeter.at_work_s``).
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class CodecGauge:
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], float] = time.time,
+        at_work: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._path, self._device, self._clock, self._now = state_dir / FILE, device, clock, now
+        self._at_work = at_work
         self._key = {**{name: str(value) for name, value in circumstances.items()}, "method": METHOD}
         self._known = _read(self._path, self._key, now())  # codec -> encode, decode, when
         self._failed: set[str] = set()
@@ -110,7 +112,7 @@ class CodecGauge:
 
     def _measure(self, name: str, tensor: torch.Tensor) -> None:
         try:
-            rate = speed.sustained_on(name, tensor, RATIO)
+            rate = speed.sustained_on(name, tensor, RATIO, clock=self._at_work)
         except BROKEN as error:  # one broken library must not keep a worker out
             log.warning("codec.not_measured", codec=name, reason=f"{type(error).__name__}: {error}")
             self._failed.add(name)

@@ -63,20 +63,23 @@ class CpuMeter:
         """What came since the last ``beside_s`` does not count."""
         self._since = None
 
+    def at_work_s(self) -> float:
+        """A clock for the thread that computes: it goes as if no other thread ran, since on a part of a core
+        those that handle messages take theirs of the same part. Only differences mean anything."""
+        if self._one_computes and self._cores < 1.0:
+            # Faster than the clock on the wall where a quota lets short work run at a whole core's speed:
+            # what lasts takes this long (docs/decisions/018).
+            return self._thread_clock() / self._cores
+        return self._clock()
+
     @contextmanager
     def computing(self) -> Iterator[Taken]:
-        """What computes inside, as if no other thread ran: on a part of a core those that handle messages
-        take theirs of the same part."""
+        """What computes inside, by ``at_work_s``."""
         taken = Taken()
-        begun_s, used_s = self._clock(), self._thread_clock()
+        begun_s = self.at_work_s()
         yield taken
-        lasted_s = self._clock() - begun_s
-        if self._one_computes and self._cores < 1.0:
-            # More than the clock says where a quota lets short work run at a whole core's speed: what lasts
-            # takes this long (docs/decisions/018).
-            lasted_s = (self._thread_clock() - used_s) / self._cores
-        taken.seconds = lasted_s
-        self.computed_s += lasted_s
+        taken.seconds = self.at_work_s() - begun_s
+        self.computed_s += taken.seconds
 
     def beside_s(self) -> float:
         """Seconds that the cores need for what was done beside computing since the last call; 0 at the

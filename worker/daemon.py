@@ -88,6 +88,7 @@ class Daemon:
         self._device: Device
         self._membership: Membership
         self._network: PeerNetwork
+        self._cpu: CpuMeter
         self._gauge: CodecGauge
         self._bench: Workbench
 
@@ -129,7 +130,9 @@ class Daemon:
         )
         bulk = member.channel(config)  # of its own: an upload must not hold up a commit
         self._network = network
-        self._gauge = self._new_gauge()
+        cores = usable().cores
+        self._cpu = CpuMeter(cores, self._device.threads if self._device.kind == "cpu" else 0)
+        self._gauge = self._new_gauge(cores)
         self._bench = Workbench(self._surroundings(bulk), self._events.put, self._say, self._gauge)
         self._apps = AppHost(config) if config.allow_apps else None
         self._bench.start()
@@ -303,10 +306,12 @@ class Daemon:
             log.error("data.unreadable", reason=str(error))
             return []
 
-    def _new_gauge(self) -> CodecGauge:
+    def _new_gauge(self, cores: float) -> CodecGauge:
         device = self._device
-        facts = {"device": device.kind, "model": device.model, "threads": device.threads}
-        return CodecGauge(self._config.state_dir, {**versions(), **facts}, device.torch_device)
+        facts = {"device": device.kind, "model": device.model, "threads": device.threads, "cores": cores}
+        circumstances = {**versions(), **facts}
+        at_work = self._cpu.at_work_s
+        return CodecGauge(self._config.state_dir, circumstances, device.torch_device, at_work=at_work)
 
     # ---------------------------------------------------------------- threads around the work
 
@@ -359,7 +364,7 @@ class Daemon:
             fetch_of=lambda job: data_fetch(bulk, member.metadata, member.work_address, job),
             spans=Spans(),
             progress=self._progress,
-            cpu=CpuMeter(usable().cores, self._device.threads if self._device.kind == "cpu" else 0),
+            cpu=self._cpu,
         )
 
     def _catch_signals(self) -> Callable[[], None]:

@@ -4,8 +4,8 @@ An op runs as it will in a stage: through the executor's own call, on random inp
 shapes, under the job's precision, with its parameters' gradients accumulating. The timings of a
 stage's ops are meant to add up to the stage, so
 
-- each op is timed over a sustained window after a warm-up, by the mean: a CPU quota slows what
-  lasts and spares what is short, and a median would not see it;
+- each op is timed over a sustained window after a warm-up, by the mean and by the clock that
+  training counts its stage by: a CPU quota slows what lasts and spares what is short;
 - all ops are timed in rounds, each in another order, until the two fastest rounds agree: other
   work on the machine only ever slows, and it comes and goes;
 - inputs are taken in turn from several sets, so that weights come from memory as they do when
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from atoll.errors import AtollError
 from atoll.execute import DTYPES, Executor
-from atoll.job import OptimizerName, Precision
+from atoll.job import Precision
 from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
 from atoll.ops import check_node
 from atoll.program import Received, StageProgram
@@ -75,9 +75,10 @@ def time_ops(
 
     An op's window is at least ``sustained_s`` and MIN_REPETITIONS runs of forward and backward,
     so the budget may be exceeded by one op. Figures are means of an op's two fastest windows.
+    ``clock`` is read in the calling thread, where the ops run; the budget goes by the wall's.
     """
     place = torch.device(device)
-    started = clock()
+    ends_s = time.monotonic() + budget_s
     overhead = _engine_overhead(place, clock)
     left = [p for p in probes if 3 * _probe_bytes(p) <= max_bytes and _known_dtypes(p)]
     rounds: list[dict[str, OpTiming]] = []
@@ -85,7 +86,7 @@ def time_ops(
         random.Random(len(rounds)).shuffle(left)
         timings: dict[str, OpTiming] = {}
         for probe in left:
-            if clock() - started > budget_s:
+            if time.monotonic() > ends_s:
                 # A round that was cut short says nothing of the ops it did not reach.
                 return _merged([*rounds, timings]) if rounds else timings
             try:
@@ -120,32 +121,6 @@ def _merged(rounds: Sequence[Mapping[str, OpTiming]]) -> dict[str, OpTiming]:
         forward_s, backward_s = (sum(times) / len(seen) for times in zip(*map(astuple, seen), strict=True))
         found[signature] = OpTiming(forward_s, backward_s)
     return found
-
-
-def time_optimizer(
-    name: OptimizerName,
-    device: torch.device | str = "cpu",
-    elements: int = 1 << 21,
-    sustained_s: float = SUSTAINED_S,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Seconds per parameter element of finish_step and apply: norm, update, release."""
-    place = torch.device(device)
-    parameter = torch.nn.Parameter(torch.zeros(elements, device=place))
-    optimizer: torch.optim.Optimizer
-    if name is OptimizerName.ADAMW:
-        optimizer = torch.optim.AdamW([parameter], fused=True)
-    else:
-        optimizer = torch.optim.SGD([parameter], lr=1e-3, momentum=0.9, fused=True)
-
-    def update() -> None:
-        parameter.grad = gradient
-        torch.linalg.vector_norm(gradient, dtype=torch.float64).item()
-        optimizer.step()
-
-    gradient = torch.full_like(parameter, 1e-3)
-    update()
-    return _sustained([update], place, sustained_s, clock) / elements
 
 
 class _Bench:

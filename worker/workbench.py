@@ -393,6 +393,7 @@ class Workbench:
                     ops.precision,
                     OPS_BUDGET_S,
                     int(device.memory_limit_bytes * OPS_BYTES_SHARE),
+                    clock=self._around.cpu.at_work_s,
                 )
         except (RuntimeError, AtollError) as failed:
             error = self._explained(failed)
