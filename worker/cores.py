@@ -37,7 +37,7 @@ class CpuMeter:
         self,
         cores: float = math.inf,
         threads: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
         cpu_clock: Callable[[], float] = time.process_time,
         thread_clock: Callable[[], float] = time.thread_time,
     ) -> None:
