@@ -27,8 +27,6 @@ _LARGEST = {
     "bfloat16": np.float32(2.0**128 - 2.0**120),
     "float16": np.float32(65504.0),
 }
-_LEAST_EXPONENT = 15 - 128
-_BELOW = np.float32(2**15 - 2**4)  # the float16 next to 2**15
 _ZERO, _NAN = 255, 254
 _MAX_CODE = 248  # 2**-31 of the top
 _OF_LARGEST = 15 - 128  # the exponent for values from 2**127; rounded up to 2**15 they would be infinite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -215,8 +214,3 @@ def parse_duration(text: str) -> float:
     if found is None:
         raise UsageError(f"duration {text!r}; write a number and s, m, h or d, for example 24h")
     return float(found[1]) * _UNITS_S[found[2]]
-
-
-def state_folder(state_dir: Path | None) -> Path:
-    """The state folder that the options name."""
-    return state_dir or default_state_dir()

@@ -7,7 +7,6 @@ blocks repeat: a 12-layer GPT has some 30 distinct ops among 400.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -252,8 +251,3 @@ def _metas(metas: tuple[TensorMeta, ...]) -> str:
 
 def _leaf_grad(dag: OpDag, leaf: LeafRef) -> bool:
     return leaf.source is Source.PARAMETER and dag.parameters[leaf.name].requires_grad
-
-
-def gflops_of(rates: Mapping[str, float]) -> float:
-    """One figure for people: the matmul rate, else the default class's, else the best known."""
-    return rates.get("matmul", rates.get("", max(rates.values(), default=DEFAULT_GFLOPS)))

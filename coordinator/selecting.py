@@ -196,8 +196,3 @@ def selector_from_json(value: Any) -> Any:
         return OortState(seen, float(oort["percentile"]), tuple(oort["gathered"]))
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise StorageError(f"the journal holds a damaged selector state: {error}") from error
-
-
-def learn_of(client: Client, **figures: Any) -> Client:
-    """The client with newer figures."""
-    return dataclasses.replace(client, **figures)

@@ -11,7 +11,6 @@ from lab.tun import LabError
 from lab.world import Lab
 
 PORT = 5201
-TCP_IP_BYTES = 52  # headers of a data segment, time stamps included
 PATIENCE_S = 90.0
 
 

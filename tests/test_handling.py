@@ -11,6 +11,7 @@ from coordinator.handling import (
     BYTE_CPU_S,
     LEAST_SHARE,
     MESSAGE_CPU_S,
+    PACKETS_BPS,
     TENSOR_CPU_S,
     bytes_cpu_s,
     handled,
@@ -30,7 +31,7 @@ def device(cores: float, scale: float = 1.0) -> Device:
 def test_a_byte_takes_more_on_a_slow_line_and_a_message_something_without_any() -> None:
     slow, faster, fast = (bytes_cpu_s(128 * KIB, rate) for rate in (8e6, 20e6, 1e9))
     assert slow == pytest.approx(128 * KIB * BYTE_CPU_S)
-    assert faster == pytest.approx(slow / 2)
+    assert faster == pytest.approx(slow * PACKETS_BPS / 20e6)
     assert fast == pytest.approx(slow * LEAST_SHARE)
     assert message_cpu_s() == MESSAGE_CPU_S
     assert message_cpu_s(5) == pytest.approx(MESSAGE_CPU_S + 4 * TENSOR_CPU_S)

@@ -493,6 +493,36 @@ class TestNamespaces:
             question.close()
             answer.close()
 
+    def test_a_shared_line_changes_live(self) -> None:
+        hosts = {"a": {"group": "g"}, "b": {}}
+        group = {"up_mbit": 100, "down_mbit": 100}
+        document = {"default": {"mbit": 100, "ms": 1}, "groups": {"g": group}, "hosts": hosts}
+        with Lab(parse_scenario(document, "t")) as lab:
+            serve_meters(lab, "a", "b")
+            lab.set_uplink("group:g:up", 10)
+            assert 9 < measured(lab) <= 10.2
+            assert measured(lab, "b", "a") > 80
+
+    def test_an_isolated_host_reaches_nobody_until_it_is_healed(self) -> None:
+        dial = "import socket,sys;socket.create_connection((sys.argv[1],5201),0.5)"
+        document = {"default": {"mbit": 100, "ms": 1}, "hosts": {"a": {}, "b": {}, "c": {}}}
+        with Lab(parse_scenario(document, "t")) as lab:
+            serve_meters(lab, "b", "c")
+
+            def reaches(target: str) -> bool:
+                options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True}
+                said = lab.python("a", "-c", dial, lab.address(target), **options).communicate()[1]
+                assert not said or "timed out" in said
+                return not said
+
+            assert (reaches("b"), reaches("c")) == (True, True)
+            lab.isolate("b", ["c"])
+            assert (reaches("b"), reaches("c")) == (True, True)
+            lab.isolate("b")
+            assert (reaches("b"), reaches("c")) == (False, True)
+            lab.heal("a", "b")
+            assert reaches("b")
+
     def test_a_host_without_inbound_calls_out_but_is_not_called(self) -> None:
         document = {"default": {"mbit": 100, "ms": 1}, "hosts": {"a": {}, "b": {"inbound": False}}}
         with Lab(parse_scenario(document, "t")) as lab:
