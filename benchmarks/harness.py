@@ -367,13 +367,15 @@ class LabFleet:
     ) -> dict[str, Any]:
         """torch.distributed.pipelining, one rank on each host in the given order.
 
-        Importing, tracing and splitting are not timed, so quotas hold only from then on.
+        Importing, tracing and splitting are not timed, so quotas hold only from then on. Its ranks dial
+        each other, so every host accepts connections meanwhile.
         """
         port = 29500 + int(time.monotonic() * 10) % 1000
         master = f"{self.lab.address(hosts[0])}:{port}"
         options = settings_options(settings)
         ranks = []
         self._quotas(hosts, False)
+        self._doors(hosts, opened=True)
         for rank, host in enumerate(hosts):
             command = [
                 self.python,
@@ -396,8 +398,11 @@ class LabFleet:
                     cwd=ROOT,
                 )
             )
-        self._when_built(hosts, ranks)
-        results = self._ended(ranks, f"torch's {schedule}")
+        try:
+            self._when_built(hosts, ranks)
+            results = self._ended(ranks, f"torch's {schedule}")
+        finally:
+            self._doors(hosts, opened=False)
         last = json.loads(results[-1][0].decode().strip().splitlines()[-1])
         return {"step_s": last["seconds"], "loss": last["losses"]}
 
@@ -433,6 +438,10 @@ class LabFleet:
                         del said[output]
         finally:
             self._quotas(hosts, True)
+
+    def _doors(self, hosts: Sequence[str], *, opened: bool) -> None:
+        for host in hosts:
+            self.lab.open_door(host, opened)
 
     def _quotas(self, hosts: Sequence[str], held: bool) -> None:
         for host in hosts:

@@ -17,6 +17,8 @@ class Door:
     """The open flows of one host that accepts no inbound connection."""
 
     def __init__(self) -> None:
+        self.stands_open = False
+        """Everybody may come in for now."""
         self._opened: dict[bytes, None] = {}  # oldest first
 
     def leaving(self, packet: bytes, offset: int) -> None:
@@ -34,6 +36,8 @@ class Door:
         """Whether a packet for the host may come in."""
         protocol = packet[offset + 9]
         kind, ports = _first(packet, offset)
+        if self.stands_open:
+            return True
         if not kind:
             return protocol == _TCP
         key = packet[offset + 9 : offset + 10] + packet[offset + 12 : offset + 16] + ports

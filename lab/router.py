@@ -88,6 +88,13 @@ class Router:
         self.flows[source, target].cut = cut
         return {}
 
+    def open_door(self, host: str, opened: bool) -> dict[str, Any]:
+        """Let others open connections to a host that accepts none by its scenario, or no more."""
+        door = self.doors.get(self.devices[host])
+        if door is not None:
+            door.stands_open = opened
+        return {}
+
     def stats(self) -> dict[str, Any]:
         """Totals since the start: per flow and per server, and the router's own CPU seconds."""
         return {
@@ -192,6 +199,8 @@ class Desk:
                     return self.router.cut(**request)
                 case "uplink":
                     return self.router.change_uplink(**request)
+                case "door":
+                    return self.router.open_door(**request)
                 case other:
                     return {"error": f"unknown request {other!r}"}
         except (ValueError, KeyError, TypeError, AttributeError, LabError) as error:

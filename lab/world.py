@@ -226,6 +226,11 @@ class Hosts:
         """Undo ``cut``."""
         self._cut(a, b, both, False)
 
+    def open_door(self, host: str, opened: bool = True) -> None:
+        """Let others open connections to a host with ``inbound = false``, or no more (others: no change)."""
+        self.scenario.host(host)
+        self.ask("door", host=host, opened=opened)
+
     def isolate(self, host: str, others: Iterable[str] | None = None) -> None:
         """Cut a host off from the others (default: from all)."""
         for other in self.scenario.host_names if others is None else others:

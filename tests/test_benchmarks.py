@@ -271,6 +271,33 @@ def test_ranks_that_wait_for_one_that_failed_are_ended(monkeypatch: pytest.Monke
     assert [out for out, _ in fleet._ended(built, "torch")] == [b"{}\n"] * 2
 
 
+def test_the_rival_s_ranks_may_dial_each_other_as_long_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = object.__new__(LabFleet)
+    doors: list[tuple[str, bool]] = []
+
+    def popen(host: str, command: list[str], **_: object) -> subprocess.Popen[bytes]:
+        assert doors == [("a", True), ("b", True)]
+        code = "raise SystemExit('no such split')"
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    lab = SimpleNamespace(
+        address=lambda host: "10.0.0.1",
+        popen=popen,
+        open_door=lambda host, opened: doors.append((host, opened)),
+        kill=lambda process: process.kill(),
+    )
+    for name, value in {
+        "lab": lab,
+        "python": sys.executable,
+        "_quotas": lambda hosts, held: None,
+        "_environment": dict,
+    }.items():
+        monkeypatch.setattr(fleet, name, value, raising=False)
+    with pytest.raises(CommandFailed, match="no such split"):
+        fleet.rival("job.py", ["a", "b"], "gpipe", 1, [])
+    assert doors[2:] == [("a", False), ("b", False)]
+
+
 def test_only_what_is_asked_for_runs_beside_op_fence(
     fleet: type[FakeFleet], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

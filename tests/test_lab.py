@@ -324,6 +324,15 @@ def test_a_closed_door_admits_answers_but_no_stranger() -> None:
     assert door.admits(packet(far, home, 6, (6000, 5000), syn), 0), "hole punching"
 
 
+def test_a_door_that_stands_open_admits_strangers_until_it_is_closed() -> None:
+    door, home, far = Door(), "10.80.0.1", "10.80.0.2"
+    first = [packet(far, home, 6, (4000, 80), 0x02), packet(far, home, 17, (4000, 80))]
+    door.stands_open = True
+    assert [door.admits(p, 0) for p in first] == [True, True]
+    door.stands_open = False
+    assert [door.admits(p, 0) for p in first] == [False, False]
+
+
 def test_a_burst_counts_a_header_for_every_segment() -> None:
     header = bytes([0, 1]) + (52).to_bytes(2, sys.byteorder) + (8948).to_bytes(2, sys.byteorder) + bytes(4)
     assert len(header) == HEADER_BYTES
@@ -529,8 +538,16 @@ class TestNamespaces:
             serve_meters(lab, "a", "b")
             assert measured(lab, "b", "a", 0.5, 0.2) > 80
             dial = "import socket;socket.create_connection(('10.80.0.2',5201),0.5)"
-            caller = lab.python("a", "-c", dial, stderr=subprocess.PIPE, text=True)
-            assert "timed out" in caller.communicate()[1]
+
+            def refused() -> str:
+                caller = lab.python("a", "-c", dial, stderr=subprocess.PIPE, text=True)
+                return str(caller.communicate()[1])
+
+            assert "timed out" in refused()
+            lab.open_door("b")
+            assert refused() == ""
+            lab.open_door("b", opened=False)
+            assert "timed out" in refused()
 
     def test_a_quota_slows_a_host_to_its_share(self) -> None:
         burn = "import time\ne=time.monotonic()+1\nwhile time.monotonic()<e: pass\nprint(time.process_time())"
