@@ -89,7 +89,7 @@ def sustained_on(
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] = time.thread_time,
 ) -> CodecRate:
-    """Rates that a codec of the catalogue can keep up on ``tensor`` (not empty), by the wall clock.
+    """Rates that a codec of the catalogue can keep up on ``tensor`` (not empty), by ``clock``.
 
     Encodes and decodes in turn until this thread has computed for ``cpu_s`` or ``most_s`` have passed.
     All of that time counts, divided as the medians of both are: under a quota of processor time a

@@ -34,10 +34,10 @@ class Door:
 
     def admits(self, packet: bytes, offset: int) -> bool:
         """Whether a packet for the host may come in."""
-        protocol = packet[offset + 9]
-        kind, ports = _first(packet, offset)
         if self.stands_open:
             return True
+        protocol = packet[offset + 9]
+        kind, ports = _first(packet, offset)
         if not kind:
             return protocol == _TCP
         key = packet[offset + 9 : offset + 10] + packet[offset + 12 : offset + 16] + ports

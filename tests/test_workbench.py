@@ -36,11 +36,13 @@ class Gauge:
         return not self.waited[-1]
 
 
-def bench_with(gauge: Gauge) -> tuple[Workbench, queue.SimpleQueue[Any], queue.SimpleQueue[pb.FromWorker]]:
+def bench_with(
+    gauge: Gauge, cpu: CpuMeter | None = None
+) -> tuple[Workbench, queue.SimpleQueue[Any], queue.SimpleQueue[pb.FromWorker]]:
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
     said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
     device = SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30)
-    around: Any = SimpleNamespace(device=device, cpu=CpuMeter())
+    around: Any = SimpleNamespace(device=device, cpu=cpu or CpuMeter())
     bench = Workbench(around, posted.put, said.put, gauge)  # type: ignore[arg-type]
     bench.start()
     return bench, posted, said
@@ -115,16 +117,7 @@ def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
         return {}
 
     monkeypatch.setattr(optimings, "time_ops", time_ops)
-    device = SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30)
-    cpu = CpuMeter(0.25, 1, thread_clock=lambda: 2.0)
-    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    bench = Workbench(
-        SimpleNamespace(device=device, cpu=cpu),  # type: ignore[arg-type]
-        posted.put,
-        lambda _: None,
-        Gauge(),  # type: ignore[arg-type]
-    )
-    bench.start()
+    bench, posted, _ = bench_with(Gauge(), CpuMeter(0.25, 1, thread_clock=lambda: 2.0))
     bench.do(instructions.TimeOps(7, OpsRequest(("op",), None)))  # type: ignore[arg-type]
     posted.get(timeout=20)
     assert [clock() for clock in clocks] == [8.0]  # 2 s of a quarter of a core

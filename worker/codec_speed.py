@@ -54,7 +54,7 @@ def link_codecs() -> tuple[str, ...]:
 class CodecGauge:
     """Speeds of the link codecs on ``device``, as far as they are known.
 
-    Begins with what ``state_dir`` holds of the same ``circumstances`` (versions, device, threads),
+    Begins with what ``state_dir`` holds of the same ``circumstances`` (versions, device, threads, cores),
     none of it older than MAX_AGE_S. ``run`` belongs to one thread; ``rates`` may be read from any.
     ``now``: Unix seconds; ``at_work``: the clock of codecs at work (``CpuMeter.at_work_s``).
     """
