@@ -25,7 +25,7 @@ from coordinator.problem import Candidate, Problem, Scored
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from coordinator.chain import Bools
+    from coordinator.chain import Bools, ChainCut
 
     Floats = NDArray[np.float64]
     Positions = NDArray[np.intp]
@@ -397,16 +397,24 @@ def _threshold_cuts(problem: Problem, order: Order) -> Iterator[Candidate]:
     positions = problem.positions
     chain = problem.chain(order, positions)
     value = 0.0
+    cut: ChainCut | None = None
     for in_flight in reversed(list(_halves(min(problem.n_micro, 2 * len(order))))):
         limits = {float(problem.limits[d]) for d in order}
         reach = {x: problem.memory.farthest(positions, x, in_flight) for x in limits}
         by_device = [reach[float(problem.limits[d])] for d in order]
+        if cut is not None and _within_reach(cut, by_device, len(positions) - 1):
+            continue  # the best with less in flight, and so with more
         cut = threshold(chain.compute, chain.link, by_device.__getitem__, value, TOLERANCE)
         if cut is None:
             return
         # More in flight fits less, so the largest stage only grows.
         value = cut.value / (1 + TOLERANCE)
         yield _candidate(order[: len(cut.starts)], positions, cut.starts)
+
+
+def _within_reach(cut: ChainCut, reach: Sequence[Positions], end: int) -> bool:
+    stops = (*cut.starts[1:], end)
+    return all(int(reach[j][a]) >= b for j, (a, b) in enumerate(zip(cut.starts, stops, strict=True)))
 
 
 def _halves(n: int) -> Iterator[int]:
