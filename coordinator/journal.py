@@ -31,6 +31,7 @@ _EVENTS = sa.Table(
     sa.Column("kind", sa.String(64), nullable=False),
     sa.Column("payload", sa.Text, nullable=False),
 )
+_WRITTEN = ("at_s", "kind", "payload")  # the database counts the numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,11 @@ class Journal:
             _METADATA.create_all(self._engine)
             # One connection for the process's life: a step's commit must not pay for connecting.
             self._connection = self._engine.connect()
+            # Nor for building the statement: compiled for each append it takes 0.2 ms of a busy machine.
+            insert = _EVENTS.insert().inline().compile(dialect=self._engine.dialect, column_keys=_WRITTEN)
         except (sa.exc.SQLAlchemyError, ImportError, TypeError, ValueError) as error:
             raise _not_opened(url, error) from error
+        self._insert, self._order = str(insert), insert.positiontup  # None: values go by their names
 
     def append(self, records: Sequence[Record]) -> None:
         """Write records in one transaction; on return they survive a crash.
@@ -67,14 +71,18 @@ class Journal:
         """
         if not records:
             return
-        rows = [{"at_s": r.at_s, "kind": r.kind, "payload": _encoded(r)} for r in records]
+        rows = [self._row(record) for record in records]
         try:
             with self._connection.begin():
-                self._connection.execute(_EVENTS.insert(), rows)
+                self._connection.exec_driver_sql(self._insert, rows)
         except sa.exc.SQLAlchemyError as error:
             raise StorageError(
                 f"the journal refuses {len(rows)} events: {_cause(error)}; free some disk space"
             ) from error
+
+    def _row(self, record: Record) -> Any:
+        named = dict(zip(_WRITTEN, (record.at_s, record.kind, _encoded(record)), strict=True))
+        return named if self._order is None else tuple(named[column] for column in self._order)
 
     def replay(self) -> Iterator[Record]:
         """Every record, oldest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from atoll.plan import LinkPrediction, Prediction
@@ -37,7 +38,7 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
             roster.handled(state.job, told.worker, told.handling_s, report.handling_s)
     if follows:
         return
-    foretold = {(link.source, link.target): _with_ends(link, prediction) for link in prediction.links}
+    foretold = _with_ends(prediction)
     for stage, report in state.reports.items():
         for carried in report.links:
             link = foretold.get((prediction.stages[stage].worker, carried.peer))
@@ -45,13 +46,16 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
                 roster.transferred(state.job, link, carried)
 
 
-def _with_ends(link: LinkPrediction, prediction: Prediction) -> LinkPrediction:
-    """With the time that both ends take to handle its messages: as measured, they are under way until
-    then, and around the ends' actions it is counted already."""
-    ends = [end for other in prediction.links for end in (other.source, other.target)]
-    handled_s = sum(
-        told.handling_s / ends.count(told.worker)
-        for told in prediction.stages
-        if told.worker in (link.source, link.target)
-    )
-    return replace(link, under_way_s=link.under_way_s + handled_s)
+def _with_ends(prediction: Prediction) -> dict[tuple[str, str], LinkPrediction]:
+    """Each link with the time that both ends take to handle its messages: as measured, they are under way
+    until then, and around the ends' actions it is counted already."""
+    links = Counter(end for link in prediction.links for end in (link.source, link.target))
+    each_s: dict[str, float] = defaultdict(float)  # of a link's end at a worker
+    for told in prediction.stages:
+        each_s[told.worker] += told.handling_s / max(1, links[told.worker])
+    return {
+        (link.source, link.target): replace(
+            link, under_way_s=link.under_way_s + each_s[link.source] + each_s[link.target]
+        )
+        for link in prediction.links
+    }
