@@ -96,7 +96,10 @@ class Timeline:
 
 _Bundle = tuple[Cargo, int, float, int]  # cargo, micro or index of the tied parameter, bits, messages
 
-_DONE, _PIECE, _FREE, _TIED = range(4)  # what is due: an action, a piece of a bundle, a wire, a tied tensor
+_PIECE, _FREE, _TIED, _DONE = range(4)
+"""What is due: a piece of a bundle, a wire, a tied tensor, an action; at one time in this order, so that what
+is under way on a shared line takes its turn before what an action sends. Where such a line sets the pace,
+actions do come to end just when a piece has passed."""
 
 
 class _Wire:
@@ -285,7 +288,7 @@ class _Simulation:
             self._go_on(stage, begin + load.apply_s)
         heap = self.heap
         while heap:
-            now, _, kind, what, more = heappop(heap)
+            now, kind, _, what, more = heappop(heap)
             if kind == _DONE:
                 self._action_done(now, what)  # type: ignore[arg-type]
             elif kind == _PIECE:
@@ -298,7 +301,7 @@ class _Simulation:
 
     def _push(self, at: float, kind: int, what: _Stage | _Wire, more: tuple[object, ...] = ()) -> None:
         self.sequence += 1
-        heappush(self.heap, (at, self.sequence, kind, what, more))
+        heappush(self.heap, (at, kind, self.sequence, what, more))
 
     # ------------------------------------------------------------ compute
 
@@ -327,7 +330,7 @@ class _Simulation:
         if self.spans is not None:
             self._bar(stage, stage.actions[at].work, begin, begin + took)
         self.sequence += 1
-        heappush(self.heap, (begin + took, self.sequence, _DONE, stage, ()))
+        heappush(self.heap, (begin + took, _DONE, self.sequence, stage, ()))
 
     def _bar(self, stage: _Stage, work: Work, start_s: float, end_s: float) -> None:
         if self.spans is not None and end_s > start_s:
