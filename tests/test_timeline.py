@@ -209,6 +209,20 @@ def test_flows_that_share_a_line_get_it_in_turns():
     assert small.links[0].under_way_s == pytest.approx(1.0), "a chunk passes at once"
 
 
+def test_what_is_under_way_on_a_shared_line_takes_its_turn_before_what_begins_at_that_moment() -> None:
+    """Pieces of half a second; one bundle is sent at 2.0 s, when the other's second piece is through."""
+    n_bytes = 4000
+    seconds = (1.0, 0.0, 2.0, 0.0)
+    stages = tuple(StageLoad(s, took, 0.0, 0.0, 0.0, gpipe(1)) for s, took in enumerate(seconds))
+    routes = {pair: Route((("up", 4.0 * n_bytes), (f"{pair}", 1e15)), 0.0) for pair in ((0, 1), (2, 3))}
+    hops = tuple(Hop(source, target, n_bytes, 1) for source, target in routes)
+    work = Workload(stages, 1, hops, (), (), routes, replace(FREE, piece_bytes=1000.0, pieces=4))
+    sent = {
+        span.target: span.end_s for span in simulate(work, keep_spans=True).spans if span.kind == "send-F"
+    }
+    assert sent == {1: pytest.approx(3.5), 3: pytest.approx(5.0)}
+
+
 def test_what_is_expected_of_shared_lines_is_a_mean_over_varying_times() -> None:
     work = sharing(4000)
     plain = step_seconds(work)
