@@ -260,14 +260,7 @@ class _Simulation:
         ahead = {(hop.source, hop.target) for hop in work.forward}
         back = {(hop.source, hop.target) for hop in work.backward}
         # A stage sends tensors that are tied when it has heard of others, not in the order of its actions.
-        tied = {
-            pair
-            for t in work.tied
-            for pair in (
-                *zip(t.holders[1:], t.holders[:-1], strict=True),
-                *((t.holders[0], o) for o in t.holders),
-            )
-        }
+        tied = {way for exchange in work.tied for way in exchange.ways}
         self.wires = {
             pair: _Wire(pair, way, shared, (pair in ahead) + (pair in back) + 2 * (pair in tied))
             for pair, way in work.routes.items()
@@ -532,9 +525,7 @@ def step_bytes(work: Workload, source: int, target: int) -> tuple[int, int]:
     n_bytes = work.n_micro * sum(h.n_bytes for h in hops)
     messages = work.n_micro * sum(h.messages for h in hops)
     for tied in work.tied:
-        chain = tied.holders
-        downs = zip(chain[1:], chain[:-1], strict=True)
-        times = ((source, target) in downs) + (source == chain[0] and target in chain[1:])
+        times = tied.ways.count((source, target))
         n_bytes += times * tied.n_bytes
         messages += times
     return n_bytes, messages

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,6 +70,12 @@ class TiedExchange:
     name: str
     holders: tuple[int, ...]  # stages, ascending
     n_bytes: int
+
+    @property
+    def ways(self) -> list[tuple[int, int]]:
+        """(source, target) of each transfer: with two holders once there and once back."""
+        first, *others = self.holders
+        return [*pairwise(reversed(self.holders)), *((first, other) for other in others)]
 
 
 @dataclass(frozen=True, slots=True)

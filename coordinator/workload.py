@@ -110,9 +110,7 @@ def routes_of(fleet: Fleet, devices: Sequence[int], cut: Cut) -> dict[tuple[int,
     """The route of every stage pair between which ``cut`` sends anything."""
     pairs = {(hop.source, hop.target) for hop in (*cut.forward, *cut.backward)}
     for tied in cut.tied:
-        chain = tied.holders
-        pairs.update(zip(chain[1:], chain[:-1], strict=True))
-        pairs.update((chain[0], other) for other in chain[1:])
+        pairs.update(tied.ways)
     return {(s, t): route(fleet, devices[s], devices[t]) for s, t in sorted(pairs)}
 
 
