@@ -267,10 +267,8 @@ class _Simulation:
         }
 
     def _out(self, hop: Hop) -> _Out:
-        return self.wires[hop.source, hop.target], self._bits(hop.n_bytes, hop.messages), hop.messages
-
-    def _bits(self, n_bytes: int, messages: int) -> float:
-        return 8.0 * (n_bytes + messages * self.work.wire.header_bytes)
+        bits = self.work.wire.bits_of(hop.n_bytes, hop.messages)
+        return self.wires[hop.source, hop.target], bits, hop.messages
 
     def run(self) -> None:
         for stage in self.stages:
@@ -320,10 +318,8 @@ class _Simulation:
             begin = free_s
             if stage.owed and stage.actions[at].work is Work.WEIGHT:
                 took = stage.pay() * (stage.factors[at] if stage.factors else 1.0)
-        if self.spans is not None:
-            self._bar(stage, stage.actions[at].work, begin, begin + took)
-        self.sequence += 1
-        heappush(self.heap, (begin + took, _DONE, self.sequence, stage, ()))
+        self._bar(stage, stage.actions[at].work, begin, begin + took)
+        self._push(begin + took, _DONE, stage)
 
     def _bar(self, stage: _Stage, work: Work, start_s: float, end_s: float) -> None:
         if self.spans is not None and end_s > start_s:
@@ -364,7 +360,7 @@ class _Simulation:
         """Send the partial sum on when both this stage's own and the later holders' are there."""
         if self.stages[s].done_s is None or (i, s) not in self.partial_in:
             return
-        bits = self._bits(tied.n_bytes, 1)
+        bits = self.work.wire.bits_of(tied.n_bytes, 1)
         at = tied.holders.index(s)
         if at:
             self._send(now, self.wires[s, tied.holders[at - 1]], (Cargo.TIED_PARTIAL, i, bits, 1))
@@ -377,7 +373,7 @@ class _Simulation:
 
     def _send(self, now: float, wire: _Wire, bundle: _Bundle) -> None:
         if wire.alone:
-            begin = now if now > wire.free_s else wire.free_s
+            begin = max(now, wire.free_s)
             self._left(wire, bundle, begin, begin + bundle[2] * wire.private_s)
         elif now >= wire.free_s and not wire.queue:
             self._begin(now, wire, bundle)
@@ -513,7 +509,7 @@ def link_uses(work: Workload) -> tuple[LinkUse, ...]:
     found = []
     for (source, target), route in work.routes.items():
         n_bytes, messages = step_bytes(work, source, target)
-        bits = 8.0 * (n_bytes + messages * work.wire.header_bytes)
+        bits = work.wire.bits_of(n_bytes, messages)
         busy = bits / route.rate_bps + messages * work.wire.per_message_s
         found.append(LinkUse(source, target, n_bytes, busy))
     return tuple(found)
@@ -536,7 +532,7 @@ def resource_seconds(work: Workload) -> tuple[tuple[str, float], ...]:
     busy: dict[str, float] = {}
     for (source, target), route in work.routes.items():
         n_bytes, messages = step_bytes(work, source, target)
-        bits = 8.0 * (n_bytes + messages * work.wire.header_bytes)
+        bits = work.wire.bits_of(n_bytes, messages)
         for name, rate in route.resources:
             busy[name] = busy.get(name, 0.0) + bits / rate
     return tuple(sorted(busy.items()))

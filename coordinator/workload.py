@@ -32,6 +32,10 @@ class Wire:
     piece_bytes: float = 16 << 10  # on lines that other pairs use too flows take turns, a chunk each ...
     pieces: int = 4  # ... or this part of a bundle: enough for a search
 
+    def bits_of(self, n_bytes: int, messages: int) -> float:
+        """What messages of ``n_bytes`` together take on a line."""
+        return 8.0 * (n_bytes + messages * self.header_bytes)
+
     def pieces_of(self, n_bytes: float) -> int:
         """In how many turns a bundle passes a line that it shares."""
         return max(1, min(self.pieces, ceil(n_bytes / self.piece_bytes)))
