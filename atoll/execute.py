@@ -10,19 +10,12 @@ runs backward nodes in descending creation order and
 - each (parameter, op) use is a leaf of its own, summed in descending op order at the step's end;
 - an op that returned its argument unchanged (`to`, `contiguous`, `dropout` with p = 0) gets a
   node of its own, or two names of one tensor would fold in an order that depends on the cut.
-
-A backward may come in two parts: first what other stages wait for, then, op by op, the gradients of the
-weights whose ops (matrix products, convolutions, embeddings) torch differentiates by each argument on its
-own, so that both parts together do the work of the whole. Such an op has a graph of its own, which stays
-until then. The same kernels get the same tensors and each accumulator its micro-batches in the same order,
-so the bits are those of an undivided backward.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections import deque
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -30,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from atoll.deferred import Debt, deferring
 from atoll.effects import effects
 from atoll.errors import UsageError
 from atoll.job import Precision, Recompute
@@ -49,7 +42,6 @@ if TYPE_CHECKING:
     from atoll.slots import Call, Segment, Step, Values
 
     Observer = Callable[[int, Any], None]
-    _Input = Tensor | GradientEdge
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -103,89 +95,6 @@ class _Micro:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Owed:
-    """Gradients of one op's weights that are still to be taken."""
-
-    micro: int
-    edge: GradientEdge  # the op in its own graph
-    gradient: Tensor  # of the op's result
-    leaves: tuple[Tensor, ...]
-
-
-class _Debt:
-    """What is owed, and for whom the ops run. Graphs know this, not the executor, which would live as long
-    as they, for they are no part of what Python's garbage collector sees."""
-
-    def __init__(self, anchor: Tensor, selective: bool) -> None:
-        self.anchor = anchor
-        self.selective = selective
-        self.micro = 0
-        self.owed: deque[_Owed] = deque()
-
-
-class _Op:
-    """One micro-batch's run of an op on arguments that were cut off from the graph around it."""
-
-    __slots__ = ("debt", "edge", "inner", "leaves", "micro", "out")
-
-    def __init__(self, debt: _Debt, out: Tensor, inner: list[_Input], leaves: tuple[Tensor, ...]) -> None:
-        self.debt, self.micro, self.inner, self.leaves = debt, debt.micro, inner, leaves
-        self.out: Tensor | None = out
-        self.edge = get_gradient_edge(out)  # keeps what the op saved, but not its result
-
-
-class _Apart(torch.autograd.Function):
-    """Such an op in the graph around it: gives on the gradient of its arguments and leaves its weights'
-    to be taken from its own graph. All else that the backward of the graph around it saved goes at once."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, op: _Op, *outer: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.op = op
-        out, op.out = op.out, None
-        assert out is not None  # noqa: S101  runs once
-        return out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        op, gradient = ctx.op, grads[0]
-        if gradient is None:
-            return (None, None, *(None for _ in op.inner))
-        op.debt.owed.append(_Owed(op.micro, op.edge, gradient, op.leaves))
-        if not op.inner:
-            return None, None
-        return (None, None, *torch.autograd.grad([op.edge], op.inner, [gradient], retain_graph=True))
-
-
-class _Entry(torch.autograd.Function):
-    """An argument in the graph of its op: no leaf, which would keep its memory."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None
-
-
-def _cut_off(arg: Any, outer: list[Tensor], inner: list[_Input], debt: _Debt) -> Any:
-    """An argument, or one in a list, without its graph; both forms of what has one are noted."""
-    if isinstance(arg, list):
-        return [_cut_off(item, outer, inner, debt) for item in arg]
-    if not isinstance(arg, Tensor) or arg.grad_fn is None:
-        return arg
-    outer.append(arg)
-    if debt.selective:
-        entered: Tensor = _Entry.apply(debt.anchor, arg.detach())  # type: ignore[no-untyped-call]
-        inner.append(get_gradient_edge(entered))
-        return entered
-    leaf = arg.detach().requires_grad_()
-    inner.append(leaf)
-    return leaf
-
-
 class _Notes:
     """Where the forward that runs notes how cheap results came about. Its ops know this, not the executor,
     which would then be part of a ring with its weights."""
@@ -202,18 +111,6 @@ def _noting(call: Call, needed: int, notes: _Notes) -> Call:
         return result
 
     return noting
-
-
-def _with_own_graph(call: Call, leaves: tuple[Tensor, ...], debt: _Debt) -> Call:
-    def with_own_graph(*args: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return call(*args)
-        outer: list[Tensor] = []
-        inner: list[_Input] = []
-        out = call(*[_cut_off(arg, outer, inner, debt) for arg in args])
-        return _Apart.apply(debt.anchor, _Op(debt, out, inner, leaves), *outer)  # type: ignore[no-untyped-call]
-
-    return with_own_graph
 
 
 class _Boundary(torch.autograd.Function):
@@ -268,7 +165,7 @@ class Executor:
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
-        self._debt = _Debt(self._anchor, self._selective)
+        self._debt = Debt(self._anchor, self._selective)
         self._notes = _Notes()
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
@@ -411,8 +308,7 @@ class Executor:
     def weight_gradients(self) -> None:
         """Take those of one op's weights, the first that are owed; nothing when none are."""
         if self._debt.owed:
-            owed = self._debt.owed.popleft()
-            torch.autograd.backward([owed.edge], [owed.gradient], inputs=owed.leaves)
+            self._debt.owed.popleft().take()
 
     def gradient(self, name: str, later: Tensor | None = None) -> Tensor | None:
         """``later`` plus this stage's uses of a parameter in descending op order; None = zero.
@@ -524,17 +420,19 @@ class Executor:
         ]
 
     def _apart(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
-        """The steps, those whose weights can wait with a graph of their own."""
+        """The steps, those whose weights can wait leaving them in the backward."""
         leaves: dict[int, list[Tensor]] = {}
         for sites in self.uses.values():
             for op, leaf in sites:
                 leaves.setdefault(op, []).append(leaf)
-        return [
-            replace(step, call=_with_own_graph(step.call, tuple(leaves[step.position]), self._debt))
-            if weights_may_wait(nodes[step.position]) and step.position in leaves
-            else step
-            for step in steps
-        ]
+
+        def compiled(step: Step) -> Step:
+            node = nodes[step.position]
+            if step.position not in leaves or not weights_may_wait(node):
+                return step
+            return replace(step, call=deferring(node, step.call, tuple(leaves[step.position]), self._debt))
+
+        return [compiled(step) for step in steps]
 
     def _value(self, op: int) -> Tensor:
         value: Tensor = self._values[self._op_slots[op]]

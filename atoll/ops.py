@@ -213,6 +213,7 @@ _WEIGHTS_APART = _expand("""
     conv2d:default,padding conv3d:default,padding conv_transpose1d conv_transpose2d:input
     conv_transpose3d:input convolution
 """)
+LAYERS = _expand("linear addmm")
 # Their backward keeps their arguments, not their result, and one pass over these gives it again.
 _CHEAP_AGAIN = _expand("""
     gelu silu mish softplus hardswish layer_norm group_norm rms_norm mul:Tensor
@@ -255,6 +256,11 @@ def weights_may_wait(node: OpNode) -> bool:
         return False
     refs = [arg for arg in arguments(node) if isinstance(arg, OpRef)]
     return len(refs) == len(set(refs))
+
+
+def is_layer(node: OpNode) -> bool:
+    """Whether the op is a layer whose products ``atoll.deferred`` knows by hand, if its tensors are plain."""
+    return node.target in LAYERS and not node.kwargs
 
 
 def cheap_again(node: OpNode) -> int:

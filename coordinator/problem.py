@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from atoll.compression import AUTO, OFF, Compression
-from atoll.job import Recompute
+from atoll.job import Precision, Recompute
 from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
+from atoll.ops import is_layer
 from coordinator.bound import lower_bound
 from coordinator.chain import Chain
 from coordinator.coding import coded
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from atoll.job import TrainingSpec
     from atoll.microbatch import Action
-    from atoll.opdag import OpDag
+    from atoll.opdag import OpDag, OpNode
     from atoll.plan import LinkSpec
     from coordinator.chain import Bools
     from coordinator.fleet import Fleet
@@ -46,12 +47,11 @@ if TYPE_CHECKING:
 
 
 DEFERRING_GAINS = 0.97  # of the step: it has to come below, to be worth its memory and what is not foretold
-APART = 0.12
+APART = 0.03
 """Of the weights' seconds: what a backward in two parts takes longer, as it reads activations and gradients
-twice; measured on one core with stages of 6 to 17 ms. And ..."""
-APART_CPU_S = 3e-4
-"""... an op's own graph and call, as measured on an eighth of a core, where all of it is out of the caches
-after each wait (0.08 ms where it is not)."""
+twice; measured on one core with stages of 9 to 25 ms. And CPU seconds of each op with weights ..."""
+LAYER_CPU_S = 1.5e-4  # ... whose products are known by hand ...
+OWN_GRAPH_CPU_S = 4e-4  # ... or that has a graph of its own; all of it out of the caches after each wait
 FILL_SHARE = 0.05  # of the step that filling and emptying the pipeline's links may add
 
 
@@ -123,13 +123,22 @@ class Problem:
         self.weights = np.stack([prefix(c.weights_s) for c in costs])
         waiting = (costs[0].weights_s > 0.0).astype(float)  # [ops]
         self.pieces = prefix(waiting)
-        calls_s = [APART_CPU_S / d.core_share * d.scale for d in self.fleet.devices]
+        calls_s = waiting * np.array([self._apart_cpu_s(node) for node in self.dag.ops])  # of a whole core
         self.apart = np.stack(
-            [prefix(APART * c.weights_s + each * waiting) for c, each in zip(costs, calls_s, strict=True)]
+            [
+                prefix(APART * c.weights_s + calls_s / d.core_share * d.scale)
+                for c, d in zip(costs, self.fleet.devices, strict=True)
+            ]
         )
         self.compute = self.forward + self.backward
         self.limits = np.array([float(d.memory_limit_bytes) for d in self.fleet.devices])
         self.measured_share = float(np.mean([c.measured_share for c in costs]))
+
+    def _apart_cpu_s(self, node: OpNode) -> float:
+        """CPU seconds that an op's weights take more when they come later."""
+        cast = self.training.precision is not Precision.FP32 or node.autocast is not None
+        own_graph = cast or self.recompute is Recompute.SELECTIVE or not is_layer(node)
+        return OWN_GRAPH_CPU_S if own_graph else LAYER_CPU_S
 
     @cached_property
     def positions(self) -> Positions:
