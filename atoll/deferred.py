@@ -60,11 +60,13 @@ def deferring(node: OpNode, call: Call, leaves: tuple[Tensor, ...], debt: Debt) 
     fits: dict[tuple[torch.Size, tuple[int, ...]], bool] = {}  # all else is the same in every micro-batch
 
     def by_hand(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(*args)
         value, weight, bias = layer.of(args)
         form = value.shape, value.stride()
         if form not in fits:
             fits[form] = layer.fits(value, weight, bias)
-        if not torch.is_grad_enabled() or not fits[form]:
+        if not fits[form]:
             return own_graph(*args)
         # Without its weights torch's graph gives on the gradient of the value alone, and does not keep it.
         known = {layer.weight: weight.detach(), layer.bias: None if bias is None else bias.detach()}
