@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks import adaptive_compression, gpu, harness, pipeline_vs_torch, transport
+from benchmarks import adaptive_compression, gpu, harness, pipeline_vs_torch, transport, two_parts
 from benchmarks.adaptive_compression import Series, same_losses
 from benchmarks.harness import CommandFailed, LabFleet, conclude, fitting, follow
 from benchmarks.pipeline_vs_torch import strays
@@ -98,6 +98,18 @@ def test_without_a_gpu_its_benchmark_says_so_and_ends_well(
 
 
 # ---------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_orders_of_work_that_differ_in_a_gradient_are_told(
+    equal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not equal:
+        monkeypatch.setattr(two_parts, "_take", lambda _: None)
+    options = ("--stages", "2", "--rounds", "1", "--set", "WIDTH=32", "--set", "LAYERS=2", "--json")
+    assert ended(two_parts, monkeypatch, *options) == (0 if equal else 1)
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["stage"], row["same"], set(row["cpu_ms"])) == (1, equal, set(two_parts.ORDERS))
 
 
 def test_wrong_values_are_told_before_the_figures_and_in_the_exit_code(
