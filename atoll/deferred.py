@@ -81,7 +81,7 @@ def deferring(node: OpNode, call: Call, leaves: tuple[Tensor, ...], debt: Debt) 
 
         # Of the rows: who writes in place what only is a view of them goes round a hook of the view.
         out.register_hook(owe)
-        return out.view(*value.shape[:-1], -1)
+        return out.view(*value.shape[:-1], out.shape[-1])
 
     return by_hand
 
@@ -200,6 +200,7 @@ class _Layer(NamedTuple):
             and value.stride() == _row_major(value.shape)
             and value.numel() > 0
             and _is_trained(weight)
+            and weight.numel() > 0
             and weight.dim() == 2
             and weight.stride() == _row_major(weight.shape)
             and weight.dtype == value.dtype
