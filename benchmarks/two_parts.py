@@ -2,7 +2,7 @@
 
 `whole`: one backward. `two_parts`: what other stages wait for first, the weights' gradients after it.
 `own_graphs`: the same as if no op's products were known by hand, so each has a graph of its own. The job is
-cut into stages of about as many ops; those to whose backward nobody waits are left out. The three take turns,
+cut into stages of about equal work; those to whose backward nobody waits are left out. The three take turns,
 with the caches swept between the parts, as waits for messages sweep them. Their gradients must be equal to
 the last bit, else the benchmark ends with exit code 1.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from atoll.execute import DTYPES, Executor
 from atoll.program import stage_programs
+from benchmarks.gpu import even_starts
 from benchmarks.harness import conclude, machine, parser
 from coordinator.capture import capture
 from coordinator.jobfile import load_job
@@ -31,7 +33,7 @@ from worker.allocator import keep_chunk_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from atoll.opdag import OpDag, TensorMeta
+    from atoll.opdag import TensorMeta
     from atoll.program import StageProgram
     from coordinator.capture import Captured
 
@@ -67,10 +69,8 @@ class MicroBatch:
         executor = Executor(program, precision=found.precision, defer=order != "whole")
         names = (*program.parameters, *program.buffers, *program.constants)
         tensors = {name: found.state[name].detach().clone() for name in names}
-        if order == "own_graphs":
-            with patch("atoll.deferred.is_layer", lambda _: False):
-                executor.load(tensors, found.frozen)
-        else:
+        own_graphs = patch("atoll.deferred.is_layer", lambda _: False)
+        with own_graphs if order == "own_graphs" else nullcontext():
             executor.load(tensors, found.frozen)
         return executor
 
@@ -113,12 +113,6 @@ def _drawn(meta: TensorMeta, draw: torch.Generator) -> Tensor:
 def _take(executor: Executor) -> None:
     while executor.owed is not None:
         executor.weight_gradients()
-
-
-def even_starts(dag: OpDag, stages: int) -> list[int]:
-    """Where stages of about as many ops begin."""
-    wanted = [len(dag.ops) * stage / stages for stage in range(1, stages)]
-    return sorted({0, *(min(dag.cuttable(), key=lambda cut: abs(cut - at)) for at in wanted)})
 
 
 def measure(job: str, settings: Sequence[str], stages: int, rounds: int, seed: int) -> list[dict[str, Any]]:
