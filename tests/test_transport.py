@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -26,11 +27,13 @@ from protos.credentials import (
     signing_request,
 )
 from worker.channels import IDLE_WAKE_S, METHOD
+from worker.connection import Connection
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
 from worker.measure import burst_rate_bps
 from worker.peer import Peer
 from worker.shaper import Line, Shaper
 from worker.transport import (
+    SPARE_ROUNDS,
     PeerLost,
     PeerNetwork,
     TransportConfig,
@@ -654,6 +657,31 @@ def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: 
     assert not any(c.ended for c in lanes)
     network._check(first, now_s + 60.0)
     assert first[0].ended
+
+
+def test_spare_connections_are_pinged_a_thirtieth_as_often_as_the_first(
+    host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TransportConfig(streams=3, silence_s=20.0, reconnect_s=10.0, ping_s=0.02, idle_s=3600.0)
+    a, _ = connected(host, config)
+    lanes = [c for c in a.network._connections if c.peer is not None]
+    first, *spare = sorted(lanes, key=lambda c: c.spare)
+    pings: Counter[int] = Counter()
+    enough = threading.Event()
+
+    def ping(connection: Connection, now_s: float) -> int:
+        pings[connection.number] += 1
+        if pings[first.number] == 3 * SPARE_ROUNDS:
+            enough.set()
+        return 0
+
+    # Nothing is sent, so nothing is heard that would take a ping's place.
+    monkeypatch.setattr(Connection, "ping", ping)
+    monkeypatch.setattr(Connection, "heard", lambda connection, now_s: connection not in lanes)
+    assert enough.wait(30.0)
+    assert [c.spare for c in lanes].count(False) == 1
+    for connection in spare:
+        assert 2 <= pings[connection.number] <= 4
 
 
 def test_silence_counts_from_the_first_question_that_nothing_answered(host: Make) -> None:

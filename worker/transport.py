@@ -52,7 +52,9 @@ log = structlog.get_logger()
 MAX_BACKOFF_S = 2.0
 MAX_LANES = 32
 """Open streams of one peer, with those that broke unnoticed: all that were accepted share a thread."""
-SPARE_ROUNDS = 8  # of pings: a spare connection gets one in so many, which keeps routers' mappings alive
+SPARE_ROUNDS = 30
+"""Of pings: a spare connection gets one in so many, one in 15 s, which keeps routers' mappings alive and its
+round trip known (``worker.lateness``: half a minute). One in 8 were half of all pings of six homes."""
 
 
 class _Refused(AtollError):
