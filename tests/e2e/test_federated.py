@@ -84,7 +84,8 @@ def undisturbed(fleet: FederatedFleet) -> dict[str, Tensor]:
 
 
 def test_a_federation_learns_and_its_figures_are_shown(fleet: FederatedFleet) -> None:
-    name = submitted(fleet, job(6, downlink="delta"))
+    # With one of the two, whom a busy machine may lose for a moment, six rounds learn less.
+    name = submitted(fleet, job(6, downlink="delta", min_clients=2))
     last = finished(fleet, name)
     shown = last.federated
     assert (last.step, shown.strategy, len(shown.clients)) == (6, "fedavg", 2)
