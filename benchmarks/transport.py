@@ -178,10 +178,10 @@ class End:
         view = memoryview(self.buffer)  # type: ignore[arg-type]
         header = memoryview(bytearray(RAW_HEADER.size))
         with connection:
-            while _filled(connection, header):
+            while filled(connection, header):
                 first, count = RAW_HEADER.unpack(header)
                 for number in range(first, first + count):
-                    if not _filled(connection, view):
+                    if not filled(connection, view):
                         return
                     self.messages.arrived(number, self.buffer)
                 connection.sendall(b"k")
@@ -266,7 +266,7 @@ class End:
             thread.join(1.0)  # it ends with the sender's connection
 
 
-def _filled(connection: socket.socket, view: memoryview) -> bool:
+def filled(connection: socket.socket, view: memoryview) -> bool:
     """Fill ``view`` from the connection; False at its end."""
     while len(view):
         received = connection.recv_into(view)
@@ -286,9 +286,8 @@ def tls_context(folder: Path, *, server: bool) -> ssl.SSLContext:
     return context
 
 
-def run_end(folder: str, name: str, nbytes: int, seed: int) -> None:
-    """Serve commands until stdin ends."""
-    end = End(Path(folder), name, nbytes, seed)
+def serve(end: End) -> None:
+    """Obey commands until stdin ends."""
     try:
         for line in sys.stdin:
             command, *arguments = json.loads(line)
@@ -488,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = made.parse_args(argv)
     if options.end:
         folder, name, nbytes, seed = options.end
-        run_end(folder, name, int(nbytes), int(seed))
+        serve(End(Path(folder), name, int(nbytes), int(seed)))
         return 0
     if options.scenario:
         need_lab(options.json)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.messages import WAYS, Neighbour
 from benchmarks.transport import MAX_FAULTS, PLAIN, SAMPLES, SHIFTS, End, Messages, identities
 
 NBYTES = 10_000
@@ -190,3 +191,26 @@ def test_other_values_than_the_senders_show_in_all_ways(tmp_path: Path) -> None:
         for way in PLAIN:
             sender.plain(way, 2, 2)
             assert receiver.check(2, 2).count("has other values") == 2
+
+
+@pytest.mark.parametrize("answers_seed", [7, 8])
+def test_tensors_there_and_back_are_counted_and_checked_at_both_ends(
+    tmp_path: Path, answers_seed: int
+) -> None:
+    identities(tmp_path)
+    near = Neighbour(tmp_path, "w-a", 1 << 16, 7)
+    far = Neighbour(tmp_path, "w-b", 1 << 16, answers_seed)
+    try:
+        near.join("127.0.0.1", *far.open_ports())
+        for at, way in enumerate(WAYS):
+            answering = threading.Thread(target=far.answer, args=(way, 9))
+            answering.start()
+            took_s, used_s = near.exchange(way, 9 * at, 9, depth=4)
+            answering.join()
+            assert took_s > 0
+            assert used_s > 0
+            found = [end.check(9 * at, 9) for end in (near, far)]
+            assert (found == ["", ""]) == (answers_seed == 7)
+    finally:
+        near.close()
+        far.close()

@@ -38,7 +38,7 @@ def test_the_window_fills_a_link_and_keeps_its_queue_short(mbit: int, rtt_s: flo
 
 def test_a_chunk_lasts_a_few_hundredths_of_a_second_on_the_link_whatever_its_rate() -> None:
     for mbit, least, most in (
-        (8, 16 << 10, 32 << 10),
+        (8, 56 << 10, 64 << 10),
         (100, 64 << 10, 512 << 10),
         (10_000, 1 << 20, 1 << 20),
     ):
@@ -50,7 +50,7 @@ def test_a_chunk_lasts_a_few_hundredths_of_a_second_on_the_link_whatever_its_rat
 def test_connections_to_one_peer_cut_chunks_for_the_line_that_they_share() -> None:
     for mbit, least, most in (
         (1, 16 << 10, 16 << 10),
-        (8, 28 << 10, 32 << 10),
+        (8, 56 << 10, 64 << 10),
         (20, 60 << 10, 64 << 10),
         (100, 36 << 10, 52 << 10),
     ):

@@ -21,6 +21,9 @@ GAIN = 1.6
 SLACK_S = 0.010
 CHUNK_S = 0.032
 """A chunk lasts about this long on the link: what a backward message waits at most behind one."""
+SLOW_CHUNK_S = 0.064
+"""The same on a line that carries little, where a tensor is many chunks and each costs both ends more time
+than its bytes. On fast lines the two directions would be in each other's way (docs/decisions/012)."""
 LEAST_CHUNKS = 2  # of that length, a window holds ...
 MOST_OF_LEAST = 1 << 20
 """... up to this many bytes, however short the round trip. An end that is out of processor time takes perhaps
@@ -89,6 +92,7 @@ class Window:
         self._acked_left_at_s = 0.0
         self._least_chunk = SMALLEST_CHUNK
         self._share = maximum
+        self._line_slow: bool | None = None  # None: this connection is all there is
         self._asked_at = 0  # sent when an acknowledgement was last asked for, however soon
         self._pressed_at = 0  # ... at once
         self._rested_at = 0  # ... when last nothing else waited
@@ -106,7 +110,8 @@ class Window:
         rates = [*self._bursts, *([self._rates[0][1]] if self._rates else ())]
         self.rate = rate = max(rates, default=None)
         self.size = size = self.size_at(self.rtt_s)
-        wanted = self._initial / 4 if rate is None else rate * CHUNK_S
+        slow = self.slow if self._line_slow is None else self._line_slow
+        wanted = self._initial / 4 if rate is None else rate * (SLOW_CHUNK_S if slow else CHUNK_S)
         part = max(size / 4, min(size, MOST_OF_LEAST) / LEAST_CHUNKS)
         fitting = int(min(MAX_CHUNK_BYTES, max(self._least_chunk, min(wanted, part))))
         self.chunk = fitting // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
@@ -136,14 +141,15 @@ class Window:
     def fit(self, line: Window, connections: int) -> None:
         """This connection carries a part of what ``line``, all ``connections`` together, do; the only one
         has no other measure than itself."""
-        before = self._least_chunk, self._share
+        before = self._least_chunk, self._share, self._line_slow
         if connections == 1:
-            self._least_chunk, self._share = SMALLEST_CHUNK, self._maximum
+            self._least_chunk, self._share, self._line_slow = SMALLEST_CHUNK, self._maximum, None
         else:
+            self._line_slow = line.slow
             self._share = min(self._maximum, max(LEAST_SHARE, 2 * line.size // connections))
             shared = min(LARGEST_SHARED_CHUNK, line.chunk) if line.slow else 0
             self._least_chunk = max(SMALLEST_CHUNK, shared)
-        if (self._least_chunk, self._share) != before:
+        if (self._least_chunk, self._share, self._line_slow) != before:
             self._derive()
 
     @property
