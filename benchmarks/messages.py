@@ -16,7 +16,6 @@ import itertools
 import queue
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import conclude, machine, need_lab, parser
-from benchmarks.transport import LINKS, ROOT, End, Remote, checked, filled, identities, serve
-from lab.reader import read_scenario
+from benchmarks.transport import End, arguments_of, checked, filled, identities, lab_end, line_scenario, serve
 from lab.world import Lab
 from worker.frames import Direction, MessageKey
 
@@ -111,8 +109,7 @@ class Line:
     """Both ends in the lab, ready to exchange."""
 
     def __init__(self, folder: Path, name: str, nbytes: int, seed: int) -> None:
-        path = LINKS / f"{name}.toml"
-        self.scenario = read_scenario(path if path.exists() else name)
+        self.scenario = line_scenario(name)
         self.nbytes = nbytes
         self._lab = Lab(self.scenario)
         self._numbers = itertools.count()
@@ -123,16 +120,7 @@ class Line:
             for host in hosts:
                 lab.set_cpu(host, None)  # importing is not measured
             self.ends = [
-                Remote(
-                    lab.python(
-                        host,
-                        *("-m", "benchmarks.messages", "--end", str(folder), name, str(nbytes), str(seed)),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        cwd=ROOT,
-                    )
-                )
+                lab_end(lab, host, arguments_of(folder, name, nbytes, seed, "benchmarks.messages"))
                 for host, name in zip(hosts, ("w-a", "w-b"), strict=True)
             ]
             near, far = self.ends

@@ -45,6 +45,8 @@ from worker.transport import PeerNetwork, TransportConfig
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from lab.scenario import Scenario
+
     Bytes = NDArray[np.uint8]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -341,9 +343,17 @@ def identities(folder: Path) -> None:
         identity_from(key, certificate, authority.certificate_pem).save(folder / name)
 
 
-def arguments_of(folder: Path, name: str, nbytes: int, seed: int) -> list[str]:
+def arguments_of(
+    folder: Path, name: str, nbytes: int, seed: int, module: str = "benchmarks.transport"
+) -> list[str]:
     """Python's arguments that start one end."""
-    return ["-m", "benchmarks.transport", "--end", str(folder), name, str(nbytes), str(seed)]
+    return ["-m", module, "--end", str(folder), name, str(nbytes), str(seed)]
+
+
+def lab_end(lab: Lab, host: str, arguments: Sequence[str]) -> Remote:
+    """One end, started on a host of the lab."""
+    pipe = subprocess.PIPE
+    return Remote(lab.python(host, *arguments, stdin=pipe, stdout=pipe, text=True, cwd=ROOT))
 
 
 def checked(receiver: Remote, way: str, first: int, count: int) -> None:
@@ -420,23 +430,22 @@ def loopback(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def line_scenario(name: str) -> Scenario:
+    """One of the benchmarks' own lines, or any other scenario: name or path."""
+    path = LINKS / f"{name}.toml"
+    return read_scenario(path if path.exists() else name)
+
+
 def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
     """Payload rate over a lab link as a share of its rate, ours and one raw TCP flow."""
-    path = LINKS / f"{name}.toml"
-    scenario = read_scenario(path if path.exists() else name)
+    scenario = line_scenario(name)
     source, target = scenario.host_names[:2]
     link = scenario.link(source, target)
     total = int(link.mbit * 125_000 * LAB_SECONDS)
     nbytes = min(LAB_MESSAGE_BYTES, total // 8)
     with Lab(scenario, quotas=False) as lab:
-        options: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "text": True,
-            "cwd": ROOT,
-        }
-        sender = Remote(lab.python(source, *arguments_of(folder, "w-a", nbytes, seed), **options))
-        receiver = Remote(lab.python(target, *arguments_of(folder, "w-b", nbytes, seed), **options))
+        sender = lab_end(lab, source, arguments_of(folder, "w-a", nbytes, seed))
+        receiver = lab_end(lab, target, arguments_of(folder, "w-b", nbytes, seed))
         try:
             ports = receiver.ask("listen", ["raw", BACK])
             facts = sender.ask("connect", lab.address(target), ports["port"], ports["raw"], 0, ports[BACK])
