@@ -3,10 +3,11 @@
     python -m benchmarks.messages --json
     python -m benchmarks.messages --scenario region --json      any two hosts: name or path
 
-Two hosts of the lab exchange tensors as neighbouring stages do: one sends, the other answers each, and at
-most --depth are unanswered. Ours, with TLS, beside two raw TCP flows, in turns; quotas hold. Every tensor is
-another one; their number, their sizes and the values at 257 places of each are compared with what was sent.
-`cpu_ms` is of one end and one tensor each way; `share`: of what a direction of the line can carry.
+Two hosts of the lab exchange tensors as neighbouring stages do: one sends, the other answers each.
+`resting`: the next one follows the answer; `busy`: four are unanswered, so the line is full both ways. Ours,
+with TLS, beside two raw TCP flows, in turns; quotas hold. Every tensor is another one; their number, their
+sizes and the values at 257 places of each are compared with what was sent. `cpu_ms` is of one end and one
+tensor each way; `share`: of what a direction of the line can carry.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from worker.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from benchmarks.transport import Remote
 
 DEFAULT_LINKS = ("region_part", "home_part")
 TENSOR_BYTES = 256 << 10  # 4 sequences of 64 tokens, 256 wide, in fp32
@@ -113,16 +116,16 @@ class Line:
         self.nbytes = nbytes
         self._lab = Lab(self.scenario)
         self._numbers = itertools.count()
+        self.ends: list[Remote] = []
         lab = self._lab.__enter__()
         hosts = self.scenario.host_names[:2]
         self.link = self.scenario.link(*hosts)
         try:
             for host in hosts:
                 lab.set_cpu(host, None)  # importing is not measured
-            self.ends = [
-                lab_end(lab, host, arguments_of(folder, name, nbytes, seed, "benchmarks.messages"))
-                for host, name in zip(hosts, ("w-a", "w-b"), strict=True)
-            ]
+            for host, end in zip(hosts, ("w-a", "w-b"), strict=True):
+                arguments = arguments_of(folder, end, nbytes, seed, "benchmarks.messages")
+                self.ends.append(lab_end(lab, host, arguments))
             near, far = self.ends
             self.rtt_s = near.ask("join", lab.address(hosts[1]), *far.ask("open_ports"))
             for host in hosts:
@@ -132,7 +135,7 @@ class Line:
             raise
 
     def close(self) -> None:
-        for end in getattr(self, "ends", []):
+        for end in self.ends:
             end.close()
         self._lab.__exit__(None, None, None)
 
@@ -181,8 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--end", nargs=4, help=argparse.SUPPRESS)
     args = made.parse_args(argv)
     if args.end:
-        folder, end, nbytes, seed = args.end
-        serve(Neighbour(Path(folder), end, int(nbytes), int(seed)))
+        serve(Neighbour, args.end)
         return 0
     need_lab(args.json)
     figures: dict[str, Any] = {"seed": args.seed, "machine": machine(), "lines": {}}

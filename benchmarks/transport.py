@@ -288,8 +288,10 @@ def tls_context(folder: Path, *, server: bool) -> ssl.SSLContext:
     return context
 
 
-def serve(end: End) -> None:
-    """Obey commands until stdin ends."""
+def serve(kind: type[End], arguments: Sequence[str]) -> None:
+    """Be the end that ``arguments_of`` asked for: obey commands until stdin ends."""
+    folder, name, nbytes, seed = arguments
+    end = kind(Path(folder), name, int(nbytes), int(seed))
     try:
         for line in sys.stdin:
             command, *arguments = json.loads(line)
@@ -495,8 +497,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--end", nargs=4, help=argparse.SUPPRESS)
     options = made.parse_args(argv)
     if options.end:
-        folder, name, nbytes, seed = options.end
-        serve(End(Path(folder), name, int(nbytes), int(seed)))
+        serve(End, options.end)
         return 0
     if options.scenario:
         need_lab(options.json)

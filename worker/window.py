@@ -24,7 +24,7 @@ CHUNK_S = 0.032
 SLOW_CHUNK_S = 0.064
 """The same on a line that carries little, where a tensor is many chunks and each costs both ends more time
 than its bytes. On fast lines the two directions would be in each other's way (docs/decisions/012)."""
-LEAST_CHUNKS = 2  # of that length, a window holds ...
+LEAST_CHUNKS = 2  # of CHUNK_S, a window holds ...
 MOST_OF_LEAST = 1 << 20
 """... up to this many bytes, however short the round trip. An end that is out of processor time takes perhaps
 10 Mbit/s over 3 ms, which by the round trip alone gives chunks of 16 KiB: twice as much of that time."""
