@@ -53,6 +53,7 @@ class Scheduler:
     storage: str = ""  # why nothing can be stored now
     _out: list[do.Instruction] = field(default_factory=list)
     _dirty: bool = True
+    _committed: JobState | None = None  # after its newest step, not learned from yet
     _tick_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class Scheduler:
         """What is to be done after ``event``, in order."""
         self._out = []
         self.now_s = now_s
+        self._learn()
         _HANDLERS[type(event)](self, event)
         if self._dirty:
             self._dirty = False
@@ -288,6 +290,12 @@ class Scheduler:
         self._from_stage(worker, report)
         state = self.jobs.get(report.job)
         if state is not None and state.step > before:
+            self._committed = state
+
+    def _learn(self) -> None:
+        """Take in what the last committed step shows: at the next event, as workers wait for the commit."""
+        state, self._committed = self._committed, None
+        if state is not None:
             self.adapting.committed(state)
             learn(self.roster, state, follows=state.job in self.adapting.of)
 

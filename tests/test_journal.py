@@ -49,10 +49,23 @@ def test_a_disk_that_refuses_is_a_storage_error_and_the_journal_goes_on_later(tm
     journal._connection.exec_driver_sql("PRAGMA max_page_count=8")
     journal._connection.commit()
     with pytest.raises(StorageError, match="full"):
-        journal.append([Record("large", 0.0, {"x": "y" * 200_000})])
+        journal.append([Record("small", 0.0, {}), Record("large", 0.0, {"x": "y" * 200_000})])
     journal._connection.exec_driver_sql("PRAGMA max_page_count=100000")
     journal._connection.commit()
     journal.append([Record("second", 0.0, {})])
+    assert [r.kind for r in journal.replay()] == ["first", "second"]
+    journal.close()
+
+
+def test_a_connection_that_broke_is_made_again_and_nothing_is_written_twice(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite")
+    journal.append([Record("first", 0.0, {})])
+    journal._connection.connection.dbapi_connection.close()
+    with pytest.raises(StorageError, match="refuses 1 events"):
+        journal.append([Record("lost", 0.0, {})])
+    journal.append([Record("second", 0.0, {})])
+    synchronous = journal._connection.exec_driver_sql("PRAGMA synchronous").scalar_one()
+    assert synchronous == 2  # full, as before
     assert [r.kind for r in journal.replay()] == ["first", "second"]
     journal.close()
 

@@ -280,6 +280,7 @@ class Adapting(World):
                 peer = "b" if worker == "a" else "a"
                 carried = ev.Goodput(peer, 500_000, 4.0 / self.mbit, 0.01, self.dense_bytes)
                 self.ready(worker, links=(carried,))
+        self.handle(ev.Tick())  # whatever comes next: only then it is learned from the last step
         return self
 
     def asked(self) -> list[do.ChooseLinks]:
