@@ -286,11 +286,9 @@ class Scheduler:
         if wrong is not None:
             self._set_aside(worker, wrong)
             return
-        before = state.step if state is not None else 0
         self._from_stage(worker, report)
-        state = self.jobs.get(report.job)
-        if state is not None and state.step > before:
-            self._committed = state
+        if state is not None and self.jobs[report.job].step > state.step:
+            self._committed = self.jobs[report.job]
 
     def _learn(self) -> None:
         """Take in what the last committed step shows: at the next event, as workers wait for the commit."""
