@@ -10,8 +10,9 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ import numpy as np
 from safetensors.numpy import save
 
 import atoll
+from atoll.errors import AtollError
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -33,8 +35,11 @@ from protos.credentials import (
     new_key,
     signing_request,
 )
+from worker.stream import Stream
 
 LOSS = 2.0
+MAX_QUEUED = 1000
+Inbox = queue.Queue[pb.ToWorker | None]
 
 
 @dataclass
@@ -59,9 +64,8 @@ class FakeWorker:
     dismissed: pb.Dismiss | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     error: str = ""
-    _out: queue.Queue[pb.FromWorker | None] = field(default_factory=queue.Queue)
     _channel: grpc.Channel | None = None
-    _stream: Any = None
+    _stream: Stream | None = None
     work_port: int = 0
 
     def enroll(self) -> None:
@@ -88,12 +92,16 @@ class FakeWorker:
             self.enroll()
         host = self.entry.rpartition(":")[0]
         ca = self.identity.ca_pem if self.identity else None
-        self._out = queue.Queue()
+        address = f"{host}:{self.work_port}"
+        inbox: Inbox = queue.Queue()
         self.ended = threading.Event()
-        self._channel = self._open(f"{host}:{self.work_port}", ca)
-        self.say(introduction=self.introduction())
-        self._stream = rpc.WorkStub(self._channel).Session(self._messages(), metadata=self.metadata)
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._channel = self._open(address, ca)
+        introduction = pb.FromWorker(introduction=self.introduction())
+        received, over = partial(self._received, inbox), partial(self._over, inbox)
+        self._stream = Stream(
+            self._open(address, ca), self.metadata, address, introduction, MAX_QUEUED, received, over
+        )
+        threading.Thread(target=self._answer, args=(inbox, self.ended), daemon=True).start()
         threading.Thread(target=self._beat, args=(self.ended,), daemon=True).start()
         return self
 
@@ -118,14 +126,14 @@ class FakeWorker:
         )
 
     def say(self, **body: Any) -> None:
-        self._out.put(pb.FromWorker(**body))
+        assert self._stream is not None
+        self._stream.say(pb.FromWorker(**body))
 
     def vanish(self) -> None:
         """Break the connection without a word."""
         self.ended.set()
         if self._stream is not None:
-            self._stream.cancel()
-        self._out.put(None)
+            self._stream.close(wait=False)
         if self._channel is not None:
             self._channel.close()
 
@@ -144,25 +152,24 @@ class FakeWorker:
         credentials = channel_credentials(ca, self.identity)
         return grpc.secure_channel(address, credentials, options=options + name_options(COORDINATOR))
 
-    def _messages(self) -> Iterator[pb.FromWorker]:
-        source = self._out
-        while (message := source.get()) is not None:
-            yield message
-
     def _beat(self, ended: threading.Event) -> None:
         while not ended.wait(0.4):
             job = self.assigned.job if self.assigned else ""
             version = self.assigned.plan_version if self.assigned else 0
             self.say(heartbeat=pb.Heartbeat(worker_time_s=time.time(), job=job, plan_version=version))
 
-    def _listen(self) -> None:
-        ended = self.ended
-        try:
-            for message in self._stream:
-                self.answer(message)
-        except grpc.RpcError as error:
-            details = getattr(error, "details", None)  # a Call too, as the library raises it
-            self.error = str(details() if callable(details) else error)
+    def _received(self, inbox: Inbox, message: pb.ToWorker) -> None:
+        if self.on_commit is not None and message.HasField("commit"):
+            self.on_commit(self, message.commit)
+        inbox.put(message)
+
+    def _over(self, inbox: Inbox, error: AtollError | None) -> None:
+        self.error = str(error or "")
+        inbox.put(None)
+
+    def _answer(self, inbox: Inbox, ended: threading.Event) -> None:
+        while (message := inbox.get()) is not None:
+            self.answer(message)
         ended.set()
 
     def answer(self, message: pb.ToWorker) -> None:
@@ -224,8 +231,6 @@ class FakeWorker:
         return report
 
     def _committed(self, commit: pb.StepCommit) -> None:
-        if self.on_commit is not None:
-            self.on_commit(self, commit)
         self.commits.append(commit)
         if commit.evaluate and self.assigned is not None:
             program = self.assigned.eval_program

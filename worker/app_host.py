@@ -16,14 +16,13 @@ import structlog
 
 from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
-from protos import atoll_apps_pb2_grpc as rpc
 from protos import bounds
 from protos.app_words import clean
 from worker.app_parts import Parts
 from worker.app_run import Around, HostedRun
 from worker.app_store import AppStore
 from worker.checkpoint import BlobCache
-from worker.stream import Stream
+from worker.stream import ATTEND, Stream
 
 if TYPE_CHECKING:
     import grpc
@@ -100,7 +99,7 @@ class AppHost:
             self._config.outgoing_messages,
             self._receive,
             self._ended,
-            lambda channel: rpc.AppWorkStub(channel).Attend,
+            ATTEND,
         )
         for run in self._runs.values():
             run.moved(member)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -86,27 +86,32 @@ class _Operations(ABC):
         try:
             done(event)
         except Exception as error:
-            log.exception("peer.stream_failed")
+            log.exception("stream.failed")
             try:
                 self._tell_end(f"{type(error).__name__} here")
             except Exception:
-                log.exception("peer.stream_failed")
+                log.exception("stream.failed")
 
 
 class DialledWire(_Operations):
     """The end that called."""
 
     def __init__(
-        self, channel: grpc.Channel, received: Callable[[bytes], None], ended: Callable[[str], None]
+        self,
+        channel: grpc.Channel,
+        received: Callable[[bytes], None],
+        ended: Callable[[str], None],
+        method: str = METHOD,
+        metadata: Sequence[tuple[str, str]] = (),
     ) -> None:
         super().__init__(received, ended)
-        self._channel = channel
+        self._channel, self._method, self._metadata = channel, method, metadata
         self.call: Any = None
 
     def open(self) -> None:
-        call: Any = self._channel.stream_stream(METHOD, None, None)
+        call: Any = self._channel.stream_stream(self._method, None, None)
         try:
-            self.call = call(self._until_the_end())
+            self.call = call(self._until_the_end(), metadata=self._metadata)
         except ValueError:  # the channel is closed
             self._tell_end("closed")
             return
@@ -145,7 +150,7 @@ class DialledWire(_Operations):
             try:
                 started = bool(self.call._call.operate((operation,), handled))
             except ValueError:
-                log.debug("peer.stream_refuses", operation=kind, exc_info=True)  # the channel is closed
+                log.debug("stream.refuses", operation=kind, exc_info=True)  # the channel is closed
             finally:
                 if not started:
                     state.due.discard(kind)
