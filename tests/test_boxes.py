@@ -117,14 +117,8 @@ def test_whatever_breaks_every_message_arrives_once_and_whole(
             continue
         m = chunk.message
         frame = Data(m.number, m.key, chunk.offset, len(m.payload), b"", 0, min(outbox.oldest, m.number))
-        incoming = inbox.admit(frame, chunk.length)
-        if incoming is not None:
-            assert incoming.buffer is not None
-            incoming.buffer[chunk.offset : chunk.offset + chunk.length] = m.payload[
-                chunk.offset : chunk.offset + chunk.length
-            ]
-            if inbox.arrived(incoming, chunk.length):
-                done.append(m.number)
+        if inbox.take(frame, m.payload[chunk.offset : chunk.offset + chunk.length]) is not None:
+            done.append(m.number)
         if fate < 0.4:  # arrived, but its acknowledgement was lost
             outbox.give_back([chunk])
             continue
@@ -143,12 +137,13 @@ def accept(_: str, __: MessageKey, total: int) -> memoryview:
 def test_a_replayed_message_is_counted_and_not_assembled_again() -> None:
     inbox = Inbox("w-a", accept, 1000, 4)
     frame = Data(0, KEY, 0, 10)
-    incoming = inbox.admit(frame, 10)
+    incoming = inbox.take(frame, b"0123456789")
     assert incoming is not None
-    assert inbox.arrived(incoming, 10)
-    assert inbox.admit(frame, 10) is None
-    assert inbox.admit(Data(5, KEY, 0, 1, oldest=5), 1) is not None
-    assert inbox.admit(Data(3, KEY, 0, 1, oldest=3), 1) is None
+    assert incoming.buffer == b"0123456789"
+    assert inbox.take(frame, b"9876543210") is None
+    assert incoming.buffer == b"0123456789"
+    assert inbox.take(Data(5, KEY, 0, 1, oldest=5), b"x") is not None
+    assert inbox.take(Data(3, KEY, 0, 1, oldest=3), b"x") is None
     assert inbox.refused == {"duplicate": 2}
 
 
@@ -161,9 +156,9 @@ def test_contradictions_between_chunks_are_refused() -> None:
         (Data(0, KEY, 4000, 9000), 5000, Data(0, KEY, 0, 9000), 5000),
     ):
         inbox = Inbox("w-a", accept, 10_000, 4)
-        assert inbox.admit(first, length) is not None
+        assert inbox.take(first, bytes(length)) is None
         with pytest.raises(BadFrame):
-            inbox.admit(second, second_length)
+            inbox.take(second, bytes(second_length))
 
 
 def test_oversized_and_too_many_messages_are_refused_before_any_memory_is_taken() -> None:
@@ -175,29 +170,26 @@ def test_oversized_and_too_many_messages_are_refused_before_any_memory_is_taken(
 
     inbox = Inbox("w-a", expect, 1000, 2)
     with pytest.raises(BadFrame, match="1001 bytes declared; at most 1000"):
-        inbox.admit(Data(0, KEY, 0, 1001), 10)
+        inbox.take(Data(0, KEY, 0, 1001), bytes(10))
     for number in (1, 2):
-        inbox.admit(Data(number, KEY, 500, 1000), 500)
+        inbox.take(Data(number, KEY, 500, 1000), bytes(500))
     with pytest.raises(BadFrame, match="more than 2 messages"):
-        inbox.admit(Data(3, KEY, 0, 1000), 500)
+        inbox.take(Data(3, KEY, 0, 1000), bytes(500))
     assert taken == [1000, 1000]
 
 
 def test_an_unwanted_message_is_counted_and_confirmed_so_that_its_sender_stops() -> None:
     inbox = Inbox("w-a", lambda *_: None, 10_000, 4)
-    incoming = inbox.admit(Data(0, KEY, 0, 9000), 5000)
-    assert incoming is not None
-    assert incoming.buffer is None
-    assert not inbox.arrived(incoming, 5000)
-    rest = inbox.admit(Data(0, KEY, 5000, 9000), 4000)
-    assert rest is not None
-    assert inbox.arrived(rest, 4000)
+    assert inbox.take(Data(0, KEY, 0, 9000), bytes(5000)) is None
+    complete = inbox.take(Data(0, KEY, 5000, 9000), bytes(4000))
+    assert complete is not None
+    assert complete.buffer is None
     assert inbox.refused == {"unexpected": 1}
 
 
 def test_the_receiver_forgets_what_the_sender_forgot() -> None:
     inbox = Inbox("w-a", accept, 10_000, 4)
     for number in range(3):
-        inbox.admit(Data(number, KEY, 0, 9000), 5000)
-    inbox.admit(Data(9, KEY, 0, 9000, oldest=9), 5000)
+        inbox.take(Data(number, KEY, 0, 9000), bytes(5000))
+    inbox.take(Data(9, KEY, 0, 9000, oldest=9), bytes(5000))
     assert len(inbox) == 1

@@ -209,10 +209,8 @@ class Connection:
                 self.fail("connection broken")
 
     def _written(self) -> None:
-        lock = self._hold()
-        self._writing = False
-        self.nudge()
-        lock.release()
+        self._writing = False  # who has the lock first may write
+        self._lock.run(self._write)
 
     def _next_frames(self) -> list[tuple[Frame, Buffer]]:
         """What leaves next, small frames together; the lock is held."""
@@ -220,9 +218,11 @@ class Connection:
         if head is None:
             return []
         frames = [(head, payload)]
-        room = min(MAX_BUNDLE_BYTES, self.window.chunk) - LEAST_ROOM - room_for(head, payload)
-        frames += self._choose_more(room)
-        self._take_along(frames)
+        room = min(MAX_BUNDLE_BYTES, self.window.chunk) - LEAST_ROOM
+        if len(payload) < room:
+            frames += self._choose_more(room - room_for(head, payload))
+        if self._receipts.pending and not self._reading:
+            self._take_along(frames)
         return frames
 
     def _choose_more(self, room: int) -> list[tuple[Frame, Buffer]]:
@@ -239,7 +239,7 @@ class Connection:
     def _take_along(self, frames: list[tuple[Frame, Buffer]]) -> None:
         """Acknowledge what arrived, where data leaves anyway."""
         peer = self.peer
-        if peer is None or self._reading or not self._receipts.pending:
+        if peer is None:
             return
         for at, (head, _) in enumerate(frames):
             if isinstance(head, Data):
@@ -258,10 +258,9 @@ class Connection:
             return None, b""
         if self._receipts.due and not self._reading:
             return self._acknowledgement(peer), b""
+        chunk = peer.take(self, most)
         waiting = peer.outbox.waiting
-        chunk = peer.take(self, most) if waiting else None
         if chunk is not None:
-            waiting = peer.outbox.waiting
             flags = self._note_sent(peer, chunk, chunk.length, last=not waiting)
             if waiting and not self.window.open:
                 peer.nudge()  # this connection has its fill
@@ -397,32 +396,25 @@ class Connection:
 
     def _on_data(self, frame: Data, payload: memoryview) -> None:
         peer = self._attached()
+        nbytes = len(payload)
         with peer.lock:
             if peer.gone:
                 return
-            incoming = peer.inbox.admit(frame, len(payload))
-            buffer = None if incoming is None else incoming.buffer
-        if buffer is not None:
-            buffer[frame.offset : frame.offset + len(payload)] = payload
-        complete = False
-        with peer.lock:
-            if incoming is None:
-                if peer.inbox.is_done(frame.number):
-                    peer.confirm.append(frame.number)
-            else:
-                complete = peer.inbox.arrived(incoming, len(payload))
-                buffer = incoming.buffer
-            peer.received_bytes += len(payload)
+            # Copying under the lock keeps nobody waiting who would not wait for the interpreter anyway.
+            complete = peer.inbox.take(frame, payload)
+            if complete is None and peer.inbox.is_done(frame.number):
+                peer.confirm.append(frame.number)  # sent again, so the confirmation was lost
+            peer.received_bytes += nbytes
             peer.used_s = self.heard_s
             peer.progress += 1
-            if not complete:
-                self._note_arrival(len(payload), frame.flags)
-        if complete and incoming is not None:
-            if buffer is not None:
-                peer.deliver(peer.name, frame.key, incoming.meta, buffer)
-            with peer.lock:
-                peer.confirm.append(incoming.number)
-                self._note_arrival(len(payload), frame.flags)
+            if complete is None:
+                self._note_arrival(nbytes, frame.flags)
+                return
+        if complete.buffer is not None:
+            peer.deliver(peer.name, frame.key, complete.meta, complete.buffer)
+        with peer.lock:
+            peer.confirm.append(frame.number)
+            self._note_arrival(nbytes, frame.flags)
 
     def _count(self, nbytes: int, flags: int) -> None:
         peer = self._attached()

@@ -42,6 +42,7 @@ MAX_FRAME_BYTES = MAX_CHUNK_BYTES + MAX_META_BYTES + 1024
 
 PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc of all but itself
 SUMMED = PREFIX.size - 4
+_START = struct.Struct("!2sBBH")  # what of the prefix is summed
 _HELLO = struct.Struct("!HQBBBBB")  # protocol, session, lane, lanes, name/target/label lengths
 _DATA = struct.Struct("!QIQIIBBHQQIB")
 _FLAGS_AT = struct.calcsize("!QIQIIB")
@@ -182,7 +183,7 @@ def encode(frame: Frame, payload: Buffer = b"") -> bytes:
     kind, head = _head(frame)
     if len(payload) > MAX_CHUNK_BYTES:
         raise ValueError(f"payload of {len(payload)} bytes; a frame carries at most {MAX_CHUNK_BYTES}")
-    start = PREFIX.pack(MAGIC, VERSION, kind, len(head), 0)[:SUMMED]
+    start = _START.pack(MAGIC, VERSION, kind, len(head))
     crc = zlib.crc32(head, zlib.crc32(start))
     if isinstance(frame, _WITH_PAYLOAD) and frame.flags & Flag.CHECKSUM:
         crc = zlib.crc32(payload, crc)
@@ -251,7 +252,7 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
         raise BadFrame("frame does not begin with the magic bytes; is the peer an Atoll worker?")
     if version != VERSION:
         raise BadFrame(f"frame version {version}, this side speaks {VERSION}; update the older one")
-    head = view[PREFIX.size : PREFIX.size + head_length]
+    head = bytes(view[PREFIX.size : PREFIX.size + head_length])
     payload = view[PREFIX.size + head_length :]
     if len(head) != head_length:
         raise BadFrame(f"frame is cut off: head of {head_length} bytes, {len(head)} arrived")
@@ -275,20 +276,20 @@ def decode(message: Buffer) -> tuple[Frame, memoryview]:
     return frame, payload
 
 
-def _flags(kind: int, head: memoryview) -> int:
+def _flags(kind: int, head: bytes) -> int:
     if kind == FrameType.DATA and len(head) >= _DATA.size:
         return head[_FLAGS_AT]
     return head[0] if kind == FrameType.PROBE and len(head) else 0
 
 
-def _read_data(head: memoryview) -> Data:
+def _read_data(head: bytes) -> Data:
     fields = _DATA.unpack_from(head)
     number, plan_version, step, micro, edge, direction, flags, meta_length, offset, total, behind, n = fields
     job, meta = head[_DATA.size : _DATA.size + n], head[_DATA.size + n :]
     if len(job) != n or len(meta) != meta_length or n > MAX_NAME_BYTES or behind > number:
         raise ValueError
-    key = MessageKey(bytes(job).decode(), plan_version, step, micro, edge, Direction(direction))
-    return Data(number, key, offset, total, bytes(meta), flags, number - behind)
+    key = MessageKey(job.decode(), plan_version, step, micro, edge, Direction(direction))
+    return Data(number, key, offset, total, meta, flags, number - behind)
 
 
 def _check_data(frame: Data, length: int) -> None:
@@ -307,7 +308,7 @@ def _check_data(frame: Data, length: int) -> None:
         raise BadFrame("empty chunk of a message that is not empty")
 
 
-def _read_ack(head: memoryview) -> Ack:
+def _read_ack(head: bytes) -> Ack:
     clock_ns, n_marks, n_confirmed = _ACK.unpack_from(head)
     start = _ACK.size + n_marks * _MARK.size
     if not 1 <= n_marks <= MAX_MARKS or n_confirmed > MAX_CONFIRMED or len(head) != start + 8 * n_confirmed:
@@ -318,36 +319,36 @@ def _read_ack(head: memoryview) -> Ack:
     return Ack(marks, clock_ns, struct.unpack_from(f"!{n_confirmed}Q", head, start))
 
 
-def _read_echo(head: memoryview) -> int:
+def _read_echo(head: bytes) -> int:
     if len(head) != ECHO_BYTES - PREFIX.size:
         raise ValueError
     return int(_ECHO.unpack_from(head)[0])
 
 
-def _read_probe(head: memoryview) -> Probe:
+def _read_probe(head: bytes) -> Probe:
     (flags,) = head
     return Probe(flags)
 
 
-def _read_close(head: memoryview) -> Close:
+def _read_close(head: bytes) -> Close:
     if len(head) > 1 + MAX_REASON_BYTES or head[0] > 1:
         raise ValueError
     # A reason cut at its bound may end inside a character.
-    return Close(bool(head[0]), printable(bytes(head[1:]).decode("utf-8", "replace")))
+    return Close(bool(head[0]), printable(head[1:].decode("utf-8", "replace")))
 
 
-def _read_hello(head: memoryview) -> Hello:
+def _read_hello(head: bytes) -> Hello:
     protocol, session, lane, lanes, *sizes = _HELLO.unpack_from(head)
     if len(head) != _HELLO.size + sum(sizes) or max(sizes) > MAX_NAME_BYTES or lane >= lanes:
         raise ValueError
     at, texts = _HELLO.size, []
     for size in sizes:
-        texts.append(bytes(head[at : at + size]).decode())
+        texts.append(head[at : at + size].decode())
         at += size
     return Hello(protocol, session, texts[0], texts[1], texts[2], lane, lanes)
 
 
-_READERS: dict[int, Callable[[memoryview], Frame]] = {
+_READERS: dict[int, Callable[[bytes], Frame]] = {
     FrameType.DATA: _read_data,
     FrameType.ACK: _read_ack,
     FrameType.PING: lambda head: Ping(_read_echo(head)),

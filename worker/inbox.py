@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.errors import BadFrame
-from worker.frames import Data, MessageKey
+from worker.frames import Buffer, Data, MessageKey
 
 Expect = Callable[[str, MessageKey, int], memoryview | None]
 """``expect(peer, key, total bytes)`` -> where the payload goes, or None: not wanted."""
@@ -51,35 +51,35 @@ class Inbox:
     def __len__(self) -> int:
         return len(self._open)
 
-    def admit(self, frame: Data, length: int) -> Incoming | None:
-        """Claim the chunk's range; None for a chunk of a message that is already here.
+    def take(self, frame: Data, payload: Buffer) -> Incoming | None:
+        """Put a chunk in its place; returns the message when that completes it.
 
         Raises BadFrame for a chunk that contradicts what came before or breaks a bound.
         """
-        self._forget_below(frame.oldest)
-        if frame.number < self._floor or frame.number in self._done:
+        if frame.oldest > self._floor:
+            self._forget_below(frame.oldest)
+        number, offset, nbytes = frame.number, frame.offset, len(payload)
+        if self.is_done(number):
             self.refused["duplicate"] += 1
             return None
-        incoming = self._open.get(frame.number)
+        incoming = self._open.get(number)
         if incoming is None:
             incoming = self._begin(frame)
-        elif (incoming.key, incoming.total) != (frame.key, frame.total):
-            raise BadFrame(f"message {frame.number} changed its key or size between chunks")
-        if not self._claim(incoming, frame.offset, length):
+        elif incoming.total != frame.total or incoming.key != frame.key:
+            raise BadFrame(f"message {number} changed its key or size between chunks")
+        if not self._claim(incoming, offset, nbytes):
             self.refused["duplicate"] += 1
             return None
-        if not frame.offset:
+        if not offset:
             incoming.meta, incoming.opened = frame.meta, True
+        if incoming.buffer is not None:
+            incoming.buffer[offset : offset + nbytes] = payload
+        incoming.arrived += nbytes
+        if not incoming.complete:
+            return None
+        del self._open[number]
+        self._done.add(number)
         return incoming
-
-    def arrived(self, incoming: Incoming, length: int) -> bool:
-        """The claimed bytes are in place; True when that completes the message."""
-        incoming.arrived += length
-        if not incoming.complete or self._open.get(incoming.number) is not incoming:
-            return False
-        del self._open[incoming.number]
-        self._done.add(incoming.number)
-        return True
 
     def is_done(self, number: int) -> bool:
         return number < self._floor or number in self._done
@@ -108,9 +108,13 @@ class Inbox:
     def _claim(incoming: Incoming, offset: int, length: int) -> bool:
         """Whether the range is new. Raises BadFrame when it overlaps without being the same."""
         end = offset + length
+        if not incoming.ends or offset >= incoming.ends[-1]:  # as nearly all do
+            incoming.begins.append(offset)
+            incoming.ends.append(end)
+            return True
         at = bisect_left(incoming.begins, offset)
         if at < len(incoming.begins) and incoming.begins[at] == offset:
-            if incoming.ends[at] == end or incoming.total == 0:
+            if incoming.ends[at] == end:
                 return False
             raise BadFrame(f"chunk [{offset}, {end}) came before with another length")
         if (at and incoming.ends[at - 1] > offset) or (
@@ -123,8 +127,6 @@ class Inbox:
 
     def _forget_below(self, oldest: int) -> None:
         """The sender keeps nothing older than ``oldest``, so neither do we."""
-        if oldest <= self._floor:
-            return
         self._floor = oldest
         self._done = {number for number in self._done if number >= oldest}
         for number in [number for number in self._open if number < oldest]:

@@ -72,8 +72,7 @@ class Outbox:
 
     @property
     def waiting(self) -> bool:
-        self._drop_finished()
-        return bool(self._queue)
+        return self._first() is not None
 
     def add(self, key: MessageKey, meta: bytes, payload: memoryview) -> Outgoing:
         message = Outgoing(self._next, key, meta, payload)
@@ -86,10 +85,9 @@ class Outbox:
     def take(self, chunk_bytes: int, most: int | None = None) -> Chunk | None:
         """The most urgent chunk of at most about ``chunk_bytes``; None when nothing waits, or when
         it has more than ``most`` bytes, the message's header included."""
-        self._drop_finished()
-        if not self._queue:
+        message = self._first()
+        if message is None:
             return None
-        message = self._messages[self._queue[0][1]]
         if most is not None and message.next_bytes(chunk_bytes) > most:
             return None
         message.under_way += 1
@@ -140,9 +138,11 @@ class Outbox:
         if entry not in self._queue:
             heapq.heappush(self._queue, entry)
 
-    def _drop_finished(self) -> None:
+    def _first(self) -> Outgoing | None:
+        """The most urgent message that waits; forgets those before it."""
         while self._queue:
             message = self._messages.get(self._queue[0][1])
             if message is not None and message.waiting:
-                return
+                return message
             heapq.heappop(self._queue)
+        return None

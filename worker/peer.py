@@ -253,9 +253,10 @@ class Peer:
     def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
         """The next chunk for this connection, if its window and that of all together are open;
         ``most``: unless it has more bytes."""
-        if not (lane.window.open and self._open and lane in self._outbound):
+        window = lane.window
+        if not window.open or (len(self.lanes) > 1 and not (self._open and lane in self._outbound)):
             return None
-        return self.outbox.take(lane.window.chunk, most)
+        return self.outbox.take(window.chunk, most)
 
     @property
     def _outbound(self) -> list[Lane]:
@@ -269,8 +270,6 @@ class Peer:
     def _open(self) -> bool:
         """Eight streams' least windows are half a second of a slow line, on which messages would
         arrive side by side instead of one after the other: bytes under way are bounded in sum."""
-        if len(self.lanes) < 2:
-            return True
         return self._window.in_flight < self._window.size_at(self.rtt_s)
 
     def data_frame(self, chunk: Chunk, flags: int) -> Data:

@@ -48,13 +48,22 @@ class Turns:
 
     def release(self) -> None:
         self._depth -= 1
-        calls = [] if self._depth else self._take()
+        if self._depth or not self._put_off:
+            self._lock.release()
+            return
+        calls = self._take()
         self._lock.release()
-        if calls:
-            _run(calls)
+        _run(calls)
+
+    @staticmethod
+    def run(call: Callable[[], None]) -> None:
+        """Run ``call`` now, or after the one that this thread is running; the lock is not held. What it puts
+        off runs after it."""
+        _run((call,))
 
     def __enter__(self) -> None:
-        self.acquire()
+        self._lock.acquire()
+        self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self.release()

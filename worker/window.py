@@ -12,7 +12,7 @@ bound: draft-cheng-iccrg-delivery-rate-estimation). Times come in as arguments.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from worker.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Flag
 from worker.lateness import Least
@@ -64,8 +64,7 @@ def on_line(rate: float, rtt_s: float) -> float:
     return GAIN * rate * (rtt_s + SLACK_S)
 
 
-@dataclass(slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     end: int
     at_s: float
     delivered: int
@@ -154,7 +153,7 @@ class Window:
 
     @property
     def open(self) -> bool:
-        return self.in_flight < self.size
+        return self.sent_bytes - self.acked_bytes < self.size
 
     @property
     def unasked(self) -> bool:
