@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from benchmarks.harness import (
     CommandFailed,
     LabFleet,
     conclude,
+    execute,
     fitting,
     machine,
     need_lab,
@@ -285,4 +285,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.codec_operations import COLUMNS, OPERATIONS, Operation
+from benchmarks.harness import execute
 from compressors import CODECS, make_compressor
 from compressors.base import meta_of, parse_packet
 from compressors.chunk_topk import ChunkTopK
@@ -222,4 +223,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

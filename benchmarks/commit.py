@@ -28,6 +28,7 @@ from safetensors.numpy import save
 from atoll.job import DataField, DataSpec, JobSpec, Layout, Optimizer, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
 from benchmarks.fake_worker import FakeWorker
+from benchmarks.harness import execute
 from coordinator.endpoint import find_endpoint
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -201,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

@@ -38,7 +38,7 @@ from atoll.compression import Compression
 from atoll.data import Materialised, sample_indices, take
 from atoll.program import stage_programs
 from benchmarks.convergence_report import report, show
-from benchmarks.harness import ROOT, fitting, machine, parser
+from benchmarks.harness import ROOT, execute, fitting, machine, parser
 from coordinator.capture import Captured, capture
 from coordinator.coding import load_bytes
 from coordinator.fleet_file import parse_fleet
@@ -387,4 +387,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

@@ -53,7 +53,7 @@ from benchmarks import bandwidth_report as reporting
 from benchmarks.bandwidth_report import Line
 from benchmarks.federated_mnist import NETS, Digits, Plain, Setting, digits, stored, tested
 from benchmarks.federated_report import best, plot
-from benchmarks.harness import ROOT, machine, need_lab, need_mnist, parser
+from benchmarks.harness import ROOT, execute, machine, need_lab, need_mnist, parser
 from compressors.model_file import write_delta, write_model
 from coordinator.capture import capture
 from coordinator.selecting import by_uplink, update_bytes
@@ -343,4 +343,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

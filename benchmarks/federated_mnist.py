@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from atoll.federated import Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from benchmarks.federated_report import best, plot, report, show
-from benchmarks.harness import ROOT, machine, need_mnist, parser
+from benchmarks.harness import ROOT, execute, machine, need_mnist, parser
 from coordinator import corpora, packages
 from coordinator.capture import capture
 from coordinator.splitting import taken
@@ -420,4 +420,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

@@ -13,7 +13,6 @@ LOSS_TOLERANCE, or the exit code is 1.
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from atoll.job import Precision
 from atoll.program import stage_programs
-from benchmarks.harness import conclude, follow, machine, parser, skip, steady
+from benchmarks.harness import conclude, execute, follow, machine, parser, skip, steady
 from benchmarks.oracle import Case, from_job, without_dropout
 from coordinator.jobfile import load_job
 from worker.config import WorkerConfig
@@ -197,4 +196,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

@@ -23,14 +23,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, UsageError
 from coordinator import packages
 from lab.reader import read_scenario
 from lab.tun import unavailable
 from lab.world import Lab
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -51,6 +51,17 @@ def parser(doc: str, *, scenario: str | None = None, job: str | None = None) -> 
     if job is not None:
         made.add_argument("--job", default=job, help="any other job file")
     return made
+
+
+def execute(main: Callable[[], int | None]) -> NoReturn:
+    """Run a benchmark and leave with its exit code; a user's error is one line, without a traceback."""
+    try:
+        sys.exit(main())
+    except AtollError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def machine() -> dict[str, Any]:
@@ -98,8 +109,11 @@ def need_lab(as_json: bool) -> None:
 
 def fitting(settings: Sequence[str], job: str) -> list[str]:
     """``settings`` without those that set a constant which the file ``job`` does not have: what makes the
-    usual job fit a scenario says nothing of another one."""
-    tree = ast.parse(Path(job).read_text(encoding="utf-8"))
+    usual job fit a scenario says nothing of another one. UsageError where it is no Python file."""
+    try:
+        tree = ast.parse(Path(job).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"cannot read the job file {job}: {error}") from None
     targets = [t for node in tree.body if isinstance(node, ast.Assign) for t in node.targets]
     targets += [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
     known = {target.id for target in targets if isinstance(target, ast.Name)}

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.harness import (
     CommandFailed,
     LabFleet,
+    execute,
     fitting,
     machine,
     need_lab,
@@ -222,4 +223,4 @@ def _plain(trace: Trace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from atoll.data import sample_indices, take
+from benchmarks.harness import execute
 from compressors import make_compressor
 from compressors.base import parse_packet
 from examples.gpt import LEARNING_RATE, MICRO_BATCH, N_MICRO, data, model
@@ -132,4 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

@@ -17,13 +17,12 @@ import itertools
 import queue
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.harness import conclude, machine, need_lab, parser
+from benchmarks.harness import conclude, execute, machine, need_lab, parser
 from benchmarks.transport import End, arguments_of, checked, filled, identities, lab_end, line_scenario, serve
 from lab.world import Lab
 from worker.frames import Direction, MessageKey
@@ -206,4 +205,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import execute
+
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -325,4 +327,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

@@ -13,7 +13,6 @@ A short job goes before, not measured, so that all plans are made by a fleet tha
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from benchmarks.harness import (
     CommandFailed,
     LabFleet,
     conclude,
+    execute,
     follow,
     machine,
     need_lab,
@@ -166,4 +166,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from atoll.job import TrainingSpec
+from benchmarks.harness import execute
 from coordinator.cluster import groups
 from coordinator.partition import make_plan
 from tests.dags import gpt_like
@@ -91,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

@@ -13,15 +13,17 @@ least one at 40 ms or more.
 from __future__ import annotations
 
 import json
+from math import ceil
 from typing import Any
 
-from benchmarks.harness import SCHEDULED, LabFleet, fitting, machine, need_lab, parser, steady
+from benchmarks.harness import SCHEDULED, LabFleet, execute, fitting, machine, need_lab, parser, steady
 
 PARTITIONERS = ("op_fence", "proportional", "even")
 DEFAULT = ("two_islands", "homes", "datacenter")
 SETTINGS = ("MICRO_BATCH=6", "n_micro=4")  # enough for 40 ms on every stage of the three
 REFRESHER = "even"  # gives every worker a stage
 REFRESHING_STEPS = 4
+REFRESHING_S = 12.0  # at least about so long: a moment in which the machine is busy is not its speed
 COLUMNS = "scenario       partitioner   first s   error predicted s   error measured s stages   micro ms"
 
 
@@ -63,7 +65,8 @@ def scenario_rows(name: str, job: str, settings: list[str], steps: int) -> list[
     rows = []
     with LabFleet(name) as fleet:
         first = {p: fleet.plan(job, p, settings)["prediction"]["step_s"] for p in PARTITIONERS}
-        fleet.train(job, REFRESHER, settings, stop_after=REFRESHING_STEPS)
+        refreshing = max(REFRESHING_STEPS, ceil(REFRESHING_S / first[REFRESHER]))
+        fleet.train(job, REFRESHER, settings, stop_after=refreshing)
         for partitioner in PARTITIONERS:
             row = measure(fleet, job, partitioner, settings, steps, first[partitioner])
             rows.append(row)
@@ -92,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

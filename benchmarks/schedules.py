@@ -11,10 +11,9 @@ so that all plans are made by a fleet that has trained once.
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import Any
 
-from benchmarks.harness import SCHEDULED, LabFleet, conclude, machine, need_lab, parser, steady
+from benchmarks.harness import SCHEDULED, LabFleet, conclude, execute, machine, need_lab, parser, steady
 from coordinator.partition import GIVEN_CUT
 
 SCHEDULES = ("1f1b", "zero-bubble")
@@ -92,4 +91,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

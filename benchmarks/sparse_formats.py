@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from benchmarks.harness import execute
 from compressors.chunk_topk import ChunkTopK, code_positions
 from compressors.indices import decode_positions, encode_positions
 from compressors.selection import bits_of, largest_in_rows
@@ -133,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.harness import conclude, need_lab, parser
+from benchmarks.harness import conclude, execute, need_lab, parser
 from lab.reader import read_scenario
 from lab.tun import unavailable
 from lab.world import Lab
@@ -535,4 +535,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

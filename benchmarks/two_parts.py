@@ -12,7 +12,6 @@ the last bit, else the benchmark ends with exit code 1.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 from atoll.execute import DTYPES, Executor
 from atoll.program import stage_programs
 from benchmarks.gpu import even_starts
-from benchmarks.harness import conclude, machine, parser
+from benchmarks.harness import conclude, execute, machine, parser
 from coordinator.capture import capture
 from coordinator.jobfile import load_job
 from worker.allocator import keep_chunk_memory
@@ -161,4 +160,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    execute(main)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from benchmarks.harness import machine, need_lab, parser
+from benchmarks.harness import execute, machine, need_lab, parser
 from benchmarks.registered_fleet import RegisteredFleet, Row
 from benchmarks.rivals.flower_stock import Memory, StockFlower
 from benchmarks.vs_flower_job import HELD_OUT_SHARE, write_clients
@@ -268,4 +268,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    execute(main)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from atoll.errors import UsageError
 from benchmarks import adaptive_compression, gpu, harness, pipeline_vs_torch, transport, two_parts
 from benchmarks.adaptive_compression import Series, same_losses
-from benchmarks.harness import CommandFailed, LabFleet, conclude, fitting, follow
+from benchmarks.harness import CommandFailed, LabFleet, conclude, execute, fitting, follow
 from benchmarks.pipeline_vs_torch import strays
 from coordinator.jobfile import load_job
 
@@ -391,3 +392,29 @@ def test_two_stages_share_the_work_about_evenly(case: gpu.Case) -> None:
     total = sum(op.flops_forward for op in case.dag.ops)
     assert first == 0
     assert 0.3 < sum(op.flops_forward for op in case.dag.ops[:second]) / total < 0.7
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [(UsageError("no scenario 'x'"), 2, "error: no scenario 'x'\n"), (KeyboardInterrupt(), 130, "")],
+)
+def test_a_users_error_ends_a_benchmark_with_one_line(
+    capsys: pytest.CaptureFixture[str], raised: BaseException, code: int, said: str
+) -> None:
+    def main() -> int:
+        raise raised
+
+    with pytest.raises(SystemExit) as left:
+        execute(main)
+    assert (left.value.code, capsys.readouterr().err) == (code, said)
+
+
+def test_every_benchmark_leaves_so() -> None:
+    for name, source in SOURCES.items():
+        if "__main__" in source and name != STARTER:
+            assert source.endswith("    execute(main)\n"), name
+
+
+def test_a_job_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(UsageError, match=r"cannot read the job file nosuch\.py"):
+        fitting(("MICRO_BATCH=4",), "nosuch.py")
