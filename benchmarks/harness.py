@@ -181,16 +181,16 @@ class LabFleet:
     def _spawn(
         self, host: str, name: str, command: list[str], stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen[bytes]:
-        log = (self.folder / f"{name}.log").open("wb")
-        return self.lab.popen(
-            host,
-            command,
-            stdin=stdin,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=self._environment(),
-            cwd=ROOT,
-        )
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return self.lab.popen(
+                host,
+                command,
+                stdin=stdin,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                cwd=ROOT,
+            )
 
     def _environment(self) -> dict[str, str]:
         return {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "wan0"}

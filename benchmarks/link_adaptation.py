@@ -11,7 +11,6 @@ one in flight when the line changes.
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -110,15 +109,10 @@ def run(fleet: LabFleet, job: str, compress: str, settings: tuple[str, ...], ste
 
 def watch(fleet: LabFleet, job: str) -> Iterator[dict[str, Any]]:
     """The updates of a job as they come."""
-    command = [fleet.python, "-m", "coordinator.cli", "watch", job, "--json"]
-    command += ["--state-dir", str(fleet.folder / "coordinator")]
-    process = fleet.lab.popen(
-        fleet.home, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=fleet._environment()
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        yield json.loads(line)
-    process.wait(30)
+    with fleet._command("watch", job, "--json") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield json.loads(line)
 
 
 def fleet_name(fleet: LabFleet, worker: str) -> str:
