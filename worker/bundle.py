@@ -24,6 +24,7 @@ from worker.frames import (
     MAX_NAME_BYTES,
     MAX_REASON_BYTES,
     PREFIX,
+    START,
     SUMMED,
     VERSION,
     Ack,
@@ -65,7 +66,7 @@ def join(frames: Sequence[bytes]) -> bytes:
     if not 2 <= len(frames) <= MAX_FRAMES or not _fitting(sizes):
         raise ValueError(f"bundle of {len(frames)} frames, {sum(sizes)} bytes")
     lengths = struct.pack(f"!{len(sizes)}I", *sizes)
-    start = PREFIX.pack(MAGIC, VERSION, FrameType.BUNDLE, len(lengths), 0)[:SUMMED]
+    start = START.pack(MAGIC, VERSION, FrameType.BUNDLE, len(lengths))
     crc = zlib.crc32(lengths, zlib.crc32(start))
     return b"".join((start, crc.to_bytes(4, "big"), lengths, *frames))
 

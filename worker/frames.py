@@ -42,7 +42,7 @@ MAX_FRAME_BYTES = MAX_CHUNK_BYTES + MAX_META_BYTES + 1024
 
 PREFIX = struct.Struct("!2sBBHI")  # magic, version, type, head length, crc of all but itself
 SUMMED = PREFIX.size - 4
-_START = struct.Struct("!2sBBH")  # what of the prefix is summed
+START = struct.Struct("!2sBBH")  # what of the prefix is summed
 _HELLO = struct.Struct("!HQBBBBB")  # protocol, session, lane, lanes, name/target/label lengths
 _DATA = struct.Struct("!QIQIIBBHQQIB")
 _FLAGS_AT = struct.calcsize("!QIQIIB")
@@ -183,7 +183,7 @@ def encode(frame: Frame, payload: Buffer = b"") -> bytes:
     kind, head = _head(frame)
     if len(payload) > MAX_CHUNK_BYTES:
         raise ValueError(f"payload of {len(payload)} bytes; a frame carries at most {MAX_CHUNK_BYTES}")
-    start = _START.pack(MAGIC, VERSION, kind, len(head))
+    start = START.pack(MAGIC, VERSION, kind, len(head))
     crc = zlib.crc32(head, zlib.crc32(start))
     if isinstance(frame, _WITH_PAYLOAD) and frame.flags & Flag.CHECKSUM:
         crc = zlib.crc32(payload, crc)
