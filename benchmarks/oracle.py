@@ -25,8 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import execute
-
 if not __package__:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,6 +36,7 @@ from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
 from atoll.plan import LinkSpec, Mask
 from atoll.program import stage_programs
+from benchmarks.harness import execute
 from compressors import codec
 from coordinator.capture import capture
 from coordinator.jobfile import load_job

@@ -418,3 +418,11 @@ def test_every_benchmark_leaves_so() -> None:
 def test_a_job_file_that_is_not_there_is_named() -> None:
     with pytest.raises(UsageError, match=r"cannot read the job file nosuch\.py"):
         fitting(("MICRO_BATCH=4",), "nosuch.py")
+
+
+def test_the_oracle_runs_as_a_file_too(tmp_path: Path) -> None:
+    """From any folder."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "oracle.py"), "--job", "nosuch.py"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
+    assert "nosuch.py is not a file" in ran.stderr
