@@ -1,12 +1,13 @@
 """The oracle: whatever the cut, the model that comes out is the one that one stage would train.
 
-For a job file, or for the five built-in models, K-stage plans with random valid cuts are trained
-and compared with the one-stage plan: losses, gradient norms, parameters, optimizer state and
-buffers (`max_abs_diff`, expected 0.0). The one-stage plan is compared with the plain module
+For a job file, or for models of the tests (five unless named), K-stage plans with random valid
+cuts are trained and compared with the one-stage plan: losses, gradient norms, parameters, optimizer
+state and buffers (`max_abs_diff`, expected 0.0). The one-stage plan is compared with the plain module
 trained by plain PyTorch, dropout 0 and SGD (`max_abs_diff_plain`, expected <= 1e-6).
 
   python -m benchmarks.oracle --job examples/gpt.py --stages 3 --steps 5 --plans 10
   python -m benchmarks.oracle --job examples/gpt.py --compress lossless
+  python -m benchmarks.oracle --models t5,vit,whisper,gemma,qwen,mixtral --stages 4
   python -m benchmarks.oracle --json
 """
 
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,16 +76,32 @@ Runner = Callable[[Case, Sequence[int]], Run]  # trains a case cut at the given 
 
 
 def built_in(name: str, training: TrainingSpec, dropout: float) -> Case:
-    """One of the five models of the tests on seeded random data."""
-    from tests.models import MODELS
-
-    example = MODELS[name](dropout=dropout)
+    """A model of the tests, by name, on seeded random data."""
+    example = _models()[name](dropout=dropout)
 
     def batches(step: int) -> list[dict[str, Tensor]]:
         first = training.seed * 1_000_003 + step * training.n_micro
         return [example.make_batch(first + micro) for micro in range(training.n_micro)]
 
     return case_of(name, example.module, example.example_inputs, training, batches)
+
+
+def _models() -> Mapping[str, Callable[..., Any]]:
+    """The tests' models; imported late, for a job file needs none of them."""
+    from tests.architectures import ARCHITECTURES
+    from tests.models import MODELS
+
+    return {**MODELS, **ARCHITECTURES}
+
+
+def model_names(text: str) -> tuple[str, ...]:
+    """``--models``: names joined by commas, or "all". UsageError for one that is unknown."""
+    known = tuple(_models())
+    names = known if text == "all" else tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--models {text}: no model {name!r}; give all, or some of {','.join(known)}")
+    return names
 
 
 def from_job(job: Job, training: TrainingSpec) -> Case:
@@ -254,7 +272,7 @@ def cases(args: argparse.Namespace) -> list[tuple[Case, Case]]:
         training = TrainingSpec(args.steps, args.micro or 4, args.seed, optimizer, compress=args.compress)
         return [
             (built_in(name, training, DROPOUT), built_in(name, plain_training(training), 0.0))
-            for name in BUILT_IN
+            for name in model_names(args.models)
         ]
     job = load_job(Path(args.job), args.set)
     training = replace(
@@ -287,7 +305,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--job", help="job file; default: the five built-in models")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--job", help="job file; default: models of the tests")
+    what.add_argument(
+        "--models", default=",".join(BUILT_IN), help="all, or names joined by commas (default: %(default)s)"
+    )
     parser.add_argument("--stages", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro", type=int, help="micro-batches a step (default: the job's, or 4)")
@@ -300,6 +322,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         every_link(args.compress, args.stages)
+        model_names(args.models)
     except UsageError as error:
         parser.error(str(error))
     torch.set_num_threads(1)

@@ -28,22 +28,23 @@ class Example:
     make_batch: Callable[[int], dict[str, Tensor]]
 
 
-def _example(name: str, module: nn.Module, make_batch: Callable[[int], dict[str, Tensor]]) -> Example:
+def of_module(name: str, module: nn.Module, make_batch: Callable[[int], dict[str, Tensor]]) -> Example:
+    """``module`` with its first batch as example inputs."""
     return Example(name, module, make_batch(0), make_batch)
 
 
-def _token_batch(seed: int) -> dict[str, Tensor]:
+def token_batch(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def _masked_batch(seed: int) -> dict[str, Tensor]:
-    batch = _token_batch(seed)
+    batch = token_batch(seed)
     return {**batch, "attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)}
 
 
-def _image_batch(seed: int) -> dict[str, Tensor]:
+def image_batch(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "pixel_values": torch.randn(4, 3, 16, 16, generator=generator),
@@ -77,7 +78,7 @@ def gpt2(dropout: float = 0.0, layers: int = 2) -> Example:
         eos_token_id=None,
         use_cache=False,
     )
-    return _example("gpt2", GPT2LMHeadModel(config), _token_batch)
+    return of_module("gpt2", GPT2LMHeadModel(config), token_batch)
 
 
 def llama(dropout: float = 0.0, layers: int = 2) -> Example:
@@ -96,7 +97,7 @@ def llama(dropout: float = 0.0, layers: int = 2) -> Example:
         attention_dropout=dropout,
         use_cache=False,
     )
-    return _example("llama", LlamaForCausalLM(config), _token_batch)
+    return of_module("llama", LlamaForCausalLM(config), token_batch)
 
 
 def bert(dropout: float = 0.0, layers: int = 2) -> Example:
@@ -114,7 +115,7 @@ def bert(dropout: float = 0.0, layers: int = 2) -> Example:
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    return _example("bert", BertForMaskedLM(config), _masked_batch)
+    return of_module("bert", BertForMaskedLM(config), _masked_batch)
 
 
 def resnet(dropout: float = 0.0) -> Example:
@@ -124,7 +125,7 @@ def resnet(dropout: float = 0.0) -> Example:
     torch.manual_seed(0)
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     config.num_labels = 10
-    return _example("resnet", ResNetForImageClassification(config), _image_batch)
+    return of_module("resnet", ResNetForImageClassification(config), image_batch)
 
 
 class Branches(nn.Module):
@@ -150,7 +151,7 @@ class Branches(nn.Module):
 
 def branches(dropout: float = 0.0) -> Example:
     torch.manual_seed(0)
-    return _example("branches", Branches(dropout=dropout), _vector_batch)
+    return of_module("branches", Branches(dropout=dropout), _vector_batch)
 
 
 class Mlp(nn.Module):
@@ -170,7 +171,7 @@ class Mlp(nn.Module):
 
 def mlp(dropout: float = 0.0, depth: int = 4) -> Example:
     torch.manual_seed(0)
-    return _example("mlp", Mlp(depth=depth, dropout=dropout), _vector_batch)
+    return of_module("mlp", Mlp(depth=depth, dropout=dropout), _vector_batch)
 
 
 MODELS: dict[str, Callable[..., Example]] = {

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from atoll.errors import UsageError
-from benchmarks import adaptive_compression, gpu, harness, pipeline_vs_torch, transport, two_parts
+from benchmarks import adaptive_compression, gpu, harness, oracle, pipeline_vs_torch, transport, two_parts
 from benchmarks.adaptive_compression import Series, same_losses
 from benchmarks.harness import CommandFailed, LabFleet, conclude, execute, fitting, follow
 from benchmarks.pipeline_vs_torch import strays
@@ -426,3 +426,10 @@ def test_the_oracle_runs_as_a_file_too(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert "nosuch.py is not a file" in ran.stderr
+
+
+def test_the_oracle_takes_models_by_name() -> None:
+    assert oracle.model_names("t5, vit") == ("t5", "vit")
+    assert {*oracle.BUILT_IN, "mixtral"} < {*oracle.model_names("all")}
+    with pytest.raises(UsageError, match=r"no model 'vgg'; give all, or some of mlp,"):
+        oracle.model_names("t5,vgg")

@@ -1,0 +1,100 @@
+"""T5, ViT, Whisper, Gemma, Qwen and Mixtral are captured as they are, and no cut changes their bits.
+
+One cut of each in the default run; every mode, precision and many cuts where `slow` tests run.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+
+from atoll.job import Optimizer, Precision, TrainingSpec
+from atoll.program import stage_programs
+from atoll.rehearse import rehearse
+from benchmarks.oracle import (
+    DROPOUT,
+    Case,
+    Run,
+    built_in,
+    difference,
+    plain_training,
+    random_starts,
+    run_local,
+    run_plain,
+)
+from coordinator.capture import Captured, capture
+from coordinator.selfcheck import self_check
+from tests.architectures import ARCHITECTURES
+from tests.test_capture import check_invariants
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TRAINING = TrainingSpec(steps=3, n_micro=2, seed=11, optimizer=Optimizer(weight_decay=0.01, clip_norm=0.5))
+
+
+def proven(name: str, dropout: float, precision: Precision) -> Captured:
+    """Both modes captured, and proven against the module on another batch."""
+    example = ARCHITECTURES[name](dropout=dropout)
+    spec = TrainingSpec(steps=1, n_micro=1, precision=precision)
+    found = capture(example.module, example.example_inputs, spec)
+    assert self_check(example.module, found, example.make_batch(3)).compared > 20
+    for dag in (found.train, found.evaluation):
+        check_invariants(dag)
+    assert any(node.random for node in found.train.ops) is (dropout > 0)
+    assert not any(node.random for node in found.evaluation.ops)
+    return found
+
+
+@cache
+def case(name: str) -> Case:
+    return built_in(name, TRAINING, DROPOUT)
+
+
+@cache
+def one_stage(name: str) -> Run:
+    return run_local(case(name), (0,))
+
+
+def differs(name: str, stages: int, seed: int) -> float:
+    starts = random_starts(case(name).dag, stages, random.Random(seed))
+    return difference(run_local(case(name), starts), one_stage(name))
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_an_unmodified_model_is_captured_in_both_modes_and_proves_itself(name: str) -> None:
+    proven(name, DROPOUT, Precision.FP32)
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_random_cut_in_three_is_bit_equal_to_one_stage(name: str) -> None:
+    assert differs(name, 3, seed=1) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("dropout", [0.0, DROPOUT])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_every_mode_and_precision_is_captured_and_rehearsed(
+    name: str, dropout: float, precision: Precision
+) -> None:
+    found = proven(name, dropout, precision)
+    for dag in (found.train, found.evaluation):
+        leaves = {n: s.meta for n, s in (dag.parameters | dag.buffers).items()} | dag.constants
+        for stage in stage_programs(dag, random_starts(dag, 3, random.Random(2))):
+            rehearse(stage, leaves, dag.inputs, precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_random_cuts_in_two_to_four_are_bit_equal_to_one_stage(name: str, stages: int, seed: int) -> None:
+    assert differs(name, stages, seed) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_one_stage_agrees_with_the_plain_module(name: str) -> None:
+    plain = built_in(name, plain_training(TRAINING), 0.0)
+    assert difference(run_local(plain, (0,)), run_plain(plain), figures=1) <= 1e-6
