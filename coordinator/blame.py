@@ -1,4 +1,4 @@
-"""Turns what a module raised under torch.export into a refusal that names where and why."""
+"""Turns what a module raised under torch.export into a refusal that names where, why and the way out."""
 
 from __future__ import annotations
 
@@ -17,6 +17,23 @@ if TYPE_CHECKING:
 _TORCH = re.compile(r"[/\\](torch|coordinator)[/\\]")
 _DATA_DEPENDENT = re.compile(r"GuardOnDataDependent|DataDependent|DynamicOutputShape|PendingUnbacked")
 _TEXT = re.compile(r"data-dependent|unbacked|meta tensors|fake tensor", re.IGNORECASE)
+# Switches that well-known libraries have for what cannot be captured, by words of the refusal.
+_REMEDIES = (
+    (
+        re.compile(r"grouped_mm|data-dependent.*\bexpert"),
+        "models of transformers compute their experts in fixed shapes with "
+        'experts_implementation="batched_mm" in the config',
+    ),
+    (
+        re.compile(r"flex_attention"),
+        'models of transformers attend by torch\'s own op with attn_implementation="sdpa" in the config',
+    ),
+)
+
+
+def remedies(refusal: str) -> tuple[str, ...]:
+    """The switches known to help against a refusal of these words."""
+    return tuple(words for pattern, words in _REMEDIES if pattern.search(refusal))
 
 
 def blame(error: BaseException, module: nn.Module) -> CaptureError:
@@ -37,11 +54,13 @@ def blame(error: BaseException, module: nn.Module) -> CaptureError:
     causes = list(_chain(error))
     text = " ".join(str(error).split())[:240]
     if any(_DATA_DEPENDENT.search(type(cause).__name__) or _TEXT.search(str(cause)) for cause in causes):
-        return CaptureError(
+        refusal = (
             f"data-dependent control flow or shape {where}: an op there reads a number out of a tensor; "
             "keep it a tensor (torch.where instead of if, a mask instead of indexing)"
         )
-    return CaptureError(f"the module cannot be captured {where}: {type(error).__name__}: {text}")
+    else:
+        refusal = f"the module cannot be captured {where}: {type(error).__name__}: {text}"
+    return CaptureError("; ".join((refusal, *remedies(refusal))))
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:

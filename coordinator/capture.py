@@ -20,6 +20,7 @@ from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
 from atoll.ops import ALLOWED
 from coordinator.aliasing import is_random
+from coordinator.blame import remedies
 from coordinator.costs import measured
 from coordinator.exported import Constants, Exported, device_of, export, meta_of
 from coordinator.regions import Region, settle, written_buffers
@@ -148,10 +149,17 @@ def _unsupported(uses: list[OpUse]) -> UnsupportedOp:
         f"  {use.target} x{use.count}, first in {use.module_path or 'the module'} at {use.source_line or '?'}"
         for use in uses[:MAX_LISTED]
     ]
-    more = f"\n  and {len(uses) - MAX_LISTED} more" if len(uses) > MAX_LISTED else ""
+    if len(uses) > MAX_LISTED:
+        lines.append(f"  and {len(uses) - MAX_LISTED} more")
     return UnsupportedOp(
-        f"{len(uses)} ops of the model are not on the allow-list; replace them by plain tensor ops "
-        f"(`atoll ops MODEL.py` lists all):\n" + "\n".join(lines) + more
+        "\n".join(
+            (
+                f"{len(uses)} ops of the model are not on the allow-list; replace them by plain tensor ops "
+                "(`atoll ops MODEL.py` lists all):",
+                *lines,
+                *remedies(" ".join(use.target for use in uses)),
+            )
+        )
     )
 
 

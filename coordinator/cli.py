@@ -45,6 +45,7 @@ def ops(
     """List a model's ops, and those that Atoll does not support. Exit code 3 when there are any."""
     from rich.table import Table
 
+    from coordinator.blame import remedies
     from coordinator.capture import op_uses
     from coordinator.jobfile import load_job
 
@@ -66,9 +67,9 @@ def ops(
         table.add_row(use.target, str(use.count), word, use.module_path, use.source_line)
     out.print(table)
     if unsupported:
-        err.print(
-            f"{len(unsupported)} of {len(uses)} ops are not supported; write them with plain tensor ops"
-        )
+        known = remedies(" ".join(use.target for use in unsupported))
+        moves = known or ("write them with plain tensor ops",)
+        err.print(f"{len(unsupported)} of {len(uses)} ops are not supported; {'; '.join(moves)}")
         return 3
     out.print(f"all {len(uses)} ops are supported")
     return 0

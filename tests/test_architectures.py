@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from atoll.errors import CaptureError, UnsupportedOp
 from atoll.job import Optimizer, Precision, TrainingSpec
 from atoll.program import stage_programs
 from atoll.rehearse import rehearse
@@ -25,8 +27,10 @@ from benchmarks.oracle import (
     run_plain,
 )
 from coordinator.capture import Captured, capture
+from coordinator.cli import app
+from coordinator.cli_base import run
 from coordinator.selfcheck import self_check
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, mixtral, qwen
 from tests.test_capture import check_invariants
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,3 +102,31 @@ def test_random_cuts_in_two_to_four_are_bit_equal_to_one_stage(name: str, stages
 def test_one_stage_agrees_with_the_plain_module(name: str) -> None:
     plain = built_in(name, plain_training(TRAINING), 0.0)
     assert difference(run_local(plain, (0,)), run_plain(plain), figures=1) <= 1e-6
+
+
+@pytest.mark.parametrize("experts", [None, "grouped_mm", "eager"])
+def test_experts_whose_shares_depend_on_the_data_are_refused_with_the_switch(experts: str | None) -> None:
+    example = mixtral(experts=experts)
+    with pytest.raises(CaptureError, match='experts_implementation="batched_mm"') as refusal:
+        capture(example.module, example.example_inputs)
+    assert "model.layers.0.mlp.experts" in str(refusal.value)
+    assert isinstance(refusal.value, UnsupportedOp) is (experts != "eager")
+
+
+def test_attention_that_cannot_be_trained_here_is_refused_with_the_switch() -> None:
+    example = qwen(attention="flex_attention")
+    with pytest.raises(CaptureError, match='attn_implementation="sdpa"'):
+        capture(example.module, example.example_inputs)
+
+
+def test_atoll_ops_names_the_switch_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experts.py").write_text(
+        "from atoll import Job, Rows, TrainingSpec\n"
+        "from tests.architectures import mixtral\n\n\n"
+        "def job():\n"
+        "    model = mixtral(experts=None)\n"
+        "    rows = Rows(dict(model.example_inputs))\n"
+        "    return Job(model.module, model.example_inputs, rows, TrainingSpec(steps=1, n_micro=1))\n"
+    )
+    assert run(app, ["ops", str(tmp_path / "experts.py")]) == 3
+    assert 'experts_implementation="batched_mm"' in " ".join(capsys.readouterr().err.split())
