@@ -40,7 +40,7 @@ from atoll.plan import LinkSpec, Mask
 from atoll.program import stage_programs
 from benchmarks.harness import execute
 from compressors import codec
-from coordinator.capture import capture
+from coordinator.capture import Captured, capture
 from coordinator.jobfile import load_job
 from worker.local import LocalPipeline
 
@@ -128,7 +128,13 @@ def case_of(
     batches: Batches,
 ) -> Case:
     """Capture a module for training."""
-    captured = capture(module, inputs, training)
+    return case_from(name, module, capture(module, inputs, training), training, batches)
+
+
+def case_from(
+    name: str, module: nn.Module, captured: Captured, training: TrainingSpec, batches: Batches
+) -> Case:
+    """A module that is captured already; ``training`` at the precision of its capture."""
     dag = captured.train
     tensors = {n: {"value": t} for n, t in captured.state.items()}
     return Case(name, module, dag, {**dag.parameters, **dag.buffers}, tensors, training, batches)

@@ -16,7 +16,6 @@ from atoll.job import Optimizer, Precision, TrainingSpec
 from atoll.program import stage_programs
 from atoll.rehearse import rehearse
 from benchmarks.oracle import (
-    DROPOUT,
     Case,
     Run,
     built_in,
@@ -26,33 +25,31 @@ from benchmarks.oracle import (
     run_local,
     run_plain,
 )
-from coordinator.capture import Captured, capture
+from coordinator.capture import capture
 from coordinator.cli import app
 from coordinator.cli_base import run
 from coordinator.selfcheck import self_check
 from tests.architectures import ARCHITECTURES, mixtral, qwen
+from tests.captured import Honest, honest
 from tests.test_capture import check_invariants
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TRAINING = TrainingSpec(steps=3, n_micro=2, seed=11, optimizer=Optimizer(weight_decay=0.01, clip_norm=0.5))
 
 
-def proven(name: str, dropout: float, precision: Precision) -> Captured:
-    """Both modes captured, and proven against the module on another batch."""
-    example = ARCHITECTURES[name](dropout=dropout)
-    spec = TrainingSpec(steps=1, n_micro=1, precision=precision)
-    found = capture(example.module, example.example_inputs, spec)
-    assert self_check(example.module, found, example.make_batch(3)).compared > 20
-    for dag in (found.train, found.evaluation):
+def prove(found: Honest) -> None:
+    """Both graphs are well formed and agree with the module on another batch."""
+    captured = found.captured
+    assert self_check(found.example.module, captured, found.example.make_batch(3)).compared > 20
+    for dag in (captured.train, captured.evaluation):
         check_invariants(dag)
-    assert any(node.random for node in found.train.ops) is (dropout > 0)
-    assert not any(node.random for node in found.evaluation.ops)
-    return found
+    assert any(node.random for node in captured.train.ops)
+    assert not any(node.random for node in captured.evaluation.ops)
 
 
 @cache
 def case(name: str) -> Case:
-    return built_in(name, TRAINING, DROPOUT)
+    return honest(f"{name}:fp32").case(TRAINING)
 
 
 @cache
@@ -67,7 +64,13 @@ def differs(name: str, stages: int, seed: int) -> float:
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_an_unmodified_model_is_captured_in_both_modes_and_proves_itself(name: str) -> None:
-    proven(name, DROPOUT, Precision.FP32)
+    prove(honest(f"{name}:fp32"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_in_bf16_too(name: str) -> None:
+    prove(honest(f"{name}:bf16"))
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
@@ -77,13 +80,10 @@ def test_a_random_cut_in_three_is_bit_equal_to_one_stage(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", list(Precision))
-@pytest.mark.parametrize("dropout", [0.0, DROPOUT])
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
-def test_every_mode_and_precision_is_captured_and_rehearsed(
-    name: str, dropout: float, precision: Precision
-) -> None:
-    found = proven(name, dropout, precision)
-    for dag in (found.train, found.evaluation):
+def test_every_stage_passes_its_rehearsal(name: str, precision: Precision) -> None:
+    captured = honest(f"{name}:{precision.value}").captured
+    for dag in (captured.train, captured.evaluation):
         leaves = {n: s.meta for n, s in (dag.parameters | dag.buffers).items()} | dag.constants
         for stage in stage_programs(dag, random_starts(dag, 3, random.Random(2))):
             rehearse(stage, leaves, dag.inputs, precision)

@@ -184,18 +184,21 @@ def test_ops_that_hide_no_dropout_are_not_random() -> None:
     assert not any(node.random for node in captured(attend).train.ops)
 
 
+class Recurrent(nn.Module):
+    """Two layers of ``cell`` with dropout between them."""
+
+    def __init__(self, cell: type[nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = cell(6, 5, num_layers=2, dropout=0.4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[:, None])[0].square().mean()
+
+
 @pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_layer_with_dropout_is_random_in_training_only(cell: type[nn.Module]) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = cell(6, 5, num_layers=2, dropout=0.4, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x[:, None])[0].square().mean()
-
-    module = Recurrent()
+    module = Recurrent(cell)
     found = capture(module, X)
     self_check(module, found, MORE)
     assert sum(node.random for node in found.train.ops) == 1

@@ -118,21 +118,21 @@ def train(found: Captured, starts: Sequence[int]) -> tuple[list[float], dict[str
     return losses, pipeline.snapshot()
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        write_to_a_view,
-        read_and_write_a_buffer,
-        write_to_an_input,
-        write_under_no_grad,
-        constants_and_tuples,
-        autocast_and_no_grad,
-        residuals_in_place,
-        random_everywhere,
-        written_after_it_was_read,
-        NormTwiceAndGru,
-    ],
+TRAPS: tuple[Callable[..., Tensor] | type[nn.Module], ...] = (
+    write_to_a_view,
+    read_and_write_a_buffer,
+    write_to_an_input,
+    write_under_no_grad,
+    constants_and_tuples,
+    autocast_and_no_grad,
+    residuals_in_place,
+    random_everywhere,
+    written_after_it_was_read,
+    NormTwiceAndGru,
 )
+
+
+@pytest.mark.parametrize("build", TRAPS)
 def test_any_cut_of_a_trap_trains_as_one_stage(build: Callable[..., Tensor] | type[nn.Module]) -> None:
     module = build() if isinstance(build, type) else Model(build)
     found = capture(module, X)
