@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, leaf_refs, op_refs
-from atoll.ops import resolve
+from atoll.ops import GETITEM, overload, schema
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,26 +71,25 @@ def _written(node: OpNode, nodes: Mapping[int, OpNode]) -> tuple[set[int], set[L
 
 
 def _written_args(node: OpNode) -> list[Arg]:
-    schema = getattr(resolve(node.target), "_schema", None)
-    if schema is None or not schema.is_mutable:
+    declared = schema(node.target)
+    if declared is None or not declared.is_mutable:
         return []
     named = dict(node.kwargs)
-    given = [*node.args, *(named.get(a.name) for a in schema.arguments[len(node.args) :])]
+    given = [*node.args, *(named.get(a.name) for a in declared.arguments[len(node.args) :])]
     return [
         value
-        for argument, value in zip(schema.arguments, given, strict=False)
+        for argument, value in zip(declared.arguments, given, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
 def may_alias(node: OpNode) -> bool:
     """Whether the op's result may share memory with an argument."""
-    target = resolve(node.target)
-    schema = getattr(target, "_schema", None)
-    if schema is None:  # getitem
+    if node.target == GETITEM:
         return True
-    hidden = any(tag.name == "maybe_aliasing_or_mutating" for tag in getattr(target, "tags", ()))
-    return hidden or any(r.alias_info is not None for r in schema.returns)
+    op = overload(node.target)
+    hidden = any(tag.name == "maybe_aliasing_or_mutating" for tag in op.tags)
+    return hidden or any(r.alias_info is not None for r in op._schema.returns)
 
 
 def references(arg: Arg) -> list[OpRef | LeafRef]:

@@ -32,11 +32,13 @@ from atoll.opdag import Autocast, LeafRef, Source, TorchLiteral
 from atoll.ops import weights_may_wait
 from atoll.repeats import Repeats, repeatable
 from atoll.slots import Compiler, segments
+from atoll.value_guards import index_guarded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from atoll.indices import Range
     from atoll.opdag import OpNode
     from atoll.program import StageProgram
     from atoll.slots import Call, Segment, Step, Values
@@ -55,6 +57,7 @@ _MEMORY_FORMATS = {
     name: getattr(torch, name)
     for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 }
+BACKWARD = -1  # Executor.at while a micro-batch's backward runs
 # The generators are the process's own: two stages in one process must not interleave
 # "set the seed" and "draw".
 _DRAWING = threading.Lock()
@@ -138,7 +141,9 @@ class Executor:
 
     ``differentiate=False`` is for evaluation: no graph, no recompute. ``seed`` None draws from the
     process's generator as it stands, as a plain module would. ``recompute``: what of a forward is run again
-    for its backward. ``defer``: backwards leave weights' gradients to ``weight_gradients``. Not thread-safe.
+    for its backward. ``defer``: backwards leave weight gradients to ``weight_gradients``. ``indices``: bounds
+    of arguments, by op, to look at on a GPU before the op runs: there a bad index costs the process the
+    device, where a CPU's kernel raises. Not thread-safe.
     """
 
     def __init__(
@@ -151,6 +156,7 @@ class Executor:
         recompute: Recompute = Recompute.OFF,
         differentiate: bool = True,
         defer: bool = False,
+        indices: Mapping[int, tuple[tuple[str, Range], ...]] | None = None,
     ) -> None:
         self.program = program
         self.device = torch.device(device)
@@ -162,6 +168,7 @@ class Executor:
         self._selective = recompute is Recompute.SELECTIVE and differentiate
         self._key = (0, 0)
         self._defer = defer and differentiate
+        self._indices = indices or {} if self.device.type == "cuda" else {}
         self._live: dict[int, _Micro] = {}
         self._fresh: tuple[int, _Micro] | None = None
         self._anchor = torch.zeros((), device=self.device, requires_grad=differentiate)
@@ -172,6 +179,10 @@ class Executor:
         self.buffers: dict[str, Tensor] = {}
         self._segments: tuple[Segment, ...] = ()
         self._template: Values = []
+        # For who watches from another thread: the op whose forward runs, or BACKWARD; how many were begun.
+        self.at: int | None = None
+        self.begun = 0
+        self.failed_at: int | None = None  # the op that raised last
 
     @property
     def mutated_buffers(self) -> tuple[str, ...]:
@@ -179,11 +190,17 @@ class Executor:
         written = self._effects.leaves
         return tuple(n for n in self.program.buffers if LeafRef(Source.BUFFER, n) in written)
 
-    def load(self, tensors: Mapping[str, Tensor], frozen: Collection[str] = ()) -> None:
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        frozen: Collection[str] = (),
+        observe: Observer | None = None,
+    ) -> None:
         """Bind parameters, buffers and constants (already on the device, shared, not copied).
 
-        Floating parameters outside ``frozen`` get one gradient leaf per use. UsageError when a
-        tensor is missing.
+        Floating parameters outside ``frozen`` get one gradient leaf per use. ``observe(position, value)``
+        sees every constant op's value, as ``forward``'s does the others'. UsageError when a tensor is
+        missing.
         """
         program = self.program
         missing = [n for n in (*program.parameters, *program.buffers, *program.constants) if n not in tensors]
@@ -206,13 +223,14 @@ class Executor:
         for sites in self.uses.values():
             sites.sort(key=lambda use: -use[0])
         nodes = dict(program.ops)
+        constants, steps = self._looked_at(constants, nodes), self._looked_at(steps, nodes)
         if self._selective:
             steps = self._noted(steps)
         if self._defer:
             steps = self._apart(steps, nodes)
         self._constants = segments(constants, nodes, self._autocast)
         self._segments = segments(steps, nodes, self._autocast)
-        self.refresh()
+        self._run(self._template, self._constants, grad=False, observe=observe)
 
     def reseed(self, seed: int | None) -> None:
         """Draw by another seed from the next forward on."""
@@ -231,16 +249,13 @@ class Executor:
         observe: Observer | None = None,
     ) -> dict[int, Tensor]:
         """Run one micro-batch; return the produced values, and the loss and metrics where they are
-        computed, detached, by op position. ``observe(position, value)`` sees every op's value."""
+        computed, detached, by op position. ``observe(position, value)`` sees every op's value but those
+        of constant ops, which ran at ``load``."""
         record = _Micro(step)
         if self._recompute:
             self._fresh = None
             record.inputs, record.received = dict(inputs), dict(received)
             record.buffers = {name: self.buffers[name].clone() for name in self.mutated_buffers}
-        if observe is not None:
-            for segment in self._constants:
-                for position, compiled in zip(segment.positions, segment.steps, strict=True):
-                    observe(position, self._template[compiled[2]])
         graph = self._forward(step, micro, inputs, received, {}, observe)
         out = {p.op: self._value(p.op).detach() for p in self.program.produced}
         if self.program.loss is not None:
@@ -295,7 +310,9 @@ class Executor:
                 gradients.append(gradient)
         graph.roots, graph.loss = [], None
         if roots:
-            torch.autograd.backward(roots, gradients)
+            with self._watched():
+                self.at = BACKWARD
+                torch.autograd.backward(roots, gradients)
         if graph.repeats is not None:
             graph.repeats.forget()
         return {r.op: graph.sink.get(r.op) for r in self.program.received if r.requires_grad}
@@ -409,6 +426,15 @@ class Executor:
             self._notes.repeats = None
             graph.repeats.close()
 
+    def _looked_at(self, steps: Iterable[Step], nodes: Mapping[int, OpNode]) -> list[Step]:
+        """The steps, those that index by what the program computes looking at it first."""
+        return [
+            replace(step, call=index_guarded(nodes[step.position], step.call, self._indices[step.position]))
+            if step.position in self._indices
+            else step
+            for step in steps
+        ]
+
     def _noted(self, steps: Iterable[Step]) -> list[Step]:
         """The steps, those whose results are cheap to compute again noting how they came about."""
         cheap = repeatable(self.program, self._effects.values)
@@ -443,19 +469,28 @@ class Executor:
     ) -> None:
         for segment in segments:
             with ExitStack() as modes:
+                modes.enter_context(self._watched())
                 modes.enter_context(torch.set_grad_enabled(grad and segment.grad_enabled))
                 modes.enter_context(self._autocast_mode(segment.autocast))
-                if observe is None:
-                    for call, get, out, dead in segment.steps:
-                        values[out] = call(*get(values))
-                        for slot in dead:
-                            values[slot] = None
-                    continue
                 for position, (call, get, out, dead) in zip(segment.positions, segment.steps, strict=True):
+                    self.at = position
+                    self.begun += 1
                     values[out] = call(*get(values))
-                    observe(position, values[out])
+                    if observe is not None:
+                        observe(position, values[out])
                     for slot in dead:
                         values[slot] = None
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.failed_at = self.at
+            raise
+        finally:
+            self.at = None
+            self.begun += 1
 
     def _autocast_mode(self, setting: Autocast | None) -> AbstractContextManager[object]:
         if setting is None:

@@ -228,24 +228,47 @@ _SHAPE_ARGUMENT = {
     "aten.randint.default": 1,
     "aten.randint.low": 2,
 }
+# Autograd takes the results of these for no views: a write through one would change, behind its back, what
+# a backward kernel reads offsets from. The namesake's value is the same and its writes are seen.
+_TRACKED = {
+    "aten._unsafe_view.default": "aten.view.default",
+    "aten.unsafe_chunk.default": "aten.chunk.default",
+    "aten.unsafe_split.Tensor": "aten.split.Tensor",
+    "aten.unsafe_split_with_sizes.default": "aten.split_with_sizes.default",
+}
 # Uninitialised memory may hold another job's data; a worker hands out zeros instead.
 _UNINITIALISED = frozenset({"aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default"})
 
 
 @lru_cache(maxsize=4096)
-def resolve(target: str) -> Callable[..., Any]:
-    """The callable that ``target`` names; UnsupportedOp when it is not on the list."""
-    if target not in ALLOWED:
+def overload(target: str) -> Any:
+    """Torch's own op that ``target`` names, with its schema; UnsupportedOp when it is not on the list or has
+    none (``builtin.getitem``)."""
+    if target not in ALLOWED or target == GETITEM:
         raise UnsupportedOp(f"op {target[:120]!r} is not on the allow-list of atoll.ops; it is refused")
-    if target == GETITEM:
-        return operator.getitem
     import torch
 
-    _, name, overload = target.split(".")
-    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), overload)
+    _, name, which = _TRACKED.get(target, target).split(".")
+    return getattr(getattr(torch.ops.aten, name), which)
+
+
+def schema(target: str) -> Any:
+    """The schema of an allowed op; None of ``builtin.getitem``."""
+    return None if target == GETITEM else overload(target)._schema
+
+
+@lru_cache(maxsize=4096)
+def resolve(target: str) -> Callable[..., Any]:
+    """The callable that runs ``target``, with the checks of values that its kernel needs; UnsupportedOp when
+    it is not on the list."""
+    if target == GETITEM:
+        return operator.getitem
+    found: Callable[..., Any] = overload(target)
     if target in _UNINITIALISED:
         return lambda *args, **kwargs: found(*args, **kwargs).zero_()
-    return found
+    from atoll.value_guards import guarded
+
+    return guarded(target, found)
 
 
 def weights_may_wait(node: OpNode) -> bool:
@@ -279,9 +302,9 @@ def check_node(node: OpNode, max_output_bytes: int) -> None:
     whose literal shape is not the declared one.
     """
     if node.target not in ALLOWED:
-        raise _refusal(node, "it is not on the allow-list")
+        raise refusal(node, "it is not on the allow-list")
     if len(node.outputs) > MAX_OUTPUTS:
-        raise _refusal(node, f"it declares {len(node.outputs)} outputs, at most {MAX_OUTPUTS} are accepted")
+        raise refusal(node, f"it declares {len(node.outputs)} outputs, at most {MAX_OUTPUTS} are accepted")
     for meta in node.outputs:
         _check_meta(node, meta, max_output_bytes)
     budget = [MAX_LITERALS]
@@ -292,26 +315,26 @@ def check_node(node: OpNode, max_output_bytes: int) -> None:
 
 def _check_meta(node: OpNode, meta: TensorMeta, max_output_bytes: int) -> None:
     if len(meta.shape) > MAX_DIMS or any(size < 0 for size in meta.shape):
-        raise _refusal(node, f"it declares the shape {meta.shape}")
+        raise refusal(node, f"it declares the shape {meta.shape}")
     if meta.nbytes > max_output_bytes:
-        raise _refusal(node, f"an output of {meta.nbytes} bytes exceeds the limit of {max_output_bytes}")
+        raise refusal(node, f"an output of {meta.nbytes} bytes exceeds the limit of {max_output_bytes}")
 
 
 def _check_arg(node: OpNode, arg: Arg, depth: int, budget: list[int]) -> None:
     budget[0] -= 1
     if budget[0] < 0 or depth > MAX_DEPTH:
-        raise _refusal(node, f"its arguments exceed {MAX_LITERALS} items or depth {MAX_DEPTH}")
+        raise refusal(node, f"its arguments exceed {MAX_LITERALS} items or depth {MAX_DEPTH}")
     if isinstance(arg, tuple):
         for item in arg:
             _check_arg(node, item, depth + 1, budget)
     elif isinstance(arg, str):
         if len(arg) > MAX_TEXT:
-            raise _refusal(node, f"a string argument has {len(arg)} characters, at most {MAX_TEXT}")
+            raise refusal(node, f"a string argument has {len(arg)} characters, at most {MAX_TEXT}")
     elif isinstance(arg, int):
         if not -(2**63) <= arg < 2**63:
-            raise _refusal(node, f"the integer {arg} does not fit 64 bits")
+            raise refusal(node, f"the integer {arg} does not fit 64 bits")
     elif not (arg is None or isinstance(arg, float | OpRef | LeafRef | TorchLiteral)):
-        raise _refusal(node, f"an argument is a {type(arg).__name__}")
+        raise refusal(node, f"an argument is a {type(arg).__name__}")
 
 
 def _check_shape_literal(node: OpNode) -> None:
@@ -322,10 +345,11 @@ def _check_shape_literal(node: OpNode) -> None:
     sizes = shape if isinstance(shape, tuple) else (shape,)
     wanted = prod(size for size in sizes if isinstance(size, int))
     if len(node.outputs) != 1 or wanted != node.outputs[0].elements:
-        raise _refusal(node, f"it asks for {wanted} elements but declares {node.outputs}")
+        raise refusal(node, f"it asks for {wanted} elements but declares {node.outputs}")
 
 
-def _refusal(node: OpNode, why: str) -> UnsupportedOp:
+def refusal(node: OpNode, why: str) -> UnsupportedOp:
+    """The error that names the node, where it stands in the model, and why it is not run."""
     where = f" in {node.module_path[:200]}" if node.module_path else ""
     line = f" at {node.source_line[:200]}" if node.source_line else ""
     return UnsupportedOp(f"op {node.target[:120]!r} ({node.name[:80]}){where}{line}: {why}; it is refused")

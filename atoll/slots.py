@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from atoll.effects import may_alias, references
 from atoll.errors import UsageError
 from atoll.opdag import Arg, Autocast, LeafRef, OpNode, OpRef, Source, TorchLiteral, op_refs
-from atoll.ops import resolve
+from atoll.ops import resolve, schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -126,8 +126,8 @@ class Compiler:
             call = partial(call, **literal)
         if variable:
             call = _with_keywords(call, tuple(n for n, _ in variable))
-        schema = getattr(function, "_schema", None)
-        if schema is not None and not schema.is_mutable and not node.is_tuple and may_alias(node):
+        declared = schema(node.target)
+        if declared is not None and not declared.is_mutable and not node.is_tuple and may_alias(node):
             call = _own_node(call)
         if node.random:
             call = partial(self.host.draw, op, call)

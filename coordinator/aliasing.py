@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, leaf_refs
-from atoll.ops import ALLOWED, GETITEM, resolve
+from atoll.ops import ALLOWED, GETITEM, overload, schema
 
 Ref = OpRef | LeafRef
 
@@ -123,7 +122,7 @@ def is_random(node: OpNode) -> bool:
         return bool(given.get("training"))
     if name == "native_dropout":
         return given.get("train") is not False and given.get("p") != 0
-    return torch.Tag.nondeterministic_seeded in getattr(resolve(node.target), "tags", ())
+    return torch.Tag.nondeterministic_seeded in overload(node.target).tags
 
 
 def aliased_refs(node: OpNode) -> list[Ref]:
@@ -136,11 +135,11 @@ def aliased_refs(node: OpNode) -> list[Ref]:
     if node.target in _HIDDEN_VIEWS:
         drawn = node.target.split(".")[1] in _DROPOUTS and is_random(node)
         return [] if drawn else references(tuple(given.values()))
-    schema = resolve_schema(node.target)
-    if all(r.alias_info is None for r in schema.returns):
+    declared = schema(node.target)
+    if all(r.alias_info is None for r in declared.returns):
         return []
     return references(
-        tuple(given[a.name] for a in schema.arguments if a.alias_info is not None and a.name in given)
+        tuple(given[a.name] for a in declared.arguments if a.alias_info is not None and a.name in given)
     )
 
 
@@ -153,31 +152,21 @@ def written_refs(node: OpNode) -> list[Ref]:
     if name in ("batch_norm", "instance_norm"):
         training = given.get("training" if name == "batch_norm" else "use_input_stats")
         return references((given.get("running_mean"), given.get("running_var"))) if training else []
-    schema = resolve_schema(node.target)
-    if not schema.is_mutable:
+    declared = schema(node.target)
+    if not declared.is_mutable:
         return []
     return references(
         tuple(
             given[a.name]
-            for a in schema.arguments
+            for a in declared.arguments
             if a.alias_info is not None and a.alias_info.is_write and a.name in given
         )
     )
 
 
-def resolve_schema(target: str) -> Any:
-    """torch's schema of an allowed op."""
-    op = resolve(target)
-    found = getattr(op, "_schema", None)
-    if found is None:
-        _, name, overload = target.split(".")
-        found = getattr(getattr(torch.ops.aten, name), overload)._schema
-    return found
-
-
 def _named_arguments(node: OpNode) -> dict[str, Arg]:
     """Argument name -> value, as far as they are given."""
-    names = [argument.name for argument in resolve_schema(node.target).arguments]
+    names = [argument.name for argument in schema(node.target).arguments]
     return {**dict(zip(names, node.args, strict=False)), **dict(node.kwargs)}
 
 

@@ -157,8 +157,7 @@ def measured(
         torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda packed: packed),
         flops,
     ):
-        executor.load(leaves, frozen)
-        flops.take()
+        executor.load(leaves, frozen, ledger.observe)
         executor.forward(0, 0, inputs, {}, ledger.observe)
     executor.reset()
     for position, tensor in ledger.late.items():

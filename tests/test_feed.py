@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from atoll.errors import BadFrame, ConnectionFailed, UsageError
+from atoll.indices import Range
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.program import stage_programs
 from coordinator.capture import capture
@@ -19,7 +20,7 @@ from worker.cancel import Cancel, Cancelled
 from worker.feed import Arrived, Feed, InputRule, held_out, input_rules
 
 META = TensorMeta((2, 3), "int64")
-RULES = {"x": InputRule(META, 0, 10)}
+RULES = {"x": InputRule(META, Range(0, 10))}
 
 
 def arrived(step: int, micro: int, array: np.ndarray | None = None, name: str = "x") -> Arrived:
@@ -203,5 +204,5 @@ def test_inputs_used_as_indices_are_bounded_by_their_tables() -> None:
     (program,) = stage_programs(dag, (0,))
     states = {**dag.parameters, **dag.buffers, **{n: StateMeta(m) for n, m in dag.inputs.items()}}
     rules = input_rules(program, dag.inputs, states)
-    assert (rules["input_ids"].low, rules["input_ids"].high) == (0, 61)
-    assert rules["labels"].besides in (None, -100)
+    assert rules["input_ids"].bounds == Range(0, 61)
+    assert rules["labels"].bounds in (None, Range(0, 61, -100))

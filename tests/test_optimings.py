@@ -35,8 +35,9 @@ def timed(*probes: OpProbe, **options: object) -> dict[str, OpTiming]:
 
 @pytest.mark.parametrize("precision", list(Precision))
 def test_forward_and_backward_of_common_ops_are_timed(precision: Precision):
+    product = "bfloat16" if precision is Precision.BF16 else "float32"
     probes = [
-        probe("aten.linear.default", (OpRef(3), W), (ROWS,), (WEIGHT,)),
+        probe("aten.linear.default", (OpRef(3), W), (ROWS,), (WEIGHT,), TensorMeta(ROWS.shape, product)),
         probe("aten.embedding.default", (W, LeafRef(Source.INPUT, "ids")), (), (WEIGHT, IDS)),
         probe(
             "aten.cross_entropy_loss.default",
@@ -55,7 +56,9 @@ def test_forward_and_backward_of_common_ops_are_timed(precision: Precision):
 
 
 def test_an_op_without_gradient_has_no_backward():
-    found = timed(probe("aten.gt.Scalar", (OpRef(0), 0.0), (ROWS,), grad=False))
+    found = timed(
+        probe("aten.gt.Scalar", (OpRef(0), 0.0), (ROWS,), output=TensorMeta(ROWS.shape, "bool"), grad=False)
+    )
     assert found["aten.gt.Scalar"].backward_s == 0.0
 
 

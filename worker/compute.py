@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from atoll.plan import LinkSpec
     from atoll.program import StageProgram
     from worker.assignment import Assignment
+    from worker.op_watch import OpWatch
     from worker.stage import Stage, StageReport
 
 POLL_S = 0.25
@@ -91,6 +92,7 @@ class StageRun:
         clock: Callable[[], float] = time.perf_counter,
         cpu: CpuMeter | None = None,
         notice: Callable[[LongWait], None] = lambda _: None,
+        watches: Sequence[OpWatch] = (),
     ) -> None:
         """``notice`` hears of waits that last suspiciously long."""
         self.assignment = assignment
@@ -98,6 +100,8 @@ class StageRun:
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
         self._progress, self._clock = progress, clock
         self._notice = notice
+        self._watches = watches
+        self._step = assignment.first_step  # that is computed, or was last
         self._cpu = cpu or CpuMeter()
         self._cpu.forget()
         self._eras = [(0, assignment)]  # first step -> the plan version from there on, ascending
@@ -113,6 +117,11 @@ class StageRun:
         """Take messages of the first step; before anybody is told that this stage is loaded."""
         self._expect_up_to(first_step)
         self._feed.start(first_step)
+
+    def overdue(self, now_s: float) -> tuple[int, str] | None:
+        """(step, reason) of an op that should have ended long ago; from another thread, once for each."""
+        found = next(filter(None, (watch.overdue(now_s) for watch in self._watches)), None)
+        return None if found is None else (self._step, found)
 
     def at(self, step: int) -> Assignment:
         """The assignment under the plan version of ``step``."""
@@ -142,6 +151,7 @@ class StageRun:
         self._eras = [era for era in self._eras if era[0] not in over]
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
+        self._step = step
         self._stage.begin_step(step)
         started_s, computed_s = self._clock(), self._cpu.computed_s
         for action in self._actions:

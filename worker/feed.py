@@ -16,13 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from atoll.calls import Shapes
 from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from atoll.execute import DTYPES
-from atoll.opdag import DTYPE_BYTES, FLOATING, LeafRef, OpRef, Source
+from atoll.indices import Range, index_ranges
+from atoll.opdag import DTYPE_BYTES, FLOATING
+from atoll.value_guards import out_of_range, sound_bools
 from worker.cancel import Cancel
 
 if TYPE_CHECKING:
-    from atoll.opdag import OpNode, StateMeta, TensorMeta
+    from atoll.opdag import StateMeta, TensorMeta
     from atoll.program import StageProgram
 
 RETRY_FIRST_S = 0.2
@@ -48,12 +51,10 @@ Fetch = Callable[[bool, tuple[str, ...], int, int], Iterable[Arrived]]
 
 @dataclass(frozen=True, slots=True)
 class InputRule:
-    """What an input must look like; ``low`` and ``high`` bound values that are used as indices."""
+    """What an input must look like; ``bounds`` of values that are used as indices."""
 
     meta: TensorMeta
-    low: int | None = None
-    high: int | None = None  # exclusive
-    besides: int | None = None  # one value outside the bounds that is accepted (ignore_index)
+    bounds: Range | None = None
 
 
 class Feed:
@@ -219,92 +220,16 @@ def _checked(arrived: Arrived, rules: Mapping[str, InputRule]) -> Tensor:
         return torch.empty(arrived.shape, dtype=DTYPES[rule.meta.dtype])
     # A copy: torch wants memory that it may write.
     flat = torch.frombuffer(bytearray(arrived.data), dtype=DTYPES[arrived.dtype])
-    value = flat.reshape(arrived.shape).to(DTYPES[rule.meta.dtype])
-    _check_range(value, rule, where)
+    value = sound_bools(flat).reshape(arrived.shape).to(DTYPES[rule.meta.dtype])
+    if rule.bounds is not None and (why := out_of_range(value, rule.bounds)) is not None:
+        raise BadFrame(f"{where} {why}")
     return value
-
-
-def _check_range(value: Tensor, rule: InputRule, where: str) -> None:
-    if rule.low is None or rule.high is None:
-        return
-    wrong = (value < rule.low) | (value >= rule.high)
-    if rule.besides is not None:
-        wrong &= value != rule.besides
-    if bool(wrong.any()):
-        found = int(value[wrong][0])
-        raise BadFrame(f"{where} holds the index {found}; the model takes {rule.low} to {rule.high - 1}")
-
-
-# ---------------------------------------------------------------- which values are indices
-
-# An index out of range is an error on the CPU but ends the whole process's use of a GPU.
-_SHAPE_ONLY = frozenset(
-    f"aten.{name}"
-    for name in (
-        "view.default", "reshape.default", "slice.Tensor", "unsqueeze.default", "squeeze.default",
-        "squeeze.dim", "contiguous.default", "to.dtype", "to.device", "to.dtype_layout", "_to_copy.default",
-        "alias.default", "detach.default", "clone.default", "select.int", "expand.default",
-        "transpose.int", "permute.default", "flatten.using_ints",
-    )
-)  # fmt: skip
 
 
 def input_rules(
     program: StageProgram, inputs: Mapping[str, TensorMeta], states: Mapping[str, StateMeta]
 ) -> dict[str, InputRule]:
-    """Rules of the program's inputs: metas, and index bounds where an input is looked up in a
-    table or is a class number."""
-    nodes = dict(program.ops)
-    rules = {name: InputRule(inputs[name]) for name in program.inputs}
-    for _, node in program.ops:
-        if node.target == "aten.embedding.default":
-            rows = _first_dim(node.args[0], nodes, states)
-            _bound(rules, _input_behind(node.args[1], nodes), rows, None)
-        elif node.target in ("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default"):
-            classes = _class_dim(node, nodes)
-            _bound(rules, _input_behind(node.args[1], nodes), classes, _ignore_index(node))
-    return rules
-
-
-def _bound(rules: dict[str, InputRule], name: str | None, high: int | None, besides: int | None) -> None:
-    if name is None or high is None or rules[name].meta.dtype in FLOATING:
-        return
-    known = rules[name].high
-    if known is not None:
-        high, besides = min(high, known), rules[name].besides
-    rules[name] = InputRule(rules[name].meta, 0, high, besides)
-
-
-def _input_behind(arg: object, nodes: Mapping[int, OpNode]) -> str | None:
-    """The input that ``arg`` is, looking through ops that only change its shape."""
-    for _ in range(64):
-        if isinstance(arg, LeafRef):
-            return arg.name if arg.source is Source.INPUT else None
-        if not isinstance(arg, OpRef) or arg.op not in nodes:
-            return None
-        node = nodes[arg.op]
-        if node.target not in _SHAPE_ONLY or not node.args:
-            return None
-        arg = node.args[0]
-    return None
-
-
-def _first_dim(arg: object, nodes: Mapping[int, OpNode], states: Mapping[str, StateMeta]) -> int | None:
-    if isinstance(arg, LeafRef) and arg.name in states and states[arg.name].meta.shape:
-        return states[arg.name].meta.shape[0]
-    if isinstance(arg, OpRef) and arg.op in nodes and nodes[arg.op].outputs[0].shape:
-        return nodes[arg.op].outputs[0].shape[0]
-    return None
-
-
-def _class_dim(node: OpNode, nodes: Mapping[int, OpNode]) -> int | None:
-    arg = node.args[0]
-    if not isinstance(arg, OpRef) or arg.op not in nodes:
-        return None
-    shape = nodes[arg.op].outputs[0].shape
-    return (shape[1] if len(shape) > 1 else shape[0]) if shape else None
-
-
-def _ignore_index(node: OpNode) -> int:
-    value = dict(node.kwargs).get("ignore_index", node.args[4] if len(node.args) > 4 else -100)
-    return value if isinstance(value, int) else -100
+    """Return the rules of the program's inputs: metas, and bounds of those that ops index by."""
+    leaves = {name: state.meta for name, state in states.items()}
+    ranges = index_ranges(program, Shapes(program, leaves, inputs)).inputs
+    return {name: InputRule(inputs[name], ranges.get(name)) for name in program.inputs}

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
-from atoll.rehearse import rehearse
+from atoll.rehearse import RehearsalLimits, rehearse
 from worker import checkpoint, feed
 from worker.assignment import Assignment, check
 from worker.cancel import Cancel
@@ -20,15 +20,16 @@ from worker.config import WorkerConfig
 from worker.cores import CpuMeter
 from worker.datasets import open_dataset
 from worker.link import Links
+from worker.op_watch import OpWatch
 from worker.participation import Site
 from worker.spans import Spans
-from worker.stage import Stage
+from worker.stage import MAX_OUTPUT_BYTES, Stage
 from worker.timed import TimedNetwork
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
+    from atoll.rehearse import OpCost
     from worker.probe import Device
     from worker.transport import PeerNetwork
 
@@ -70,7 +71,7 @@ def load(
 ) -> tuple[StageRun, Links]:
     """Check, fetch, build and connect; raises the error that the coordinator is told."""
     check(assignment, around.worker)
-    _rehearse(assignment, around.device.torch_device)
+    costs = _rehearse(assignment, around.device)
     with around.spans.timed("load", assignment.first_step):
         tensors = _tensors(assignment, around, cancel)
         stage = Stage(
@@ -100,6 +101,7 @@ def load(
         around.progress,
         cpu=around.cpu,
         notice=notice,
+        watches=[OpWatch(e.program, found, e) for e, found in zip(stage.executors, costs, strict=True)],
     )
     try:
         run.open(assignment.first_step)
@@ -155,13 +157,17 @@ def _together(waits: Sequence[Callable[[], object]], deadline_s: float, cancel: 
         raise failures[0]
 
 
-def _rehearse(assignment: Assignment, device: torch.device) -> None:
-    """Refuse a program that does not make what it declares, before anything is allocated."""
+def _rehearse(assignment: Assignment, device: Device) -> list[Mapping[int, OpCost]]:
+    """Refuse a program that does not make what it declares, before anything is allocated; what each costs."""
+    limits = RehearsalLimits(output_bytes=min(MAX_OUTPUT_BYTES, device.memory_limit_bytes))
+    costs: list[Mapping[int, OpCost]] = []
     for program in (assignment.program, assignment.eval_program):
         if program is not None:
             names = (*program.parameters, *program.buffers, *program.constants)
             leaves = {name: assignment.states[name].meta for name in names}
-            rehearse(program, leaves, assignment.inputs(program), assignment.training.precision, device)
+            inputs, precision = assignment.inputs(program), assignment.training.precision
+            costs.append(rehearse(program, leaves, inputs, precision, device.torch_device, limits))
+    return costs
 
 
 def _tensors(assignment: Assignment, around: Surroundings, cancel: Cancel) -> dict[str, dict[str, Tensor]]:

@@ -28,8 +28,8 @@ from atoll.errors import AtollError
 from atoll.execute import DTYPES, Executor
 from atoll.job import Precision
 from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
-from atoll.ops import check_node
 from atoll.program import Received, StageProgram
+from atoll.rehearse import RehearsalLimits, rehearse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -81,6 +81,7 @@ def time_ops(
     ends_s = time.monotonic() + budget_s
     overhead = _engine_overhead(place, clock)
     left = [p for p in probes if 3 * _probe_bytes(p) <= max_bytes and _known_dtypes(p)]
+    left = [p for p in map(_functional, left) if _rehearsed(p, precision, place, max_bytes)]
     rounds: list[dict[str, OpTiming]] = []
     while len(rounds) < MAX_ROUNDS and not _agree(rounds):
         random.Random(len(rounds)).shuffle(left)
@@ -90,8 +91,7 @@ def time_ops(
                 # A round that was cut short says nothing of the ops it did not reach.
                 return _merged([*rounds, timings]) if rounds else timings
             try:
-                check_node(probe.node, max_bytes)
-                bench = _Bench(_functional(probe), place, precision, max_bytes)
+                bench = _Bench(probe, place, precision, max_bytes)
                 timings[probe.signature] = bench.time(sustained_s, overhead, clock)
             except (RuntimeError, IndexError, TypeError, ValueError, AtollError):
                 # Random values need not be valid arguments of every op; the planner falls back on
@@ -178,6 +178,19 @@ class _Bench:
                 self.kept.append(value)
             received[op] = value
         return executor.bind(named, received)
+
+
+def _rehearsed(probe: OpProbe, precision: Precision, device: torch.device, max_bytes: int) -> bool:
+    """Whether the op runs on its shapes and makes what it declares: a peer chose it."""
+    metas = {leaf.name: meta for leaf, meta in zip(leaf_refs(probe.node), probe.leaves, strict=True)}
+    try:
+        program = _program_of(probe, dict(zip(op_refs(probe.node), probe.op_inputs, strict=True)))
+        inputs = {name: metas[name] for name in program.inputs}
+        leaves = {name: meta for name, meta in metas.items() if name not in inputs}
+        rehearse(program, leaves, inputs, precision, device, RehearsalLimits(output_bytes=max_bytes))
+    except (AtollError, ValueError):
+        return False
+    return True
 
 
 def _program_of(probe: OpProbe, metas: dict[int, TensorMeta]) -> StageProgram:

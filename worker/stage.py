@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from atoll.errors import PlanError, UsageError
+from atoll.calls import Shapes
+from atoll.errors import BadFrame, PlanError, UsageError
 from atoll.execute import DTYPES, Executor
+from atoll.indices import IndexRanges, index_ranges
 from atoll.job import OptimizerName, Recompute, stepwise_groups
 from atoll.ops import check_node
+from atoll.value_guards import out_of_range, sound_bools
 from worker.optimizers import make_optimizer
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ class Stage:
         )
         leaves = _leaf_names(program) | (_leaf_names(eval_program) if eval_program else set())
         self._values = self._load(tensors, leaves)
+        self._ranges = self._index_ranges(program)
         self._executor = Executor(
             program,
             self.device,
@@ -87,6 +91,7 @@ class Stage:
             training.seed,
             recompute=recompute,
             defer=defer,
+            indices=self._ranges.computed,
         )
         self._executor.load(self._values, self.frozen)
         self._trainable = tuple(n for n in program.parameters if n in self._executor.uses)
@@ -99,6 +104,11 @@ class Stage:
         self._totals: dict[str, Tensor | None] = {}
         self._rollback: dict[str, Tensor] = {}
         self._eval_rollback: dict[str, Tensor] = {}
+
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """What computes: of the training program, and of the evaluation program where there is one."""
+        return (self._executor, *(() if self._evaluator is None else (self._evaluator,)))
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -118,7 +128,7 @@ class Stage:
     ) -> dict[int, Tensor]:
         """Forward of one micro-batch; returns the values that later stages use, detached."""
         out = self._executor.forward(
-            self._step, micro, self._on_device(inputs), {op: self._moved(v) for op, v in received.items()}
+            self._step, micro, self._on_device(inputs), self._taken(received, self._ranges)
         )
         self._take_loss(out, self.program, micro)
         return out
@@ -195,8 +205,9 @@ class Stage:
         if not self._eval_rollback:
             buffers = self._evaluator.buffers
             self._eval_rollback = {n: buffers[n].clone() for n in self._evaluator.mutated_buffers}
+        ranges = self._index_ranges(self._evaluator.program)
         out = self._evaluator.forward(
-            self._step, micro, self._on_device(inputs), {op: self._moved(v) for op, v in received.items()}
+            self._step, micro, self._on_device(inputs), self._taken(received, ranges)
         )
         loss = self._evaluator.program.loss
         if loss is not None:
@@ -291,6 +302,21 @@ class Stage:
             # A copy of our own, aligned like every other tensor: kernels may look at that.
             moved[name] = value.to(self.device, dtype, copy=True)
         return moved
+
+    def _index_ranges(self, program: StageProgram) -> IndexRanges:
+        """Bounds of the values that the program indexes by; none where the leaves' shapes are not known."""
+        names = (*_leaf_names(program), *program.inputs)
+        if any(name not in self._states for name in names):
+            return IndexRanges({}, {}, {})
+        metas = {name: self._states[name].meta for name in names}
+        return index_ranges(program, Shapes(program, metas, {}))
+
+    def _taken(self, received: Mapping[int, Tensor], ranges: IndexRanges) -> dict[int, Tensor]:
+        """Other stages' values on this device, after a look at what an op will index by. BadFrame."""
+        for op, bounds in ranges.received.items():
+            if (why := out_of_range(received[op], bounds)) is not None:
+                raise BadFrame(f"the value of op {op}, from another stage, {why}")
+        return {op: self._moved(sound_bools(value)) for op, value in received.items()}
 
     def _moved(self, value: Tensor) -> Tensor:
         return value.to(self.device)

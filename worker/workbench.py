@@ -42,6 +42,7 @@ log = structlog.get_logger()
 OPS_BUDGET_S = 60.0
 OPS_BYTES_SHARE = 0.75  # of the memory budget, for one op: an idle worker holds nothing else
 PROBE_CONNECT_S = 10.0
+WATCH_S = 1.0  # between two looks at what computes
 Task = Callable[[Cancel], None]
 
 
@@ -64,9 +65,12 @@ class Workbench:
         self._run: StageRun | None = None
         self._part: Participation | None = None
         self._links: Links | None = None
+        self._stuck = ""  # the op that does not end, while it does not
+        self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._work, args=(self._tasks,), name="atoll-compute", daemon=True),
             threading.Thread(target=self._work, args=(self._stores,), name="atoll-store", daemon=True),
+            threading.Thread(target=self._watch, name="atoll-watch", daemon=True),
         ]
 
     def start(self) -> None:
@@ -77,6 +81,7 @@ class Workbench:
     def stop(self, timeout_s: float) -> bool:
         """Cancel everything; False when an op that is running cannot be awaited."""
         self.interrupt("leaving")
+        self._stopping.set()
         self._tasks.put(None)
         self._stores.put(None)
         deadline_s = time.monotonic() + timeout_s
@@ -96,6 +101,12 @@ class Workbench:
     def do(self, instruction: instructions.Instruction) -> None:
         """Take an instruction of the session that concerns computing."""
         match instruction:
+            case instructions.LoadStage(job, version, _) if self._stuck:
+                self._post(events.StageBroke(job, version, 0, self._still_stuck))
+            case instructions.JoinFederation(job, _, _) if self._stuck:
+                self._post(events.TurnBroke(job, 0, "load", self._still_stuck))
+            case instructions.TimeOps(request, _) if self._stuck:
+                self._post(events.Probed(messages.ops_probed(request, {}, self._still_stuck)))
             case instructions.LoadStage(job, version, work):
                 self._submit(self._guarded(job, version, 0, lambda c: self._load(work, c)))
             case instructions.RunStep(job, version, step):
@@ -151,8 +162,25 @@ class Workbench:
             except (Cancelled, LinksAborted):
                 log.info("work.cancelled", reason=cancel_reason(cancel))
             finally:
+                if tasks is self._tasks:
+                    self._stuck = ""
                 with self._lock:
                     self._pending.remove(cancel)
+
+    def _watch(self) -> None:
+        """Tell the session of an op that does not end; nothing in this process can end it."""
+        while not self._stopping.wait(WATCH_S):
+            run = self._run
+            found = None if run is None else run.overdue(time.monotonic())
+            if run is not None and found is not None:
+                step, self._stuck = found
+                job, version = run.assignment.job, run.at(step).version
+                log.error("op.overdue", job=job, step=step, reason=self._stuck)
+                self._post(events.StageBroke(job, version, step, self._stuck))
+
+    @property
+    def _still_stuck(self) -> str:
+        return f"this worker still computes for an earlier job: {self._stuck}; restart it"
 
     def _next(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> tuple[Task, Cancel] | None:
         if tasks is self._stores or self._busy:
