@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     Guard = Callable[[Given], str | None]
 
 ZETA_LOWEST = -1e4  # below it the kernel's loop, by ones up to 9, takes for ever
+GRID_HIGHEST = 1e6  # -1 to 1 is inside the image
 POISSON_HIGHEST = 1e18  # beyond it the kernel's rejection loop need not end
 
 
@@ -138,7 +139,15 @@ def _poisson(given: Given) -> str | None:
     return None if fits else f"a rate is not between 0 and {POISSON_HIGHEST:g}"
 
 
-# ---------------------------------------------------------------- lengths, offsets, classes
+# ---------------------------------------------------------------- places, lengths, offsets, classes
+
+
+def _grid(given: Given) -> str | None:
+    """Not a number is no place: the kernel reads wherever its conversion to an index leads."""
+    grid = given["grid"]
+    fits = bool((grid.abs() <= GRID_HIGHEST).all())
+    return None if fits else f"a place of the grid is not between -{GRID_HIGHEST:g} and {GRID_HIGHEST:g}"
+
 
 
 def _repeat_interleave(given: Given) -> str | None:
@@ -199,6 +208,7 @@ _GUARDS: dict[str, Guard] = {
     **dict.fromkeys(("div", "divide", "floor_divide", "remainder", "fmod"), _division),
     **dict.fromkeys(("special_zeta", "polygamma"), _zeta),
     **dict.fromkeys(("lstm", "gru", "rnn_relu", "rnn_tanh"), _packed),
+    **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), _grid),
     "poisson": _poisson,
     "repeat_interleave": _repeat_interleave,
     "embedding_bag": _embedding_bag,
