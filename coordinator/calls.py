@@ -19,9 +19,11 @@ from atoll.errors import (
     StorageError,
     UsageError,
 )
+from protos.app_words import clean
 
 ERROR_NAME = "atoll-error"  # trailing metadata: the class of atoll.errors that the server raised
 RETRY_FOR_S = 60.0
+MAX_DETAILS_CHARS = 16_384
 _WRONG_CA = ("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "Peer name")
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "wrong version number", "handshake", "Handshake", "SSL")
 _BY_CODE: dict[grpc.StatusCode, type[AtollError]] = {
@@ -42,7 +44,7 @@ def told(error: Exception, address: str) -> AtollError:
     """The error of ``atoll.errors`` that a failed call to ``address`` stands for."""
     if not isinstance(error, grpc.Call):
         return ConnectionFailed(f"the call to {address} failed: {error}; try again")
-    details = error.details() or ""
+    details = clean(error.details() or "", MAX_DETAILS_CHARS, lines=True)
     code = error.code()
     if code is grpc.StatusCode.UNAVAILABLE:
         return _unreachable(details, error, address)

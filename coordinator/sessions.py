@@ -16,11 +16,11 @@ from coordinator import events as ev
 from coordinator import instructions as do
 from coordinator.refusing import refuse
 from coordinator.shell import Outbox, Shell
-from coordinator.wire import clean, introduction_from, message_from, probe_ops_message, to_worker
+from coordinator.wire import introduction_from, message_from, probe_ops_message, to_worker
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.app_words import Budget
+from protos.app_words import Budget, clean
 from protos.credentials import peer_name
 from protos.telemetry import Event
 

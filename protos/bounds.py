@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from atoll.errors import BadFrame
+from protos.app_words import plain
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _S = TypeVar("_S", bound=Sized)
@@ -47,10 +48,13 @@ def text(what: str, value: str, limit: int) -> str:
 
 
 def name(what: str, value: str, limits: Limits) -> str:
-    """A non-empty name of bounded length."""
+    """A non-empty name of bounded length that may be shown as it is."""
     if not value:
         raise BadFrame(f"{what} is empty")
-    return text(what, value, limits.name_chars)
+    text(what, value, limits.name_chars)
+    if not plain(value):
+        raise BadFrame(f"{what} {value[:80]!r} holds control characters")
+    return value
 
 
 def count(what: str, items: _S, limit: int) -> _S:

@@ -157,6 +157,12 @@ def test_every_status_becomes_an_error_of_ours_with_the_servers_words(
         client.status()
 
 
+def test_the_servers_words_cannot_move_the_cursor(script: Script, client: Client) -> None:
+    script.refuse["Status"] = (grpc.StatusCode.NOT_FOUND, "no job\x1b[2J\u202e\nat all")
+    with pytest.raises(UsageError, match=r"^no job \[2J \nat all$"):
+        client.status()
+
+
 class _Refused(grpc.RpcError, grpc.Call):  # type: ignore[misc]
     """An error as the library raises it, with the class name that the server sent along."""
 

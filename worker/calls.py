@@ -14,6 +14,7 @@ from atoll.errors import (
     StorageError,
     UsageError,
 )
+from protos.app_words import clean
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def as_atoll_error(error: grpc.RpcError, address: str) -> AtollError:
     # Every error of a call is also a grpc.Call, which the stubs do not say.
     code = getattr(error, "code", lambda: None)()
     details = str(getattr(error, "details", lambda: error)())
-    words = "".join(c if c.isprintable() else " " for c in details)[:400]
+    words = clean(details, 400)
     match code:
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return AccessDenied(words)

@@ -19,6 +19,7 @@ from typing import Any
 
 from atoll.errors import StorageError, UsageError
 from protos.app_bundle import ConfigValue
+from protos.app_words import plain
 
 DEFAULT_PORT = 7700
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
@@ -97,7 +98,7 @@ class WorkerConfig:
         if not math.isfinite(self.max_upload_mbit) or self.max_upload_mbit < 0:
             raise UsageError(f"--max-upload-mbit {self.max_upload_mbit}; give 0 (unlimited) or more")
         for text, what in ((self.name, "--name"), (self.site, "--site")):
-            if len(text) > 60 or not text.isprintable():
+            if len(text) > 60 or not plain(text):
                 raise UsageError(f"{what} {text[:60]!r}; at most 60 printable characters")
 
     @property

@@ -21,10 +21,10 @@ import grpc
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.app_words import clean
 from protos.credentials import Identity, JoinToken, fingerprint
 from worker.calls import as_atoll_error, open_channel
 from worker.enroll import greet
-from worker.frames import printable
 from worker.probe import Device, device_rates, find_device, versions
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ def _greet(config: WorkerConfig, report: Report, stub: Any) -> None:
         trips.append(took_s)
         offsets.append(reply.time_s + took_s / 2 - time.time())
     rtt_s, skew_s = statistics.median(trips), statistics.median(offsets)
-    version = printable(reply.version)[:20]
+    version = clean(reply.version, 20)
     report.figures |= {
         "rtt_s": rtt_s,
         "clock_offset_s": skew_s,
@@ -337,12 +337,12 @@ def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToke
             raise as_atoll_error(error, config.entry_address) from None
     report.figures["inbound_reachable"] = bool(reply.reachable)
     if reply.reachable:
-        report.add("inbound", Mark.OK, f"the coordinator reaches {reply.host}:{port}")
+        report.add("inbound", Mark.OK, f"the coordinator reaches {clean(reply.host, 60)}:{port}")
     else:
         report.add(
             "inbound",
             Mark.NOTE,
-            f"nobody reaches {reply.host[:60]}:{port} from outside ({reply.error[:80]})",
+            f"nobody reaches {clean(reply.host, 60)}:{port} from outside ({clean(reply.error, 80)})",
             "fine while the others can be reached; else forward a port, with --listen and --advertise",
         )
 

@@ -15,6 +15,7 @@ from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.app_words import clean
 from protos.credentials import (
     RENEW_BEFORE,
     Identity,
@@ -105,7 +106,7 @@ def greet(
     took_s = time.perf_counter() - started_s
     if reply.protocol != PROTOCOL_VERSION:
         raise ProtocolMismatch(
-            f"{address} speaks protocol {reply.protocol} (atoll {reply.version[:20]}), this worker "
+            f"{address} speaks protocol {reply.protocol} (atoll {clean(reply.version, 20)}), this worker "
             f"{PROTOCOL_VERSION} (atoll {atoll.__version__}); update the older of the two"
         )
     return reply, took_s
