@@ -13,7 +13,7 @@ import click
 import structlog
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 import atoll
 from atoll.errors import AtollError
@@ -46,8 +46,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Much of what is shown was written elsewhere: no text is markup.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 cli_data.register(app)
 cli_apps.register(app)
 
@@ -250,7 +251,7 @@ def status(
         _print_json(facts)
     else:
         for key, value in facts.items():
-            out.print(f"{key.replace('_', ' '):20} {escape(str(value if value is not None else '-'))}")
+            out.print(f"{key.replace('_', ' '):20} {value if value is not None else '-'}")
     return 0
 
 
@@ -317,7 +318,7 @@ def run(arguments: list[str] | None = None) -> int:
         check_installation()
         result = app(args=arguments, prog_name="atoll-worker", standalone_mode=False)
     except AtollError as error:
-        err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        err.print(Text("error:", style="red"), str(error), soft_wrap=True)
         return error.exit_code
     except click.ClickException as error:
         error.show()

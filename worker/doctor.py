@@ -116,13 +116,14 @@ def examine(config: WorkerConfig, telling: Callable[[str], object]) -> Report:
 
 def show(report: Report, out: Console) -> None:
     """For people: one line a check, then what to do."""
-    from rich.markup import escape
+    from rich.text import Text
 
-    signs = {Mark.OK: "[green]ok  [/]", Mark.NOTE: "[yellow]note[/]", Mark.BAD: "[red]bad [/]"}
+    colours = {Mark.OK: "green", Mark.NOTE: "yellow", Mark.BAD: "red"}
     for finding in report.findings:
-        out.print(f"{signs[finding.mark]} {finding.check:12} {escape(finding.found)}", soft_wrap=True)
+        mark = Text(f"{finding.mark:4}", style=colours[finding.mark])
+        out.print(Text.assemble(mark, f" {finding.check:12} {finding.found}"), soft_wrap=True)
         if finding.fix:
-            out.print(f"{'':18}-> {escape(finding.fix)}", soft_wrap=True)
+            out.print(Text(f"{'':18}-> {finding.fix}"), soft_wrap=True)
 
 
 # ---------------------------------------------------------------- this machine
