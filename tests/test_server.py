@@ -510,11 +510,12 @@ def test_a_full_disk_pauses_the_job_and_it_goes_on_by_itself(
 
 
 def test_a_taken_port_and_secrets_on_disk(stack: ExitStack, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(mode=0o755)
     running = start(stack, tmp_path / "a")
     with pytest.raises(UsageError, match="cannot listen on"):
         serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=running.started.entry_port))
-    mode = stat.S_IMODE((tmp_path / "a" / "owner-token").stat().st_mode)
-    assert mode == 0o600
+    for name, mode in (("owner-token", 0o600), ("journal.sqlite", 0o600), ("blobs", 0o700), (".", 0o700)):
+        assert stat.S_IMODE((tmp_path / "a" / name).stat().st_mode) == mode, name
 
 
 def test_the_coordinator_never_imports_torch() -> None:

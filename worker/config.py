@@ -10,16 +10,16 @@ import json
 import math
 import os
 import re
-import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from protos.app_bundle import ConfigValue
 from protos.app_words import plain
+from protos.private_files import state_folder, write_private
 
 DEFAULT_PORT = 7700
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
@@ -27,6 +27,8 @@ MEMORY_FILE = "worker.json"
 MAX_FILE_BYTES = 64 << 10
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# What a worker may have left in its state folder, by which the folder is known as one.
+_KEPT = ("identity", MEMORY_FILE, "running", "blobs", "data", "apps", "federated", "codec_speed.json")
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
     "advertise", "inbound", "site", "insecure", "max_upload_mbit", "kept_bytes", "node_config",
@@ -131,6 +133,11 @@ def default_state_dir() -> Path:
     return Path.home() / ".local" / "state" / "atoll-worker"
 
 
+def make_state_dir(state_dir: Path) -> None:
+    """Make the state folder, open to this user alone. StorageError when that cannot be."""
+    state_folder(state_dir, _KEPT)
+
+
 def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> WorkerConfig:
     """The configuration from options (None: not given), what was remembered, and ATOLL_TOKEN.
 
@@ -155,15 +162,8 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
 def remember(config: WorkerConfig) -> None:
     """Keep the settings of a join that succeeded. StorageError when the disk refuses."""
     values = {name: value for name, value in asdict(config).items() if name in _REMEMBERED}
-    path = config.state_dir / MEMORY_FILE
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(values, indent=1) + "\n")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None
+    make_state_dir(config.state_dir)
+    write_private(config.state_dir / MEMORY_FILE, json.dumps(values, indent=1).encode() + b"\n")
 
 
 def with_insecure_check(config: WorkerConfig) -> WorkerConfig:
