@@ -1,7 +1,8 @@
 """WorkerConfig: everything a worker process may be told, checked once, with units.
 
 What was given to a join that succeeded is remembered in the state folder, so that a later
-``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it.
+``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it; nor is
+--insecure, which somebody must want each time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _KEPT = ("identity", MEMORY_FILE, "running", "blobs", "data", "apps", "federated", "codec_speed.json")
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "insecure", "max_upload_mbit", "kept_bytes", "node_config",
+    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
 )  # fmt: skip
 
 
@@ -52,7 +53,7 @@ class WorkerConfig:
     inbound: bool = True  # False: we open every connection
     site: str = ""  # machines behind one uplink give the same
     state_dir: Path = field(default_factory=lambda: default_state_dir())
-    insecure: bool = False
+    insecure: bool = False  # never remembered
     log_json: bool = False
     shaper_file: str = ""
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
@@ -148,7 +149,7 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
     remembered = _recall(state_dir)
     if "host" in options and remembered.get("host") not in (None, options["host"]):
         # Another coordinator: its own answers, this machine's limits.
-        remembered = {k: v for k, v in remembered.items() if k not in ("port", "insecure", "site")}
+        remembered = {k: v for k, v in remembered.items() if k not in ("port", "site")}
     merged = {**remembered, **options, "state_dir": state_dir}
     if "host" not in merged:
         raise UsageError(
@@ -201,8 +202,13 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _recall(state_dir: Path) -> dict[str, Any]:
-    """What an earlier join left; a file that is damaged counts as absent."""
+def was_insecure(state_dir: Path) -> bool:
+    """Whether an older version, which did remember it, kept --insecure here; the next join drops it."""
+    return _read_memory(state_dir).get("insecure") is True
+
+
+def _read_memory(state_dir: Path) -> dict[str, Any]:
+    """What an earlier join left, as it left it; a file that is damaged counts as absent."""
     path = state_dir / MEMORY_FILE
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -210,8 +216,12 @@ def _recall(state_dir: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
-        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _recall(state_dir: Path) -> dict[str, Any]:
+    """The settings that an earlier join left."""
+    found = _read_memory(state_dir)
     values = {name: found[name] for name in _REMEMBERED if name in found}
     if "advertise" in values:
         values["advertise"] = tuple((str(host), int(port)) for host, port in values["advertise"])
