@@ -48,7 +48,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         atoll_version=clean(device.atoll_version, 60),
         platform=clean(device.platform, 200),
         addresses=tuple(
-            (bounds.text("host", a.host, 255), bounds.within("port", a.port, 1, 65535))
+            (a.host and bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
             for a in bounds.count("peer addresses", m.peer_addresses, MAX_ADDRESSES)
         ),
         site=clean(m.site, 100),

@@ -11,12 +11,15 @@ import re
 from collections.abc import Sized
 from dataclasses import dataclass
 from enum import StrEnum
+from ipaddress import ip_address
 from typing import TypeVar
 
 from atoll.errors import BadFrame
 from protos.app_words import plain
 
 _HASH = re.compile(r"[0-9a-f]{64}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+MAX_HOST_CHARS = 255
 _S = TypeVar("_S", bound=Sized)
 _E = TypeVar("_E", bound=StrEnum)
 
@@ -54,6 +57,18 @@ def name(what: str, value: str, limits: Limits) -> str:
     text(what, value, limits.name_chars)
     if not plain(value):
         raise BadFrame(f"{what} {value[:80]!r} holds control characters")
+    return value
+
+
+def host(what: str, value: str) -> str:
+    """An IP address or a DNS name, and nothing else that gRPC would dial, such as unix:/path."""
+    text(what, value, MAX_HOST_CHARS)
+    if _HOST_NAME.fullmatch(value):
+        return value
+    try:
+        ip_address(value)
+    except ValueError:
+        raise BadFrame(f"{what} {value[:80]!r} is neither an address nor a name") from None
     return value
 
 

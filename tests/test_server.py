@@ -569,3 +569,15 @@ def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
         await server.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("seen", "address"), [("127.0.0.1", "127.0.0.1:9"), ("203.0.114.9", "")])
+def test_a_worker_from_afar_cannot_have_others_dial_their_own_machine(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, address: str
+) -> None:
+    monkeypatch.setattr("coordinator.sessions.host_of", lambda context: seen)
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    fleet(stack, running, 1)
+    eventually(lambda: [w.state for w in owner.call("Status", pb.StatusRequest()).workers] == ["pool"])
+    assert [w.address for w in owner.call("Status", pb.StatusRequest()).workers] == [address]

@@ -183,7 +183,7 @@ def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
 def _peer(m: pb.PeerAddress) -> tuple[str, tuple[tuple[str, int], ...]]:
     name = bounds.name("peer", m.worker, DEFAULT_LIMITS)
     addresses = tuple(
-        (bounds.text("host", a.host, 255), bounds.within("port", a.port, 1, 65535))
+        (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
         for a in bounds.count("addresses", list(m.addresses), MAX_ADDRESSES)
     )
     return name, addresses
