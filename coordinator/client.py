@@ -97,7 +97,7 @@ class Client:
     def hello(self) -> pb.HelloReply:
         """The coordinator's versions and clock; ProtocolMismatch when we do not understand it."""
         request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
-        with calling(self.endpoint.address):
+        with calling(self.endpoint.address, self.endpoint.token):
             reply: pb.HelloReply = self._entry.Hello(request, timeout=self._timeout_s)
         if reply.protocol != PROTOCOL_VERSION:
             older = "the coordinator" if reply.protocol < PROTOCOL_VERSION else "this machine's atoll"

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.errors import AccessDenied, StorageError
+from protos.certificate_words import issued_by, own_refusal
 from protos.private_files import private_folder, write_private
 
 if TYPE_CHECKING:
@@ -137,16 +137,10 @@ def verify_certificate(certificate_pem: bytes, ca_pem: bytes, now: dt.datetime |
     """
     certificate, ca = _certificate(certificate_pem), _certificate(ca_pem)
     now = now or dt.datetime.now(dt.UTC)
-    try:
-        certificate.verify_directly_issued_by(ca)
-    except (InvalidSignature, ValueError, TypeError):
-        raise AccessDenied("certificate was not issued by this coordinator; join with a new token") from None
-    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if not begins <= now <= ends:
-        raise AccessDenied(
-            f"certificate is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, this machine's clock says "
-            f"{now:%Y-%m-%d %H:%M} UTC; set the clock or join again"
-        )
+    if not issued_by(certificate, ca):
+        raise AccessDenied("certificate was not issued by this coordinator; join with a new token")
+    if refused := own_refusal(certificate, now):
+        raise AccessDenied(refused)
     return _dns_name(certificate)
 
 

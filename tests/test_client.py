@@ -127,7 +127,7 @@ def test_a_token_of_another_coordinator_is_recognised_by_its_authority(tmp_path:
     foreign = new_token(Authority.open(tmp_path / "other"))
     with FakeOwnerServer(Script(), tmp_path / "one") as server:
         endpoint = Endpoint("127.0.0.1", server.port, foreign)
-        with Client(endpoint) as client, pytest.raises(AccessDenied, match="another certificate"):
+        with Client(endpoint) as client, pytest.raises(AccessDenied, match="another coordinator runs there"):
             client.hello()
 
 
