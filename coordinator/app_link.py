@@ -86,7 +86,7 @@ class AppLink:
                 failing_since_s = failing_since_s or time.monotonic()
                 lasting_s = time.monotonic() - failing_since_s
                 if not opened or not passing(error) or lasting_s > RETRY_FOR_S:
-                    self._end(told(error, self._endpoint.address))
+                    self._end(told(error, self._endpoint.address, self._endpoint.token))
                     return
             except AtollError as error:
                 self._end(error)
@@ -118,7 +118,7 @@ class AppLink:
             try:
                 rpc.AppsStub(self._bulk).PutParts(self._chunks(parts), metadata=self._metadata)
             except grpc.RpcError as error:
-                raise told(error, self._endpoint.address) from None
+                raise told(error, self._endpoint.address, self._endpoint.token) from None
         return sum(len(data) for data in parts.values())
 
     def _chunks(self, parts: Mapping[str, bytes]) -> Iterator[pb.PartChunk]:
@@ -150,7 +150,7 @@ class AppLink:
                     found[chunk.hash] = buffer.getvalue()
                     buffer, digest = BytesIO(), hashlib.sha256()
         except grpc.RpcError as error:
-            raise told(error, self._endpoint.address) from None
+            raise told(error, self._endpoint.address, self._endpoint.token) from None
         if len(found) != len(wanted):
             raise BadFrame(f"{len(found)} of {len(wanted)} parts arrived")
         return found

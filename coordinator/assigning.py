@@ -39,7 +39,6 @@ def _neighbours(plan: Plan, stage: int) -> set[int]:
 
 def _peer(roster: Roster, me: str, at: int, peer: str, stage: int) -> do.StagePeer:
     """The lower stage dials where both can be reached, else whoever can reach the other."""
-    mine = roster.workers[me].introduction.addresses
-    theirs = roster.workers[peer].introduction.addresses
+    mine, theirs = roster.addresses(me, peer), roster.addresses(peer, me)
     dial = bool(theirs) and (stage < at or not mine)
     return do.StagePeer(at, peer, theirs, dial)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError, UsageError
+from protos.private_files import private_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -48,7 +49,8 @@ class BlobStore:
         self.quota_bytes = quota_bytes
         self.durable = durable
         self._lock = threading.Lock()
-        (root / "partial").mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_folder(root)
+        (root / "partial").mkdir(exist_ok=True, mode=0o700)
         self._used = 0
         if not reading:
             self._forget_scraps()

@@ -19,10 +19,14 @@ from atoll.errors import (
     StorageError,
     UsageError,
 )
+from protos.app_words import clean
+from protos.certificate_words import refused_server
+from protos.credentials import JoinToken
 
 ERROR_NAME = "atoll-error"  # trailing metadata: the class of atoll.errors that the server raised
 RETRY_FOR_S = 60.0
-_WRONG_CA = ("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "Peer name")
+MAX_DETAILS_CHARS = 16_384
+_NOT_VERIFIED = ("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "Peer name")
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "wrong version number", "handshake", "Handshake", "SSL")
 _BY_CODE: dict[grpc.StatusCode, type[AtollError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: UsageError,
@@ -38,14 +42,17 @@ _BY_CODE: dict[grpc.StatusCode, type[AtollError]] = {
 T = TypeVar("T")
 
 
-def told(error: Exception, address: str) -> AtollError:
-    """The error of ``atoll.errors`` that a failed call to ``address`` stands for."""
+def told(error: Exception, address: str, token: JoinToken | None = None) -> AtollError:
+    """The error of ``atoll.errors`` that a failed call to ``address`` stands for.
+
+    ``token``: the one it was made with, where why a certificate was refused is to be found out.
+    """
     if not isinstance(error, grpc.Call):
         return ConnectionFailed(f"the call to {address} failed: {error}; try again")
-    details = error.details() or ""
+    details = clean(error.details() or "", MAX_DETAILS_CHARS, lines=True)
     code = error.code()
     if code is grpc.StatusCode.UNAVAILABLE:
-        return _unreachable(details, error, address)
+        return _unreachable(details, error, address, token)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ConnectionFailed(
             f"the coordinator at {address} did not answer in time; is the address right, and the "
@@ -57,13 +64,10 @@ def told(error: Exception, address: str) -> AtollError:
     return kind(details or f"the coordinator at {address} answered {code.name}; see its log")
 
 
-def _unreachable(details: str, error: grpc.Call, address: str) -> AtollError:
+def _unreachable(details: str, error: grpc.Call, address: str, token: JoinToken | None) -> AtollError:
     everything = details + str(getattr(error, "debug_error_string", lambda: "")())
-    if any(word in everything for word in _WRONG_CA):
-        return AccessDenied(
-            f"the coordinator at {address} is not the one this token was made for (another certificate "
-            f"authority); use the token that its own `atoll serve` printed"
-        )
+    if any(word in everything for word in _NOT_VERIFIED):
+        return refused_server(address, token.ca_pem if token else None)
     if any(word in everything for word in _NOT_TLS):
         return AccessDenied(
             f"no TLS session with {address}; if that coordinator runs with --insecure, give --insecure here"
@@ -84,12 +88,12 @@ def _named(error: grpc.Call) -> type[AtollError] | None:
 
 
 @contextmanager
-def calling(address: str) -> Iterator[None]:
-    """Inside it, a failed call raises an error of ``atoll.errors``."""
+def calling(address: str, token: JoinToken | None = None) -> Iterator[None]:
+    """Inside it, a failed call raises an error of ``atoll.errors``; ``token``: as in ``told``."""
     try:
         yield
     except grpc.RpcError as error:
-        raise told(error, address) from None
+        raise told(error, address, token) from None
 
 
 def passing(error: Exception) -> bool:

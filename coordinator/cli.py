@@ -44,6 +44,7 @@ def ops(
 ) -> int:
     """List a model's ops, and those that Atoll does not support. Exit code 3 when there are any."""
     from rich.table import Table
+    from rich.text import Text
 
     from coordinator.blame import remedies
     from coordinator.capture import op_uses
@@ -63,7 +64,7 @@ def ops(
         return 3 if unsupported else 0
     table = Table("op", "uses", "supported", "first in", "at", box=None, pad_edge=False)
     for use in uses:
-        word = "yes" if use.supported else "[red]no[/]"
+        word = "yes" if use.supported else Text("no", style="red")
         table.add_row(use.target, str(use.count), word, use.module_path, use.source_line)
     out.print(table)
     if unsupported:
@@ -109,7 +110,7 @@ def _checked() -> int:
     try:
         check_installation()
     except UsageError as error:
-        err.print(f"error: {error}", soft_wrap=True, markup=False)
+        err.print(f"error: {error}", soft_wrap=True)
         return error.exit_code
     return run(app)
 

@@ -92,7 +92,7 @@ def serve(
         if insecure:
             out.print("insecure: no TLS and no tokens, for experiments on this machine only")
         out.print("workers join with:", soft_wrap=True)
-        out.print(f"  {started.join_command}", soft_wrap=True, markup=False)
+        out.print(f"  {started.join_command}", soft_wrap=True)
 
     serve_forever(config, announce)
 
@@ -161,7 +161,7 @@ def token_create(
         return
     out.print(f"token {reply.info.id}; workers join with:")
     where = f"{host}:{address.rpartition(':')[2]}" if host else address
-    out.print(f"  atoll-worker join {where} --token {reply.token}", soft_wrap=True, markup=False)
+    out.print(f"  atoll-worker join {where} --token {reply.token}", soft_wrap=True)
 
 
 @token_app.command("list", epilog="Example: atoll token list --json")

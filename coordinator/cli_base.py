@@ -13,6 +13,7 @@ import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from atoll.errors import AtollError
 from coordinator.client import Client, connect
@@ -55,8 +56,9 @@ Compress = Annotated[
 ]
 Trace = Annotated[bool, typer.Option("--trace", help="Show the whole traceback when the job file raises.")]
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Much of what is shown was written elsewhere: no text is markup.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(value: Any) -> None:
@@ -81,7 +83,7 @@ def byte_progress(what: str, quiet: bool) -> Iterator[ByteProgress]:
         yield lambda done, total: None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:3.0f} %"),
         TimeRemainingColumn(),
@@ -98,7 +100,7 @@ def telling(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda what: None
     elif err.is_terminal:
         with err.status("") as status:
-            yield status.update
+            yield lambda what: status.update(Text(what))
     else:
         yield lambda what: err.print(what, soft_wrap=True)
 
@@ -115,7 +117,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     try:
         result = app(args=arguments, prog_name="atoll", standalone_mode=False)
     except AtollError as error:
-        err.print(f"[red]error:[/] {_escaped(str(error))}", soft_wrap=True)
+        err.print(Text("error:", style="red"), str(error), soft_wrap=True)
         return error.exit_code
     except click.ClickException as error:
         error.show()
@@ -128,9 +130,3 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     return result if isinstance(result, int) else 0
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

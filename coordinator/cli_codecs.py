@@ -84,7 +84,7 @@ def codecs(
         return
     out.print(_table(measured))
     for each in measured if names else ():
-        out.print(f"{each.codec.name}: {each.codec.summary}; after {each.codec.source}", markup=False)
+        out.print(f"{each.codec.name}: {each.codec.summary}; after {each.codec.source}")
     out.print(LEGEND, style="dim")
 
 

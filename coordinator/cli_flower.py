@@ -70,7 +70,6 @@ def run(
         err.print(
             f"{spec.name} {spec.version}, {bundle.files} files, {len(bundle.data)} bytes, hash {bundle.hash}",
             soft_wrap=True,
-            markup=False,
         )
     with client_of(coordinator, token, state_dir, insecure) as client:
         endpoint = client.endpoint
@@ -87,6 +86,6 @@ def _follow(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:
                 sys.stdout.flush()
                 continue
             for line in shown.take(event):
-                err.print(line, soft_wrap=True, markup=False)
+                err.print(line, soft_wrap=True)
     if not json:
-        err.print(shown.summary(), markup=False)
+        err.print(shown.summary())

@@ -101,7 +101,7 @@ def submit(
             _tell_submitted(reply, json)
             return
         if not json:
-            out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
+            out.print(f"{reply.job} {reply.update.state} {reply.update.reason}")
         _follow(client, reply.job, json)
 
 
@@ -110,7 +110,7 @@ def _tell_submitted(reply: pb.SubmitReply, json: bool) -> None:
         print_json({"job": reply.job, "state": reply.update.state, "reason": reply.update.reason})
         return
     reason = f": {reply.update.reason}" if reply.update.reason else ""
-    out.print(f"{reply.job} {reply.update.state}{reason}", markup=False, soft_wrap=True)
+    out.print(f"{reply.job} {reply.update.state}{reason}", soft_wrap=True)
     out.print(
         f"watch it with `atoll watch {reply.job}`, then `atoll export {reply.job} -o model.safetensors`"
     )
@@ -243,7 +243,7 @@ def _follow(client: Client, job: str, json: bool) -> None:
                 update.step,
                 update.reason,
             ):
-                out.print(watch_line(update, last.reason if last else ""), markup=False, soft_wrap=True)
+                out.print(watch_line(update, last.reason if last else ""), soft_wrap=True)
             last = update
     finally:
         if live is not None:
@@ -268,7 +268,7 @@ def logs(
             if json:
                 print_json(plain(line))
             else:
-                out.print(_log_line(line), markup=False, soft_wrap=True)
+                out.print(_log_line(line), soft_wrap=True)
 
 
 def _log_line(line: pb.LogLine) -> str:

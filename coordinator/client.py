@@ -32,6 +32,7 @@ from coordinator.transfer import Progress, Transfers, silent
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.app_words import clean
 from protos.convert import from_proto, to_proto
 
 if TYPE_CHECKING:
@@ -96,13 +97,13 @@ class Client:
     def hello(self) -> pb.HelloReply:
         """The coordinator's versions and clock; ProtocolMismatch when we do not understand it."""
         request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
-        with calling(self.endpoint.address):
+        with calling(self.endpoint.address, self.endpoint.token):
             reply: pb.HelloReply = self._entry.Hello(request, timeout=self._timeout_s)
         if reply.protocol != PROTOCOL_VERSION:
             older = "the coordinator" if reply.protocol < PROTOCOL_VERSION else "this machine's atoll"
             raise ProtocolMismatch(
-                f"the coordinator (atoll {reply.version}) speaks protocol {reply.protocol}, this machine "
-                f"(atoll {atoll.__version__}) {PROTOCOL_VERSION}; update {older}"
+                f"the coordinator (atoll {clean(reply.version, 20)}) speaks protocol {reply.protocol}, this "
+                f"machine (atoll {atoll.__version__}) {PROTOCOL_VERSION}; update {older}"
             )
         return reply
 

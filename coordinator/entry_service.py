@@ -20,6 +20,7 @@ from coordinator.journal import Record
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.app_words import clean
 from protos.credentials import new_worker_id
 from protos.telemetry import Event
 
@@ -102,7 +103,7 @@ class EntryService(rpc.EntryServicer):
             token = self._register.admit(request.token, self._clock()).id
             certificate = self._authority.sign(request.csr_pem, worker)
             ca = self._authority.certificate_pem
-        name = "".join(c for c in request.name if c.isprintable())[:60] or worker
+        name = clean(request.name, 60).strip() or worker
         record = Record(
             Event.WORKER_ENROLLED, self._clock(), {"worker": worker, "name": name, "token": token}
         )

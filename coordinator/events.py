@@ -39,7 +39,9 @@ class Introduction:
     platform: str = ""
     cores: float = 0.0  # that the worker may use at once; 0: not told
     quota_period_s: float = 0.0  # of the quota that makes them less than one; 0 without
-    addresses: tuple[tuple[str, int], ...] = ()  # empty: outbound only
+    addresses: tuple[tuple[str, int], ...] = ()  # both empty: outbound only
+    nearby: tuple[tuple[str, int], ...] = ()  # for workers seen at the same address alone
+    seen: str = ""  # the address that its session comes from
     site: str = ""
     codecs: tuple[str, ...] = ()
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # encode, decode bytes/s

@@ -8,17 +8,18 @@ commit, with SQLite on write-ahead log and full synchronisation.
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from atoll.errors import AtollError, StorageError, UsageError
+from protos.private_files import private_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 MAX_RECORD_BYTES = 64 << 20
 _CHECKPOINT_PAGES = 64
@@ -59,6 +60,7 @@ class Journal:
             self._engine = sa.create_engine(url)
             file = self._engine.dialect.name == "sqlite"
             if file:
+                _close_to_others(url)
                 sa.event.listen(self._engine, "connect", _log_ahead)
             _METADATA.create_all(self._engine)
             # One connection for the process's life: a step's commit must not pay for connecting.
@@ -143,6 +145,17 @@ def _not_opened(url: sa.URL, error: Exception) -> AtollError:
         case sa.exc.ArgumentError() | TypeError() | ValueError():
             return UsageError(f"{shown} cannot be used: {_cause(error)}; write {_EXAMPLES}")
     return StorageError(f"cannot open the journal at {shown}: {_cause(error)}")
+
+
+def _close_to_others(url: sa.URL) -> None:
+    """SQLite makes its log and its shared memory with the rights of the database's file."""
+    name = url.database or ""
+    if name in ("", ":memory:") or name.startswith("file:"):
+        return
+    for path in (Path(name), Path(f"{name}-wal"), Path(f"{name}-shm")):
+        if path == Path(name) or path.exists():
+            with suppress(OSError):  # the database says better what is wrong
+                private_file(path)
 
 
 def _encoded(record: Record) -> str:

@@ -23,10 +23,10 @@ from coordinator.ratios import check_compression
 from coordinator.refusing import refuse
 from coordinator.shell import Shell
 from coordinator.views import job_update, link_statuses, worker_status
-from coordinator.wire import clean
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb
+from protos.app_words import clean
 from protos.convert import from_proto, to_proto
 from protos.credentials import Authority, JoinToken, new_token
 from protos.telemetry import Event

@@ -105,7 +105,7 @@ class Preparer:
         if any(self.roster.ops.asked(worker) for worker in idle):
             return False  # timing and sending would slow each other
         sites = {worker: self.roster.workers[worker].introduction.site for worker in idle}
-        for measurement in links.due(idle, self.roster.reachable(idle), now_s, fresh, sites):
+        for measurement in links.due(idle, self.roster.connectable, now_s, fresh, sites):
             first = self._requests + 1
             self._requests += len(measurement.pairs)
             for request in links.begin(measurement, first, now_s):
@@ -115,8 +115,8 @@ class Preparer:
     def _ask_link(self, request: LinkRequest) -> None:
         """Workers refuse strangers, so the other end is told first; who can be reached is dialled."""
         source, target = request.source, request.target
-        theirs = self.roster.workers[target].introduction.addresses
-        ours = self.roster.workers[source].introduction.addresses
+        theirs = self.roster.addresses(target, source)
+        ours = self.roster.addresses(source, target)
         expect = do.ExpectPeer(source, ours, dial=not theirs)
         most = self.config.max_bytes if request.rate else 0
         probe = do.ProbeLinkTo(request.request, target, theirs, bool(theirs), self.config.seconds, most)

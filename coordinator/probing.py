@@ -109,20 +109,20 @@ class LinkProbing:
     def due(
         self,
         workers: list[str],
-        reachable: Mapping[str, bool],
+        connectable: Callable[[str, str], bool],
         now_s: float,
         fresh: bool,
         sites: Mapping[str, str] | None = None,
     ) -> list[Measurement]:
         """Measurements to begin now, beside those under way; none while the next must wait for them.
 
-        ``workers`` in join order; ``reachable``: accepts connections; ``fresh``: figures older
+        ``workers`` in join order; ``connectable``: one of a pair may dial the other; ``fresh``: figures older
         than ``stale_after_s`` count as missing; ``sites``: declared ones. Nothing under way and
         nothing due: all is known.
         """
         wanted = []
         for pair in self._pairs(workers):
-            if not (reachable.get(pair[0]) or reachable.get(pair[1])):
+            if not connectable(*pair):
                 self.table.estimates.setdefault(pair, HOPELESS)
             elif self._missing(pair, now_s, fresh):
                 wanted.append(pair)

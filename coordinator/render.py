@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from atoll.plan import LinkSpec, Plan, Prediction
 from coordinator.render_federated import federated_parts, federated_words
-from coordinator.render_words import DIM, in_bits, in_bytes, in_seconds, share_bar, sparkline
+from coordinator.render_words import DIM, add_row, in_bits, in_bytes, in_seconds, share_bar, sparkline
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people
@@ -45,13 +44,13 @@ def plan_view(plan: Plan, names: Names) -> RenderableType:
 def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Table:
     table = _table("stage", "device", "ops", "compute a step", "busy", "memory", "of its limit")
     for index, stage in enumerate(plan.stages):
-        row = [str(index), escape(_name(names, stage.worker)), f"{stage.start}-{stage.stop - 1}"]
+        row = [str(index), _name(names, stage.worker), f"{stage.start}-{stage.stop - 1}"]
         if prediction is not None and index < len(prediction.stages):
             found = prediction.stages[index]
             share = found.memory_bytes / found.memory_limit_bytes if found.memory_limit_bytes else 0.0
             row += [in_seconds(found.compute_s), share_bar(found.busy_share)]
             row += [in_bytes(found.memory_bytes), f"{share:.0%} of {in_bytes(found.memory_limit_bytes)}"]
-        table.add_row(*row)
+        add_row(table, *row)
     return table
 
 
@@ -66,31 +65,31 @@ def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
     table = _table("link", "bytes a step", "busy a step", "busy", *more)
     for link in prediction.links:
         share = link.busy_s / prediction.step_s if prediction.step_s > 0 else 0.0
-        pair = escape(f"{_name(names, link.source)} > {_name(names, link.target)}")
+        pair = f"{_name(names, link.source)} > {_name(names, link.target)}"
         row = [pair, in_bytes(link.bytes_per_step), in_seconds(link.busy_s), share_bar(share)]
         if chosen:
             spec = specs.get((link.source, link.target), LinkSpec(0, 0))
             kept = link.bytes_per_step / link.dense_bytes_per_step if link.dense_bytes_per_step else 1.0
             row += [label(spec), spec.mask.value, f"{kept:.1%}"]
-        table.add_row(*row)
+        add_row(table, *row)
     return table
 
 
 def _verdict(prediction: Prediction, names: Names) -> Table:
     table = Table.grid(padding=(0, 2))
     ratio = prediction.step_s / prediction.lower_bound_s if prediction.lower_bound_s > 0 else float("nan")
-    table.add_row("predicted step", f"{in_seconds(prediction.step_s)}")
-    table.add_row("lower bound", f"{in_seconds(prediction.lower_bound_s)} (the step is {ratio:.2f}x of it)")
-    table.add_row("bottleneck", escape(f"{prediction.bottleneck}: {prediction.reason}"))
+    add_row(table, "predicted step", f"{in_seconds(prediction.step_s)}")
+    add_row(table, "lower bound", f"{in_seconds(prediction.lower_bound_s)} (the step is {ratio:.2f}x of it)")
+    add_row(table, "bottleneck", f"{prediction.bottleneck}: {prediction.reason}")
     if prediction.single_machine_s is not None:
         single = _name(names, prediction.single_machine)
         times = prediction.step_s / prediction.single_machine_s
         alone = (
             f"{in_seconds(prediction.single_machine_s)} on {single}, memory aside ({times:.2f}x the speed)"
         )
-        table.add_row("one machine", escape(alone))
+        add_row(table, "one machine", alone)
     for note in prediction.notes:
-        table.add_row("note", escape(note))
+        add_row(table, "note", note)
     return table
 
 
@@ -122,16 +121,17 @@ def _workers_table(workers: Sequence[pb.WorkerStatus]) -> RenderableType:
     for worker in workers:
         device = f"{worker.device.kind} x{worker.device.threads}" if worker.device.kind else "?"
         at = f"{worker.job} stage {worker.stage}" if worker.stage >= 0 and worker.job else worker.job
-        table.add_row(
+        add_row(
+            table,
             worker.worker,
-            escape(worker.name),
+            worker.name,
             worker.state,
             device,
             f"{worker.gflops:.0f} GFLOP/s" if worker.gflops else "",
             in_bytes(worker.device.memory_limit_bytes),
             at,
             f"{worker.seen_s_ago:.1f} s ago",
-            escape(worker.reason),
+            worker.reason,
         )
     return table
 
@@ -142,16 +142,17 @@ def jobs_table(jobs: Sequence[pb.JobUpdate]) -> RenderableType:
         return Text("no jobs; submit one with `atoll submit JOBFILE`", style=DIM)
     table = _table("job", "name", "state", "step", "loss", "held-out", "step time", "ETA", "why")
     for job in jobs:
-        table.add_row(
+        add_row(
+            table,
             job.job,
-            escape(job.name),
+            job.name,
             job.state,
             f"{job.step}/{job.steps}",
             _optional(job, "loss", "{:.4f}"),
             _optional(job, "eval_loss", "{:.4f}"),
             in_seconds(job.step_s) if job.HasField("step_s") else "",
             in_seconds(job.eta_s) if job.HasField("eta_s") else "",
-            escape(job.reason),
+            job.reason,
         )
     return table
 
@@ -159,9 +160,9 @@ def jobs_table(jobs: Sequence[pb.JobUpdate]) -> RenderableType:
 def _rates_table(links: Sequence[pb.LinkStatus], names: Names) -> Table:
     table = _table("link", "rate", "one way", "shares")
     for link in links:
-        pair = escape(f"{_name(names, link.source)} > {_name(names, link.target)}")
+        pair = f"{_name(names, link.source)} > {_name(names, link.target)}"
         rate = in_bits(link.bandwidth_bps) if link.bandwidth_bps else "?"
-        table.add_row(pair, rate, in_seconds(link.latency_s), escape(link.shared))
+        add_row(table, pair, rate, in_seconds(link.latency_s), link.shared)
     return table
 
 
@@ -172,16 +173,14 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     """A running job: progress, loss, stages and links."""
     done = update.step / update.steps if update.steps else 0.0
     head = Table.grid(padding=(0, 2))
-    head.add_row(
-        "job", escape(f"{update.job} {update.name}"), f"[bold]{update.state}[/]", escape(update.reason)
-    )
+    add_row(head, "job", f"{update.job} {update.name}", Text(update.state, style="bold"), update.reason)
     federated = update.HasField("federated")
     what = "round" if federated else "step"
-    head.add_row(what, f"{update.step}/{update.steps}", share_bar(done, 24), _pace(update))
+    add_row(head, what, f"{update.step}/{update.steps}", share_bar(done, 24), _pace(update))
     if federated:
         return Group(head, *federated_parts(update, losses, names))
     loss = _optional(update, "loss", "{:.4f}")
-    head.add_row("loss", loss, sparkline(losses), _optional(update, "eval_loss", "held-out {:.4f}"))
+    add_row(head, "loss", loss, sparkline(losses), _optional(update, "eval_loss", "held-out {:.4f}"))
     parts: list[RenderableType] = [head]
     if update.stages:
         parts.append(_busy_table(update.stages, names))
@@ -220,8 +219,9 @@ def _carried_table(links: Sequence[pb.LinkRate], names: Names) -> Table:
     table = _table("link", "used", "can carry", "a step", "of dense", "codec")
     for link in links:
         dense = link.dense_bytes_per_step
-        table.add_row(
-            escape(f"{_name(names, link.source)} > {_name(names, link.target)}"),
+        add_row(
+            table,
+            f"{_name(names, link.source)} > {_name(names, link.target)}",
             in_bits(link.bps),
             in_bits(link.measured_bps) if link.measured_bps else "?",
             in_bytes(link.bytes_per_step),
@@ -252,9 +252,10 @@ def _pace(update: pb.JobUpdate) -> str:
 def _busy_table(stages: Sequence[pb.StageStatus], names: Names) -> Table:
     table = _table("stage", "device", "busy", "forward", "backward")
     for stage in stages:
-        table.add_row(
+        add_row(
+            table,
             str(stage.stage),
-            escape(_name(names, stage.worker)),
+            _name(names, stage.worker),
             share_bar(stage.busy_share),
             in_seconds(stage.forward_s),
             in_seconds(stage.backward_s),

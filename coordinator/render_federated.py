@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.render_words import DIM, in_bits, in_bytes, in_seconds, sparkline
+from coordinator.render_words import DIM, add_row, in_bits, in_bytes, in_seconds, sparkline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,16 +27,16 @@ def federated_parts(update: pb.JobUpdate, losses: Sequence[float], names: Names)
     """Below the head of a running job: rounds, evaluations, clients."""
     shown = update.federated
     head = Table.grid(padding=(0, 2))
-    head.add_row("strategy", shown.strategy, "data", escape(shown.data))
+    add_row(head, "strategy", shown.strategy, "data", shown.data)
     told = f"{shown.arrived} of {shown.chosen} updates, {shown.dropped} dropped"
     took = f"{in_seconds(shown.round_s)} a round" if shown.HasField("round_s") else ""
-    head.add_row("round", told, took, f"up {in_bytes(shown.bytes_up)}, down {in_bytes(shown.bytes_down)}")
+    add_row(head, "round", told, took, f"up {in_bytes(shown.bytes_up)}, down {in_bytes(shown.bytes_down)}")
     loss = f"{update.loss:.4f}" if update.HasField("loss") else ""
-    head.add_row("training loss", loss, sparkline(losses), "")
+    add_row(head, "training loss", loss, sparkline(losses), "")
     if shown.HasField("clients_loss"):
-        head.add_row("on clients", f"loss {shown.clients_loss:.4f}", figures(shown.clients_metrics), "")
+        add_row(head, "on clients", f"loss {shown.clients_loss:.4f}", figures(shown.clients_metrics), "")
     if shown.HasField("central_loss"):
-        head.add_row("on own data", f"loss {shown.central_loss:.4f}", figures(shown.central_metrics), "")
+        add_row(head, "on own data", f"loss {shown.central_loss:.4f}", figures(shown.central_metrics), "")
     parts: list[RenderableType] = [head]
     if shown.clients:
         parts.append(_clients(shown.clients, names))
@@ -69,8 +68,9 @@ def _clients(clients: Sequence[pb.ClientStatus], names: Names) -> Table:
     table.add_column("why")
     for client in clients:
         codec = f"{client.codec}:{client.ratio:.3g}" if client.ratio > 1.0 else client.codec
-        table.add_row(
-            escape(names.get(client.worker) or client.worker),
+        add_row(
+            table,
+            names.get(client.worker) or client.worker,
             client.state,
             str(client.n_samples) if client.n_samples else "",
             f"{client.loss:.4f}" if client.HasField("loss") else "",
@@ -80,6 +80,6 @@ def _clients(clients: Sequence[pb.ClientStatus], names: Names) -> Table:
             in_seconds(client.train_s) if client.train_s else "",
             in_bytes(client.bytes_up) if client.bytes_up else "",
             in_bytes(client.bytes_down) if client.bytes_down else "",
-            escape(client.reason),
+            client.reason,
         )
     return table

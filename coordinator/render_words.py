@@ -1,11 +1,15 @@
-"""Numbers and words for people: bytes, seconds, rates, bars; and messages as plain values."""
+"""Numbers and words for people: bytes, seconds, rates, bars, rows of tables; and messages as plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _BARS = "▁▂▃▄▅▆▇█"
 GOOD, BAD, DIM = "green", "red", "dim"
@@ -24,6 +28,11 @@ def plain(message: Message) -> dict[str, Any]:
         else:
             found[field.name] = plain(value) if isinstance(value, Message) else value
     return found
+
+
+def add_row(table: Table, *cells: str | Text) -> None:
+    """Add a row whose texts stand as they are, whoever wrote them: no markup, no emoji codes."""
+    table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
 
 
 def in_bytes(n_bytes: float) -> str:

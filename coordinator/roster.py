@@ -3,7 +3,7 @@ that a plan may use. Pure: time comes in as an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -15,6 +15,7 @@ from coordinator.config import Liveness, Probing
 from coordinator.estimate import SCALE_RANGE, refresh_scale
 from coordinator.events import Goodput, Introduction, StepReady
 from coordinator.fleet import Device, Fleet
+from coordinator.instructions import Addresses
 from coordinator.links import MIN_GOODPUT_BYTES, Pair, judge_step
 from coordinator.members import Member, Phase
 from coordinator.opprobing import OpProbing
@@ -158,9 +159,14 @@ class Roster:
         """Workers a new plan may use, in join order."""
         return [name for name, worker in self.workers.items() if worker.idle]
 
-    def reachable(self, workers: Iterable[str]) -> dict[str, bool]:
-        """Which of them accept connections."""
-        return {w: bool(self.workers[w].introduction.addresses) for w in workers}
+    def addresses(self, worker: str, caller: str) -> Addresses:
+        """Where ``caller`` may be asked to dial ``worker``; none: nowhere."""
+        them, us = self.workers[worker].introduction, self.workers[caller].introduction
+        return them.addresses + (them.nearby if them.seen == us.seen else ())
+
+    def connectable(self, one: str, other: str) -> bool:
+        """Whether one of two workers may dial the other."""
+        return bool(self.addresses(one, other) or self.addresses(other, one))
 
     def fingerprint(self) -> frozenset[tuple[str, int, bool]]:
         """Changes whenever the set of usable workers does."""

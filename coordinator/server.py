@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,7 +24,7 @@ import grpc
 import structlog
 
 import atoll
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from coordinator.app_desk import AppDesk
 from coordinator.app_service import NodeApps, OwnerApps
 from coordinator.blobs import BlobStore
@@ -49,9 +47,11 @@ from coordinator.tokens import Register
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
+from protos.private_files import state_folder, write_private
 from protos.telemetry import Event
 
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
+KEPT = ("journal.sqlite", "blobs", "ca", "address.json")  # by which a state folder is known as one
 GRACE_S = 0.3  # for calls in progress when the server stops
 
 log = structlog.get_logger()
@@ -76,7 +76,7 @@ class Server:
         begun_s, begun = time.time(), time.monotonic()
         # Wall time that never jumps, so that silence is measured truly.
         self._clock: Callable[[], float] = lambda: begun_s + (time.monotonic() - begun)
-        _private_folder(config.state_dir)
+        state_folder(config.state_dir, KEPT)
         self.journal = Journal(config.journal_url)
         self.ledger = Ledger(config.keep_checkpoints)
         self.register = Register()
@@ -257,7 +257,7 @@ class Server:
             if token.ca_pem == self.authority.certificate_pem:
                 return token.encode()
         text = new_token(self.authority, work_port).encode()
-        _write_private(path, text)
+        write_private(path, text.encode() + b"\n")
         return text
 
     def _join_token(self, owner: OwnerService, work_port: int) -> str | None:
@@ -274,7 +274,7 @@ class Server:
                 return token.encode()
         token = new_token(self.authority, work_port)
         owner.create_token(token, FIRST_TOKEN, 0.0, 0)
-        _write_private(path, token.encode())
+        write_private(path, token.encode().encode() + b"\n")
         return token.encode()
 
     def _join_command(self, entry_port: int, token: str | None) -> str:
@@ -394,22 +394,3 @@ def _log_to_stderr() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-
-
-def _private_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create {folder}: {error.strerror}; choose another --state-dir") from None
-
-
-def _write_private(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None

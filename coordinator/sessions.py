@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,13 +15,15 @@ import atoll
 from atoll.errors import AccessDenied, AtollError, BadFrame, ProtocolMismatch
 from coordinator import events as ev
 from coordinator import instructions as do
+from coordinator.addresses import passed_on
 from coordinator.refusing import refuse
+from coordinator.resolving import resolved
 from coordinator.shell import Outbox, Shell
-from coordinator.wire import clean, introduction_from, message_from, probe_ops_message, to_worker
+from coordinator.wire import introduction_from, message_from, probe_ops_message, to_worker
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.app_words import Budget
+from protos.app_words import Budget, clean
 from protos.credentials import peer_name
 from protos.telemetry import Event
 
@@ -35,7 +38,6 @@ LOG_CHARS, LOG_CHARS_PER_S = 256_000, 1000.0  # of one worker's lines: at most 8
 LOG_LINE_CHARS = 120  # what the log adds to a line
 REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a worker that knocks for ever must not fill it
 MAX_SPANS_A_MESSAGE = 20_000
-_ANYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - what a worker may say, not where we listen
 _sessions = itertools.count(1)
 
 log = structlog.get_logger()
@@ -127,13 +129,16 @@ class WorkService(rpc.WorkServicer):
                 f"protocol mismatch: the coordinator (atoll {atoll.__version__}) speaks protocol "
                 f"{PROTOCOL_VERSION}, this worker {theirs}; update the older of the two"
             )
-        seen = host_of(context)
-        for address in first.introduction.peer_addresses:
-            # A worker behind one address often does not know it; we see it.
-            if address.host in _ANYWHERE and seen:
-                address.host = seen
         introduction = introduction_from(first.introduction)
-        return worker, introduction
+        return worker, await self._placed(worker, introduction, host_of(context))
+
+    async def _placed(self, worker: str, introduction: ev.Introduction, seen: str) -> ev.Introduction:
+        """With those of its addresses that others may be asked to dial."""
+        stated = introduction.addresses
+        addresses, nearby = passed_on(await resolved(stated), seen)
+        if stated and not addresses:
+            log.warning("session.addresses_withheld", worker=worker, seen=seen, stated=stated)
+        return replace(introduction, addresses=addresses, nearby=nearby, seen=seen)
 
     def _say_refused(self, context: Context, error: AtollError) -> None:
         shell = self._shell

@@ -115,7 +115,7 @@ def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerSta
         gflops=_gflops(scheduler, name),
         seen_s_ago=max(0.0, now_s - member.seen_s),
         site=i.site,
-        address=f"{i.addresses[0][0]}:{i.addresses[0][1]}" if i.addresses else "",
+        address=next((f"{host}:{port}" for host, port in i.addresses + i.nearby), ""),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from coordinator.graphs import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds
+from protos.app_words import clean
 from protos.bounds import DEFAULT_LIMITS as LIMITS
 from protos.convert import metas_to_proto, state_to_proto, to_proto
 from protos.convert_federated import datasets_from_proto, figures
@@ -26,7 +26,6 @@ MAX_REASON_CHARS = 4096
 MAX_CODECS = 100
 MAX_SECONDS = 30 * 86_400.0
 MAX_MOVED_BYTES = 1 << 44
-_PRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]")
 
 # ---------------------------------------------------------------- from a worker
 
@@ -49,7 +48,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         atoll_version=clean(device.atoll_version, 60),
         platform=clean(device.platform, 200),
         addresses=tuple(
-            (bounds.text("host", a.host, 255), bounds.within("port", a.port, 1, 65535))
+            (a.host and bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
             for a in bounds.count("peer addresses", m.peer_addresses, MAX_ADDRESSES)
         ),
         site=clean(m.site, 100),
@@ -79,11 +78,6 @@ def message_from(message: pb.FromWorker) -> ev.PeerMessage | None:
         raise BadFrame(f"a session message of kind {body!r}, which does not belong here")
     found: ev.PeerMessage = read(getattr(message, body or ""))
     return found
-
-
-def clean(text: str, limit: int) -> str:
-    """Printable text of at most ``limit`` characters, for logs and screens."""
-    return _PRINTABLE.sub(" ", text[:limit])
 
 
 def tensors_from(messages: Iterable[job_pb.TensorBlob]) -> dict[str, str]:
@@ -127,7 +121,14 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
         handling_s=m.handling_s,
         links=tuple(
             ev.Goodput(
-                g.peer, g.bytes, g.busy_s, g.rtt_s, g.dense_bytes, g.encode_s, g.decode_s, g.quickest_bps
+                peer=bounds.name("peer", g.peer, LIMITS),
+                n_bytes=g.bytes,
+                busy_s=g.busy_s,
+                rtt_s=g.rtt_s,
+                dense_bytes=g.dense_bytes,
+                encode_s=g.encode_s,
+                decode_s=g.decode_s,
+                quickest_bps=g.quickest_bps,
             )
             for g in bounds.count("link figures", m.links, LIMITS.stages)
         ),
@@ -147,7 +148,7 @@ def _stored(m: pb.StateStored) -> ev.StateStored:
 
 def _failed(m: pb.StageFailed) -> ev.StageFailed:
     reason = clean(m.reason, MAX_REASON_CHARS)
-    lost = bounds.text("lost peer", m.lost_peer, LIMITS.name_chars)
+    lost = bounds.name("lost peer", m.lost_peer, LIMITS) if m.lost_peer else ""
     return ev.StageFailed(m.job, m.plan_version, m.step, reason, lost)
 
 

@@ -1,12 +1,16 @@
-"""Words that come from an app or a worker: bounded, without control characters, not too many at once."""
+"""Words that come from an app, a worker or any other peer: bounded, nothing hidden, not too many at once."""
 
 from __future__ import annotations
 
 import re
 
-# Control characters, line separators, changes of the reading direction, halves of pairs: all that may
-# move a terminal's cursor, forge a line of a log or show a text as another one.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters, line separators, marks and changes of the reading direction, what is not seen at all
+# (but the joiners that emoji and several scripts are written with), halves of pairs: all that may move a
+# terminal's cursor, forge a line of a log or show a text as another one.
+_CONTROL = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff"
+    r"\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 _CONTROL_BUT_LINES = re.compile(_CONTROL.pattern.replace(r"\x00-\x1f", r"\x00-\x09\x0b-\x1f"))
 
 

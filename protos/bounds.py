@@ -11,11 +11,15 @@ import re
 from collections.abc import Sized
 from dataclasses import dataclass
 from enum import StrEnum
+from ipaddress import ip_address
 from typing import TypeVar
 
 from atoll.errors import BadFrame
+from protos.app_words import plain
 
 _HASH = re.compile(r"[0-9a-f]{64}")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+MAX_HOST_CHARS = 255
 _S = TypeVar("_S", bound=Sized)
 _E = TypeVar("_E", bound=StrEnum)
 
@@ -47,10 +51,25 @@ def text(what: str, value: str, limit: int) -> str:
 
 
 def name(what: str, value: str, limits: Limits) -> str:
-    """A non-empty name of bounded length."""
+    """A non-empty name of bounded length that may be shown as it is."""
     if not value:
         raise BadFrame(f"{what} is empty")
-    return text(what, value, limits.name_chars)
+    text(what, value, limits.name_chars)
+    if not plain(value):
+        raise BadFrame(f"{what} {value[:80]!r} holds control characters")
+    return value
+
+
+def host(what: str, value: str) -> str:
+    """An IP address or a DNS name, and nothing else that gRPC would dial, such as unix:/path."""
+    text(what, value, MAX_HOST_CHARS)
+    if _HOST_NAME.fullmatch(value):
+        return value
+    try:
+        ip_address(value)
+    except ValueError:
+        raise BadFrame(f"{what} {value[:80]!r} is neither an address nor a name") from None
+    return value
 
 
 def count(what: str, items: _S, limit: int) -> _S:

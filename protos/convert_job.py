@@ -19,6 +19,7 @@ from atoll.job import (
 )
 from protos import atoll_job_pb2 as pb
 from protos import bounds
+from protos.app_words import clean
 from protos.bounds import Limits
 from protos.convert_federated import federated_from_proto, federated_to_proto
 
@@ -214,7 +215,8 @@ def job_from_proto(message: pb.JobSpec, limits: Limits) -> JobSpec:
         bounds.blob_hash("eval_dag_hash", eval_hash)
     federated = federated_from_proto(message.federated, limits) if message.HasField("federated") else None
     return JobSpec(
-        name=bounds.name("job name", message.name, limits),
+        # For people only; cleaned and not refused, since a journal of an older version may hold any.
+        name=clean(bounds.text("job name", message.name, limits.name_chars), limits.name_chars) or "job",
         training=training_from_proto(message.training, limits),
         dag_hash=bounds.blob_hash("dag_hash", message.dag_hash),
         eval_dag_hash=eval_hash,

@@ -14,7 +14,6 @@ import binascii
 import datetime as dt
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import struct
@@ -25,12 +24,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.errors import AccessDenied, StorageError
+from protos.certificate_words import issued_by, own_refusal
+from protos.private_files import private_folder, write_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -77,11 +77,11 @@ class Identity:
 
         Raises StorageError when the disk refuses.
         """
-        _make_private(directory)
-        _write_private(directory / "ca.pem", self.ca_pem)
-        _write_private(directory / "key.pem", self.key_pem)
+        private_folder(directory)
+        write_private(directory / "ca.pem", self.ca_pem)
+        write_private(directory / "key.pem", self.key_pem)
         # The certificate last: an identity without one counts as absent.
-        _write_private(directory / "certificate.pem", self.certificate_pem)
+        write_private(directory / "certificate.pem", self.certificate_pem)
 
     @classmethod
     def load(cls, directory: Path) -> Identity | None:
@@ -137,16 +137,10 @@ def verify_certificate(certificate_pem: bytes, ca_pem: bytes, now: dt.datetime |
     """
     certificate, ca = _certificate(certificate_pem), _certificate(ca_pem)
     now = now or dt.datetime.now(dt.UTC)
-    try:
-        certificate.verify_directly_issued_by(ca)
-    except (InvalidSignature, ValueError, TypeError):
-        raise AccessDenied("certificate was not issued by this coordinator; join with a new token") from None
-    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if not begins <= now <= ends:
-        raise AccessDenied(
-            f"certificate is valid from {begins:%Y-%m-%d} to {ends:%Y-%m-%d}, this machine's clock says "
-            f"{now:%Y-%m-%d %H:%M} UTC; set the clock or join again"
-        )
+    if not issued_by(certificate, ca):
+        raise AccessDenied("certificate was not issued by this coordinator; join with a new token")
+    if refused := own_refusal(certificate, now):
+        raise AccessDenied(refused)
     return _dns_name(certificate)
 
 
@@ -171,11 +165,11 @@ class Authority:
             if not key_path.exists():
                 raise StorageError(f"{key_path} is missing beside ca.pem; restore it from a backup")
             return cls(_read(key_path), _read(certificate_path))
-        _make_private(directory)
+        private_folder(directory)
         made = cls._create()
-        _write_private(key_path, made.key_pem)
+        write_private(key_path, made.key_pem)
         # Certificate last and by rename: a crash in between leaves no CA, not half of one.
-        _write_private(certificate_path, made.certificate_pem)
+        write_private(certificate_path, made.certificate_pem)
         return made
 
     @classmethod
@@ -443,32 +437,6 @@ def _dns_name(certificate: x509.Certificate) -> str:
     if len(names) != 1:
         raise AccessDenied(f"certificate carries {len(names)} names, expected one")
     return str(names[0])
-
-
-def _make_private(directory: Path) -> None:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"cannot create {directory}: {error.strerror}; choose another state directory"
-        ) from None
-
-
-def _write_private(path: Path, data: bytes) -> None:
-    """Replace ``path`` atomically; nobody else can read it at any moment."""
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; free space or choose another state directory"
-        ) from None
 
 
 def _read(path: Path) -> bytes:

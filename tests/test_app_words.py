@@ -20,7 +20,7 @@ def test_cleaned_text_is_plain_and_bounded(text: str, most: int, lines: bool) ->
 
 def test_what_people_write_stays_and_what_terminals_obey_goes() -> None:
     assert plain("Genauigkeit (μ ± σ) 精度 🎯")
-    for odd in ("\x1b", "\n", "\r", "\b", "\x7f", "\x9b", "\u2028", "\u202e", "\ud800"):
+    for odd in (*"\x1b\n\r\b\x7f\x9b\u2028\u2029\u200f\u202e\u2066\u061c\ufeff\U000e0041", "\ud800"):
         assert not plain(f"a{odd}b")
         assert clean(f"a{odd}b", 9) == "a b"
     assert clean("a\nb\tc\r", 9, lines=True) == "a\nb c "

@@ -127,7 +127,7 @@ def test_a_token_of_another_coordinator_is_recognised_by_its_authority(tmp_path:
     foreign = new_token(Authority.open(tmp_path / "other"))
     with FakeOwnerServer(Script(), tmp_path / "one") as server:
         endpoint = Endpoint("127.0.0.1", server.port, foreign)
-        with Client(endpoint) as client, pytest.raises(AccessDenied, match="another certificate"):
+        with Client(endpoint) as client, pytest.raises(AccessDenied, match="another coordinator runs there"):
             client.hello()
 
 
@@ -154,6 +154,12 @@ def test_every_status_becomes_an_error_of_ours_with_the_servers_words(
 ) -> None:
     script.refuse["Status"] = (code, "2 GiB too few on w3")
     with pytest.raises(kind, match="2 GiB too few on w3"):
+        client.status()
+
+
+def test_the_servers_words_cannot_move_the_cursor(script: Script, client: Client) -> None:
+    script.refuse["Status"] = (grpc.StatusCode.NOT_FOUND, "no job\x1b[2J\u202e\nat all")
+    with pytest.raises(UsageError, match=r"^no job \[2J \nat all$"):
         client.status()
 
 

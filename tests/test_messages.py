@@ -74,3 +74,21 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
 def test_an_evaluation_without_a_coded_loss_says_none() -> None:
     assert not messages.eval_ready("j", 1, 3, 2.0).eval_ready.HasField("coded_loss")
     assert messages.eval_ready("j", 1, 3, 2.0, 2.5).eval_ready.coded_loss == 2.5
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pb.ToWorker(dismiss=pb.Dismiss(reason="go\u202e\x1b[2J")),
+        pb.ToWorker(release=pb.Release(job="j", plan_version=1, reason="go\u202e\x1b[2J")),
+        pb.ToWorker(discard=pb.StepDiscard(job="j", plan_version=1, step=3, reason="go\u202e\x1b[2J")),
+        pb.ToWorker(round_taken=pb.RoundTaken(job="j", round=1, reason="go\u202e\x1b[2J")),
+    ],
+)
+def test_reasons_are_plain_before_they_are_logged(sent: pb.ToWorker) -> None:
+    assert getattr(messages.event_from(sent), "reason") == "go  [2J"  # noqa: B009 - of four kinds
+
+
+def test_a_peer_with_a_name_that_turns_a_line_around_is_refused() -> None:
+    with pytest.raises(BadFrame, match=r"peer 'w.u202e' holds control characters"):
+        messages.event_from(pb.ToWorker(expect_peer=pb.ExpectPeer(peer=pb.PeerAddress(worker="w\u202e"))))

@@ -510,11 +510,12 @@ def test_a_full_disk_pauses_the_job_and_it_goes_on_by_itself(
 
 
 def test_a_taken_port_and_secrets_on_disk(stack: ExitStack, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir(mode=0o755)
     running = start(stack, tmp_path / "a")
     with pytest.raises(UsageError, match="cannot listen on"):
         serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=running.started.entry_port))
-    mode = stat.S_IMODE((tmp_path / "a" / "owner-token").stat().st_mode)
-    assert mode == 0o600
+    for name, mode in (("owner-token", 0o600), ("journal.sqlite", 0o600), ("blobs", 0o700), (".", 0o700)):
+        assert stat.S_IMODE((tmp_path / "a" / name).stat().st_mode) == mode, name
 
 
 def test_the_coordinator_never_imports_torch() -> None:
@@ -568,3 +569,15 @@ def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
         await server.stop()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("seen", "address"), [("127.0.0.1", "127.0.0.1:9"), ("203.0.114.9", "")])
+def test_a_worker_from_afar_cannot_have_others_dial_their_own_machine(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, address: str
+) -> None:
+    monkeypatch.setattr("coordinator.sessions.host_of", lambda context: seen)
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    fleet(stack, running, 1)
+    eventually(lambda: [w.state for w in owner.call("Status", pb.StatusRequest()).workers] == ["pool"])
+    assert [w.address for w in owner.call("Status", pb.StatusRequest()).workers] == [address]

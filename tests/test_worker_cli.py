@@ -186,6 +186,28 @@ def test_a_later_join_remembers_everything_but_the_token(tmp_path: Path):
     assert "secret" not in (tmp_path / "worker.json").read_text()
 
 
+def test_a_join_without_tls_is_asked_for_each_time(tmp_path: Path):
+    remember(make_config({"host": "h", "insecure": True, "threads": 3, "state_dir": tmp_path}, {}))
+    again = make_config({"state_dir": tmp_path}, {})
+    assert (again.host, again.threads, again.insecure) == ("h", 3, False)
+
+
+def test_what_an_older_version_remembered_of_insecure_is_dropped_with_a_word(
+    tmp_path: Path, entry: Entry, capfd: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "worker.json"
+    file.write_text(json.dumps({"host": "127.0.0.1", "port": entry.port, "threads": 3, "insecure": True}))
+    assert cli.run(["join", "--state-dir", str(tmp_path)]) == 6
+    shown = capfd.readouterr().err
+    assert "was --insecure, which is no longer remembered: this one uses TLS" in shown
+    assert "no join token given" in shown
+    # A join with a token is no contradiction any more, and forgets the old setting.
+    config = make_config({"state_dir": tmp_path, "token": entry.token.encode()}, {})
+    assert join(config, never).identity is not None
+    remember(config)
+    assert "insecure" not in json.loads(file.read_text())
+
+
 def test_the_token_may_come_from_the_environment(tmp_path: Path):
     config = make_config({"host": "h", "state_dir": tmp_path}, {"ATOLL_TOKEN": "s3cret"})
     assert config.token == "s3cret"

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StorageError, UsageError
+from worker.config import make_state_dir
 
 MAX_FILE_BYTES = 1 << 20
 MAX_APPS = 1000  # remembered; the oldest are forgotten
@@ -139,8 +140,9 @@ class AppStore:
         """The apps to change, written back afterwards; the command and the daemon take turns."""
         path = self.root / "apps.json"
         scratch = path.with_name(f".apps.{secrets.token_hex(4)}")
+        make_state_dir(self.root.parent)
         try:
-            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, exist_ok=True)
             with (self.root / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 found = self._read()

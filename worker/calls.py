@@ -14,6 +14,8 @@ from atoll.errors import (
     StorageError,
     UsageError,
 )
+from protos.app_words import clean
+from protos.certificate_words import refused_server
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 
 if TYPE_CHECKING:
@@ -62,12 +64,15 @@ def answer(call: Any, stopped: Callable[[float], bool]) -> Any:
                 raise ConnectionFailed("stopped while waiting for an answer") from None
 
 
-def as_atoll_error(error: grpc.RpcError, address: str) -> AtollError:
-    """What went wrong with a call to ``address``, and what to do."""
+def as_atoll_error(error: grpc.RpcError, address: str, ca_pem: bytes | None = None) -> AtollError:
+    """What went wrong with a call to ``address``, and what to do.
+
+    ``ca_pem``: what its certificate was checked against, where why it was refused is to be found out.
+    """
     # Every error of a call is also a grpc.Call, which the stubs do not say.
     code = getattr(error, "code", lambda: None)()
     details = str(getattr(error, "details", lambda: error)())
-    words = "".join(c if c.isprintable() else " " for c in details)[:400]
+    words = clean(details, 400)
     match code:
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return AccessDenied(words)
@@ -81,10 +86,7 @@ def as_atoll_error(error: grpc.RpcError, address: str) -> AtollError:
             return ProtocolMismatch(f"{address} does not know this call ({words}); update the older side")
     lower = words.lower()
     if "certificate_verify_failed" in lower or "verify failed" in lower:
-        return AccessDenied(
-            f"{address} shows a certificate that the coordinator of this token did not issue: another "
-            "coordinator runs there, or its state was reset; ask for a new join token"
-        )
+        return refused_server(address, ca_pem)
     if any(word in lower for word in _TLS_WORDS):
         return AccessDenied(
             f"no TLS session with {address}: {words[:160]}; is it the coordinator's entry port, and was "

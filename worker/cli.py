@@ -13,7 +13,7 @@ import click
 import structlog
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 import atoll
 from atoll.errors import AtollError
@@ -27,6 +27,7 @@ from worker.config import (
     make_config,
     parse_address,
     parse_size,
+    was_insecure,
     with_insecure_check,
 )
 
@@ -46,8 +47,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Much of what is shown was written elsewhere: no text is markup.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 cli_data.register(app)
 cli_apps.register(app)
 
@@ -168,7 +170,7 @@ def join(
     if advertise:
         # Port 0: the one we listen on.
         given["advertise"] = tuple(parse_address(a, default_port=0, lowest_port=0) for a in advertise)
-    config = with_insecure_check(make_config(given))
+    config = _config(given)
     _start_log(config.log_json)
     return _run_daemon(config)
 
@@ -188,19 +190,17 @@ def doctor(
     """Check this machine and its way to the coordinator before joining; changes nothing."""
     from worker.doctor import examine, show
 
-    config = with_insecure_check(
-        make_config(
-            {
-                "token": token,
-                "device": device,
-                "threads": threads,
-                "memory_bytes": parse_size(memory) if memory else None,
-                "state_dir": state_dir,
-                "insecure": insecure,
-                **_address("host", "port", coordinator),
-                **_address("listen_host", "listen_port", listen, default_port=0),
-            }
-        )
+    config = _config(
+        {
+            "token": token,
+            "device": device,
+            "threads": threads,
+            "memory_bytes": parse_size(memory) if memory else None,
+            "state_dir": state_dir,
+            "insecure": insecure,
+            **_address("host", "port", coordinator),
+            **_address("listen_host", "listen_port", listen, default_port=0),
+        }
     )
     report = examine(config, (lambda what: None) if json else (lambda what: err.print(f"... {what}")))
     if json:
@@ -250,7 +250,7 @@ def status(
         _print_json(facts)
     else:
         for key, value in facts.items():
-            out.print(f"{key.replace('_', ' '):20} {escape(str(value if value is not None else '-'))}")
+            out.print(f"{key.replace('_', ' '):20} {value if value is not None else '-'}")
     return 0
 
 
@@ -279,6 +279,17 @@ def _address(
     else:
         host, port = parse_address(text, default_port, lowest_port=0)
     return {host_name: host, port_name: port}
+
+
+def _config(given: dict[str, Any]) -> WorkerConfig:
+    config = with_insecure_check(make_config(given))
+    if not config.insecure and was_insecure(config.state_dir):
+        err.print(
+            f"the last join from {config.state_dir} was --insecure, which is no longer remembered: this one "
+            "uses TLS; give --insecure again if that is meant",
+            soft_wrap=True,
+        )
+    return config
 
 
 def _run_daemon(config: WorkerConfig) -> int:
@@ -317,7 +328,7 @@ def run(arguments: list[str] | None = None) -> int:
         check_installation()
         result = app(args=arguments, prog_name="atoll-worker", standalone_mode=False)
     except AtollError as error:
-        err.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        err.print(Text("error:", style="red"), str(error), soft_wrap=True)
         return error.exit_code
     except click.ClickException as error:
         error.show()

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from worker.app_store import AppStore
 from worker.config import default_state_dir
@@ -21,7 +21,8 @@ from worker.running import say_consent_changed
 if TYPE_CHECKING:
     from worker.app_store import KnownApp
 
-out = Console(highlight=False)
+# Much of what is shown was written elsewhere: no text is markup.
+out = Console(highlight=False, markup=False, emoji=False)
 apps = typer.Typer(help="Which apps (other people's Python) may run on this machine.", no_args_is_help=True)
 
 Hash = Annotated[
@@ -52,11 +53,11 @@ def list_apps(
         return 0
     table = Table("hash", "app", "publisher", "asked for", "accepted", "its files, to read", box=None)
     for app in known:
-        word = "[green]yes[/]" if app.accepted else "no"
+        word = Text("yes", style="green") if app.accepted else "no"
         files = store.code_dir(app.hash)
-        where = escape(str(files)) if files.is_dir() else "-"
-        named = escape(f"{app.name} {app.version}".strip() or "-")
-        table.add_row(app.hash[:16], named, escape(app.publisher or "-"), _when(app.asked_s), word, where)
+        where = str(files) if files.is_dir() else "-"
+        named = f"{app.name} {app.version}".strip() or "-"
+        table.add_row(app.hash[:16], named, app.publisher or "-", _when(app.asked_s), word, where)
     out.print(table if known else "no app was asked for; a worker started with --allow-apps is asked")
     return 0
 
@@ -83,7 +84,7 @@ def revoke(name: Hash, state_dir: StateDir = None) -> int:
 def _say(what: str, app: KnownApp, folder: Path) -> None:
     named = f" ({app.name} {app.version})" if app.name else ""
     told = "; the running worker was told" if say_consent_changed(folder) else ""
-    out.print(escape(f"{what} {app.hash}{named}{told}"), soft_wrap=True)
+    out.print(f"{what} {app.hash}{named}{told}", soft_wrap=True)
 
 
 def _when(at_s: float) -> str:

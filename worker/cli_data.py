@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
     from worker.datasets import Progress as BytesDone
 
 MAX_SCHEMA_BYTES = 1 << 20
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Much of what is shown was written elsewhere: no text is markup.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 data = typer.Typer(
     name="data",
@@ -112,7 +112,7 @@ def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
     table = Table("name", "samples", "size", "fields", box=None, pad_edge=False)
     for each in found:
         fields = ", ".join(_kind(f.name, f.dtype, f.shape) for f in each.fields)
-        table.add_row(escape(each.name), f"{each.n_samples:,}", _size(each.n_bytes), escape(fields))
+        table.add_row(each.name, f"{each.n_samples:,}", _size(each.n_bytes), fields)
     out.print(table)
     return 0
 
@@ -146,7 +146,7 @@ def remove(name: Name, state_dir: StateDir = None) -> int:
     from worker.datasets import remove_dataset
 
     remove_dataset(state_dir or default_state_dir(), name)
-    out.print(f"data set {escape(name)} is no longer registered")
+    out.print(f"data set {name} is no longer registered")
     return 0
 
 
@@ -175,10 +175,10 @@ def _show(found: Dataset) -> None:
         ("sha256", found.sha256),
     )
     for key, value in told:
-        out.print(f"{key:10} {escape(value)}", soft_wrap=True)
+        out.print(f"{key:10} {value}", soft_wrap=True)
     for at, field in enumerate(found.fields):
         kind = _kind(field.name, field.dtype, field.shape)
-        out.print(f"{'' if at else 'fields':10} {escape(kind)}", soft_wrap=True)
+        out.print(f"{'' if at else 'fields':10} {kind}", soft_wrap=True)
     out.print("What others learn: the name, the number of samples, and the fields' types and shapes.")
 
 
@@ -213,11 +213,11 @@ def _progress(what: str, quiet: bool) -> Iterator[BytesDone]:
         yield lambda done, total: None
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:3.0f} %"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(escape(what), total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))

@@ -1,7 +1,8 @@
 """WorkerConfig: everything a worker process may be told, checked once, with units.
 
 What was given to a join that succeeded is remembered in the state folder, so that a later
-``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it.
+``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it; nor is
+--insecure, which somebody must want each time.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import json
 import math
 import os
 import re
-import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from protos.app_bundle import ConfigValue
+from protos.app_words import plain
+from protos.private_files import state_folder, write_private
 
 DEFAULT_PORT = 7700
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
@@ -26,9 +28,11 @@ MEMORY_FILE = "worker.json"
 MAX_FILE_BYTES = 64 << 10
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# What a worker may have left in its state folder, by which the folder is known as one.
+_KEPT = ("identity", MEMORY_FILE, "running", "blobs", "data", "apps", "federated", "codec_speed.json")
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "insecure", "max_upload_mbit", "kept_bytes", "node_config",
+    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
 )  # fmt: skip
 
 
@@ -49,7 +53,7 @@ class WorkerConfig:
     inbound: bool = True  # False: we open every connection
     site: str = ""  # machines behind one uplink give the same
     state_dir: Path = field(default_factory=lambda: default_state_dir())
-    insecure: bool = False
+    insecure: bool = False  # never remembered
     log_json: bool = False
     shaper_file: str = ""
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
@@ -97,7 +101,7 @@ class WorkerConfig:
         if not math.isfinite(self.max_upload_mbit) or self.max_upload_mbit < 0:
             raise UsageError(f"--max-upload-mbit {self.max_upload_mbit}; give 0 (unlimited) or more")
         for text, what in ((self.name, "--name"), (self.site, "--site")):
-            if len(text) > 60 or not text.isprintable():
+            if len(text) > 60 or not plain(text):
                 raise UsageError(f"{what} {text[:60]!r}; at most 60 printable characters")
 
     @property
@@ -130,6 +134,11 @@ def default_state_dir() -> Path:
     return Path.home() / ".local" / "state" / "atoll-worker"
 
 
+def make_state_dir(state_dir: Path) -> None:
+    """Make the state folder, open to this user alone. StorageError when that cannot be."""
+    state_folder(state_dir, _KEPT)
+
+
 def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> WorkerConfig:
     """The configuration from options (None: not given), what was remembered, and ATOLL_TOKEN.
 
@@ -140,7 +149,7 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
     remembered = _recall(state_dir)
     if "host" in options and remembered.get("host") not in (None, options["host"]):
         # Another coordinator: its own answers, this machine's limits.
-        remembered = {k: v for k, v in remembered.items() if k not in ("port", "insecure", "site")}
+        remembered = {k: v for k, v in remembered.items() if k not in ("port", "site")}
     merged = {**remembered, **options, "state_dir": state_dir}
     if "host" not in merged:
         raise UsageError(
@@ -154,15 +163,8 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
 def remember(config: WorkerConfig) -> None:
     """Keep the settings of a join that succeeded. StorageError when the disk refuses."""
     values = {name: value for name, value in asdict(config).items() if name in _REMEMBERED}
-    path = config.state_dir / MEMORY_FILE
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(values, indent=1) + "\n")
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None
+    make_state_dir(config.state_dir)
+    write_private(config.state_dir / MEMORY_FILE, json.dumps(values, indent=1).encode() + b"\n")
 
 
 def with_insecure_check(config: WorkerConfig) -> WorkerConfig:
@@ -200,8 +202,13 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _recall(state_dir: Path) -> dict[str, Any]:
-    """What an earlier join left; a file that is damaged counts as absent."""
+def was_insecure(state_dir: Path) -> bool:
+    """Whether an older version, which did remember it, kept --insecure here; the next join drops it."""
+    return _read_memory(state_dir).get("insecure") is True
+
+
+def _read_memory(state_dir: Path) -> dict[str, Any]:
+    """What an earlier join left, as it left it; a file that is damaged counts as absent."""
     path = state_dir / MEMORY_FILE
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
@@ -209,8 +216,12 @@ def _recall(state_dir: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
-        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _recall(state_dir: Path) -> dict[str, Any]:
+    """The settings that an earlier join left."""
+    found = _read_memory(state_dir)
     values = {name: found[name] for name in _REMEMBERED if name in found}
     if "advertise" in values:
         values["advertise"] = tuple((str(host), int(port)) for host, port in values["advertise"])

@@ -25,6 +25,8 @@ import numpy as np
 
 from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
+from protos.private_files import private_folder
+from worker.config import make_state_dir
 from worker.schema import FieldSchema, parse_schema, sources_of
 from worker.sources import Piece, SafetensorsSource, Source, open_source
 from worker.transforms import BadValue, settle
@@ -114,6 +116,8 @@ def add_dataset(
     if not fields:
         fields = _own_schema(source)
     scratch = target.with_name(f".{name}.{secrets.token_hex(4)}")
+    make_state_dir(state_dir)
+    private_folder(target.parent)
     try:
         scratch.mkdir(mode=0o700, parents=True)
         stored = _Writer(scratch, fields, name).write(source, progress)

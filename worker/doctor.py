@@ -8,7 +8,6 @@ that the coordinator shows is taken as it is, and said to be: the greeting tells
 from __future__ import annotations
 
 import socket
-import ssl
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from atoll.errors import AccessDenied, AtollError, ConnectionFailed
+from atoll.errors import AtollError, ConnectionFailed
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.app_words import clean
+from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
 from worker.calls import as_atoll_error, open_channel
 from worker.enroll import greet
-from worker.frames import printable
 from worker.probe import Device, device_rates, find_device, versions
 
 if TYPE_CHECKING:
@@ -116,13 +116,14 @@ def examine(config: WorkerConfig, telling: Callable[[str], object]) -> Report:
 
 def show(report: Report, out: Console) -> None:
     """For people: one line a check, then what to do."""
-    from rich.markup import escape
+    from rich.text import Text
 
-    signs = {Mark.OK: "[green]ok  [/]", Mark.NOTE: "[yellow]note[/]", Mark.BAD: "[red]bad [/]"}
+    colours = {Mark.OK: "green", Mark.NOTE: "yellow", Mark.BAD: "red"}
     for finding in report.findings:
-        out.print(f"{signs[finding.mark]} {finding.check:12} {escape(finding.found)}", soft_wrap=True)
+        mark = Text(f"{finding.mark:4}", style=colours[finding.mark])
+        out.print(Text.assemble(mark, f" {finding.check:12} {finding.found}"), soft_wrap=True)
         if finding.fix:
-            out.print(f"{'':18}-> {escape(finding.fix)}", soft_wrap=True)
+            out.print(Text(f"{'':18}-> {finding.fix}"), soft_wrap=True)
 
 
 # ---------------------------------------------------------------- this machine
@@ -169,7 +170,7 @@ def _examine_coordinator(config: WorkerConfig, report: Report, telling: Callable
     token, ca, verified = _trust(config, report)
     with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
         stub = rpc.EntryStub(channel)
-        _greet(config, report, stub)
+        _greet(config, report, stub, ca)
         report.figures["coordinator_verified"] = verified
         if token is not None:
             report.add("identity", Mark.OK, "its certificate is the token's coordinator")
@@ -221,7 +222,7 @@ def _trust(config: WorkerConfig, report: Report) -> tuple[JoinToken | None, byte
             "identity", Mark.OK, f"joined before as {identity.name}, until {identity.expires():%Y-%m-%d}"
         )
         return None, identity.ca_pem, True
-    shown = _shown_certificate(config)
+    shown = shown_certificate(config.entry_address)
     report.add(
         "identity",
         Mark.NOTE,
@@ -232,32 +233,16 @@ def _trust(config: WorkerConfig, report: Report) -> tuple[JoinToken | None, byte
     return None, shown, False
 
 
-def _shown_certificate(config: WorkerConfig) -> bytes:
-    """What the entry port shows to anybody, PEM. Raises AccessDenied, ConnectionFailed."""
-    try:
-        return ssl.get_server_certificate((config.host, config.port), timeout=CONNECT_TIMEOUT_S).encode()
-    except ssl.SSLError as error:
-        raise AccessDenied(
-            f"no TLS session with {config.entry_address}: {error.reason or error}; is it the coordinator's "
-            "entry port, and was it started without --insecure?"
-        ) from None
-    except OSError as error:
-        raise ConnectionFailed(
-            f"{config.entry_address} shows no certificate: {error.strerror or error}; is `atoll serve` "
-            "running there on that port?"
-        ) from None
-
-
-def _greet(config: WorkerConfig, report: Report, stub: Any) -> None:
+def _greet(config: WorkerConfig, report: Report, stub: Any, ca: bytes | None) -> None:
     """Versions, clock and round trip. The first call also opens TLS and does not count."""
-    greet(stub, config.entry_address, CONNECT_TIMEOUT_S)
+    greet(stub, config.entry_address, ca, CONNECT_TIMEOUT_S)
     trips, offsets = [], []
     for _ in range(GREETINGS):
-        reply, took_s = greet(stub, config.entry_address, CONNECT_TIMEOUT_S)
+        reply, took_s = greet(stub, config.entry_address, ca, CONNECT_TIMEOUT_S)
         trips.append(took_s)
         offsets.append(reply.time_s + took_s / 2 - time.time())
     rtt_s, skew_s = statistics.median(trips), statistics.median(offsets)
-    version = printable(reply.version)[:20]
+    version = clean(reply.version, 20)
     report.figures |= {
         "rtt_s": rtt_s,
         "clock_offset_s": skew_s,
@@ -337,12 +322,12 @@ def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToke
             raise as_atoll_error(error, config.entry_address) from None
     report.figures["inbound_reachable"] = bool(reply.reachable)
     if reply.reachable:
-        report.add("inbound", Mark.OK, f"the coordinator reaches {reply.host}:{port}")
+        report.add("inbound", Mark.OK, f"the coordinator reaches {clean(reply.host, 60)}:{port}")
     else:
         report.add(
             "inbound",
             Mark.NOTE,
-            f"nobody reaches {reply.host[:60]}:{port} from outside ({reply.error[:80]})",
+            f"nobody reaches {clean(reply.host, 60)}:{port} from outside ({clean(reply.error, 80)})",
             "fine while the others can be reached; else forward a port, with --listen and --advertise",
         )
 

@@ -15,6 +15,7 @@ from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.app_words import clean
 from protos.credentials import (
     RENEW_BEFORE,
     Identity,
@@ -22,6 +23,7 @@ from protos.credentials import (
     identity_from,
     new_key,
     signing_request,
+    verify_certificate,
 )
 from worker.calls import answer, as_atoll_error, open_channel
 from worker.config import WorkerConfig, join_address
@@ -79,11 +81,15 @@ def join(
 def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
     """Where the coordinator takes sessions now: a restarted one may have moved.
 
-    Raises ConnectionFailed while it is away, AccessDenied or ProtocolMismatch when it changed.
+    Raises ConnectionFailed while it is away, AccessDenied when it or our certificate's time is another,
+    ProtocolMismatch.
     """
+    if member.identity is not None:
+        # The work port ends a session under a certificate that has ended without a word.
+        verify_certificate(member.identity.certificate_pem, member.identity.ca_pem)
     ca = member.identity.ca_pem if member.identity else None
     with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
-        reply, took_s = greet(rpc.EntryStub(channel), config.entry_address)
+        reply, took_s = greet(rpc.EntryStub(channel), config.entry_address, ca)
     offset_s = reply.time_s + took_s / 2 - time.time()
     address = join_address(config.host, reply.work_port)
     return Membership(member.worker, member.identity, address, offset_s)
@@ -92,20 +98,24 @@ def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
 def greet(
     stub: Any,
     address: str,
+    ca_pem: bytes | None,
     timeout_s: float = CALL_TIMEOUT_S,
     stopped: Callable[[float], bool] = lambda _: False,
 ) -> tuple[pb.HelloReply, float]:
-    """The coordinator's greeting, and the seconds it took. Raises ProtocolMismatch."""
+    """The coordinator's greeting, and the seconds it took; ``ca_pem``: what it is checked against.
+
+    Raises ProtocolMismatch, AccessDenied, ConnectionFailed.
+    """
     request = pb.HelloRequest(protocol=PROTOCOL_VERSION, version=atoll.__version__)
     started_s = time.perf_counter()
     try:
         reply: pb.HelloReply = answer(stub.Hello.future(request, timeout=timeout_s), stopped)
     except grpc.RpcError as error:
-        raise as_atoll_error(error, address) from None
+        raise as_atoll_error(error, address, ca_pem) from None
     took_s = time.perf_counter() - started_s
     if reply.protocol != PROTOCOL_VERSION:
         raise ProtocolMismatch(
-            f"{address} speaks protocol {reply.protocol} (atoll {reply.version[:20]}), this worker "
+            f"{address} speaks protocol {reply.protocol} (atoll {clean(reply.version, 20)}), this worker "
             f"{PROTOCOL_VERSION} (atoll {atoll.__version__}); update the older of the two"
         )
     return reply, took_s
@@ -148,7 +158,7 @@ def _enter(
     ca: bytes | None,
     stopped: Callable[[float], bool],
 ) -> Membership:
-    reply, took_s = greet(stub, config.entry_address, stopped=stopped)
+    reply, took_s = greet(stub, config.entry_address, ca, stopped=stopped)
     offset_s = reply.time_s + took_s / 2 - time.time()
     if identity is not None:
         address = join_address(config.host, reply.work_port)

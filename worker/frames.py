@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import BadFrame
+from protos.app_words import clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -334,7 +335,7 @@ def _read_close(head: bytes) -> Close:
     if len(head) > 1 + MAX_REASON_BYTES or head[0] > 1:
         raise ValueError
     # A reason cut at its bound may end inside a character.
-    return Close(bool(head[0]), printable(head[1:].decode("utf-8", "replace")))
+    return Close(bool(head[0]), clean(head[1:].decode("utf-8", "replace"), MAX_REASON_BYTES))
 
 
 def _read_hello(head: bytes) -> Hello:
@@ -357,11 +358,6 @@ _READERS: dict[int, Callable[[bytes], Frame]] = {
     FrameType.CLOSE: _read_close,
     FrameType.HELLO: _read_hello,
 }
-
-
-def printable(text: str) -> str:
-    """A peer's words, safe to log."""
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _text(text: str) -> bytes:

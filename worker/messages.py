@@ -16,6 +16,7 @@ from atoll.opdag import leaf_refs
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert, convert_plan
+from protos.app_words import clean
 from protos.bounds import DEFAULT_LIMITS
 from worker import events, instructions, round_messages
 from worker.assignment import Assignment, PeerLink
@@ -182,7 +183,7 @@ def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
 def _peer(m: pb.PeerAddress) -> tuple[str, tuple[tuple[str, int], ...]]:
     name = bounds.name("peer", m.worker, DEFAULT_LIMITS)
     addresses = tuple(
-        (bounds.text("host", a.host, 255), bounds.within("port", a.port, 1, 65535))
+        (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
         for a in bounds.count("addresses", list(m.addresses), MAX_ADDRESSES)
     )
     return name, addresses
@@ -195,14 +196,14 @@ _READERS: Mapping[str, Any] = {
     "assign": _assign,
     "start": lambda m: events.Started(m.job, m.plan_version, m.step),
     "commit": _commit,
-    "discard": lambda m: events.Discarded(m.job, m.plan_version, m.step, m.reason[:MAX_REASON_CHARS]),
-    "release": lambda m: events.Released(m.job, m.plan_version, m.reason[:MAX_REASON_CHARS]),
-    "dismiss": lambda m: events.Dismissed(m.reason[:MAX_REASON_CHARS], m.for_good),
+    "discard": lambda m: events.Discarded(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),
+    "release": lambda m: events.Released(m.job, m.plan_version, clean(m.reason, MAX_REASON_CHARS)),
+    "dismiss": lambda m: events.Dismissed(clean(m.reason, MAX_REASON_CHARS), m.for_good),
     "expect_peer": _expect_peer,
     "participate": round_messages.invited,
     "train_round": round_messages.train_asked,
     "evaluate_round": round_messages.evaluation_asked,
-    "round_taken": lambda m: events.RoundSettled(m.job, m.round, m.taken, m.reason[:MAX_REASON_CHARS]),
+    "round_taken": lambda m: events.RoundSettled(m.job, m.round, m.taken, clean(m.reason, MAX_REASON_CHARS)),
 }
 
 

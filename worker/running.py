@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from atoll.errors import StorageError, UsageError
+from worker.config import make_state_dir
 
 LOCK_FILE = "running"
 
@@ -19,8 +20,8 @@ def only_one(state_dir: Path) -> Iterator[None]:
     """Hold the folder's lock. UsageError when another daemon does: two with one identity would
     throw each other out; StorageError when the folder cannot be written."""
     path = state_dir / LOCK_FILE
+    make_state_dir(state_dir)
     try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None

@@ -23,11 +23,12 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
+from protos.app_words import clean
 from protos.credentials import peer_name
 from worker.allocator import keep_chunk_memory
 from worker.channels import PeerServer, open_channel
 from worker.connection import Connection
-from worker.frames import MAX_META_BYTES, Direction, Hello, MessageKey, decode, printable
+from worker.frames import MAX_META_BYTES, MAX_REASON_BYTES, Direction, Hello, MessageKey, decode
 from worker.lanes import FIRST, Lanes, most_lanes
 from worker.measure import ECHOES, Goodput, burst, round_trip
 from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
@@ -513,7 +514,7 @@ class PeerNetwork:
             self._spawn(self._let_it_end, "peer-end", connection, str(error))
 
     def _broken(self, connection: Connection, reason: str) -> None:
-        connection.fail(printable(reason))
+        connection.fail(clean(reason, MAX_REASON_BYTES))
 
     def _let_it_end(self, connection: Connection, reason: str) -> None:
         """Thread: the other side is to see our CLOSE and end the stream."""

@@ -19,10 +19,12 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from protos.app_words import clean
 from worker.channels import METHOD
 
 log = structlog.get_logger()
 
+MAX_REASON_CHARS = 400
 _NO_FLAGS = 0
 
 
@@ -161,7 +163,11 @@ class DialledWire(_Operations):
 
     def _done(self, call: Any) -> None:
         ok = call.code() is grpc.StatusCode.OK
-        self._tell_end("connection closed by the peer" if ok else call.details() or "connection broken")
+        self._tell_end(
+            "connection closed by the peer"
+            if ok
+            else clean(call.details() or "connection broken", MAX_REASON_CHARS)
+        )
 
 
 class AcceptedWire(_Operations):

@@ -1,0 +1,44 @@
+"""What workers say is bounded, and plain on a screen, before anybody reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.errors import BadFrame
+from coordinator import events as ev
+from coordinator.wire import introduction_from, message_from
+from protos import atoll_control_pb2 as pb
+
+HASH = "ab" * 32
+ODD = "w\u202e\u2066\u2028\x1b[1m"
+
+
+def test_an_introduction_cannot_turn_a_line_around_or_break_it() -> None:
+    told = introduction_from(pb.Introduction(name=ODD, site=ODD, device=pb.DeviceFacts(kind=ODD, model=ODD)))
+    assert (told.name, told.site) == ("w    [1m", "w    [1m")
+    assert (told.kind, told.model) == ("w    [1m", "w    [1m")
+
+
+@pytest.mark.parametrize(
+    ("sent", "what"),
+    [
+        (
+            {"update_ready": pb.UpdateReady(job="j", update=pb.BlobRef(hash=HASH), metrics={ODD: 1.0})},
+            "name in",
+        ),
+        ({"ready": pb.StepReady(job="j", links=[pb.LinkGoodput(peer=ODD)])}, "peer"),
+        ({"failed": pb.StageFailed(job="j", lost_peer=ODD)}, "lost peer"),
+        ({"link_probed": pb.LinkProbed(peer=ODD)}, "peer"),
+    ],
+)
+def test_a_name_that_is_not_plain_is_refused(sent: dict[str, Any], what: str) -> None:
+    with pytest.raises(BadFrame, match=rf"{what}.* holds control characters"):
+        message_from(pb.FromWorker(**sent))
+
+
+def test_a_stage_that_lost_nobody_names_nobody() -> None:
+    found = message_from(pb.FromWorker(failed=pb.StageFailed(job="j", reason="why\x07")))
+    assert isinstance(found, ev.StageFailed)
+    assert (found.reason, found.lost_peer) == ("why ", "")
