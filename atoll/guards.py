@@ -249,6 +249,18 @@ def _scales_to(scale: float, before: int, after: int) -> bool:
 # ---------------------------------------------------------------- others
 
 
+@_guards(
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
+    "replication_pad3d", "pad",
+)  # fmt: skip
+def _mirrored(call: Call) -> None:
+    """A negative reflection leaves a part of the result as memory was; only constants may crop."""
+    if call.given.get("mode", "constant" if call.name == "pad" else "") != "constant":
+        for value in call.numbers("pad" if call.name == "pad" else "padding"):
+            if value < 0:
+                raise call.refuse(f"a padding of {value}; only a constant one may be negative")
+
+
 @_guards("view")
 def _reinterpreted(call: Call) -> None:
     """A bool other than 0 and 1 is undefined to a compiler; bits are not made one."""

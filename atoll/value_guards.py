@@ -149,7 +149,6 @@ def _grid(given: Given) -> str | None:
     return None if fits else f"a place of the grid is not between -{GRID_HIGHEST:g} and {GRID_HIGHEST:g}"
 
 
-
 def _repeat_interleave(given: Given) -> str | None:
     repeats, size = given.get("repeats"), given.get("output_size")
     if not isinstance(repeats, Tensor):
