@@ -148,7 +148,16 @@ def _running_statistics(call: Call) -> None:
             raise call.refuse(f"{name!r} has shape {meta.shape}; ({channels},) is due")
 
 
-# ---------------------------------------------------------------- recurrence
+# ---------------------------------------------------------------- attention and recurrence
+
+
+@_guards("scaled_dot_product_attention")
+def _attention(call: Call) -> None:
+    """Each key has its value: the CPU's kernel reads as many of one as there are of the other."""
+    query, key, value = (call.tensor(name).shape for name in ("query", "key", "value"))
+    if min(len(query), len(key), len(value)) < 2 or key[:-1] != value[:-1] or query[-1] != key[-1]:
+        raise call.refuse(f"queries of shape {query}, keys of {key} and values of {value}")
+
 
 
 @_guards("lstm", "gru", "rnn_relu", "rnn_tanh")
