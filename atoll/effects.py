@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, leaf_refs, op_refs
 from atoll.ops import resolve
+from atoll.schemas import HIDDEN_VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,7 +90,8 @@ def may_alias(node: OpNode) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is None:  # getitem
         return True
-    hidden = any(tag.name == "maybe_aliasing_or_mutating" for tag in getattr(target, "tags", ()))
+    hidden = node.target in HIDDEN_VIEWS
+    hidden |= any(tag.name == "maybe_aliasing_or_mutating" for tag in getattr(target, "tags", ()))
     return hidden or any(r.alias_info is not None for r in schema.returns)
 
 
