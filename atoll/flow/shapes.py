@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from math import prod
 
 from atoll.flow.value import (
@@ -23,6 +23,7 @@ from atoll.flow.value import (
 
 BY_PLACE = "it takes samples by their place in the micro-batch"
 LOST = "it folds samples into another dim"
+MAX_PARTS = 64  # joined with itself over and over, a dim of samples would have any number
 
 
 def wrapped(dim: int, ndim: int) -> int:
@@ -178,7 +179,10 @@ def joined(values: Sequence[Value], dim: int, shape: Shape) -> Value:
     fits = [v for v in values if v.kind is Kind.ROWS]
     if any(v.dim != dim or v.before != 1 or v.batch != first.batch for v in fits):
         return raw(shape, LOST)
-    parts = tuple(p for v in values for p in (v.parts if v in fits else ((v.shape[dim], False),)))
+    each = (v.parts if v.kind is Kind.ROWS else ((v.shape[dim], False),) for v in values)
+    parts = tuple(islice(chain.from_iterable(each), MAX_PARTS + 1))
+    if len(parts) > MAX_PARTS:
+        return raw(shape, f"it joins more than {MAX_PARTS} runs of samples")
     return replace(rows(first, shape, dim, first_why(values)), parts=parts)
 
 
