@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, leaf_refs, op_refs
 from atoll.ops import GETITEM, overload, schema
+from atoll.schemas import HIDDEN_VIEWS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,7 +89,8 @@ def may_alias(node: OpNode) -> bool:
     if node.target == GETITEM:
         return True
     op = overload(node.target)
-    hidden = any(tag.name == "maybe_aliasing_or_mutating" for tag in op.tags)
+    hidden = node.target in HIDDEN_VIEWS
+    hidden |= any(tag.name == "maybe_aliasing_or_mutating" for tag in op.tags)
     return hidden or any(r.alias_info is not None for r in op._schema.returns)
 
 

@@ -47,6 +47,8 @@ MOST_COUNTED = 10**9
 MAX_RESIDUAL_ROUNDS = 10
 """A client drawn for half of the rounds misses so many in a row once in 1,000 times; ``bandwidth_aware``, as
 it comes, lets nobody wait longer."""
+MIN_BATCH = 3
+"""Of two samples, mean and variance are the samples; of three they are not."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 
@@ -70,7 +72,7 @@ class Federated:
     local_epochs: int = 1
     local_steps: int = 0  # at most so many a round; 0 = no cap
     clients: int = 0  # a round; 0 = all that hold the data
-    min_clients: int = 1  # with fewer updates a round is not aggregated
+    min_clients: int = 2  # with fewer updates a round is not aggregated; data owners have a floor
     deadline_s: float = 600.0  # of a round's training, and of its evaluation
     evaluate_every: int = 1  # rounds; evaluation on the clients; 0 = never
     held_out: float = 0.1  # share of each client's own data kept for it, drawn by the job's seed
@@ -108,6 +110,30 @@ class Federated:
         parse_uplink(self.uplink)
         if self.downlink not in {mode.value for mode in Downlink}:
             raise UsageError(f"downlink {self.downlink[:64]!r}; give off, lossless or delta")
+
+
+@dataclass(frozen=True, slots=True)
+class Floors:
+    """What a data owner demands of whatever leaves its machine. UsageError for a figure out of its range."""
+
+    batch: int = MIN_BATCH  # samples in a micro-batch, so in every mean and statistic; of a class in one
+    samples: int = 10  # that an update was trained on
+    steps: int = 2  # that an update was trained for
+    clients: int = 2  # updates in a round: the job's min_clients
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--min-batch", self.batch),
+            ("--min-samples", self.samples),
+            ("--min-steps", self.steps),
+            ("--min-clients", self.clients),
+        ):
+            if type(value) is not int or not 1 <= value <= 10**9:
+                raise UsageError(f"{name} = {value!r}; give a whole number from 1")
+
+
+NO_FLOORS = Floors(batch=1, samples=1, steps=1, clients=1)
+"""Of experiments on data that are nobody's secret."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,6 @@ def _attention(call: Call) -> None:
         raise call.refuse(f"queries of shape {query}, keys of {key} and values of {value}")
 
 
-
 @_guards("lstm", "gru", "rnn_relu", "rnn_tanh")
 def _recurrence(call: Call) -> None:
     packed = "data" in call.given

@@ -168,7 +168,8 @@ def _embedding_bag(given: Given) -> str | None:
         sound = (
             (offsets[1:] >= offsets[:-1]).all() & (offsets >= 0).all() & (offsets <= indices.numel()).all()
         )
-        if int(offsets[0]) != 0 or not bool(sound):
+        ends = not given.get("include_last_offset") or int(offsets[-1]) == indices.numel()
+        if int(offsets[0]) != 0 or not bool(sound) or not ends:
             return f"its offsets do not ascend from 0 to {indices.numel()}"
     return None
 

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from atoll.federated import Federated
+from atoll.federated import NO_FLOORS, Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
 from atoll.sampling import local_steps
@@ -172,7 +172,7 @@ def federation_of(
         error_feedback=variant.feedback,
     )
     model = local_model(found.train, found.evaluation, found.state, training)
-    return LocalFederation(model, rule, clients), net
+    return LocalFederation(model, rule, clients, floors=NO_FLOORS), net
 
 
 def train(conditions: Conditions, variant: Variant, seed: int) -> dict[str, Any]:

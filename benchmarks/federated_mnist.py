@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.federated import Federated
+from atoll.federated import NO_FLOORS, Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from benchmarks.federated_report import best, plot, report, show
 from benchmarks.harness import ROOT, execute, machine, need_mnist, parser
@@ -255,7 +255,7 @@ def train(setting: Setting, links: Links, variant: Variant, seed: int) -> dict[s
         evaluate_every=0,
     )
     model = local_model(found.train, found.evaluation, found.state, training)
-    federation = LocalFederation(model, rule, clients)
+    federation = LocalFederation(model, rule, clients, floors=NO_FLOORS)
     begun_s = time.perf_counter()
     curve, total_bytes, lab_s = [], 0, 0.0
     for _ in range(setting.rounds):

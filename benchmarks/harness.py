@@ -143,6 +143,8 @@ JOIN_CPU_S = 6.0  # of a worker: its keys and its own measurements; over its CPU
 BUILT = b"built"  # what a rank of the rival says before its first step
 SCHEDULED = 1000  # steps of the learning rate; a run ends after --steps, before anything is stored
 RIVAL_S = 600.0  # at most, for one run of the rival
+# The data that benchmarks train on are nobody's secret, and some clients hold a handful of samples.
+NO_FLOORS = ["--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1"]
 PROBE_S = 4.0  # one pair, both directions
 
 
@@ -235,7 +237,7 @@ class LabFleet:
         facts = self.scenario.host(host)
         command = [self.python, "-m", "benchmarks.prestart", "join", self.address, "--token", self.token]
         command += ["--name", host, "--threads", "1", "--device", "cpu"]
-        command += ["--state-dir", str(self.folder / host)]
+        command += ["--state-dir", str(self.folder / host), *NO_FLOORS]
         command += ["--memory", f"{facts.memory_mib:g}MiB"] if facts.memory_mib else []
         return command if facts.inbound else [*command, "--no-inbound"]
 

@@ -1,8 +1,4 @@
-"""Which tensors of a captured graph may share memory, who writes them, and who draws at random.
-
-Read from torch's op schemas, and from short lists where the schemas are silent; errs towards
-"shares" and "writes".
-"""
+"""Which tensors of a captured graph may share memory, and who writes them (``atoll.schemas`` of one op)."""
 
 from __future__ import annotations
 
@@ -10,37 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import torch
-
 from atoll.opdag import Arg, LeafRef, OpNode, OpRef, Source, leaf_refs
-from atoll.ops import ALLOWED, GETITEM, overload, schema
-
-Ref = OpRef | LeafRef
-
-# Composite ops that may return a view although their schema does not say so.
-_HIDDEN_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "alpha_dropout.default",
-        "atleast_1d.default",
-        "atleast_1d.Sequence",
-        "atleast_2d.default",
-        "atleast_2d.Sequence",
-        "atleast_3d.default",
-        "atleast_3d.Sequence",
-        "broadcast_tensors.default",
-        "cartesian_prod.default",
-        "conj_physical.default",
-        "dropout.default",
-        "einsum.default",
-        "feature_alpha_dropout.default",
-        "feature_dropout.default",
-        "meshgrid.default",
-        "meshgrid.indexing",
-        "unsafe_chunk.default",
-    )
-)
-_DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+from atoll.schemas import Ref, aliased_refs, written_refs
 
 
 class Aliases:
@@ -104,81 +71,6 @@ class Aliases:
                 last = max(last, *touched)
             found.append((min(*touched, last), last + 1))
         return found
-
-
-def is_random(node: OpNode) -> bool:
-    """Whether the op draws from the generator; ops that hide a dropout are asked for its rate."""
-    if node.target == GETITEM or node.target not in ALLOWED:
-        return False
-    given = _named_arguments(node)
-    name = node.target.split(".")[1].rstrip("_")
-    if name in _DROPOUTS:
-        return bool(given.get("train")) and given.get("p") != 0
-    if name == "scaled_dot_product_attention":
-        return bool(given.get("dropout_p"))
-    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        return bool(given.get("train")) and bool(given.get("dropout"))
-    if name == "rrelu":
-        return bool(given.get("training"))
-    if name == "native_dropout":
-        return given.get("train") is not False and given.get("p") != 0
-    return torch.Tag.nondeterministic_seeded in overload(node.target).tags
-
-
-def aliased_refs(node: OpNode) -> list[Ref]:
-    """References whose memory the result may share."""
-    if node.target == GETITEM:
-        return references(node.args[:1])
-    if node.target not in ALLOWED:
-        return []
-    given = _named_arguments(node)
-    if node.target in _HIDDEN_VIEWS:
-        drawn = node.target.split(".")[1] in _DROPOUTS and is_random(node)
-        return [] if drawn else references(tuple(given.values()))
-    declared = schema(node.target)
-    if all(r.alias_info is None for r in declared.returns):
-        return []
-    return references(
-        tuple(given[a.name] for a in declared.arguments if a.alias_info is not None and a.name in given)
-    )
-
-
-def written_refs(node: OpNode) -> list[Ref]:
-    """References that the op writes in place, those that its schema hides included."""
-    if node.target == GETITEM or node.target not in ALLOWED:
-        return []
-    given = _named_arguments(node)
-    name = node.target.split(".")[1]
-    if name in ("batch_norm", "instance_norm"):
-        training = given.get("training" if name == "batch_norm" else "use_input_stats")
-        return references((given.get("running_mean"), given.get("running_var"))) if training else []
-    declared = schema(node.target)
-    if not declared.is_mutable:
-        return []
-    return references(
-        tuple(
-            given[a.name]
-            for a in declared.arguments
-            if a.alias_info is not None and a.alias_info.is_write and a.name in given
-        )
-    )
-
-
-def _named_arguments(node: OpNode) -> dict[str, Arg]:
-    """Argument name -> value, as far as they are given."""
-    names = [argument.name for argument in schema(node.target).arguments]
-    return {**dict(zip(names, node.args, strict=False)), **dict(node.kwargs)}
-
-
-def references(args: tuple[Arg, ...]) -> list[Ref]:
-    """All references within ``args``, nested ones included, in order."""
-    found: list[Ref] = []
-    for arg in args:
-        if isinstance(arg, tuple):
-            found += references(arg)
-        elif isinstance(arg, OpRef | LeafRef):
-            found.append(arg)
-    return found
 
 
 def map_refs(node: OpNode, change: Callable[[Ref], Ref]) -> OpNode:

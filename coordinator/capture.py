@@ -19,7 +19,7 @@ from atoll.federated import MAX_METRICS, checked_name
 from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
 from atoll.ops import ALLOWED
-from coordinator.aliasing import is_random
+from atoll.schemas import is_random
 from coordinator.blame import remedies
 from coordinator.costs import measured
 from coordinator.exported import Constants, Exported, device_of, export, meta_of

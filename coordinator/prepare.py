@@ -17,15 +17,19 @@ import torch
 
 from atoll.data import Materialised, sample_indices, take
 from atoll.errors import UsageError
-from atoll.federated import FederatedSpec, Registered
+from atoll.federated import Federated, FederatedSpec, Floors, Registered
 from atoll.job import DataSpec, Job, JobSpec, TrainingSpec
 from atoll.opdag import OpDag, TensorMeta
+from atoll.program import stage_programs
 from coordinator.capture import Captured, capture
+from coordinator.exported import meta_of
 from coordinator.federated_rules import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.ratios import check_compression
 from coordinator.selfcheck import self_check
 from coordinator.transfer import LocalBlob
 from protos.convert import dag_bytes
+from strategies import make_strategy
+from strategies.returned import check_returned
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,6 +87,8 @@ def prepare(
     federated = federated_spec(job)
     tell("capturing the model as an op-DAG")
     captured = capture(job.module, job.example_inputs, job.training, job.metrics)
+    if federated is not None:
+        check_graphs(federated.rule, captured)
     tell("materialising the data")
     data, held_out = materialised(job, captured)
     tell(f"checking {len(captured.train.ops)} ops against the module")
@@ -115,6 +121,16 @@ def prepare(
 def capture_graphs(job: Job) -> Graphs:
     """The op-DAGs of ``job``'s model, for planning; raises CaptureError."""
     return Graphs.of(capture(job.module, job.example_inputs, job.training, job.metrics))
+
+
+def check_graphs(rule: Federated, captured: Captured) -> None:
+    """Refuse at once what every client would refuse: UnsupportedOp names the buffer, metric or loss that
+    would take data home."""
+    dags = (captured.train, captured.evaluation)
+    metas = {name: meta_of(tensor, f"tensor {name!r}") for name, tensor in captured.state.items()}
+    strategy = make_strategy(rule.strategy, rule.options)
+    programs = [stage_programs(dag, (0,))[0] for dag in dags]
+    check_returned(programs, captured.train.inputs, metas, strategy, Floors())
 
 
 def federated_spec(job: Job) -> FederatedSpec | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from atoll.errors import CaptureError
 from atoll.opdag import LeafRef, OpNode, OpRef, Source, TensorMeta, leaf_refs, op_refs
 from atoll.ops import GETITEM
-from coordinator.aliasing import Aliases, Ref, is_random, renumber
+from atoll.schemas import Ref, is_random
+from coordinator.aliasing import Aliases, renumber
 from coordinator.rewrites import copied_reads, follow_in_place, functional_twins
 
 

@@ -35,6 +35,7 @@ from strategies.layout import SHARED, Layout, Role
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from atoll.flow.walk import Walked
     from strategies.layout import Array, Arrays, SlotMetas, Slots
 
 LOCAL_SLOT = "local"
@@ -223,6 +224,15 @@ class Strategy:
     def scalars_up(self) -> tuple[Scalar, ...]:
         """Numbers in every update beside samples and steps."""
         return ()
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Buffers in which the method itself measures the data, and which go home for it alone."""
+        return ()
+
+    def check_statistics(self, walked: Sequence[Walked], least: int) -> None:
+        """Raise UnsupportedOp unless a job's programs, training first, measure in the buffers ``statistics``
+        what the method does, each figure of at least ``least`` samples."""
 
     def check(self, layout: Layout, update: ClientUpdate) -> None:
         """Raise BadUpdate for what only this rule can judge, after names, shapes and bounds."""

@@ -28,11 +28,15 @@ import numpy as np
 from atoll.errors import BadUpdate, UsageError
 from strategies.base import Facts, Uploads, advance
 from strategies.fedavg import FedAvg
+from strategies.fedimpro_graph import check_statistics
 from strategies.layout import Role
 from strategies.options import within
 from strategies.sums import Contribution, Sums, Term
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from atoll.flow.walk import Walked
     from strategies.base import Broadcast, ClientState, ClientUpdate, ServerState, Work
     from strategies.layout import Array, Arrays, Layout, SlotMetas
 
@@ -75,6 +79,14 @@ class FedImpro(FedAvg):
                 f"fedimpro: the model has no {missing[0]!r}; wrap it in strategies.fedimpro_module.FedImpro"
             )
         return layout.with_roles(Role.TOLD, (WEIGHT, *PAIRS)).with_roles(Role.STILL, mine)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        return (*PAIRS.values(), COUNTS)
+
+    def check_statistics(self, walked: Sequence[Walked], least: int) -> None:
+        means, stds = PAIRS.values()
+        check_statistics(walked, (means, stds, COUNTS), least)
 
     def extra_up(self, layout: Layout) -> SlotMetas:
         return {STATISTICS: {name: layout.metas[name] for name in (*PAIRS.values(), COUNTS)}}

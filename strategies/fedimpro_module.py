@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.errors import UsageError
+from atoll.federated import MIN_BATCH
 from strategies.supcon_module import submodule, with_outputs
 
 
@@ -20,13 +21,16 @@ class FedImpro(nn.Module):
 
     In training one forward, in which what ``split`` returns is extended by N = C (floor(B/C) + 1) features
     drawn from the shared per-class normal distribution; they carry no gradient below. Then the moving
-    estimates of the classes in the batch:
+    estimates of the classes with at least ``min_samples`` samples in the batch, which are counted:
 
         mean <- beta mean + (1 - beta) batch mean      (std alike, at most ``max_std``)
 
+    Estimates and counts go to the model's owner: a class of fewer samples would show them. Data owners
+    refuse a ``min_samples`` below their own floor.
+
     In evaluation plain CE. ``split`` must be the only way from below to above: a block's end, not a layer
     that a skip connection passes by. BatchNorm above the split normalises real and drawn features as one
-    batch; below it, it sees only real data. A std needs two samples of a class in the batch.
+    batch; below it, it sees only real data.
     """
 
     fedimpro_shared_means: Tensor
@@ -45,17 +49,19 @@ class FedImpro(nn.Module):
         *,
         beta: float = 0.9,
         max_std: float = 0.1,
+        min_samples: int = MIN_BATCH,
         seed: int = 0,
     ) -> None:
         """``example``: an input batch, for the feature's shape. Shared means start at U(0, 1), stds at
         ``max_std``."""
         super().__init__()
-        if not 0.0 <= beta < 1.0 or max_std <= 0.0 or classes < 2:
+        if not 0.0 <= beta < 1.0 or max_std <= 0.0 or classes < 2 or min_samples < 1:
             raise UsageError(
-                f"fedimpro: beta {beta:g} in [0, 1), max_std {max_std:g} > 0, {classes} classes >= 2"
+                f"fedimpro: beta {beta:g} in [0, 1), max_std {max_std:g} > 0, {classes} classes >= 2, "
+                f"min_samples {min_samples} >= 1"
             )
         self.net, self.split, self.classes = net, split, classes
-        self.beta, self.max_std = beta, max_std
+        self.beta, self.max_std, self.min_samples = beta, max_std, min_samples
         size = _feature_size(net, split, example)
         draw = torch.rand(classes, size, generator=torch.Generator().manual_seed(seed))
         self.register_buffer("fedimpro_shared_means", draw)
@@ -90,12 +96,13 @@ class FedImpro(nn.Module):
         """Move the estimates of the classes in this batch; ``features`` [B, D] without gradient."""
         with torch.no_grad():
             means, stds, counts = class_statistics(features.to(torch.float32), labels, self.classes)
+            enough = counts >= self.min_samples
             moved = self.beta * self.fedimpro_means + (1.0 - self.beta) * means
-            self.fedimpro_means.copy_(torch.where(counts[:, None] > 0, moved, self.fedimpro_means))
+            self.fedimpro_means.copy_(torch.where(enough[:, None], moved, self.fedimpro_means))
             spread = self.beta * self.fedimpro_stds + (1.0 - self.beta) * stds
             spread = spread.clamp(max=self.max_std)
-            self.fedimpro_stds.copy_(torch.where(counts[:, None] > 1, spread, self.fedimpro_stds))
-            self.fedimpro_counts.add_(counts)
+            self.fedimpro_stds.copy_(torch.where(enough[:, None], spread, self.fedimpro_stds))
+            self.fedimpro_counts.add_(counts * enough)
 
 
 def class_statistics(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,7 +23,7 @@ def name_of(*what: object) -> str:
 
 
 def spec(rounds: int = 3, eval_batches: int = 0, **options: Any) -> JobSpec:
-    rule = Federated(**{"deadline_s": 60.0, **options})
+    rule = Federated(**{"deadline_s": 60.0, "min_clients": 1, **options})
     training = TrainingSpec(steps=rounds, n_micro=1, eval_batches=eval_batches, seed=5)
     held = DataSpec((), 8, 4) if eval_batches else None
     federated = FederatedSpec(rule, "digits", {"x": "image"})

@@ -48,7 +48,7 @@ MODEL = ev.Blob("cd" * 32, 1000)
 
 
 def spec(name: str = "fed", **options: Any) -> JobSpec:
-    rule = Federated(**{"evaluate_every": 0, **options})
+    rule = Federated(**{"evaluate_every": 0, "min_clients": 1, **options})
     federated = FederatedSpec(rule, "digits", {"x": "image", "y": "label"})
     training = TrainingSpec(steps=3, n_micro=1)
     return JobSpec(name, training, HASH, HASH, {"w": HASH}, DataSpec((), 0, 4), None, federated=federated)

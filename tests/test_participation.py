@@ -110,8 +110,10 @@ def site(server: Server, folder: Path, data: Mapping[str, Any] | None = None, **
     )
 
 
-def joined(server: Server, folder: Path) -> Participation:
-    return Participation(server.joining(), site(server, folder), Cancel())
+def joined(server: Server, folder: Path, samples: int = 60, **options: Any) -> Participation:
+    own = arrays(samples, 1)
+    mine = {"image": own["x"], "label": own["y"]}
+    return Participation(server.joining(), site(server, folder, mine, **options), Cancel())
 
 
 def order(at_round: int, model: ModelRef, codec: str = "none", ratio: float = 1.0) -> TrainOrder:

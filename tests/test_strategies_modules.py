@@ -245,11 +245,12 @@ def test_fedimpro_moves_the_estimates_of_the_classes_it_saw_and_bounds_the_devia
     module(x, y)
     features = Net().low(x).flatten(1).detach()
     means, _, counts = class_statistics(features, y, C)
-    assert module.fedimpro_counts.tolist() == counts.tolist() == [4, 0, 1]
+    assert counts.tolist() == [4, 0, 1]
+    assert module.fedimpro_counts.tolist() == [4, 0, 0]  # one sample of a class is that sample: not told
     assert torch.allclose(module.fedimpro_means[0], 0.75 * before[0] + 0.25 * means[0], atol=1e-6)
-    assert torch.equal(module.fedimpro_means[1], before[1])
+    assert torch.equal(module.fedimpro_means[1:], before[1:])
     assert module.fedimpro_stds.max() <= 0.2
-    assert torch.equal(module.fedimpro_stds[2], module.fedimpro_shared_stds[2])  # one sample has no deviation
+    assert torch.equal(module.fedimpro_stds[2], module.fedimpro_shared_stds[2])
 
 
 def test_moon_is_its_formula_and_is_captured_with_frozen_copies() -> None:

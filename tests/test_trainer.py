@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.errors import BadUpdate, JobFailed, UsageError
-from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated
+from atoll.federated import MAX_RESIDUAL_ROUNDS, NO_FLOORS, Federated
 from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind, TrainingSpec
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, split
 from coordinator.capture import capture
@@ -153,7 +153,7 @@ def quadratic_federation(rule: str, options: dict[str, Any], steps: tuple[int, i
         f"c{at}": {"a": np.array([a], np.float32), "e": np.array([e], np.float32)}
         for at, (a, e) in enumerate([(1.0, -1.0), (4.0, 1.0)])
     }
-    federation = LocalFederation(model, federated, clients)
+    federation = LocalFederation(model, federated, clients, floors=NO_FLOORS)
     caps = {f"c{at}": n for at, n in enumerate(steps)}
     federation.trainer.steps_of = lambda client: caps[client.name]  # type: ignore[method-assign]
     return federation
@@ -334,7 +334,8 @@ def test_what_depends_on_a_buffer_alone_follows_the_rule_that_sets_it() -> None:
     training = TrainingSpec(steps=5, n_micro=1, optimizer=replace(SGD, lr=1.0))
     model = model_of(Scaled(), training, {"x": torch.ones(1)})
     federated = Federated("vhl", {"match_epochs": 1}, local_epochs=3, held_out=0.0, evaluate_every=0)
-    federation = LocalFederation(model, federated, {"c": {"x": np.ones(1, np.float32)}})
+    clients = {"c": {"x": np.ones(1, np.float32)}}
+    federation = LocalFederation(model, federated, clients, floors=NO_FLOORS)
     federation.run_round()
     assert federation.state.weights["w"][0] == pytest.approx(1.0 - 2.0)  # matched in the first epoch alone
 
@@ -381,7 +382,7 @@ def selecting(selector: str, seconds: Mapping[str, float], **options: Any) -> Lo
         assert min(steps, down_bytes, up_bytes) >= 1
         return seconds[client]
 
-    return LocalFederation(model_of(Small(), spec()), rule, data, seconds=took)
+    return LocalFederation(model_of(Small(), spec()), rule, data, seconds=took, floors=NO_FLOORS)
 
 
 def test_oort_learns_what_its_participants_showed_and_comes_back_to_them() -> None:

@@ -122,3 +122,12 @@ def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
     posted.get(timeout=20)
     assert [clock() for clock in clocks] == [8.0]  # 2 s of a quarter of a core
     assert bench.stop(20.0)
+
+
+def test_what_an_op_says_of_a_clients_data_stays_in_the_clients_log() -> None:
+    bench = SimpleNamespace(_around=None)
+    error = IndexError("index 4711 is out of bounds for dimension 0 with size 10")
+    told = Workbench._explained(bench, error, private=True)  # type: ignore[arg-type]
+    assert told.startswith("IndexError on the client's own data")
+    assert "4711" not in told
+    assert "4711" in Workbench._explained(bench, error)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import pytest
 
 import atoll
 from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch, UsageError
+from atoll.federated import Floors
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -206,6 +207,15 @@ def test_what_an_older_version_remembered_of_insecure_is_dropped_with_a_word(
     assert join(config, never).identity is not None
     remember(config)
     assert "insecure" not in json.loads(file.read_text())
+
+
+def test_floors_that_were_lowered_are_remembered_for_that_coordinator_alone(tmp_path: Path) -> None:
+    lowered = {"host": "one.example.org", "min_clients": 1, "min_batch": 2, "state_dir": tmp_path}
+    remember(make_config(lowered, {}))
+    assert make_config({"state_dir": tmp_path}, {}).floors == Floors(batch=2, clients=1)
+    assert make_config({"state_dir": tmp_path, "host": "other.example.org"}, {}).floors == Floors()
+    with pytest.raises(UsageError, match="--min-steps = 0"):
+        make_config({"host": "h", "min_steps": 0, "state_dir": tmp_path}, {})
 
 
 def test_the_token_may_come_from_the_environment(tmp_path: Path):

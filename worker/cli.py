@@ -86,6 +86,25 @@ Insecure = Annotated[
 Listen = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where peers connect; default 0.0.0.0, any free port.")
 ]
+Advertise = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST[:PORT]", help="Where peers reach this machine, behind a forwarded port; may repeat."
+    ),
+]
+NoInbound = Annotated[
+    bool | None, typer.Option("--no-inbound", help="Accept no connection; open every one ourselves.")
+]
+MinBatch = Annotated[
+    int | None, typer.Option(metavar="N", help="Own samples in each mean that leaves; default 3.")
+]
+MinSamples = Annotated[
+    int | None, typer.Option(metavar="N", help="Own samples behind a federated update; default 10.")
+]
+MinSteps = Annotated[
+    int | None, typer.Option(metavar="N", help="Local steps behind a federated update; default 2.")
+]
+MinClients = Annotated[int | None, typer.Option(metavar="N", help="Updates in a federated round; default 2.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
 
 
@@ -103,15 +122,8 @@ def join(
     threads: Threads = None,
     memory: Memory = None,
     listen: Listen = None,
-    advertise: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST[:PORT]", help="Where peers reach this machine, behind a forwarded port; may repeat."
-        ),
-    ] = None,
-    no_inbound: Annotated[
-        bool | None, typer.Option("--no-inbound", help="Accept no connection; open every one ourselves.")
-    ] = None,
+    advertise: Advertise = None,
+    no_inbound: NoInbound = None,
     site: Annotated[
         str | None, typer.Option(metavar="S", help="Machines behind one router or uplink give the same word.")
     ] = None,
@@ -119,6 +131,10 @@ def join(
         float | None, typer.Option(metavar="M", help="Rate of checkpoint uploads; 0 = unlimited.")
     ] = None,
     kept: Kept = None,
+    min_batch: MinBatch = None,
+    min_samples: MinSamples = None,
+    min_steps: MinSteps = None,
+    min_clients: MinClients = None,
     state_dir: StateDir = None,
     insecure: Insecure = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a log line.")] = False,
@@ -157,6 +173,10 @@ def join(
         "site": site,
         "max_upload_mbit": max_upload_mbit,
         "kept_bytes": parse_size(kept) if kept else None,
+        "min_batch": min_batch,
+        "min_samples": min_samples,
+        "min_steps": min_steps,
+        "min_clients": min_clients,
         "state_dir": state_dir,
         "insecure": insecure,
         "log_json": log_json,

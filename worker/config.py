@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import UsageError
+from atoll.federated import Floors
 from protos.app_bundle import ConfigValue
 from protos.app_words import plain
 from protos.private_files import state_folder, write_private
@@ -30,9 +31,10 @@ _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = ("identity", MEMORY_FILE, "running", "blobs", "data", "apps", "federated", "codec_speed.json")
+_FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
+    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config", *_FLOORS,
 )  # fmt: skip
 
 
@@ -70,6 +72,10 @@ class WorkerConfig:
     accept_apps: tuple[str, ...] = ()  # hashes accepted for this process only
     node_config: tuple[tuple[str, ConfigValue], ...] = ()  # what apps are told of this machine
     app_cache_bytes: int = 8 << 30  # of arrays that apps were sent
+    min_batch: int = Floors().batch  # samples in every mean that leaves; this and the next of ``Floors``
+    min_samples: int = Floors().samples
+    min_steps: int = Floors().steps
+    min_clients: int = Floors().clients
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
@@ -89,6 +95,7 @@ class WorkerConfig:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        _ = self.floors  # whose figures are checked where it is made
         if self.accept_apps and not self.allow_apps:
             raise UsageError("--accept-app without --allow-apps: no app would run; give both")
         for accepted in self.accept_apps:
@@ -103,6 +110,11 @@ class WorkerConfig:
         for text, what in ((self.name, "--name"), (self.site, "--site")):
             if len(text) > 60 or not plain(text):
                 raise UsageError(f"{what} {text[:60]!r}; at most 60 printable characters")
+
+    @property
+    def floors(self) -> Floors:
+        """The least of which this data owner lets anything leave."""
+        return Floors(self.min_batch, self.min_samples, self.min_steps, self.min_clients)
 
     @property
     def entry_address(self) -> str:
@@ -148,8 +160,8 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
     state_dir = Path(options.get("state_dir") or default_state_dir()).expanduser()
     remembered = _recall(state_dir)
     if "host" in options and remembered.get("host") not in (None, options["host"]):
-        # Another coordinator: its own answers, this machine's limits.
-        remembered = {k: v for k, v in remembered.items() if k not in ("port", "site")}
+        # Another coordinator: its own answers, this machine's limits; floors were lowered for one.
+        remembered = {k: v for k, v in remembered.items() if k not in ("port", "site", *_FLOORS)}
     merged = {**remembered, **options, "state_dir": state_dir}
     if "host" not in merged:
         raise UsageError(

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from atoll.federated import Federated
+    from atoll.federated import Federated, Floors
     from atoll.job import TrainingSpec
     from atoll.opdag import OpDag, StateMeta
     from strategies.base import ServerState, Strategy
@@ -94,7 +94,8 @@ class LocalFederation:
 
     ``inputs``: input of the model -> field; by default fields are named after inputs. ``held_out_data``
     is the owner's own, by input, for ``evaluate``. ``seconds``: a model of rounds, which selectors learn from
-    as they do from measured ones. UsageError for data that does not fit.
+    as they do from measured ones. ``floors``: what every client demands, as its worker would. UsageError for
+    data that does not fit.
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class LocalFederation:
         held_out_data: Fields | None = None,
         seconds: RoundSeconds = alike,
         device: torch.device | str = "cpu",
+        floors: Floors | None = None,
     ) -> None:
         if not clients:
             raise UsageError("a federation without clients; give the data of at least one")
         self.model, self.federated = model, federated
         self.rule: Strategy = make_strategy(federated.strategy, federated.options)
-        self.trainer = LocalTrainer(model, self.rule, federated, device)
+        self.trainer = LocalTrainer(model, self.rule, federated, device, floors=floors)
         named = dict(inputs) if inputs is not None else {name: name for name in model.inputs}
         seed = model.training.seed
         self.clients = {

@@ -63,6 +63,7 @@ class Surroundings:
             self.config.max_upload_bytes_per_s,
             self.config.kept_bytes,
             self.progress.tick,
+            self.config.floors,
         )
 
 

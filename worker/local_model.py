@@ -13,12 +13,13 @@ from torch import Tensor
 from atoll.errors import UsageError
 from atoll.execute import DTYPES
 from atoll.job import stepwise_groups
+from atoll.opdag import TensorMeta
 from atoll.sampling import Split, split
 from strategies.layout import Layout
 
 if TYPE_CHECKING:
     from atoll.job import TrainingSpec
-    from atoll.opdag import StateMeta, TensorMeta
+    from atoll.opdag import StateMeta
     from atoll.program import StageProgram
     from strategies.layout import Array
 
@@ -51,9 +52,21 @@ class LocalModel:
         groups = stepwise_groups(self.program.parameters, self.training.optimizer)
         return frozenset(name for name, group in groups.items() if group.frozen)
 
+    def metas(self) -> dict[str, TensorMeta]:
+        """Shape and dtype of every leaf but the inputs, of constants by their values."""
+        described = {name: state.meta for name, state in self.states.items()}
+        for program in (self.program, self.eval_program):
+            for name in program.constants if program is not None else ():
+                described.setdefault(name, _meta(self.tensors[name]))
+        return described
+
     def layout(self) -> Layout:
         """Roles of the leaves, before a rule adapts them."""
         return Layout.of_state({name: self.states[name] for name in self.leaves}, self.frozen)
+
+
+def _meta(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 class LocalData:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from math import isfinite
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame, JobFailed
-from atoll.federated import FederatedSpec
+from atoll.federated import FederatedSpec, Floors
 from atoll.job import TrainingSpec
 from atoll.opdag import StateMeta
 from atoll.program import StageProgram
@@ -28,8 +28,10 @@ from compressors.model_file import Coding, packet_seed, write_update
 from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
+from strategies.returned import check_returned
 from worker import checkpoint
 from worker.allocator import give_back
+from worker.floors import check_held_out, check_job
 from worker.kept import MAX_BYTES, ClientStore
 from worker.local_model import Client, LocalData, LocalModel
 from worker.models import ModelRef, Models
@@ -126,6 +128,7 @@ class Site:
     max_upload_bytes_per_s: float | None = None
     max_kept_bytes: int = MAX_BYTES
     tick: Callable[[], None] = lambda: None
+    floors: Floors = field(default_factory=Floors)
 
 
 class Participation:
@@ -138,8 +141,12 @@ class Participation:
         self.joining, self._site = joining, site
         rule = make_strategy(joining.federated.rule.strategy, joining.federated.rule.options)
         check_feedback(rule, joining.federated.rule)
+        check_job(joining.federated.rule, site.floors)
         _rehearse(joining, site.device)
         inputs = {name: joining.states[name].meta for p in joining.programs for name in p.inputs}
+        metas = {name: state.meta for name, state in joining.states.items() if name not in inputs}
+        # The trainer looks as well; here no byte of the model was fetched yet.
+        check_returned(joining.programs, inputs, metas, rule, site.floors)
         data = LocalData(site.open_data(joining.federated.data), joining.federated.inputs, inputs)
         held_out = joining.federated.rule.held_out
         self._client = Client.of(site.worker, data, held_out, joining.training.seed)
@@ -152,7 +159,12 @@ class Participation:
             _tensors(joining, site, cancel),
             inputs,
         )
-        self._trainer = LocalTrainer(model, rule, joining.federated.rule, site.device, tick=site.tick)
+        self._trainer = LocalTrainer(
+            model, rule, joining.federated.rule, site.device, floors=site.floors, tick=site.tick
+        )
+        self._trainer.check_client(self._client)
+        if joining.federated.rule.evaluate_every:
+            check_held_out(len(self._client.split.held_out), joining.batch, site.floors)
         layout = self._trainer.layout
         self._up, self._lossy = update_metas(rule, layout), lossy_names(layout)
         self._store = ClientStore(site.state_dir, joining.job, site.max_kept_bytes)

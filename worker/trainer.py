@@ -23,6 +23,7 @@ from torch import Tensor
 
 from atoll.errors import JobFailed, UsageError
 from atoll.execute import Executor
+from atoll.federated import Floors
 from atoll.job import OptimizerName
 from atoll.ops import check_node
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
@@ -30,7 +31,9 @@ from compressors.container import drop_pages
 from strategies.base import Done
 from strategies.checking import check_broadcast, check_optimizer, check_update
 from strategies.layout import SHARED, Role
+from strategies.returned import check_returned
 from worker.cancel import Cancel
+from worker.floors import check_held_out, check_job, check_update_floors
 from worker.optimizers import make_optimizer
 from worker.stage import MAX_OUTPUT_BYTES
 
@@ -68,8 +71,9 @@ class Evaluated:
 class LocalTrainer:
     """The programs, compiled once, and one set of working tensors; trains any client of the job.
 
-    UsageError for a rule that the optimizer does not fit or for missing tensors, UnsupportedOp for a
-    node that no honest capture makes. Not thread-safe.
+    UsageError for a rule that the optimizer does not fit, for missing tensors or a job below ``floors``;
+    UnsupportedOp for a node that no honest capture makes, or a graph that would take data home. Not
+    thread-safe.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class LocalTrainer:
         federated: Federated,
         device: torch.device | str = "cpu",
         *,
+        floors: Floors | None = None,
         max_output_bytes: int = MAX_OUTPUT_BYTES,
         tick: Callable[[], None] = lambda: None,
     ) -> None:
@@ -91,6 +96,9 @@ class LocalTrainer:
                 )
             for _, node in program.ops:
                 check_node(node, max_output_bytes)
+        self.floors = floors or Floors()
+        check_job(federated, self.floors)
+        check_returned(programs, model.inputs, model.metas(), rule, self.floors)
         self.model, self.rule, self.federated = model, rule, federated
         self.training = model.training
         self.device = torch.device(device)
@@ -135,6 +143,7 @@ class LocalTrainer:
         not finite, Cancelled.
         """
         check_broadcast(self.rule, self.layout, broadcast)
+        self.check_client(client)
         cancel = cancel or Cancel()
         done, square_loss = self._run_phases(client, broadcast, state, cancel, loaded)
         update, after = self.rule.end(self.layout, broadcast, done, state, noise_seed)
@@ -155,6 +164,7 @@ class LocalTrainer:
         samples = client.split.held_out
         if not len(samples):
             raise UsageError("held_out = 0 leaves nothing to evaluate on; set evaluate_every=0")
+        check_held_out(len(samples), client.data.batch, self.floors)
         self._begin(self.rule.evaluate_with(broadcast, state))
         loaded()
         batches = list(held_out_batches(samples, client.data.batch))
@@ -173,6 +183,16 @@ class LocalTrainer:
         """Local steps of a round."""
         rule = self.federated
         return local_steps(len(client.split.train), client.data.batch, rule.local_epochs, rule.local_steps)
+
+    def check_client(self, client: Client) -> None:
+        """UsageError when the client's update would be of fewer samples or steps than its owner demands."""
+        samples, batch = len(client.split.train), client.data.batch
+        check_update_floors(samples, self.steps_of(client), self.floors)
+        if self.rule.statistics and samples < batch and self.floors.batch > 1:
+            raise UsageError(
+                f"{samples} samples repeat within a micro-batch of {batch}, so {self.rule.name}'s statistics "
+                "of a class might be one sample's; register more data, or make the job's micro-batch smaller"
+            )
 
     # ---------------------------------------------------------------- one phase
 

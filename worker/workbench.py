@@ -232,12 +232,13 @@ class Workbench:
                 self._post(events.TurnBroke(job, at_round, during, str(error)))
             except Exception as error:  # any op may fail in its own way
                 log.error("turn.broke", job=job, round=at_round, during=during, exc_info=True)
-                self._post(events.TurnBroke(job, at_round, during, self._explained(error)))
+                self._post(events.TurnBroke(job, at_round, during, self._explained(error, private=True)))
 
         return run
 
-    def _explained(self, error: Exception) -> str:
-        """A reason that the owner of the job can act on."""
+    def _explained(self, error: Exception, *, private: bool = False) -> str:
+        """A reason that the owner of the job can act on; of an op on ``private`` data not torch's own words,
+        which may quote a value ("index 17 is out of bounds")."""
         around = self._around
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return (
@@ -245,6 +246,8 @@ class Workbench:
                 f"held, budget {around.device.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
                 "worker so that it gets a smaller stage, or use smaller micro-batches"
             )
+        if private:
+            return f"{type(error).__name__} on the client's own data; the worker's log has torch's words"
         return f"{type(error).__name__}: {str(error)[:500]}"
 
     # ---------------------------------------------------------------- a stage

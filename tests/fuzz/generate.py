@@ -59,8 +59,9 @@ def _fitting(draw: Draw, target: str) -> dict[str, Any]:
     dtype = draw.one(("float32", "float32", "float32", *ODD_DTYPES))
     given: dict[str, Any] = {}
     for parameter in declared:
-        if parameter.name in found:
-            given[parameter.name] = found[parameter.name]
+        value = found.get(parameter.name)
+        if parameter.name in found and not (parameter.kind == "number" and isinstance(value, Tensorlike)):
+            given[parameter.name] = value
         elif parameter.required or draw.maybe(0.3):
             given[parameter.name] = _drawn(draw, parameter, shape, dtype)
     if name.endswith("_") and not name.startswith("__"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from atoll.opdag import TorchLiteral
 from tests.fuzz.recipes.base import Draw, recipe, t
 
 
@@ -56,13 +57,22 @@ def addmm_(d: Draw) -> dict[str, Any]:
 @recipe("addmm:dtype baddbmm:dtype bmm:dtype mm:dtype")
 def with_dtype(d: Draw) -> dict[str, Any]:
     b, n, k, m = products(d)
-    return {
-        "self": t(n, k, dtype="bfloat16"),
-        "mat2": t(k, m, dtype="bfloat16"),
-        "mat1": t(n, k, dtype="bfloat16"),
-        "batch1": t(b, n, k, dtype="bfloat16"),
-        "batch2": t(b, k, m, dtype="bfloat16"),
-    }
+    half = {"dtype": "bfloat16"}
+    found: dict[str, Any] = {"out_dtype": TorchLiteral("dtype", d.one(["float32", "bfloat16"]))}
+    found |= {"mat1": t(n, k, **half), "batch1": t(b, n, k, **half), "batch2": t(b, k, m, **half)}
+    return {**found, "self": t(n, k, **half), "mat2": t(k, m, **half), "beta": 1, "alpha": 1}
+
+
+@recipe("bmm:dtype")
+def bmm_dtype(d: Draw) -> dict[str, Any]:
+    found = with_dtype(d)
+    return {**found, "self": found["batch1"], "mat2": found["batch2"]}
+
+
+@recipe("addmm:dtype")
+def addmm_dtype(d: Draw) -> dict[str, Any]:
+    found = with_dtype(d)
+    return {**found, "self": t(found["mat2"].shape[1])}
 
 
 @recipe("bilinear")
@@ -178,6 +188,16 @@ def square(d: Draw) -> dict[str, Any]:
 @recipe("trace")
 def trace(d: Draw) -> dict[str, Any]:
     return {"self": t(d.size(), d.size())}
+
+
+@recipe("cov corrcoef")
+def observations(d: Draw) -> dict[str, Any]:
+    return {
+        "self": t(d.size(), d.size(2, 9)),
+        "fweights": None,
+        "aweights": None,
+        "correction": d.one([0, 1]),
+    }
 
 
 @recipe("cholesky linalg_cholesky")

@@ -73,6 +73,19 @@ def broadcast(d: Draw) -> dict[str, Any]:
     return {"tensors": (t(n, 1), t(1, m), t(1))}
 
 
+@recipe("split:default")
+def split_by_sizes(d: Draw) -> dict[str, Any]:
+    return split_sizes(d)
+
+
+@recipe("""
+    linspace:Tensor_Tensor linspace:Tensor_Scalar linspace:Scalar_Tensor
+    logspace:Tensor_Tensor logspace:Tensor_Scalar logspace:Scalar_Tensor
+""")
+def spaced(d: Draw) -> dict[str, Any]:
+    return {"start": t(), "end": t(), "steps": d.one([0, 1, 2, 7]), "dtype": None}
+
+
 @recipe("unflatten")
 def unflatten(d: Draw) -> dict[str, Any]:
     n, m = d.size(), d.size()
@@ -132,7 +145,7 @@ def swap(d: Draw) -> dict[str, Any]:
 
 @recipe("""
     t mT mH matrix_H adjoint linalg_diagonal diagonal tril triu fill_diagonal_ rot90 fliplr
-    flipud cov corrcoef
+    flipud
 """)
 def two_dims(d: Draw) -> dict[str, Any]:
     return {
