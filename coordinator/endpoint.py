@@ -36,7 +36,7 @@ class Endpoint:
     @property
     def address(self) -> str:
         """HOST:PORT, an IPv6 host in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address_text(self.host, self.port)
 
     def channel(self) -> grpc.Channel:
         """A channel to the entry port; it connects at the first call."""
@@ -55,6 +55,11 @@ class Endpoint:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every owner's call carries."""
         return () if self.token is None else (("authorization", f"Bearer {self.token.presented}"),)
+
+
+def address_text(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def default_state_dir() -> Path:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +34,7 @@ from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
 from coordinator.dataprovider import DataProvider
 from coordinator.doors import Door, OwnerGate, StageData, WorkerGate
+from coordinator.endpoint import address_text
 from coordinator.entry_service import Doorkeeping
 from coordinator.exporter import Exporter
 from coordinator.facts import Ledger, from_record
@@ -49,9 +51,11 @@ from coordinator.tokens import Register
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
+from protos.folder_lock import FolderLock, Holder
 from protos.telemetry import Event
 
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
+LOCK_FILE = "serving"
 GRACE_S = 0.3  # for calls in progress when the server stops
 
 log = structlog.get_logger()
@@ -69,14 +73,27 @@ class Started:
 
 
 class Server:
-    """One coordinator inside a running event loop: ``start``, then ``stop``."""
+    """One coordinator inside a running event loop: ``start``, then ``stop``.
+
+    It holds its state folder's lock from the constructor to ``stop``: of two coordinators on one folder
+    each would delete what the other needs. UsageError names the one that is there.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
+        self._lock = FolderLock(config.state_dir / LOCK_FILE, partial(_refusal, config.state_dir))
+        try:
+            self._restore()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _restore(self) -> None:
+        """Everything that the state folder holds, read back."""
+        config = self.config
         begun_s, begun = time.time(), time.monotonic()
         # Wall time that never jumps, so that silence is measured truly.
         self._clock: Callable[[], float] = lambda: begun_s + (time.monotonic() - begun)
-        _private_folder(config.state_dir)
         self.journal = Journal(config.journal_url)
         self.ledger = Ledger(config.keep_checkpoints)
         self.register = Register()
@@ -131,6 +148,7 @@ class Server:
         ]
         if config.metrics_port is not None:
             self.exporter = Exporter(self.shell, config.host, config.metrics_port)
+        self._lock.note(address_text(config.host, entry_port))
         join_token = self._join_token(owner, work_port)
         log.info(
             Event.SERVER_STARTED.value,
@@ -165,6 +183,7 @@ class Server:
         await self.shell.aggregators.stop()
         self.shell.stop()
         self.journal.close()
+        self._lock.release()
         log.info(Event.SERVER_STOPPED.value)
 
     # ------------------------------------------------------------ ports
@@ -228,8 +247,7 @@ class Server:
     async def _listen(
         self, server: grpc.aio.Server, port: int, identity: Identity | None, *, mutual: bool
     ) -> int:
-        host = self.config.host
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_text(self.config.host, port)
         try:
             if identity is None:
                 bound = server.add_insecure_port(address)
@@ -396,11 +414,12 @@ def _log_to_stderr() -> None:
     )
 
 
-def _private_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot create {folder}: {error.strerror}; choose another --state-dir") from None
+def _refusal(folder: Path, holder: Holder) -> str:
+    where = f" on {holder.address}" if holder.address else ""
+    return (
+        f"another coordinator (process {holder.process or '?'}{where}) runs from {folder}; stop it, or give "
+        "this one its own --state-dir"
+    )
 
 
 def _write_private(path: Path, text: str) -> None:

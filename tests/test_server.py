@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import stat
 import subprocess
@@ -515,6 +516,44 @@ def test_a_taken_port_and_secrets_on_disk(stack: ExitStack, tmp_path: Path) -> N
         serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=running.started.entry_port))
     mode = stat.S_IMODE((tmp_path / "a" / "owner-token").stat().st_mode)
     assert mode == 0o600
+
+
+def test_one_folder_has_one_coordinator_even_at_another_port(stack: ExitStack, tmp_path: Path) -> None:
+    first = start(stack, tmp_path)
+    parts = tmp_path / "app-parts"
+    (parts / "of-a-run").touch()
+    said = rf"process {os.getpid()} on 127.0.0.1:{first.started.entry_port}\).*--state-dir"
+    with pytest.raises(UsageError, match=said):
+        serve(CoordinatorConfig(state_dir=tmp_path, entry_port=0))
+    assert (parts / "of-a-run").exists(), "the second one swept the first one's files"
+    assert Owner(first).call("Status", pb.StatusRequest()).workers == []
+    first.stop()
+    assert start(stack, tmp_path).started.owner_token == first.started.owner_token
+
+
+def test_a_failed_start_leaves_the_folder_to_the_next(stack: ExitStack, tmp_path: Path) -> None:
+    taken = start(stack, tmp_path / "a").started.entry_port
+    with pytest.raises(UsageError, match="cannot listen on"):
+        serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=taken))
+    (tmp_path / "b" / "ca" / "ca-key.pem").rename(tmp_path / "key")
+    with pytest.raises(StorageError, match="ca-key"):
+        serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=0))
+    (tmp_path / "key").rename(tmp_path / "b" / "ca" / "ca-key.pem")
+    start(stack, tmp_path / "b")
+
+
+def test_a_second_serve_command_ends_with_a_remedy_until_the_first_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--state-dir", str(tmp_path)]
+    with serving(tmp_path) as served:
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2
+        where = f"process {served.process.pid} on 127.0.0.1:{served.started.entry_port}"
+        assert where in refused.stderr
+        assert "stop it, or give this one its own --state-dir" in refused.stderr
+        assert len(refused.stderr.strip().splitlines()) == 1
+    with serving(tmp_path):
+        pass
 
 
 def test_the_coordinator_never_imports_torch() -> None:
