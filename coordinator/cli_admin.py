@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll` command."""
     app.command(epilog="Example: atoll serve --listen 0.0.0.0:7700 --advertise train.example.org")(serve)
     app.command(epilog="Example: atoll status --json | jq '.workers[].state'")(status)
-    app.command(epilog="Example: atoll kick w-7f3a2c --for-good --reason 'wrong results'")(kick)
+    app.command(epilog="Example: atoll kick w-7f3a2c9e05b1d846 --for-good --reason 'wrong results'")(kick)
     app.add_typer(token_app, name="token")
 
 
@@ -49,6 +49,10 @@ def serve(
         int | None,
         typer.Option(metavar="PORT", min=0, max=65535, help="Serve Prometheus metrics on this port."),
     ] = None,
+    max_workers: Annotated[
+        int,
+        typer.Option(min=1, max=100_000, help="How many may be enrolled, those that left included."),
+    ] = 4096,
     database: Annotated[
         str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
     ] = "",
@@ -72,6 +76,7 @@ def serve(
         insecure=insecure,
         metrics_port=metrics,
         database_url=database,
+        max_workers=max_workers,
     )
 
     def announce(started: Started) -> None:

@@ -84,7 +84,7 @@ class CoordinatorConfig:
     max_blob_bytes: int = 64 * GIB
     unneeded_blob_s: float = 86_400.0  # so long an upload may wait for its job, or for its rest
     outgoing_messages: int = 1024  # queued for one worker; beyond it the session is closed
-    max_workers: int = 4096
+    max_workers: int = 4096  # enrolled, those that left included
     max_jobs: int = 10_000
     wrong_token_delay_s: float = 0.5
     wrong_tokens_at_once: int = 16  # further ones are refused without a look

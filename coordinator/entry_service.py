@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
+ID_DRAWS = 8  # one suffices unless random numbers repeat: of 100,000 workers two draw alike in 4e9 fleets
+
 log = structlog.get_logger()
 
 
@@ -96,8 +98,11 @@ class EntryService(rpc.EntryServicer):
         if self._wrong >= self._rules.wrong_tokens_at_once:
             raise AccessDenied("too many wrong tokens at this moment; try again in a few seconds")
         if len(self._register.workers) >= self._rules.max_workers:
-            raise StorageError(f"{self._rules.max_workers} workers are enrolled already; raise max_workers")
-        worker, certificate, ca, token = new_worker_id(), b"", b"", ""
+            raise StorageError(
+                f"{self._rules.max_workers} workers are enrolled already; start `atoll serve` with a larger "
+                "--max-workers"
+            )
+        worker, certificate, ca, token = self._free_id(), b"", b"", ""
         if self._authority is not None:
             token = self._register.admit(request.token, self._clock()).id
             certificate = self._authority.sign(request.csr_pem, worker)
@@ -111,6 +116,15 @@ class EntryService(rpc.EntryServicer):
         log.info(Event.WORKER_ENROLLED, worker=worker, name=name, token=token)
         return pb.EnrollReply(
             worker=worker, certificate_pem=certificate, ca_pem=ca, work_port=self._work_port
+        )
+
+    def _free_id(self) -> str:
+        """A new worker's id, which nobody here has or ever had."""
+        for _ in range(ID_DRAWS):
+            if (worker := new_worker_id()) not in self._register.workers:
+                return worker
+        raise StorageError(
+            f"{ID_DRAWS} random worker ids were all taken; this machine's random source repeats"
         )
 
     async def _slow_down(self) -> None:

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 COORDINATOR = "coordinator"
 WORKER_ID = re.compile(r"w-[0-9a-z](?:[0-9a-z-]{0,40}[0-9a-z])?")
-"""A worker's id is one DNS label, so that TLS itself can check it."""
+"""A worker's id is one DNS label, so that TLS itself can check it. Those given out before ids had 64 bits
+are six hex digits, and remain good."""
+WORKER_ID_BYTES = 8
 
 CA_LIFETIME = dt.timedelta(days=3650)
 CERTIFICATE_LIFETIME = dt.timedelta(days=365)
@@ -121,8 +123,8 @@ def signing_request(key_pem: bytes, name: str) -> bytes:
 
 
 def new_worker_id() -> str:
-    """A random id such as ``w-7f3a2c``; the caller checks that it is not taken."""
-    return "w-" + secrets.token_hex(3)
+    """A random id of 64 bits such as ``w-7f3a2c9e05b1d846``; the caller checks that it is not taken."""
+    return "w-" + secrets.token_hex(WORKER_ID_BYTES)
 
 
 def fingerprint(certificate_pem: bytes) -> str:
@@ -210,7 +212,7 @@ class Authority:
         Raises AccessDenied for a malformed request or id.
         """
         if not WORKER_ID.fullmatch(worker_id):
-            raise AccessDenied(f"worker id {worker_id[:60]!r} is not of the form w-7f3a2c")
+            raise AccessDenied(f"worker id {worker_id[:60]!r} is not of the form w-7f3a2c9e05b1d846")
         if len(csr_pem) > MAX_PEM_BYTES:
             raise AccessDenied(f"certificate request of {len(csr_pem)} bytes; at most {MAX_PEM_BYTES}")
         try:

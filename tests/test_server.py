@@ -425,6 +425,34 @@ def test_who_was_kicked_for_good_does_not_come_back(stack: ExitStack, tmp_path: 
     assert "removed for good: wrong results" in worker.error
 
 
+def test_an_id_that_is_taken_is_drawn_again_and_never_given_out_twice(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    drawn = iter(["w-7f3a2c", "w-7f3a2c", "w-7f3a2c", "w-00000000000000aa", *["w-7f3a2c"] * 99])
+    monkeypatch.setattr("coordinator.entry_service.new_worker_id", lambda: next(drawn))
+    (first,) = fleet(stack, running, 1)
+    eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 1)
+    owner.call("Kick", pb.KickRequest(worker="w-7f3a2c", for_good=True, reason="noise"))
+    assert first.ended.wait(10)
+    (second,) = fleet(stack, running, 1)
+    assert (first.worker, second.worker) == ("w-7f3a2c", "w-00000000000000aa")
+    error = refused(lambda: FakeWorker(owner.address, running.started.join_token).enroll())
+    assert isinstance(error, StorageError)
+    assert "all taken" in str(error)
+    barred = running.call(lambda server: server.register.refusal("w-7f3a2c"))
+    assert "noise" in barred, "a newcomer of the same id lifted it"
+
+
+def test_the_most_workers_are_an_option_whose_name_the_refusal_says(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path, max_workers=1)
+    fleet(stack, running, 1)
+    error = refused(lambda: FakeWorker(Owner(running).address, running.started.join_token).enroll())
+    assert isinstance(error, StorageError)
+    assert "--max-workers" in str(error)
+
+
 def test_a_malformed_message_sets_its_sender_aside(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
     (worker,) = fleet(stack, running, 1)
@@ -544,7 +572,7 @@ def test_a_failed_start_leaves_the_folder_to_the_next(stack: ExitStack, tmp_path
 
 def test_a_second_serve_command_ends_with_a_remedy_until_the_first_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--state-dir", str(tmp_path)]
+    command += ["--state-dir", str(tmp_path), "--max-workers", "5000"]
     with serving(tmp_path) as served:
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
         assert refused.returncode == 2
