@@ -91,8 +91,10 @@ class CoordinatorConfig:
     trace_bytes: int = 64 * MIB  # of spans kept for one job
     log_lines: int = 5000  # kept in memory for `atoll logs`
     stop_within_s: float = 1.5
-    owner_ping_s: float = 10.0  # a silent owner's connection is asked so often whether it is there
-    owner_answers_s: float = 20.0  # and is lost without an answer by then, which may wait behind megabytes
+    keepalive_s: float = 10.0  # a silent connection is asked so often whether the other end is there
+    keepalive_timeout_s: float = (
+        20.0  # and is lost when no answer came by then; one may wait behind megabytes
+    )
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -116,9 +118,9 @@ class CoordinatorConfig:
             raise UsageError(f"unneeded_blob_s = {self.unneeded_blob_s}; give 60 s or more")
         if not 0 <= self.wrong_token_delay_s <= 60 or not math.isfinite(self.stop_within_s):
             raise UsageError(f"wrong_token_delay_s = {self.wrong_token_delay_s}; give 0 to 60")
-        if not (0.01 <= self.owner_ping_s <= 3600 and 0.01 <= self.owner_answers_s <= 3600):
+        if not (0.01 <= self.keepalive_s <= 3600 and 0.01 <= self.keepalive_timeout_s <= 3600):
             raise UsageError(
-                f"owner_ping_s = {self.owner_ping_s}, owner_answers_s = {self.owner_answers_s}; "
+                f"keepalive_s = {self.keepalive_s}, keepalive_timeout_s = {self.keepalive_timeout_s}; "
                 "give 0.01 to 3600"
             )
         if self.insecure and self.host not in ("127.0.0.1", "::1", "localhost") and not self.advertise:

@@ -211,15 +211,7 @@ class Server:
         if owner_token is not None:
             owner_hash = secret_hash(JoinToken.decode(owner_token).presented)
             gates = [OwnerGate(owner_hash, self.config.wrong_token_delay_s)]
-        config = self.config
-        # Workers say by heartbeats that they are there; an owner whose line was cut says nothing.
-        server = self._new_server(
-            gates,
-            ("grpc.keepalive_time_ms", round(1000 * config.owner_ping_s)),
-            ("grpc.keepalive_timeout_ms", round(1000 * config.owner_answers_s)),
-            ("grpc.http2.ping_timeout_ms", round(1000 * config.owner_answers_s)),
-            ("grpc.http2.max_pings_without_data", 0),
-        )
+        server = self._new_server(gates)
         door = Door(self.register, self.journal, self.authority, work_port, rules, self._clock)
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
@@ -227,8 +219,8 @@ class Server:
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, OwnerRights(self.shell)), server)
         return await self._listen(server, port, identity, mutual=False)
 
-    def _new_server(self, interceptors: list[Any], *options: tuple[str, int]) -> grpc.aio.Server:
-        size = self.config.max_message_bytes
+    def _new_server(self, interceptors: list[Any]) -> grpc.aio.Server:
+        config, size = self.config, self.config.max_message_bytes
         server = grpc.aio.server(
             interceptors=interceptors,
             options=[
@@ -238,7 +230,11 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
                 ("grpc.keepalive_permit_without_calls", 1),
-                *options,
+                # A line that was cut without a word holds a stream and a descriptor until somebody asks.
+                ("grpc.keepalive_time_ms", round(1000 * config.keepalive_s)),
+                ("grpc.keepalive_timeout_ms", round(1000 * config.keepalive_timeout_s)),
+                ("grpc.http2.ping_timeout_ms", round(1000 * config.keepalive_timeout_s)),
+                ("grpc.http2.max_pings_without_data", 0),
             ],
         )
         self._servers.append(server)

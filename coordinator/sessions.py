@@ -36,6 +36,10 @@ LOG_LINE_CHARS = 120  # what the log adds to a line
 REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a worker that knocks for ever must not fill it
 MAX_SPANS_A_MESSAGE = 20_000
 _ANYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - what a worker may say, not where we listen
+REPLACED = (
+    "another process has taken over this worker's session: it runs from a copy of the same state folder; "
+    "give each worker a folder of its own, and join anew from this one with a token"
+)
 _sessions = itertools.count(1)
 
 log = structlog.get_logger()
@@ -76,7 +80,7 @@ class WorkService(rpc.WorkServicer):
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.FromWorker], context: Context
-    ) -> AsyncIterator[pb.ToWorker]:
+    ) -> None:
         """A worker's stream, from its introduction until either side ends it."""
         try:
             worker, introduction = await self._admit(request_iterator, context)
@@ -84,15 +88,17 @@ class WorkService(rpc.WorkServicer):
             self._say_refused(context, error)
             await refuse(context, error)
         shell = self._shell
-        yield pb.ToWorker(
-            welcome=pb.Welcome(
-                worker=worker,
-                heartbeat_s=shell.config.liveness.heartbeat_s,
-                time_s=shell.clock(),
+        await context.write(
+            pb.ToWorker(
+                welcome=pb.Welcome(
+                    worker=worker,
+                    heartbeat_s=shell.config.liveness.heartbeat_s,
+                    time_s=shell.clock(),
+                )
             )
         )
-        outbox = Outbox(worker, next(_sessions), asyncio.Queue())
-        shell.outboxes[worker] = outbox
+        outbox = Outbox(worker, next(_sessions), asyncio.Queue(), asyncio.current_task())
+        shell.attach(outbox)
         shell.post(ev.SessionOpened(worker, outbox.session, introduction))
         log.info(Event.SESSION_OPENED.value, worker=worker, name=introduction.name, session=outbox.session)
         reader = asyncio.create_task(self._read(request_iterator, outbox))
@@ -100,13 +106,21 @@ class WorkService(rpc.WorkServicer):
             while (message := await outbox.queue.get()) is not None:
                 converted = await self._converted(message)
                 if converted is not None:
-                    yield converted
+                    await context.write(converted)
+        except asyncio.CancelledError:
+            if not outbox.overdue:
+                raise
         finally:
             reader.cancel()
             if shell.outboxes.get(worker) is outbox:
                 del shell.outboxes[worker]
             shell.post(ev.SessionClosed(worker, outbox.session))
             log.info(Event.SESSION_CLOSED.value, worker=worker, session=outbox.session, reason=outbox.reason)
+        if outbox.replaced:
+            # A worker opens its next session after the end of the last: who still listens is another process.
+            await refuse(context, AccessDenied(REPLACED))
+        if outbox.overdue:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.reason)
 
     async def _admit(
         self, requests: AsyncIterator[pb.FromWorker], context: Context
