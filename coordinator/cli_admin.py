@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -46,9 +46,12 @@ def serve(
     ] = 0,
     state_dir: StateDir = None,
     metrics: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Serve Prometheus metrics on this port."),
-    ] = None,
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve Prometheus metrics there, without TLS or token; on 127.0.0.1 unless HOST is named.",
+        ),
+    ] = "",
     max_workers: Annotated[
         int,
         typer.Option(min=1, max=100_000, help="How many may be enrolled, those that left included."),
@@ -74,7 +77,7 @@ def serve(
         work_port=work_port,
         advertise=advertise,
         insecure=insecure,
-        metrics_port=metrics,
+        **_metrics(metrics),
         database_url=database,
         max_workers=max_workers,
     )
@@ -100,6 +103,16 @@ def serve(
         out.print(f"  {started.join_command}", soft_wrap=True, markup=False)
 
     serve_forever(config, announce)
+
+
+def _metrics(text: str) -> dict[str, Any]:
+    """Where metrics are served, as fields of the configuration; UsageError when it is no [HOST:]PORT."""
+    if not text:
+        return {}
+    host, port = parse_address(f"127.0.0.1:{text}" if text.isdigit() else text, -1)
+    if port < 0:
+        raise UsageError(f"--metrics {text!r}; write a port, or HOST:PORT, for example 127.0.0.1:9100")
+    return {"metrics_host": host, "metrics_port": port}
 
 
 def status(

@@ -72,7 +72,8 @@ class CoordinatorConfig:
     advertise: str = ""  # what the join command names; "" = host
     insecure: bool = False  # no TLS, no tokens: loopback experiments only
     database_url: str = ""  # "" = SQLite in state_dir
-    metrics_port: int | None = None
+    metrics_port: int | None = None  # None: no metrics; 0: any free one
+    metrics_host: str = "127.0.0.1"  # they have neither TLS nor a token
     liveness: Liveness = field(default_factory=Liveness)
     probing: Probing = field(default_factory=Probing)
     adaptation: Adaptation = field(default_factory=Adaptation)
@@ -100,6 +101,7 @@ class CoordinatorConfig:
         for name, value, low, high in (
             ("entry_port", self.entry_port, 0, 65535),
             ("work_port", self.work_port, 0, 65535),
+            ("metrics_port", self.metrics_port or 0, 0, 65535),
             ("concurrent_jobs", self.concurrent_jobs, 1, 1000),
             ("concurrent_federations", self.concurrent_federations, 1, 1000),
             ("keep_checkpoints", self.keep_checkpoints, 1, 1000),

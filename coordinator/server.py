@@ -147,7 +147,7 @@ class Server:
             for work in (self.shell.run(), self.shell.tick(), sweep_for_ever(self.shell))
         ]
         if config.metrics_port is not None:
-            self.exporter = Exporter(self.shell, config.host, config.metrics_port)
+            self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port)
         self._lock.note(address_text(config.host, entry_port))
         join_token = self._join_token(owner, work_port)
         log.info(
