@@ -29,6 +29,7 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
     "advertise", "inbound", "site", "insecure", "max_upload_mbit", "kept_bytes", "node_config",
+    "use_proxy",
 )  # fmt: skip
 
 
@@ -50,6 +51,7 @@ class WorkerConfig:
     site: str = ""  # machines behind one uplink give the same
     state_dir: Path = field(default_factory=lambda: default_state_dir())
     insecure: bool = False
+    use_proxy: bool = False  # reach coordinator and peers by way of the environment's proxy
     log_json: bool = False
     shaper_file: str = ""
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited

@@ -44,7 +44,9 @@ class Membership:
 
     def channel(self, config: WorkerConfig) -> grpc.Channel:
         ca = self.identity.ca_pem if self.identity else None
-        return open_channel(self.work_address, ca, self.identity, config.max_message_bytes)
+        return open_channel(
+            self.work_address, ca, self.identity, config.max_message_bytes, use_proxy=config.use_proxy
+        )
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:
@@ -66,7 +68,9 @@ def join(
     ca = None if config.insecure else (identity.ca_pem if identity else _token_ca(token))
     deadline_s = clock() + config.connect_timeout_s
     while True:
-        with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
+        with open_channel(
+            config.entry_address, ca, None, config.max_message_bytes, use_proxy=config.use_proxy
+        ) as channel:
             try:
                 return _enter(config, rpc.EntryStub(channel), identity, token, ca, stopped)
             except ConnectionFailed:
@@ -82,7 +86,9 @@ def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
     Raises ConnectionFailed while it is away, AccessDenied or ProtocolMismatch when it changed.
     """
     ca = member.identity.ca_pem if member.identity else None
-    with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
+    with open_channel(
+        config.entry_address, ca, None, config.max_message_bytes, use_proxy=config.use_proxy
+    ) as channel:
         reply, took_s = greet(rpc.EntryStub(channel), config.entry_address)
     offset_s = reply.time_s + took_s / 2 - time.time()
     address = join_address(config.host, reply.work_port)
