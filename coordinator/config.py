@@ -88,7 +88,11 @@ class CoordinatorConfig:
     max_workers: int = 4096  # enrolled, those that left included
     max_jobs: int = 10_000
     wrong_token_delay_s: float = 0.5
-    wrong_tokens_at_once: int = 16  # further ones are refused without a look
+    wrong_tokens_at_once: int = 16  # that are answered late; further ones are refused at once
+    calls_per_address: int = 64  # at once on the entry port, without the owner's token
+    calls_per_worker: int = 64  # at once on the work port
+    handshake_within_s: float = 30.0  # from a connection to its TLS session
+    idle_connection_s: float = 60.0  # so long the entry port keeps a connection without a call
     trace_bytes: int = 64 * MIB  # of spans kept for one job
     log_lines: int = 5000  # kept in memory for `atoll logs`
     stop_within_s: float = 1.5
@@ -110,6 +114,9 @@ class CoordinatorConfig:
             ("max_blob_bytes", self.max_blob_bytes, MIB, 2**50),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),
             ("max_workers", self.max_workers, 1, 10**5),
+            ("wrong_tokens_at_once", self.wrong_tokens_at_once, 0, 10**4),
+            ("calls_per_address", self.calls_per_address, 1, 10**5),
+            ("calls_per_worker", self.calls_per_worker, 4, 10**5),
             ("max_jobs", self.max_jobs, 1, 10**6),
             ("trace_bytes", self.trace_bytes, 0, 2**40),
             ("log_lines", self.log_lines, 10, 10**6),
@@ -120,6 +127,11 @@ class CoordinatorConfig:
             raise UsageError(f"unneeded_blob_s = {self.unneeded_blob_s}; give 60 s or more")
         if not 0 <= self.wrong_token_delay_s <= 60 or not math.isfinite(self.stop_within_s):
             raise UsageError(f"wrong_token_delay_s = {self.wrong_token_delay_s}; give 0 to 60")
+        if not (0.01 <= self.handshake_within_s <= 3600 and 0.01 <= self.idle_connection_s <= 1e6):
+            raise UsageError(
+                f"handshake_within_s = {self.handshake_within_s}, idle_connection_s = "
+                f"{self.idle_connection_s}; give 0.01 to 3600, and 0.01 to 1e6"
+            )
         if not (0.01 <= self.keepalive_s <= 3600 and 0.01 <= self.keepalive_timeout_s <= 3600):
             raise UsageError(
                 f"keepalive_s = {self.keepalive_s}, keepalive_timeout_s = {self.keepalive_timeout_s}; "
@@ -130,6 +142,11 @@ class CoordinatorConfig:
                 f"--insecure listens on {self.host} without any check of who joins; use 127.0.0.1, or name "
                 "the address with --advertise to say that this is meant"
             )
+
+    @property
+    def max_calls(self) -> int:
+        """Calls of one port at once, all callers together: gRPC refuses further ones."""
+        return max(1024, 4 * self.max_workers)
 
     @property
     def journal_url(self) -> str:

@@ -58,7 +58,7 @@ class Endpoint:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every owner's call carries."""
-        return () if self.token is None else (("authorization", f"Bearer {self.token.presented}"),)
+        return () if self.token is None else self.token.metadata
 
 
 def address_text(host: str, port: int) -> str:

@@ -28,14 +28,14 @@ import structlog
 
 import atoll
 from atoll.errors import StorageError, UsageError
+from coordinator.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.app_desk import AppDesk
 from coordinator.app_service import NodeApps, OwnerApps
 from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
 from coordinator.dataprovider import DataProvider
-from coordinator.doors import Door, OwnerGate, StageData, WorkerGate
+from coordinator.doors import Door, StageData
 from coordinator.endpoint import address_text
-from coordinator.entry_service import Doorkeeping
 from coordinator.exporter import Exporter
 from coordinator.facts import Ledger, from_record
 from coordinator.graphs import GraphStore
@@ -56,6 +56,7 @@ from protos.telemetry import Event
 
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
 LOCK_FILE = "serving"
+MAX_STREAMS = 128  # of one connection to the entry port
 GRACE_S = 0.3  # for calls in progress when the server stops
 
 log = structlog.get_logger()
@@ -136,12 +137,9 @@ class Server:
         identity = self.authority.server_identity() if self.authority is not None else None
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
-        rules = Doorkeeping(config.wrong_token_delay_s, config.wrong_tokens_at_once, config.max_workers)
-        owner = OwnerService(self.shell, self.register, self.authority, work_port, rules)
+        owner = OwnerService(self.shell, self.register, self.authority, work_port)
         owner_token = self._owner_token(work_port)
-        entry_port = await self._serve_entry(
-            config.entry_port, identity, owner, owner_token, work_port, rules
-        )
+        entry_port = await self._serve_entry(config.entry_port, identity, owner, owner_token, work_port)
         self._tasks = [
             asyncio.create_task(work)
             for work in (self.shell.run(), self.shell.tick(), sweep_for_ever(self.shell))
@@ -190,8 +188,9 @@ class Server:
 
     async def _serve_work(self, port: int, identity: Identity | None) -> int:
         insecure = identity is None
-        server = self._new_server([WorkerGate(self.register, insecure)])
-        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure), server)
+        calls = Calls(self.config.calls_per_worker, "worker")
+        server = self._new_server(WorkerAccess(self.register, insecure, calls))
+        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure, calls), server)
         rights = WorkerRights(self.shell, insecure)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
@@ -205,24 +204,34 @@ class Server:
         owner: OwnerService,
         owner_token: str | None,
         work_port: int,
-        rules: Doorkeeping,
     ) -> int:
-        gates: list[Any] = []
-        if owner_token is not None:
-            owner_hash = secret_hash(JoinToken.decode(owner_token).presented)
-            gates = [OwnerGate(owner_hash, self.config.wrong_token_delay_s)]
-        server = self._new_server(gates)
-        door = Door(self.register, self.journal, self.authority, work_port, rules, self._clock)
+        config = self.config
+        owner_hash = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
+        rules = EntryThrottle(
+            config.wrong_token_delay_s, config.wrong_tokens_at_once, config.calls_per_address
+        )
+        server = self._new_server(
+            EntryAccess(owner_hash, self.register, rules, self._clock),
+            # A stranger's stream has a window of 64 KiB, and it must not grow with what he sends. A call
+            # that may send large messages gets 1 MiB a round trip once it is being read.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.max_connection_idle_ms", round(1000 * config.idle_connection_s)),
+        )
+        door = Door(self.register, self.journal, self.authority, work_port, config.max_workers, self._clock)
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
         apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk), server)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, OwnerRights(self.shell)), server)
         return await self._listen(server, port, identity, mutual=False)
 
-    def _new_server(self, interceptors: list[Any]) -> grpc.aio.Server:
+    def _new_server(
+        self, access: grpc.aio.ServerInterceptor[Any, Any], *options: tuple[str, int]
+    ) -> grpc.aio.Server:
         config, size = self.config, self.config.max_message_bytes
         server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[access],
+            maximum_concurrent_rpcs=config.max_calls,
             options=[
                 ("grpc.max_receive_message_length", size),
                 ("grpc.max_send_message_length", size),
@@ -235,6 +244,8 @@ class Server:
                 ("grpc.keepalive_timeout_ms", round(1000 * config.keepalive_timeout_s)),
                 ("grpc.http2.ping_timeout_ms", round(1000 * config.keepalive_timeout_s)),
                 ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.server_handshake_timeout_ms", round(1000 * config.handshake_within_s)),
+                *options,
             ],
         )
         self._servers.append(server)

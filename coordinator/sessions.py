@@ -25,6 +25,7 @@ from protos.credentials import peer_name
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
+    from coordinator.access import Calls
     from coordinator.tokens import Register
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -71,10 +72,11 @@ def host_of(context: Context) -> str:
 class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
-    def __init__(self, shell: Shell, register: Register, insecure: bool) -> None:
+    def __init__(self, shell: Shell, register: Register, insecure: bool, calls: Calls) -> None:
         self._shell = shell
         self._register = register
         self._insecure = insecure
+        self._calls = calls
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
@@ -83,25 +85,31 @@ class WorkService(rpc.WorkServicer):
     ) -> None:
         """A worker's stream, from its introduction until either side ends it."""
         try:
-            worker, introduction = await self._admit(request_iterator, context)
+            worker = worker_of(context, self._insecure)
+            with self._calls.one_of(worker):
+                introduction = await self._admit(worker, request_iterator, context)
+                await self._serve(worker, introduction, request_iterator, context)
         except AtollError as error:
             self._say_refused(context, error)
             await refuse(context, error)
+
+    async def _serve(
+        self,
+        worker: str,
+        introduction: ev.Introduction,
+        requests: AsyncIterator[pb.FromWorker],
+        context: Context,
+    ) -> None:
         shell = self._shell
-        await context.write(
-            pb.ToWorker(
-                welcome=pb.Welcome(
-                    worker=worker,
-                    heartbeat_s=shell.config.liveness.heartbeat_s,
-                    time_s=shell.clock(),
-                )
-            )
+        welcome = pb.Welcome(
+            worker=worker, heartbeat_s=shell.config.liveness.heartbeat_s, time_s=shell.clock()
         )
+        await context.write(pb.ToWorker(welcome=welcome))
         outbox = Outbox(worker, next(_sessions), asyncio.Queue(), asyncio.current_task())
         shell.attach(outbox)
         shell.post(ev.SessionOpened(worker, outbox.session, introduction))
         log.info(Event.SESSION_OPENED.value, worker=worker, name=introduction.name, session=outbox.session)
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        reader = asyncio.create_task(self._read(requests, outbox))
         try:
             while (message := await outbox.queue.get()) is not None:
                 converted = await self._converted(message)
@@ -118,14 +126,13 @@ class WorkService(rpc.WorkServicer):
             log.info(Event.SESSION_CLOSED.value, worker=worker, session=outbox.session, reason=outbox.reason)
         if outbox.replaced:
             # A worker opens its next session after the end of the last: who still listens is another process.
-            await refuse(context, AccessDenied(REPLACED))
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REPLACED)
         if outbox.overdue:
             await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.reason)
 
     async def _admit(
-        self, requests: AsyncIterator[pb.FromWorker], context: Context
-    ) -> tuple[str, ev.Introduction]:
-        worker = worker_of(context, self._insecure)
+        self, worker: str, requests: AsyncIterator[pb.FromWorker], context: Context
+    ) -> ev.Introduction:
         barred = self._register.refusal(worker)
         if barred is not None:
             raise AccessDenied(barred)
@@ -146,8 +153,7 @@ class WorkService(rpc.WorkServicer):
             # A worker behind one address often does not know it; we see it.
             if address.host in _ANYWHERE and seen:
                 address.host = seen
-        introduction = introduction_from(first.introduction)
-        return worker, introduction
+        return introduction_from(first.introduction)
 
     def _say_refused(self, context: Context, error: AtollError) -> None:
         shell = self._shell

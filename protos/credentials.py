@@ -50,6 +50,7 @@ CLOCK_SKEW = dt.timedelta(days=1)
 MAX_PEM_BYTES = 16 * 1024
 MAX_TOKEN_CHARS = 8 * 1024
 SECRET_BYTES = 16
+AUTHORIZATION, BEARER = "authorization", "Bearer "  # metadata of a call with a token
 TOKEN_PREFIX = "atoll1_"  # noqa: S105 - names the format, opens nothing
 _TOKEN_HEAD = struct.Struct("!BHB")  # version, work port, secret length
 _TOKEN_VERSION = 1
@@ -262,6 +263,11 @@ class JoinToken:
         """The part that travels to the coordinator: the secret alone, printable."""
         return base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
 
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries that presents this token: the other end looks at it before it takes in more."""
+        return ((AUTHORIZATION, f"{BEARER}{self.presented}"),)
+
     def encode(self) -> str:
         """``atoll1_`` + base64url(version, port, secret, CA DER, crc32)."""
         body = _TOKEN_HEAD.pack(_TOKEN_VERSION, self.work_port, len(self.secret)) + self.secret + self.ca_der
@@ -303,6 +309,12 @@ class JoinToken:
         except ValueError:
             raise AccessDenied("join token holds no readable certificate; ask for a new one") from None
         return token
+
+
+def presented_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The secret that a call's metadata presents, "" when it presents none."""
+    given = str(dict(metadata or ()).get(AUTHORIZATION, ""))
+    return given.removeprefix(BEARER)[:MAX_TOKEN_CHARS] if given.startswith(BEARER) else ""
 
 
 def new_token(authority: Authority, work_port: int = 0) -> JoinToken:

@@ -27,6 +27,7 @@ from coordinator.calls import told
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.endpoint import find_endpoint
 from coordinator.server import Running, Server, Started, serve
+from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.convert import content_hash, dag_bytes, to_proto
@@ -382,7 +383,7 @@ def test_another_protocol_version_is_refused_in_words(stack: ExitStack, tmp_path
     running = start(stack, tmp_path)
     (worker,) = fleet(stack, running, 1, protocol=99)
     worker.ended.wait(10)
-    assert "speaks protocol 1" in worker.error
+    assert f"speaks protocol {PROTOCOL_VERSION}" in worker.error
     assert "update the older" in worker.error
 
 
@@ -496,14 +497,16 @@ def test_the_doctor_measures_and_reaches_back_with_a_token_only(stack: ExitStack
     running = start(stack, tmp_path)
     owner = Owner(running)
     assert running.started.join_token is not None
-    secret = JoinToken.decode(running.started.join_token).presented
-    chunks = [pb.EchoChunk(token=secret, wanted_bytes=3_000_000), pb.EchoChunk(data=bytes(1000))]
-    replies = list(owner.entry.Echo(iter(chunks), timeout=10))
+    metadata = JoinToken.decode(running.started.join_token).metadata
+    chunks = [pb.EchoChunk(wanted_bytes=3_000_000), pb.EchoChunk(data=bytes(1000))]
+    replies = list(owner.entry.Echo(iter(chunks), timeout=10, metadata=metadata))
     assert sum(len(r.data) for r in replies) == 3_000_000
     assert replies[-1].received_bytes == 1000
-    reached = owner.entry.Reach(pb.ReachRequest(token=secret, port=running.started.work_port), timeout=10)
+    request = pb.ReachRequest(port=running.started.work_port)
+    reached = owner.entry.Reach(request, timeout=10, metadata=metadata)
     assert (reached.host, reached.reachable) == ("127.0.0.1", True)
-    refusal = refused(lambda: owner.entry.Reach(pb.ReachRequest(token="x" * 22, port=2000), timeout=10))
+    wrong = (("authorization", "Bearer " + "x" * 22),)
+    refusal = refused(lambda: owner.entry.Reach(request, timeout=10, metadata=wrong))
     assert isinstance(refusal, AccessDenied)
 
 

@@ -162,12 +162,11 @@ def _enter(
     key = new_key()
     request = pb.EnrollRequest(
         protocol=PROTOCOL_VERSION,
-        token=token.presented if token else "",
         csr_pem=signing_request(key, config.shown_name),
         name=config.shown_name,
     )
     try:
-        call = stub.Enroll.future(request, timeout=CALL_TIMEOUT_S)
+        call = stub.Enroll.future(request, timeout=CALL_TIMEOUT_S, metadata=token.metadata if token else ())
         enrolled: pb.EnrollReply = answer(call, stopped)
     except grpc.RpcError as error:
         raise as_atoll_error(error, config.entry_address) from None
