@@ -89,7 +89,7 @@ def test_a_worker_that_reads_nothing_cannot_keep_a_replaced_stream(
     channel = grpc.secure_channel(
         f"127.0.0.1:{running.started.work_port}",
         channel_credentials(worker.identity.ca_pem, worker.identity),
-        options=name_options(COORDINATOR),
+        options=[("grpc.http2.bdp_probe", 0), *name_options(COORDINATOR)],  # its window stays at 64 KiB
     )
     stack.callback(channel.close)
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -99,7 +99,7 @@ def test_a_worker_that_reads_nothing_cannot_keep_a_replaced_stream(
     eventually(lambda: running.call(lambda server: len(server.shell.outboxes)) == 1)
 
     def fill(server: Server) -> None:
-        for _ in range(200):  # 13 MB, more than the stream's window takes in unread
+        for _ in range(200):  # 13 MB, more than windows and sockets take in unread
             server.shell.outboxes[worker.worker].queue.put_nowait(do.ReleaseStage("j", 1, "x" * 65_000))
 
     running.call(fill)
