@@ -76,11 +76,11 @@ class FakeWorker:
             reply = rpc.EntryStub(channel).Enroll(
                 pb.EnrollRequest(
                     protocol=PROTOCOL_VERSION,
-                    token=token.presented if token else "",
                     csr_pem=signing_request(key, self.name),
                     name=self.name,
                 ),
                 timeout=10,
+                metadata=token.metadata if token else (),
             )
         self.worker, self.work_port = reply.worker, reply.work_port
         if token:

@@ -76,6 +76,7 @@ class AppCommand:
             "wait_s": wish.wait_s,
             "host": endpoint.host,
             "port": endpoint.port,
+            "use_proxy": endpoint.use_proxy,
             "token": endpoint.token.encode() if endpoint.token is not None else "",
             "app": {
                 "hash": bundle.hash,

@@ -114,7 +114,7 @@ class Host:
         info = flower.run_of(self._run, identity.name, identity.version, identity.hash, self._config)
         self.grid = CoordinatorGrid(self._run, info, parent.tell)
         token = JoinToken.decode(setup["token"]) if setup["token"] else None
-        endpoint = Endpoint(setup["host"], setup["port"], token)
+        endpoint = Endpoint(setup["host"], setup["port"], token, setup["use_proxy"])
         bundle = make_bundle(Path(setup["folder"]))
         if bundle.hash != identity.hash:
             raise UsageError(f"files of {setup['folder']} changed in this moment; try again")

@@ -16,19 +16,25 @@ import typer
 import atoll
 from atoll.errors import UsageError
 from coordinator import cli_admin, cli_codecs, cli_data, cli_flower, cli_jobs
-from coordinator.cli_base import EXIT_CODES, AsJson, Trace, err, out, print_json, run
+from coordinator.cli_base import EXIT_CODES, AsJson, Trace, UseProxy, err, out, print_json, run
 from protos import PROTOCOL_VERSION, leaving
 from protos.installation import check_installation
 
 app = typer.Typer(
     name="atoll",
-    help="Train one PyTorch model across islands of machines.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def common(use_proxy: UseProxy = False) -> None:
+    """Train one PyTorch model across islands of machines."""
+
+
 cli_admin.register(app)
 cli_jobs.register(app)
 cli_codecs.register(app)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll` command."""
     app.command(epilog="Example: atoll serve --listen 0.0.0.0:7700 --advertise train.example.org")(serve)
     app.command(epilog="Example: atoll status --json | jq '.workers[].state'")(status)
-    app.command(epilog="Example: atoll kick w-7f3a2c --for-good --reason 'wrong results'")(kick)
+    app.command(epilog="Example: atoll kick w-7f3a2c9e05b1d846 --for-good --reason 'wrong results'")(kick)
     app.add_typer(token_app, name="token")
 
 
@@ -46,9 +46,16 @@ def serve(
     ] = 0,
     state_dir: StateDir = None,
     metrics: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Serve Prometheus metrics on this port."),
-    ] = None,
+        str,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve Prometheus metrics there, without TLS or token; on 127.0.0.1 unless HOST is named.",
+        ),
+    ] = "",
+    max_workers: Annotated[
+        int,
+        typer.Option(min=1, max=100_000, help="How many may be enrolled, those that left included."),
+    ] = 4096,
     database: Annotated[
         str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
     ] = "",
@@ -70,8 +77,9 @@ def serve(
         work_port=work_port,
         advertise=advertise,
         insecure=insecure,
-        metrics_port=metrics,
+        **_metrics(metrics),
         database_url=database,
+        max_workers=max_workers,
     )
 
     def announce(started: Started) -> None:
@@ -95,6 +103,16 @@ def serve(
         out.print(f"  {started.join_command}", soft_wrap=True)
 
     serve_forever(config, announce)
+
+
+def _metrics(text: str) -> dict[str, Any]:
+    """Where metrics are served, as fields of the configuration; UsageError when it is no [HOST:]PORT."""
+    if not text:
+        return {}
+    host, port = parse_address(f"127.0.0.1:{text}" if text.isdigit() else text, -1)
+    if port < 0:
+        raise UsageError(f"--metrics {text!r}; write a port, or HOST:PORT, for example 127.0.0.1:9100")
+    return {"metrics_host": host, "metrics_port": port}
 
 
 def status(

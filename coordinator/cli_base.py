@@ -37,6 +37,14 @@ StateDir = Annotated[
     Path | None,
     typer.Option(envvar="ATOLL_STATE", help="State folder; default ~/.local/state/atoll."),
 ]
+UseProxy = Annotated[
+    bool,
+    typer.Option(
+        "--use-proxy",
+        envvar="ATOLL_USE_PROXY",
+        help="Reach the coordinator by way of the environment's proxy (https_proxy); else directly.",
+    ),
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: loopback experiments only.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
 Sets = Annotated[
@@ -72,7 +80,9 @@ def client_of(
     coordinator: str | None, token: str | None, state_dir: Path | None, insecure: bool
 ) -> Iterator[Client]:
     """The client that the common options name, closed afterwards."""
-    with connect(coordinator, token, state_dir, insecure=insecure) as client:
+    root = click.get_current_context().find_root()
+    use_proxy = bool(root.params.get("use_proxy"))
+    with connect(coordinator, token, state_dir, insecure=insecure, use_proxy=use_proxy) as client:
         yield client
 
 

@@ -272,12 +272,14 @@ def connect(
     state_dir: Path | None = None,
     *,
     insecure: bool = False,
+    use_proxy: bool = False,
 ) -> Client:
     """A client of the named coordinator, or of the one remembered in ``state_dir``, greeted once.
+    ``use_proxy``: by way of the environment's proxy.
 
     Raises UsageError, ConnectionFailed, AccessDenied or ProtocolMismatch.
     """
-    client = Client(find_endpoint(coordinator, token, state_dir, insecure=insecure))
+    client = Client(find_endpoint(coordinator, token, state_dir, insecure=insecure, use_proxy=use_proxy))
     try:
         client.hello()
     except BaseException:

@@ -72,7 +72,8 @@ class CoordinatorConfig:
     advertise: str = ""  # what the join command names; "" = host
     insecure: bool = False  # no TLS, no tokens: loopback experiments only
     database_url: str = ""  # "" = SQLite in state_dir
-    metrics_port: int | None = None
+    metrics_port: int | None = None  # None: no metrics; 0: any free one
+    metrics_host: str = "127.0.0.1"  # they have neither TLS nor a token
     liveness: Liveness = field(default_factory=Liveness)
     probing: Probing = field(default_factory=Probing)
     adaptation: Adaptation = field(default_factory=Adaptation)
@@ -84,20 +85,27 @@ class CoordinatorConfig:
     max_blob_bytes: int = 64 * GIB
     unneeded_blob_s: float = 86_400.0  # so long an upload may wait for its job, or for its rest
     outgoing_messages: int = 1024  # queued for one worker; beyond it the session is closed
-    max_workers: int = 4096
+    max_workers: int = 4096  # enrolled, those that left included
     max_jobs: int = 10_000
     wrong_token_delay_s: float = 0.5
-    wrong_tokens_at_once: int = 16  # further ones are refused without a look
+    wrong_tokens_at_once: int = 16  # that are answered late; further ones are refused at once
+    calls_per_address: int = 64  # at once on the entry port, without the owner's token
+    calls_per_worker: int = 64  # at once on the work port
+    handshake_within_s: float = 30.0  # from a connection to its TLS session
+    idle_connection_s: float = 60.0  # so long the entry port keeps a connection without a call
     trace_bytes: int = 64 * MIB  # of spans kept for one job
     log_lines: int = 5000  # kept in memory for `atoll logs`
     stop_within_s: float = 1.5
-    owner_ping_s: float = 10.0  # a silent owner's connection is asked so often whether it is there
-    owner_answers_s: float = 20.0  # and is lost without an answer by then, which may wait behind megabytes
+    keepalive_s: float = 10.0  # a silent connection is asked so often whether the other end is there
+    keepalive_timeout_s: float = (
+        20.0  # and is lost when no answer came by then; one may wait behind megabytes
+    )
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
             ("entry_port", self.entry_port, 0, 65535),
             ("work_port", self.work_port, 0, 65535),
+            ("metrics_port", self.metrics_port or 0, 0, 65535),
             ("concurrent_jobs", self.concurrent_jobs, 1, 1000),
             ("concurrent_federations", self.concurrent_federations, 1, 1000),
             ("keep_checkpoints", self.keep_checkpoints, 1, 1000),
@@ -106,6 +114,9 @@ class CoordinatorConfig:
             ("max_blob_bytes", self.max_blob_bytes, MIB, 2**50),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),
             ("max_workers", self.max_workers, 1, 10**5),
+            ("wrong_tokens_at_once", self.wrong_tokens_at_once, 0, 10**4),
+            ("calls_per_address", self.calls_per_address, 1, 10**5),
+            ("calls_per_worker", self.calls_per_worker, 4, 10**5),
             ("max_jobs", self.max_jobs, 1, 10**6),
             ("trace_bytes", self.trace_bytes, 0, 2**40),
             ("log_lines", self.log_lines, 10, 10**6),
@@ -116,9 +127,14 @@ class CoordinatorConfig:
             raise UsageError(f"unneeded_blob_s = {self.unneeded_blob_s}; give 60 s or more")
         if not 0 <= self.wrong_token_delay_s <= 60 or not math.isfinite(self.stop_within_s):
             raise UsageError(f"wrong_token_delay_s = {self.wrong_token_delay_s}; give 0 to 60")
-        if not (0.01 <= self.owner_ping_s <= 3600 and 0.01 <= self.owner_answers_s <= 3600):
+        if not (0.01 <= self.handshake_within_s <= 3600 and 0.01 <= self.idle_connection_s <= 1e6):
             raise UsageError(
-                f"owner_ping_s = {self.owner_ping_s}, owner_answers_s = {self.owner_answers_s}; "
+                f"handshake_within_s = {self.handshake_within_s}, idle_connection_s = "
+                f"{self.idle_connection_s}; give 0.01 to 3600, and 0.01 to 1e6"
+            )
+        if not (0.01 <= self.keepalive_s <= 3600 and 0.01 <= self.keepalive_timeout_s <= 3600):
+            raise UsageError(
+                f"keepalive_s = {self.keepalive_s}, keepalive_timeout_s = {self.keepalive_timeout_s}; "
                 "give 0.01 to 3600"
             )
         if self.insecure and self.host not in ("127.0.0.1", "::1", "localhost") and not self.advertise:
@@ -126,6 +142,11 @@ class CoordinatorConfig:
                 f"--insecure listens on {self.host} without any check of who joins; use 127.0.0.1, or name "
                 "the address with --advertise to say that this is meant"
             )
+
+    @property
+    def max_calls(self) -> int:
+        """Calls of one port at once, all callers together: gRPC refuses further ones."""
+        return max(1024, 4 * self.max_workers)
 
     @property
     def journal_url(self) -> str:

@@ -17,6 +17,7 @@ import grpc
 
 from atoll.errors import StorageError, UsageError
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
+from protos.proxies import proxy_option
 
 DEFAULT_PORT = 7700
 ADDRESS_FILE = "address.json"
@@ -27,16 +28,18 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A coordinator's entry port and the owner's token for it; no token means no TLS."""
+    """A coordinator's entry port and the owner's token for it; no token means no TLS. ``use_proxy``: by way
+    of the environment's proxy."""
 
     host: str
     port: int
     token: JoinToken | None = field(default=None, repr=False)
+    use_proxy: bool = False
 
     @property
     def address(self) -> str:
         """HOST:PORT, an IPv6 host in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address_text(self.host, self.port)
 
     def channel(self) -> grpc.Channel:
         """A channel to the entry port; it connects at the first call."""
@@ -46,6 +49,7 @@ class Endpoint:
             ("grpc.max_reconnect_backoff_ms", 1000),  # a restarted coordinator is found at once
             ("grpc.keepalive_time_ms", 10_000),
             ("grpc.keepalive_timeout_ms", 5_000),
+            proxy_option(self.use_proxy),
         ]
         if self.token is None:
             return grpc.insecure_channel(self.address, options=options)
@@ -54,7 +58,12 @@ class Endpoint:
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What every owner's call carries."""
-        return () if self.token is None else (("authorization", f"Bearer {self.token.presented}"),)
+        return () if self.token is None else self.token.metadata
+
+
+def address_text(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def default_state_dir() -> Path:
@@ -104,6 +113,7 @@ def find_endpoint(
     state_dir: Path | None = None,
     *,
     insecure: bool = False,
+    use_proxy: bool = False,
 ) -> Endpoint:
     """The endpoint that the options name; what they leave out was remembered in ``state_dir``.
 
@@ -122,14 +132,14 @@ def find_endpoint(
             f"or start one here with `atoll serve`"
         )
     if insecure:
-        return Endpoint(host, port, None)
+        return Endpoint(host, port, None, use_proxy)
     text = token or _read(state_dir / TOKEN_FILE)
     if not text:
         raise UsageError(
             f"no owner token for {host}:{port} in {state_dir}; give --token "
             f"(`atoll serve` keeps it in its state folder, file {TOKEN_FILE})"
         )
-    return Endpoint(host, port, JoinToken.decode(text))
+    return Endpoint(host, port, JoinToken.decode(text), use_proxy)
 
 
 def _recall(state_dir: Path) -> tuple[str, int, bool] | None:

@@ -32,7 +32,7 @@ class Exporter:
             raise UsageError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; give another --metrics port"
             ) from None
-        self.port = int(self._server.server_port)
+        self.host, self.port = str(self._server.server_address[0]), int(self._server.server_port)
 
     def collect(self) -> Iterable[Metric]:
         """Every metric of ``protos.telemetry`` that the coordinator knows."""

@@ -14,7 +14,6 @@ from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from coordinator import events as ev
 from coordinator import rounds
-from coordinator.entry_service import Doorkeeping
 from coordinator.facts import STATE
 from coordinator.federated_rules import check_spec, exported_prefix
 from coordinator.journal import Record
@@ -54,13 +53,11 @@ class OwnerService(rpc.OwnerServicer):
         register: Register,
         authority: Authority | None,
         work_port: int,
-        rules: Doorkeeping,
     ) -> None:
         self._shell = shell
         self._register = register
         self._authority = authority
         self._work_port = work_port
-        self._rules = rules
         self._started_s = time.monotonic()
         self._inquiry = itertools.count(1)
         self._submitting = asyncio.Lock()

@@ -126,21 +126,19 @@ class Roster:
         self.links = LinkProbing(self.probing)
         self.ops = OpProbing(self.probing)
 
-    def open(
-        self, worker: str, session: int, introduction: Introduction, now_s: float
-    ) -> tuple[Member | None, int | None]:
-        """A session begins; returns the member as it was and the session it replaces."""
+    def open(self, worker: str, session: int, introduction: Introduction, now_s: float) -> Member | None:
+        """A session begins; returns the member as it was, None of a newcomer."""
         known = self.workers.get(worker)
         if known is None:
             member = members.joined(worker, introduction.incarnation, now_s)
             self.workers[worker] = Worker(member, introduction, session)
-            return None, None
-        before, replaced = known.member, known.session
+            return None
+        before = known.member
         if introduction.incarnation != before.incarnation:
             known.aside = ""
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
         known.introduction, known.session = introduction, session
-        return before, replaced
+        return before
 
     def move(self, worker: str, event: members.Event, now_s: float) -> tuple[Member, Member, str | None]:
         """Apply a membership event; returns the member before and after, and why it was refused."""

@@ -134,10 +134,8 @@ class Scheduler:
     # ------------------------------------------------------------ sessions
 
     def _opened(self, event: ev.SessionOpened) -> None:
-        before, replaced = self.roster.open(event.worker, event.session, event.introduction, self.now_s)
+        before = self.roster.open(event.worker, event.session, event.introduction, self.now_s)
         worker = self.roster.workers[event.worker]
-        if replaced is not None and replaced != event.session:
-            self._emit(do.CloseSession(event.worker, replaced, "a newer session replaced this one"))
         if before is not None:
             self._moved(event.worker, before, worker.member)
         wrong = refusal(event.introduction)

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,13 +27,14 @@ import structlog
 
 import atoll
 from atoll.errors import UsageError
+from coordinator.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.app_desk import AppDesk
 from coordinator.app_service import NodeApps, OwnerApps
 from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
 from coordinator.dataprovider import DataProvider
-from coordinator.doors import Door, OwnerGate, StageData, WorkerGate
-from coordinator.entry_service import Doorkeeping
+from coordinator.doors import Door, StageData
+from coordinator.endpoint import address_text
 from coordinator.exporter import Exporter
 from coordinator.facts import Ledger, from_record
 from coordinator.graphs import GraphStore
@@ -47,11 +50,14 @@ from coordinator.tokens import Register
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
+from protos.folder_lock import FolderLock, Holder
 from protos.private_files import state_folder, write_private
 from protos.telemetry import Event
 
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
-KEPT = ("journal.sqlite", "blobs", "ca", "address.json")  # by which a state folder is known as one
+LOCK_FILE = "serving"
+KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which a state folder is known as one
+MAX_STREAMS = 128  # of one connection to the entry port
 GRACE_S = 0.3  # for calls in progress when the server stops
 
 log = structlog.get_logger()
@@ -69,14 +75,28 @@ class Started:
 
 
 class Server:
-    """One coordinator inside a running event loop: ``start``, then ``stop``."""
+    """One coordinator inside a running event loop: ``start``, then ``stop``.
+
+    It holds its state folder's lock from the constructor to ``stop``: of two coordinators on one folder
+    each would delete what the other needs. UsageError names the one that is there.
+    """
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
+        state_folder(config.state_dir, KEPT)
+        self._lock = FolderLock(config.state_dir / LOCK_FILE, partial(_refusal, config.state_dir))
+        try:
+            self._restore()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _restore(self) -> None:
+        """Everything that the state folder holds, read back."""
+        config = self.config
         begun_s, begun = time.time(), time.monotonic()
         # Wall time that never jumps, so that silence is measured truly.
         self._clock: Callable[[], float] = lambda: begun_s + (time.monotonic() - begun)
-        state_folder(config.state_dir, KEPT)
         self.journal = Journal(config.journal_url)
         self.ledger = Ledger(config.keep_checkpoints)
         self.register = Register()
@@ -119,18 +139,16 @@ class Server:
         identity = self.authority.server_identity() if self.authority is not None else None
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
-        rules = Doorkeeping(config.wrong_token_delay_s, config.wrong_tokens_at_once, config.max_workers)
-        owner = OwnerService(self.shell, self.register, self.authority, work_port, rules)
+        owner = OwnerService(self.shell, self.register, self.authority, work_port)
         owner_token = self._owner_token(work_port)
-        entry_port = await self._serve_entry(
-            config.entry_port, identity, owner, owner_token, work_port, rules
-        )
+        entry_port = await self._serve_entry(config.entry_port, identity, owner, owner_token, work_port)
         self._tasks = [
             asyncio.create_task(work)
             for work in (self.shell.run(), self.shell.tick(), sweep_for_ever(self.shell))
         ]
         if config.metrics_port is not None:
-            self.exporter = Exporter(self.shell, config.host, config.metrics_port)
+            self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port)
+        self._lock.note(address_text(config.host, entry_port))
         join_token = self._join_token(owner, work_port)
         log.info(
             Event.SERVER_STARTED.value,
@@ -165,14 +183,16 @@ class Server:
         await self.shell.aggregators.stop()
         self.shell.stop()
         self.journal.close()
+        self._lock.release()
         log.info(Event.SERVER_STOPPED.value)
 
     # ------------------------------------------------------------ ports
 
     async def _serve_work(self, port: int, identity: Identity | None) -> int:
         insecure = identity is None
-        server = self._new_server([WorkerGate(self.register, insecure)])
-        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure), server)
+        calls = Calls(self.config.calls_per_worker, "worker")
+        server = self._new_server(WorkerAccess(self.register, insecure, calls))
+        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure, calls), server)
         rights = WorkerRights(self.shell, insecure)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
@@ -186,32 +206,34 @@ class Server:
         owner: OwnerService,
         owner_token: str | None,
         work_port: int,
-        rules: Doorkeeping,
     ) -> int:
-        gates: list[Any] = []
-        if owner_token is not None:
-            owner_hash = secret_hash(JoinToken.decode(owner_token).presented)
-            gates = [OwnerGate(owner_hash, self.config.wrong_token_delay_s)]
         config = self.config
-        # Workers say by heartbeats that they are there; an owner whose line was cut says nothing.
-        server = self._new_server(
-            gates,
-            ("grpc.keepalive_time_ms", round(1000 * config.owner_ping_s)),
-            ("grpc.keepalive_timeout_ms", round(1000 * config.owner_answers_s)),
-            ("grpc.http2.ping_timeout_ms", round(1000 * config.owner_answers_s)),
-            ("grpc.http2.max_pings_without_data", 0),
+        owner_hash = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
+        rules = EntryThrottle(
+            config.wrong_token_delay_s, config.wrong_tokens_at_once, config.calls_per_address
         )
-        door = Door(self.register, self.journal, self.authority, work_port, rules, self._clock)
+        server = self._new_server(
+            EntryAccess(owner_hash, self.register, rules, self._clock),
+            # A stranger's stream has a window of 64 KiB, and it must not grow with what he sends. A call
+            # that may send large messages gets 1 MiB a round trip once it is being read.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.max_concurrent_streams", MAX_STREAMS),
+            ("grpc.max_connection_idle_ms", round(1000 * config.idle_connection_s)),
+        )
+        door = Door(self.register, self.journal, self.authority, work_port, config.max_workers, self._clock)
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
         apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk), server)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, OwnerRights(self.shell)), server)
         return await self._listen(server, port, identity, mutual=False)
 
-    def _new_server(self, interceptors: list[Any], *options: tuple[str, int]) -> grpc.aio.Server:
-        size = self.config.max_message_bytes
+    def _new_server(
+        self, access: grpc.aio.ServerInterceptor[Any, Any], *options: tuple[str, int]
+    ) -> grpc.aio.Server:
+        config, size = self.config, self.config.max_message_bytes
         server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[access],
+            maximum_concurrent_rpcs=config.max_calls,
             options=[
                 ("grpc.max_receive_message_length", size),
                 ("grpc.max_send_message_length", size),
@@ -219,6 +241,12 @@ class Server:
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                # A line that was cut without a word holds a stream and a descriptor until somebody asks.
+                ("grpc.keepalive_time_ms", round(1000 * config.keepalive_s)),
+                ("grpc.keepalive_timeout_ms", round(1000 * config.keepalive_timeout_s)),
+                ("grpc.http2.ping_timeout_ms", round(1000 * config.keepalive_timeout_s)),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.server_handshake_timeout_ms", round(1000 * config.handshake_within_s)),
                 *options,
             ],
         )
@@ -228,8 +256,7 @@ class Server:
     async def _listen(
         self, server: grpc.aio.Server, port: int, identity: Identity | None, *, mutual: bool
     ) -> int:
-        host = self.config.host
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_text(self.config.host, port)
         try:
             if identity is None:
                 bound = server.add_insecure_port(address)
@@ -393,4 +420,12 @@ def _log_to_stderr() -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def _refusal(folder: Path, holder: Holder) -> str:
+    where = f" on {holder.address}" if holder.address else ""
+    return (
+        f"another coordinator (process {holder.process or '?'}{where}) runs from {folder}; stop it, or give "
+        "this one its own --state-dir"
     )

@@ -28,6 +28,7 @@ from protos.credentials import peer_name
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
+    from coordinator.access import Calls
     from coordinator.tokens import Register
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,6 +39,10 @@ LOG_CHARS, LOG_CHARS_PER_S = 256_000, 1000.0  # of one worker's lines: at most 8
 LOG_LINE_CHARS = 120  # what the log adds to a line
 REFUSALS, REFUSALS_PER_S = 100, 0.1  # kept in the log: a worker that knocks for ever must not fill it
 MAX_SPANS_A_MESSAGE = 20_000
+REPLACED = (
+    "another process has taken over this worker's session: it runs from a copy of the same state folder; "
+    "give each worker a folder of its own, and join anew from this one with a token"
+)
 _sessions = itertools.count(1)
 
 log = structlog.get_logger()
@@ -69,51 +74,67 @@ def host_of(context: Context) -> str:
 class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
-    def __init__(self, shell: Shell, register: Register, insecure: bool) -> None:
+    def __init__(self, shell: Shell, register: Register, insecure: bool, calls: Calls) -> None:
         self._shell = shell
         self._register = register
         self._insecure = insecure
+        self._calls = calls
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.FromWorker], context: Context
-    ) -> AsyncIterator[pb.ToWorker]:
+    ) -> None:
         """A worker's stream, from its introduction until either side ends it."""
         try:
-            worker, introduction = await self._admit(request_iterator, context)
+            worker = worker_of(context, self._insecure)
+            with self._calls.one_of(worker):
+                introduction = await self._admit(worker, request_iterator, context)
+                await self._serve(worker, introduction, request_iterator, context)
         except AtollError as error:
             self._say_refused(context, error)
             await refuse(context, error)
+
+    async def _serve(
+        self,
+        worker: str,
+        introduction: ev.Introduction,
+        requests: AsyncIterator[pb.FromWorker],
+        context: Context,
+    ) -> None:
         shell = self._shell
-        yield pb.ToWorker(
-            welcome=pb.Welcome(
-                worker=worker,
-                heartbeat_s=shell.config.liveness.heartbeat_s,
-                time_s=shell.clock(),
-            )
+        welcome = pb.Welcome(
+            worker=worker, heartbeat_s=shell.config.liveness.heartbeat_s, time_s=shell.clock()
         )
-        outbox = Outbox(worker, next(_sessions), asyncio.Queue())
-        shell.outboxes[worker] = outbox
+        await context.write(pb.ToWorker(welcome=welcome))
+        outbox = Outbox(worker, next(_sessions), asyncio.Queue(), asyncio.current_task())
+        shell.attach(outbox)
         shell.post(ev.SessionOpened(worker, outbox.session, introduction))
         log.info(Event.SESSION_OPENED.value, worker=worker, name=introduction.name, session=outbox.session)
-        reader = asyncio.create_task(self._read(request_iterator, outbox))
+        reader = asyncio.create_task(self._read(requests, outbox))
         try:
             while (message := await outbox.queue.get()) is not None:
                 converted = await self._converted(message)
                 if converted is not None:
-                    yield converted
+                    await context.write(converted)
+        except asyncio.CancelledError:
+            if not outbox.overdue:
+                raise
         finally:
             reader.cancel()
             if shell.outboxes.get(worker) is outbox:
                 del shell.outboxes[worker]
             shell.post(ev.SessionClosed(worker, outbox.session))
             log.info(Event.SESSION_CLOSED.value, worker=worker, session=outbox.session, reason=outbox.reason)
+        if outbox.replaced:
+            # A worker opens its next session after the end of the last: who still listens is another process.
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REPLACED)
+        if outbox.overdue:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.reason)
 
     async def _admit(
-        self, requests: AsyncIterator[pb.FromWorker], context: Context
-    ) -> tuple[str, ev.Introduction]:
-        worker = worker_of(context, self._insecure)
+        self, worker: str, requests: AsyncIterator[pb.FromWorker], context: Context
+    ) -> ev.Introduction:
         barred = self._register.refusal(worker)
         if barred is not None:
             raise AccessDenied(barred)
@@ -130,7 +151,7 @@ class WorkService(rpc.WorkServicer):
                 f"{PROTOCOL_VERSION}, this worker {theirs}; update the older of the two"
             )
         introduction = introduction_from(first.introduction)
-        return worker, await self._placed(worker, introduction, host_of(context))
+        return await self._placed(worker, introduction, host_of(context))
 
     async def _placed(self, worker: str, introduction: ev.Introduction, seen: str) -> ev.Introduction:
         """With those of its addresses that others may be asked to dial."""

@@ -39,6 +39,7 @@ from protos.telemetry import Event as Name
 BATCH = 256
 RETRY_STORAGE_S = 1.0
 COMMITS_KEPT = 64
+CLOSE_WITHIN_S = 5.0  # to say what is queued to a worker whose session ends; it may have stopped reading
 _FOR_PEOPLE = (do.Measured, do.Notify, do.Log, do.SweepBlobs)
 _CONSEQUENCES = (
     do.CommitStep,
@@ -55,17 +56,34 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Outbox:
-    """One session's bounded outgoing queue; None ends the session."""
+    """One session's bounded outgoing queue; None ends the session. ``task`` serves its stream, and is
+    cancelled with ``overdue`` set where what was queued cannot be said."""
 
     worker: str
     session: int
     queue: asyncio.Queue[do.Message | None]
+    task: asyncio.Task[Any] | None = None
     reason: str = ""
+    replaced: bool = False
+    overdue: bool = False
 
     def close(self, reason: str) -> None:
-        """End the session once what is queued was said."""
+        """End the session once what is queued was said, or could not be within CLOSE_WITHIN_S."""
         self.reason = self.reason or reason
         self.queue.put_nowait(None)
+        if self.task is not None:
+            asyncio.get_running_loop().call_later(CLOSE_WITHIN_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.task is not None:
+            self.overdue = True
+            self.task.cancel()
+
+    def cut_off(self, reason: str) -> None:
+        """End the session; what is queued is not said."""
+        while not self.queue.empty():
+            self.queue.get_nowait()
+        self.close(reason)
 
 
 @dataclass(slots=True)
@@ -115,6 +133,14 @@ class Shell:
         known = self.scheduler.roster.workers.get(worker)
         if known is not None and self.clock() - known.member.seen_s > self.config.liveness.heartbeat_s / 2:
             self.post(ev.Uploading(worker))
+
+    def attach(self, outbox: Outbox) -> None:
+        """Send what its worker is to hear through ``outbox`` from now on; the one before it ends."""
+        before = self.outboxes.get(outbox.worker)
+        self.outboxes[outbox.worker] = outbox
+        if before is not None:
+            before.replaced = True
+            before.cut_off("a newer session replaced this one")
 
     async def ask(self, event: ev.Event) -> None:
         """Queue an event and wait until it was handled and its facts are on the disk.
@@ -273,9 +299,7 @@ class Shell:
         if outbox is None:
             return
         if outbox.queue.qsize() >= self.config.outgoing_messages:
-            while not outbox.queue.empty():
-                outbox.queue.get_nowait()
-            outbox.close(f"{self.config.outgoing_messages} messages wait for this worker; it does not read")
+            outbox.cut_off(f"{self.config.outgoing_messages} messages wait for this worker; it does not read")
             return
         outbox.queue.put_nowait(message)
         if isinstance(message, do.Dismiss):

@@ -122,7 +122,8 @@ def _token_revoked(register: Register, payload: Mapping[str, Any], at_s: float) 
 
 def _worker_enrolled(register: Register, payload: Mapping[str, Any], at_s: float) -> None:
     worker, token = payload["worker"], register.tokens.get(payload["token"])
-    register.workers[worker] = Enrolled(worker, payload["name"], payload["token"], at_s)
+    # Ids of 24 bits were given out unchecked. Of two machines with one id neither may lift what bars it.
+    register.workers.setdefault(worker, Enrolled(worker, payload["name"], payload["token"], at_s))
     if token is not None:
         register.tokens[token.id] = replace(token, uses=token.uses + 1)
 

@@ -26,25 +26,22 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class EchoChunk(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_FIELD_NUMBER: _builtins.int
     WANTED_BYTES_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
-    token: _builtins.str
     wanted_bytes: _builtins.int
     data: _builtins.bytes
     received_bytes: _builtins.int
     def __init__(
         self,
         *,
-        token: _builtins.str = ...,
         wanted_bytes: _builtins.int = ...,
         data: _builtins.bytes = ...,
         received_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "received_bytes", b"received_bytes", "token", b"token", "wanted_bytes", b"wanted_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "received_bytes", b"received_bytes", "wanted_bytes", b"wanted_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -54,19 +51,16 @@ Global___EchoChunk: _TypeAlias = EchoChunk  # noqa: Y015
 class ReachRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    TOKEN_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
-    token: _builtins.str
     port: _builtins.int
     def __init__(
         self,
         *,
-        token: _builtins.str = ...,
         port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["port", b"port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -152,24 +146,21 @@ class EnrollRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
     CSR_PEM_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
-    token: _builtins.str
     csr_pem: _builtins.bytes
     name: _builtins.str
     def __init__(
         self,
         *,
         protocol: _builtins.int = ...,
-        token: _builtins.str = ...,
         csr_pem: _builtins.bytes = ...,
         name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr_pem", b"csr_pem", "name", b"name", "protocol", b"protocol", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr_pem", b"csr_pem", "name", b"name", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,7 +64,10 @@ class EntryServicer:
     """
 
     def Enroll(self, request, context):
-        """Exchanges a join token for a certificate; the first call of every worker.
+        """Enroll, Echo and Reach carry a join token as metadata `authorization: Bearer SECRET`, as the owner's
+        calls carry the owner's token: it is looked at before any message is taken in, and each of these
+        messages has at most 64 KiB.
+        Exchanges the join token for a certificate; the first call of every worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,7 +81,7 @@ class EntryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Echo(self, request_iterator, context):
-        """Rates both ways for `doctor`. The first chunk carries a join token (looked at, not used up) and
+        """Rates both ways for `doctor`; the token is looked at, not used up. The first chunk carries
         wanted_bytes; the coordinator sends that much data at once (at most 64 MiB), counts what it is
         sent (at most 64 MiB, 30 s), and after the caller's half-close ends with received_bytes.
         """

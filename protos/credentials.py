@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 COORDINATOR = "coordinator"
 WORKER_ID = re.compile(r"w-[0-9a-z](?:[0-9a-z-]{0,40}[0-9a-z])?")
-"""A worker's id is one DNS label, so that TLS itself can check it."""
+"""A worker's id is one DNS label, so that TLS itself can check it. Those given out before ids had 64 bits
+are six hex digits, and remain good."""
+WORKER_ID_BYTES = 8
 
 CA_LIFETIME = dt.timedelta(days=3650)
 CERTIFICATE_LIFETIME = dt.timedelta(days=365)
@@ -48,6 +50,7 @@ CLOCK_SKEW = dt.timedelta(days=1)
 MAX_PEM_BYTES = 16 * 1024
 MAX_TOKEN_CHARS = 8 * 1024
 SECRET_BYTES = 16
+AUTHORIZATION, BEARER = "authorization", "Bearer "  # metadata of a call with a token
 TOKEN_PREFIX = "atoll1_"  # noqa: S105 - names the format, opens nothing
 _TOKEN_HEAD = struct.Struct("!BHB")  # version, work port, secret length
 _TOKEN_VERSION = 1
@@ -121,8 +124,8 @@ def signing_request(key_pem: bytes, name: str) -> bytes:
 
 
 def new_worker_id() -> str:
-    """A random id such as ``w-7f3a2c``; the caller checks that it is not taken."""
-    return "w-" + secrets.token_hex(3)
+    """A random id of 64 bits such as ``w-7f3a2c9e05b1d846``; the caller checks that it is not taken."""
+    return "w-" + secrets.token_hex(WORKER_ID_BYTES)
 
 
 def fingerprint(certificate_pem: bytes) -> str:
@@ -204,7 +207,7 @@ class Authority:
         Raises AccessDenied for a malformed request or id.
         """
         if not WORKER_ID.fullmatch(worker_id):
-            raise AccessDenied(f"worker id {worker_id[:60]!r} is not of the form w-7f3a2c")
+            raise AccessDenied(f"worker id {worker_id[:60]!r} is not of the form w-7f3a2c9e05b1d846")
         if len(csr_pem) > MAX_PEM_BYTES:
             raise AccessDenied(f"certificate request of {len(csr_pem)} bytes; at most {MAX_PEM_BYTES}")
         try:
@@ -254,6 +257,11 @@ class JoinToken:
         """The part that travels to the coordinator: the secret alone, printable."""
         return base64.urlsafe_b64encode(self.secret).decode().rstrip("=")
 
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call carries that presents this token: the other end looks at it before it takes in more."""
+        return ((AUTHORIZATION, f"{BEARER}{self.presented}"),)
+
     def encode(self) -> str:
         """``atoll1_`` + base64url(version, port, secret, CA DER, crc32)."""
         body = _TOKEN_HEAD.pack(_TOKEN_VERSION, self.work_port, len(self.secret)) + self.secret + self.ca_der
@@ -295,6 +303,12 @@ class JoinToken:
         except ValueError:
             raise AccessDenied("join token holds no readable certificate; ask for a new one") from None
         return token
+
+
+def presented_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The secret that a call's metadata presents, "" when it presents none."""
+    given = str(dict(metadata or ()).get(AUTHORIZATION, ""))
+    return given.removeprefix(BEARER)[:MAX_TOKEN_CHARS] if given.startswith(BEARER) else ""
 
 
 def new_token(authority: Authority, work_port: int = 0) -> JoinToken:

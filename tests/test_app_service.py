@@ -40,7 +40,11 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def running(stack: ExitStack, tmp_path: Path) -> Running:
     config = CoordinatorConfig(
-        state_dir=tmp_path / "c", entry_port=0, wrong_token_delay_s=0.0, owner_ping_s=0.3, owner_answers_s=0.3
+        state_dir=tmp_path / "c",
+        entry_port=0,
+        wrong_token_delay_s=0.0,
+        keepalive_s=0.3,
+        keepalive_timeout_s=0.3,
     )
     found = serve(config)
     stack.callback(found.stop)

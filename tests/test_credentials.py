@@ -16,6 +16,7 @@ from atoll.errors import AccessDenied, StorageError
 from protos.credentials import (
     CLOCK_SKEW,
     COORDINATOR,
+    WORKER_ID,
     Authority,
     Identity,
     JoinToken,
@@ -158,8 +159,10 @@ def test_nothing_secret_is_printed(authority: Authority) -> None:
         assert token.presented not in shown
 
 
-def test_worker_ids_are_dns_labels_and_differ() -> None:
-    assert len({new_worker_id() for _ in range(50)}) == 50
+def test_worker_ids_are_dns_labels_of_64_bits_and_differ() -> None:
+    drawn = {new_worker_id() for _ in range(50)}
+    assert len(drawn) == 50
+    assert all(WORKER_ID.fullmatch(name) and len(bytes.fromhex(name[2:])) == 8 for name in drawn)
 
 
 class Echo(grpc.GenericRpcHandler):

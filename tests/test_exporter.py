@@ -7,14 +7,19 @@ from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from atoll.errors import UsageError
 from benchmarks.fake_worker import FakeWorker
+from coordinator.cli_admin import _metrics
+from coordinator.config import CoordinatorConfig
 from protos import atoll_control_pb2 as pb
 from protos import telemetry
 from tests.test_server import Owner, fleet, start
 
 HELD_STEP = 3
+EVERYWHERE = "0.0.0.0"  # noqa: S104 - where the ports of the coordinator listen, not its metrics
 Sample = tuple[dict[str, str], float]
 
 
@@ -62,3 +67,34 @@ def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
     first, second = sorted(worker.worker for worker in workers)
     ratios = [(labels["source"], labels["target"], r) for labels, r in found[telemetry.LINK_RATIO.name]]
     assert sorted(ratios) == [(first, second, 4.0), (second, first, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("9100", "127.0.0.1", 9100),
+        ("0", "127.0.0.1", 0),
+        ("10.9.8.7:9100", "10.9.8.7", 9100),
+        ("[::]:1", "::", 1),
+    ],
+)
+def test_metrics_stay_on_this_machine_unless_a_host_is_named(text: str, host: str, port: int) -> None:
+    config = CoordinatorConfig(Path("state"), host=EVERYWHERE, **_metrics(text))
+    assert (config.metrics_host, config.metrics_port) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["host", "70000", "a:b:c", "host:70000", "-1"])
+def test_what_is_no_place_for_metrics_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        _metrics(text)
+
+
+def test_a_coordinator_that_listens_everywhere_shows_its_metrics_to_its_own_machine(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        running = start(stack, tmp_path, host=EVERYWHERE, metrics_port=0)
+        assert running.server is not None
+        exporter = running.server.exporter
+        assert exporter is not None
+        fleet(stack, running, 1)
+        assert _scraped(exporter.port).keys() >= {telemetry.WORKERS.name}
+        assert exporter.host == "127.0.0.1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import stat
 import subprocess
@@ -26,6 +27,7 @@ from coordinator.calls import told
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.endpoint import find_endpoint
 from coordinator.server import Running, Server, Started, serve
+from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.convert import content_hash, dag_bytes, to_proto
@@ -381,7 +383,7 @@ def test_another_protocol_version_is_refused_in_words(stack: ExitStack, tmp_path
     running = start(stack, tmp_path)
     (worker,) = fleet(stack, running, 1, protocol=99)
     worker.ended.wait(10)
-    assert "speaks protocol 1" in worker.error
+    assert f"speaks protocol {PROTOCOL_VERSION}" in worker.error
     assert "update the older" in worker.error
 
 
@@ -422,6 +424,34 @@ def test_who_was_kicked_for_good_does_not_come_back(stack: ExitStack, tmp_path: 
     worker.start()
     worker.ended.wait(10)
     assert "removed for good: wrong results" in worker.error
+
+
+def test_an_id_that_is_taken_is_drawn_again_and_never_given_out_twice(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    drawn = iter(["w-7f3a2c", "w-7f3a2c", "w-7f3a2c", "w-00000000000000aa", *["w-7f3a2c"] * 99])
+    monkeypatch.setattr("coordinator.entry_service.new_worker_id", lambda: next(drawn))
+    (first,) = fleet(stack, running, 1)
+    eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 1)
+    owner.call("Kick", pb.KickRequest(worker="w-7f3a2c", for_good=True, reason="noise"))
+    assert first.ended.wait(10)
+    (second,) = fleet(stack, running, 1)
+    assert (first.worker, second.worker) == ("w-7f3a2c", "w-00000000000000aa")
+    error = refused(lambda: FakeWorker(owner.address, running.started.join_token).enroll())
+    assert isinstance(error, StorageError)
+    assert "all taken" in str(error)
+    barred = running.call(lambda server: server.register.refusal("w-7f3a2c"))
+    assert "noise" in barred, "a newcomer of the same id lifted it"
+
+
+def test_the_most_workers_are_an_option_whose_name_the_refusal_says(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path, max_workers=1)
+    fleet(stack, running, 1)
+    error = refused(lambda: FakeWorker(Owner(running).address, running.started.join_token).enroll())
+    assert isinstance(error, StorageError)
+    assert "--max-workers" in str(error)
 
 
 def test_a_malformed_message_sets_its_sender_aside(stack: ExitStack, tmp_path: Path) -> None:
@@ -467,14 +497,16 @@ def test_the_doctor_measures_and_reaches_back_with_a_token_only(stack: ExitStack
     running = start(stack, tmp_path)
     owner = Owner(running)
     assert running.started.join_token is not None
-    secret = JoinToken.decode(running.started.join_token).presented
-    chunks = [pb.EchoChunk(token=secret, wanted_bytes=3_000_000), pb.EchoChunk(data=bytes(1000))]
-    replies = list(owner.entry.Echo(iter(chunks), timeout=10))
+    metadata = JoinToken.decode(running.started.join_token).metadata
+    chunks = [pb.EchoChunk(wanted_bytes=3_000_000), pb.EchoChunk(data=bytes(1000))]
+    replies = list(owner.entry.Echo(iter(chunks), timeout=10, metadata=metadata))
     assert sum(len(r.data) for r in replies) == 3_000_000
     assert replies[-1].received_bytes == 1000
-    reached = owner.entry.Reach(pb.ReachRequest(token=secret, port=running.started.work_port), timeout=10)
+    request = pb.ReachRequest(port=running.started.work_port)
+    reached = owner.entry.Reach(request, timeout=10, metadata=metadata)
     assert (reached.host, reached.reachable) == ("127.0.0.1", True)
-    refusal = refused(lambda: owner.entry.Reach(pb.ReachRequest(token="x" * 22, port=2000), timeout=10))
+    wrong = (("authorization", "Bearer " + "x" * 22),)
+    refusal = refused(lambda: owner.entry.Reach(request, timeout=10, metadata=wrong))
     assert isinstance(refusal, AccessDenied)
 
 
@@ -516,6 +548,44 @@ def test_a_taken_port_and_secrets_on_disk(stack: ExitStack, tmp_path: Path) -> N
         serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=running.started.entry_port))
     for name, mode in (("owner-token", 0o600), ("journal.sqlite", 0o600), ("blobs", 0o700), (".", 0o700)):
         assert stat.S_IMODE((tmp_path / "a" / name).stat().st_mode) == mode, name
+
+
+def test_one_folder_has_one_coordinator_even_at_another_port(stack: ExitStack, tmp_path: Path) -> None:
+    first = start(stack, tmp_path)
+    parts = tmp_path / "app-parts"
+    (parts / "of-a-run").touch()
+    said = rf"process {os.getpid()} on 127.0.0.1:{first.started.entry_port}\).*--state-dir"
+    with pytest.raises(UsageError, match=said):
+        serve(CoordinatorConfig(state_dir=tmp_path, entry_port=0))
+    assert (parts / "of-a-run").exists(), "the second one swept the first one's files"
+    assert Owner(first).call("Status", pb.StatusRequest()).workers == []
+    first.stop()
+    assert start(stack, tmp_path).started.owner_token == first.started.owner_token
+
+
+def test_a_failed_start_leaves_the_folder_to_the_next(stack: ExitStack, tmp_path: Path) -> None:
+    taken = start(stack, tmp_path / "a").started.entry_port
+    with pytest.raises(UsageError, match="cannot listen on"):
+        serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=taken))
+    (tmp_path / "b" / "ca" / "ca-key.pem").rename(tmp_path / "key")
+    with pytest.raises(StorageError, match="ca-key"):
+        serve(CoordinatorConfig(state_dir=tmp_path / "b", entry_port=0))
+    (tmp_path / "key").rename(tmp_path / "b" / "ca" / "ca-key.pem")
+    start(stack, tmp_path / "b")
+
+
+def test_a_second_serve_command_ends_with_a_remedy_until_the_first_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--state-dir", str(tmp_path), "--max-workers", "5000"]
+    with serving(tmp_path) as served:
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2
+        where = f"process {served.process.pid} on 127.0.0.1:{served.started.entry_port}"
+        assert where in refused.stderr
+        assert "stop it, or give this one its own --state-dir" in refused.stderr
+        assert len(refused.stderr.strip().splitlines()) == 1
+    with serving(tmp_path):
+        pass
 
 
 def test_the_coordinator_never_imports_torch() -> None:

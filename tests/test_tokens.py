@@ -61,6 +61,17 @@ def test_a_worker_kicked_for_good_stays_out_after_a_restart(tmp_path: Path) -> N
     assert "not enrolled" in (register.refusal("w-3") or "")
 
 
+def test_an_id_that_an_old_register_gave_out_twice_stays_barred_and_whose_it_was() -> None:
+    register = Register()
+    for name, at_s in (("first", 1.0), ("second", 3.0)):
+        register.apply(Record(Event.WORKER_ENROLLED, at_s, {"worker": "w-7f3a2c", "name": name, "token": ""}))
+        kick = {"worker": "w-7f3a2c", "reason": "noise", "for_good": True}
+        if name == "first":
+            register.apply(Record(Event.WORKER_KICKED, 2.0, kick))
+    assert register.workers["w-7f3a2c"].name == "first"
+    assert "noise" in (register.refusal("w-7f3a2c") or "")
+
+
 def test_impossible_figures_are_refused() -> None:
     with pytest.raises(UsageError, match="lifetime"):
         Register().created("s", "n", -1.0, 0, 0.0)

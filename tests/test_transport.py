@@ -17,6 +17,7 @@ import grpc
 import pytest
 
 from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch, UsageError
+from protos import PROTOCOL_VERSION
 from protos.credentials import (
     Authority,
     Identity,
@@ -331,7 +332,7 @@ class Raw:
     def send(self, frame: Frame | bytes, payload: bytes = b"") -> None:
         self._out.put(frame if isinstance(frame, bytes) else encode(frame, payload))
 
-    def hello(self, name: str = "w-a", target: str = "w-b", protocol: int = 1) -> None:
+    def hello(self, name: str = "w-a", target: str = "w-b", protocol: int = PROTOCOL_VERSION) -> None:
         self.send(Hello(protocol, 1, name, target))
 
     def frames(self) -> list[Frame]:
@@ -379,12 +380,12 @@ def test_another_protocol_version_is_refused_and_the_dialler_sees_why(
 ) -> None:
     b, attack = victim
     raw = attack()
-    raw.hello(protocol=2)
+    raw.hello(protocol=PROTOCOL_VERSION + 1)
     assert raw.refusal() is grpc.StatusCode.FAILED_PRECONDITION
     c = host("w-c", listen=False)
     b.network.admit("w-c")
-    monkeypatch.setattr(c.network, "_hello", lambda peer, lane, lanes: Hello(2, 1, "w-c", peer.name))
-    with pytest.raises(ProtocolMismatch, match="protocol 2"):
+    monkeypatch.setattr(c.network, "_hello", lambda peer, lane, lanes: Hello(99, 1, "w-c", peer.name))
+    with pytest.raises(ProtocolMismatch, match="protocol 99"):
         c.network.dial("w-b", [b.address], 5)
 
 
@@ -395,7 +396,7 @@ def test_another_protocol_version_is_refused_and_the_dialler_sees_why(
         [encode(Ping(1))[:-1]],
         [encode(Data(0, key(), 0, 1 << 50), bytes(4096))],
         [encode(Data(0, key(), 0, 9000), bytes(5000)), encode(Data(0, key(), 4000, 9000), bytes(5000))],
-        [encode(Hello(1, 1, "w-a", "w-b"))],
+        [encode(Hello(PROTOCOL_VERSION, 1, "w-a", "w-b"))],
     ],
     ids=["garbage", "truncated", "oversized", "overlapping", "second hello"],
 )

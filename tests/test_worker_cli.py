@@ -22,7 +22,7 @@ from atoll.federated import Floors
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.credentials import Authority, Identity, JoinToken, new_token, server_credentials
+from protos.credentials import Authority, Identity, JoinToken, new_token, presented_in, server_credentials
 from tests.interrupts import interrupted, own_session
 from worker import cli, running
 from worker.calls import answer
@@ -45,7 +45,7 @@ class Door(rpc.EntryServicer):
     def Enroll(self, request: pb.EnrollRequest, context: Any) -> pb.EnrollReply:
         if self.authority is None:
             return pb.EnrollReply(worker="w-000001", work_port=7701)
-        if request.token != self.token:
+        if presented_in(context.invocation_metadata()) != self.token:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "join token is not known; ask for a new one")
         self.enrolled += 1
         certificate = self.authority.sign(request.csr_pem, "w-000001")

@@ -17,6 +17,7 @@ from atoll.errors import (
 from protos.app_words import clean
 from protos.certificate_words import refused_server
 from protos.credentials import COORDINATOR, channel_credentials, name_options
+from protos.proxies import proxy_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,12 @@ _TLS_WORDS = ("certificate", "wrong_version_number", "ssl_error_ssl", "no peer c
 
 
 def open_channel(
-    address: str, ca_pem: bytes | None, identity: Identity | None, max_message_bytes: int
+    address: str,
+    ca_pem: bytes | None,
+    identity: Identity | None,
+    max_message_bytes: int,
+    *,
+    use_proxy: bool,
 ) -> grpc.Channel:
     """A channel that connects at its first call; ``ca_pem`` None: no TLS."""
     options: list[tuple[str, int | str]] = [
@@ -40,7 +46,7 @@ def open_channel(
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.enable_http_proxy", 0),
+        proxy_option(use_proxy),
         # Every session is a connection of its own, so that an old one cannot hold up a new one.
         ("grpc.use_local_subchannel_pool", 1),
     ]

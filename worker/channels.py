@@ -11,6 +11,7 @@ import grpc._common
 
 from atoll.errors import ConnectionFailed
 from protos.credentials import channel_credentials, name_options, server_credentials
+from protos.proxies import proxy_option
 from worker.bundle import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
@@ -29,19 +30,21 @@ _OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.lookahead_bytes", 8 << 20),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.enable_retries", 0),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.so_reuseport", 0),
     # Each connection to a peer is a TCP flow of its own.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
-def open_channel(identity: Identity | None, peer: str, address: tuple[str, int]) -> grpc.Channel:
+def open_channel(
+    identity: Identity | None, peer: str, address: tuple[str, int], *, use_proxy: bool
+) -> grpc.Channel:
     """A connection of its own to ``address`` that accepts nobody but ``peer`` there."""
+    options = [*_OPTIONS, proxy_option(use_proxy)]
     if identity is None:
-        return grpc.insecure_channel(_target(address), options=_OPTIONS)
+        return grpc.insecure_channel(_target(address), options=options)
     credentials = channel_credentials(identity.ca_pem, identity)
-    return grpc.secure_channel(_target(address), credentials, options=[*_OPTIONS, *name_options(peer)])
+    return grpc.secure_channel(_target(address), credentials, options=[*options, *name_options(peer)])
 
 
 class PeerServer:

@@ -83,6 +83,14 @@ Threads = Annotated[
 Insecure = Annotated[
     bool | None, typer.Option("--insecure", help="No TLS and no token: loopback experiments only.")
 ]
+UseProxy = Annotated[
+    bool | None,
+    typer.Option(
+        "--use-proxy/--no-use-proxy",
+        envvar="ATOLL_USE_PROXY",
+        help="Reach coordinator and peers by way of the environment's proxy (https_proxy); else directly.",
+    ),
+]
 Listen = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Where peers connect; default 0.0.0.0, any free port.")
 ]
@@ -105,6 +113,12 @@ MinSteps = Annotated[
     int | None, typer.Option(metavar="N", help="Local steps behind a federated update; default 2.")
 ]
 MinClients = Annotated[int | None, typer.Option(metavar="N", help="Updates in a federated round; default 2.")]
+AllowApps = Annotated[
+    bool,
+    typer.Option(
+        "--allow-apps", help="This time, run those Flower apps that `atoll-worker apps accept` was told of."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
 
 
@@ -137,17 +151,12 @@ def join(
     min_clients: MinClients = None,
     state_dir: StateDir = None,
     insecure: Insecure = None,
+    use_proxy: UseProxy = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a log line.")] = False,
     shaper: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Slow, distant links on loopback, for experiments.")
     ] = None,
-    allow_apps: Annotated[
-        bool,
-        typer.Option(
-            "--allow-apps",
-            help="This time, run those Flower apps that `atoll-worker apps accept` was told of.",
-        ),
-    ] = False,
+    allow_apps: AllowApps = False,
     accept_app: Annotated[
         list[str] | None,
         typer.Option(metavar="HASH", help="Accept this app for this time; for scripts; may repeat."),
@@ -179,6 +188,7 @@ def join(
         "min_clients": min_clients,
         "state_dir": state_dir,
         "insecure": insecure,
+        "use_proxy": use_proxy,
         "log_json": log_json,
         "shaper_file": str(shaper) if shaper else None,
         "allow_apps": allow_apps,
@@ -205,6 +215,7 @@ def doctor(
     listen: Listen = None,
     state_dir: StateDir = None,
     insecure: Insecure = None,
+    use_proxy: UseProxy = None,
     json: AsJson = False,
 ) -> int:
     """Check this machine and its way to the coordinator before joining; changes nothing."""
@@ -218,6 +229,7 @@ def doctor(
             "memory_bytes": parse_size(memory) if memory else None,
             "state_dir": state_dir,
             "insecure": insecure,
+            "use_proxy": use_proxy,
             **_address("host", "port", coordinator),
             **_address("listen_host", "listen_port", listen, default_port=0),
         }

@@ -34,7 +34,7 @@ _KEPT = ("identity", MEMORY_FILE, "running", "blobs", "data", "apps", "federated
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config", *_FLOORS,
+    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config", "use_proxy", *_FLOORS,
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ class WorkerConfig:
     site: str = ""  # machines behind one uplink give the same
     state_dir: Path = field(default_factory=lambda: default_state_dir())
     insecure: bool = False  # never remembered
+    use_proxy: bool = False  # reach coordinator and peers by way of the environment's proxy
     log_json: bool = False
     shaper_file: str = ""
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited

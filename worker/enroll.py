@@ -46,7 +46,9 @@ class Membership:
 
     def channel(self, config: WorkerConfig) -> grpc.Channel:
         ca = self.identity.ca_pem if self.identity else None
-        return open_channel(self.work_address, ca, self.identity, config.max_message_bytes)
+        return open_channel(
+            self.work_address, ca, self.identity, config.max_message_bytes, use_proxy=config.use_proxy
+        )
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:
@@ -68,7 +70,9 @@ def join(
     ca = None if config.insecure else (identity.ca_pem if identity else _token_ca(token))
     deadline_s = clock() + config.connect_timeout_s
     while True:
-        with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
+        with open_channel(
+            config.entry_address, ca, None, config.max_message_bytes, use_proxy=config.use_proxy
+        ) as channel:
             try:
                 return _enter(config, rpc.EntryStub(channel), identity, token, ca, stopped)
             except ConnectionFailed:
@@ -88,7 +92,9 @@ def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
         # The work port ends a session under a certificate that has ended without a word.
         verify_certificate(member.identity.certificate_pem, member.identity.ca_pem)
     ca = member.identity.ca_pem if member.identity else None
-    with open_channel(config.entry_address, ca, None, config.max_message_bytes) as channel:
+    with open_channel(
+        config.entry_address, ca, None, config.max_message_bytes, use_proxy=config.use_proxy
+    ) as channel:
         reply, took_s = greet(rpc.EntryStub(channel), config.entry_address, ca)
     offset_s = reply.time_s + took_s / 2 - time.time()
     address = join_address(config.host, reply.work_port)
@@ -166,12 +172,11 @@ def _enter(
     key = new_key()
     request = pb.EnrollRequest(
         protocol=PROTOCOL_VERSION,
-        token=token.presented if token else "",
         csr_pem=signing_request(key, config.shown_name),
         name=config.shown_name,
     )
     try:
-        call = stub.Enroll.future(request, timeout=CALL_TIMEOUT_S)
+        call = stub.Enroll.future(request, timeout=CALL_TIMEOUT_S, metadata=token.metadata if token else ())
         enrolled: pb.EnrollReply = answer(call, stopped)
     except grpc.RpcError as error:
         raise as_atoll_error(error, config.entry_address) from None

@@ -66,6 +66,7 @@ class TransportConfig:
     handshake_s: float = 5.0
     close_s: float = 0.5  # for the last frames of a graceful close
     shaper_file: str = ""  # worker/shaper.py; loopback without root
+    use_proxy: bool = False  # dial peers by way of the environment's proxy
 
     @property
     def tick_s(self) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
+from protos.folder_lock import FolderLock, Holder, holder_of
 from worker.config import make_state_dir
 
 LOCK_FILE = "running"
@@ -19,42 +19,25 @@ LOCK_FILE = "running"
 def only_one(state_dir: Path) -> Iterator[None]:
     """Hold the folder's lock. UsageError when another daemon does: two with one identity would
     throw each other out; StorageError when the folder cannot be written."""
-    path = state_dir / LOCK_FILE
+
+    def refusal(holder: Holder) -> str:
+        return (
+            f"another worker (process {holder.process or '?'}) runs from {state_dir}; give this one its own "
+            "--state-dir, or stop that one with `atoll-worker leave`"
+        )
+
     make_state_dir(state_dir)
+    lock = FolderLock(state_dir / LOCK_FILE, refusal)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; choose another --state-dir") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(
-                f"another worker (process {_read(path) or '?'}) runs from {state_dir}; give this one its own "
-                "--state-dir, or stop that one with `atoll-worker leave`"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
         yield
-        os.ftruncate(descriptor, 0)
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
 def running_process(state_dir: Path) -> int | None:
     """The process that holds the folder's lock, None when none does."""
-    path = state_dir / LOCK_FILE
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return _read(path)
-    finally:
-        os.close(descriptor)
-    return None
+    holder = holder_of(state_dir / LOCK_FILE)
+    return holder.process if holder is not None else None
 
 
 def ask_to_leave(state_dir: Path) -> int:
@@ -79,11 +62,3 @@ def say_consent_changed(state_dir: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _read(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() and len(text) < 12 else None

@@ -219,7 +219,7 @@ class PeerNetwork:
     def _connect(
         self, peer: str, address: tuple[str, int], lane: int, lanes: int, deadline_s: float
     ) -> Connection:
-        channel = open_channel(self._identity, peer, address)
+        channel = open_channel(self._identity, peer, address, use_proxy=self.config.use_proxy)
         known = self._peer(peer)
         hello = self._hello(known, lane, lanes)
         connection = Connection(hello, dialled=True, checksum=self._identity is None, on_end=self._ended)
