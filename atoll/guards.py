@@ -24,6 +24,7 @@ Guard = Callable[["Call"], None]
 MAX_WINDOW = 1 << 20  # of a kernel, stride, dilation or padding
 MAX_LAYERS = 1 << 10  # of one recurrent op
 MAX_POWER = 1 << 20  # of a matrix
+MAX_CHOSEN = 16  # elements of a combination
 _WINDOWS = {
     "kernel_size": 1,
     "stride": 1,
@@ -282,6 +283,13 @@ def _dense_gradients(call: Call) -> None:
     for name in ("sparse", "sparse_grad"):
         if call.given.get(name):
             raise call.refuse(f"{name}=True asks for sparse gradients, which no optimizer here takes")
+
+
+@_guards("combinations")
+def _combinations(call: Call) -> None:
+    """Its shapes take a loop over the elements of each combination, squared."""
+    if not 0 <= call.number("r", 2) <= MAX_CHOSEN:
+        raise call.refuse(f"combinations of {call.number('r', 2)}; 0 to {MAX_CHOSEN} are accepted")
 
 
 @_guards("matrix_power", "linalg_matrix_power")
