@@ -15,7 +15,7 @@ import typer
 
 import atoll
 from atoll.errors import UsageError
-from coordinator import cli_admin, cli_codecs, cli_data, cli_flower, cli_jobs, cli_submit
+from coordinator import cli_admin, cli_codecs, cli_data, cli_demo, cli_flower, cli_jobs, cli_submit
 from coordinator.cli_base import EXIT_CODES, AsJson, Trace, err, out, print_json, run
 from protos import PROTOCOL_VERSION, leaving
 from protos.installation import check_installation
@@ -29,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+cli_demo.register(app)
 cli_admin.register(app)
 cli_submit.register(app)
 cli_jobs.register(app)
