@@ -35,7 +35,7 @@ def demo(
 ) -> None:
     """Train a small model on two workers on this machine, export it, and check it against the plain module.
 
-    Nothing is downloaded, and nothing but this machine's loopback is used. Half a minute on two cores.
+    Nothing is downloaded, nothing but this machine's loopback is used. A quarter of a minute on two cores.
     """
     from coordinator.demo import play
     from coordinator.demo_processes import ended_by_signals

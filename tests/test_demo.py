@@ -8,7 +8,7 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,14 @@ def test_a_log_is_read_on_from_where_it_was_by_whole_lines(tmp_path: Path) -> No
 # ---------------------------------------------------------------- processes
 
 
+@pytest.fixture
+def heeds_sigint() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, which is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def _printing(*lines: object) -> str:
     return f"for line in {[json.dumps(line) for line in lines]!r}: print(line, flush=True)\n"
 
@@ -269,6 +277,7 @@ def test_a_process_that_fails_is_named_with_its_words_and_the_others_end(
     assert stand.ended
 
 
+@pytest.mark.usefixtures("heeds_sigint")
 def test_an_interrupted_demo_ends_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(self: Shown, share: float, words: str) -> None:
         raise KeyboardInterrupt
@@ -282,6 +291,7 @@ def test_an_interrupted_demo_ends_what_it_started(tmp_path: Path, monkeypatch: p
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("heeds_sigint")
 def test_an_interrupt_while_a_process_starts_comes_once_it_is_noted(tmp_path: Path) -> None:
     stand = Stand()
 
