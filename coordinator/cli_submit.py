@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
 
 LOOK_EVERY_S = 0.5
+ANSWER_S = 60.0  # for a status: workers that start may keep the coordinator's machine busy
 IDLE = "pool"
 
 
@@ -127,7 +128,7 @@ def wait_for_workers(
     """Return once ``count`` workers are idle, however long that takes."""
     shown = -1
     while count:
-        idle = sum(worker.state == IDLE for worker in client.status().workers)
+        idle = sum(worker.state == IDLE for worker in client.status(ANSWER_S).workers)
         if idle >= count:
             return
         if idle != shown:

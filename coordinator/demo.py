@@ -150,7 +150,7 @@ class _Fleet:
         if len(self._joined) < n:
             words = f"{len(self._joined)} of {n} workers have joined"
         else:
-            words = f"{n} workers have joined, {self._links} probes of links, ops timed on {len(self._timed)}"
+            words = f"links probed {self._links} times, ops timed on {len(self._timed)} of {n}"
         return READY * done / 3, words
 
 
@@ -162,7 +162,7 @@ def training_progress(update: Mapping[str, Any]) -> tuple[float, str]:
         return share, ENDINGS[update["state"]]
     if update["state"] != "training":
         return (STORED if update["state"] == "finished" else READY), update["reason"] or update["state"]
-    words = [f"training: step {step} of {steps}"]
+    words = [f"step {step} of {steps}"]
     words += [f"loss {update['loss']:.3f}"] if update["loss"] is not None else []
     words += [f"{in_seconds(update['step_s'])} a step"] if update["step_s"] is not None else []
     return READY + (TRAINED - READY) * step / max(1, steps), ", ".join(words)
@@ -185,7 +185,7 @@ def _export(processes: Processes, scene: Scene, shown: Shown, job: str) -> Path:
 def _evaluate(processes: Processes, scene: Scene, shown: Shown, weights: Path) -> Mapping[str, float]:
     """The held-out loss of the plain module with the exported weights, in a process of its own."""
     shown.command(f"python {_short(scene.job)} --load {weights.name}   (the plain module)")
-    shown.progress(EXPORTED, "evaluating the plain module with the exported weights")
+    shown.progress(EXPORTED, "evaluating the plain module")
     found: dict[str, float] = json.loads(
         processes.run(PLAIN, scene.host, [scene.job, "--load", str(weights), "--json"])
     )

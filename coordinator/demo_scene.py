@@ -103,7 +103,7 @@ def summary(outcome: Outcome, scene: Scene, took_s: float) -> str:
         word = f"{times:.1f}x faster" if times > 1 else f"{1 / times:.1f}x slower"
         lines.append(
             f"one of these machines alone, had it the memory, would take "
-            f"{in_seconds(outcome.single_machine_s)} a step, {word}: memory is the reason to spread a model"
+            f"{in_seconds(outcome.single_machine_s)} a step, {word}; memory is what it has not"
         )
     lines.append(f"all checks hold; {took_s:.0f} s in all")
     return "\n".join(f"  {line}" for line in lines)

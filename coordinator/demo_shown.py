@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -26,10 +27,10 @@ class Shown:
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (
-                BarColumn(),
+                BarColumn(bar_width=20),
                 TextColumn("{task.percentage:3.0f} %"),
                 TimeElapsedColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
             )
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task("", total=1.0)
