@@ -11,6 +11,8 @@ BENCHMARKS := oracle planner transport messages commit codecs lossless_real spar
 	federated_bandwidth federated_mnist
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# So many processes run the default tests, a file at a time each; 0: none but pytest's own.
+TEST_PROCESSES ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 .PHONY: help venv demo test test-all check format bench protos clean
@@ -44,7 +46,7 @@ demo: $(STAMP)
 	@$(TEST_ENV) $(BIN)/python -m examples.demo
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu"
 
 test-all: $(STAMP)
 	$(PYTEST)

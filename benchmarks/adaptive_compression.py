@@ -47,7 +47,6 @@ CASES: Mapping[str, tuple[str, ...]] = {
 }
 """Job settings by scenario; the demo's model at a size that its memory budgets force apart."""
 OTHERWISE = ("n_micro=16",)
-RUN_S = 900.0  # at most, for one variant
 RATIO = 100.0  # of the slowest link, papers/decentralized.md 1.8
 DENSE = {"even_off": "even", "op_fence_off": "op_fence"}
 ADAPTIVE, UNIFORM, CHOOSER = "op_fence_adatopk", "op_fence_uniform", "op_fence_auto"
@@ -189,7 +188,7 @@ def run_variant(
     else:
         compress = {ADAPTIVE: f"adatopk:{RATIO:g}", CHOOSER: "auto"}.get(name, "off")
     partitioner = DENSE.get(name, "op_fence")
-    return fleet.train(job, partitioner, settings, RUN_S, compress, stop_after=steps)
+    return fleet.train(job, partitioner, settings, compress, stop_after=steps)
 
 
 def compare(

@@ -29,6 +29,7 @@ from atoll.job import DataField, DataSpec, JobSpec, Layout, Optimizer, TrainingS
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
 from benchmarks.fake_worker import FakeWorker
 from benchmarks.harness import execute
+from benchmarks.waits import HUNG_S
 from coordinator.endpoint import find_endpoint
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -89,7 +90,7 @@ def submission(
 def upload(stub: rpc.BlobsStub, blobs: dict[str, bytes], metadata: Any) -> None:
     """Put every blob."""
     chunks = [pb.BlobChunk(hash=name, size=len(data), data=data) for name, data in blobs.items()]
-    stub.Put(iter(chunks), metadata=metadata, timeout=30)
+    stub.Put(iter(chunks), metadata=metadata, timeout=HUNG_S)
 
 
 class Stopwatch:
@@ -157,9 +158,9 @@ def run(workers: int, steps: int, state_dir: Path, step_s: float = 0.02) -> dict
         upload(rpc.BlobsStub(channel), blobs, endpoint.metadata())
         owner = rpc.OwnerStub(channel)
         job = owner.Submit(
-            pb.SubmitRequest(spec=to_proto(spec)), metadata=endpoint.metadata(), timeout=30
+            pb.SubmitRequest(spec=to_proto(spec)), metadata=endpoint.metadata(), timeout=HUNG_S
         ).job
-        updates = owner.Watch(pb.JobRequest(job=job), metadata=endpoint.metadata(), timeout=300)
+        updates = owner.Watch(pb.JobRequest(job=job), metadata=endpoint.metadata(), timeout=HUNG_S)
         (update,) = deque(updates, maxlen=1)
         if update.state != "finished" or len(update.stages) != workers:
             raise SystemExit(f"{update.state} on {len(update.stages)} stages: {update.reason}")

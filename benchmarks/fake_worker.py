@@ -21,6 +21,7 @@ from safetensors.numpy import save
 
 import atoll
 from atoll.errors import AtollError
+from benchmarks.waits import HUNG_S
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -79,7 +80,7 @@ class FakeWorker:
                     csr_pem=signing_request(key, self.name),
                     name=self.name,
                 ),
-                timeout=10,
+                timeout=HUNG_S,
                 metadata=token.metadata if token else (),
             )
         self.worker, self.work_port = reply.worker, reply.work_port
@@ -256,7 +257,9 @@ class FakeWorker:
             data = save({"value": np.full(4, commit.step, np.float32)}, {"of": name})
             blob = hashlib.sha256(data).hexdigest()
             self.blobs().Put(
-                iter([pb.BlobChunk(hash=blob, size=len(data), data=data)]), metadata=self.metadata, timeout=10
+                iter([pb.BlobChunk(hash=blob, size=len(data), data=data)]),
+                metadata=self.metadata,
+                timeout=HUNG_S,
             )
             tensors.append(job_pb.TensorBlob(name=name, blob=blob))
         self.say(

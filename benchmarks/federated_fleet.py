@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from atoll.errors import AtollError, JobFailed
+from benchmarks.waits import came_about
 from coordinator.client import Client, connect
 from worker.datasets import add_dataset
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     Arrays = Mapping[str, NDArray[Any]]
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 90.0
 COORDINATOR = "coordinator"
 
 
@@ -114,14 +113,10 @@ class FederatedFleet:
             return {w.name: w.state for w in self.client.status().workers if w.state in wanted}
         return {}
 
-    def wait_until(self, done: Any, what: str, within_s: float = START_S) -> None:
-        """Poll, for what tests have no event for."""
-        deadline = time.monotonic() + within_s
-        while time.monotonic() < deadline:
-            if done():
-                return
-            time.sleep(0.05)
-        raise JobFailed(f"waited {within_s:.0f} s for {what}\n{self.log(COORDINATOR)}\n{self.log('worker0')}")
+    def wait_until(self, done: Callable[[], bool], what: str) -> None:
+        """Poll, for what tests have no event for; JobFailed when a process has ended meanwhile."""
+        if not came_about(done, self.processes.values()):
+            raise JobFailed(f"no more waiting for {what}\n{self.log(COORDINATOR)}\n{self.log('worker0')}")
 
     def watch(self, job: str) -> Iterator[Any]:
         """Updates of a job until it ends; JobFailed with the logs where it does not finish."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from atoll.errors import AtollError, UsageError
+from benchmarks.waits import HUNG_S, came_about
 from coordinator import packages
 from lab.reader import read_scenario
 from lab.tun import unavailable
@@ -139,13 +140,11 @@ def follow(losses: Sequence[float], reference: Sequence[float], tolerance: float
     )
 
 
-JOIN_CPU_S = 6.0  # of a worker: its keys and its own measurements; over its CPU share
 BUILT = b"built"  # what a rank of the rival says before its first step
 SCHEDULED = 1000  # steps of the learning rate; a run ends after --steps, before anything is stored
-RIVAL_S = 600.0  # at most, for one run of the rival
+RIVAL_S = HUNG_S  # one run of the rival, which may wait for itself for ever
 # The data that benchmarks train on are nobody's secret, and some clients hold a handful of samples.
 NO_FLOORS = ["--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1"]
-PROBE_S = 4.0  # one pair, both directions
 
 
 class CommandFailed(RuntimeError):
@@ -158,6 +157,7 @@ class LabFleet:
     def __init__(self, scenario: str) -> None:
         self.scenario = read_scenario(scenario)
         self._stack = contextlib.ExitStack()
+        self._daemons: list[subprocess.Popen[bytes]] = []
         self.python = sys.executable
 
     def __enter__(self) -> Self:
@@ -184,7 +184,7 @@ class LabFleet:
         self, host: str, name: str, command: list[str], stdin: int = subprocess.DEVNULL
     ) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("wb") as log:
-            return self.lab.popen(
+            started = self.lab.popen(
                 host,
                 command,
                 stdin=stdin,
@@ -193,6 +193,8 @@ class LabFleet:
                 env=self._environment(),
                 cwd=ROOT,
             )
+        self._daemons.append(started)
+        return started
 
     def _environment(self) -> dict[str, str]:
         return {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "wan0"}
@@ -213,13 +215,14 @@ class LabFleet:
                 str(state),
             ],
         )
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
+
+        def answers() -> bool:
             with contextlib.suppress(CommandFailed):
                 self.token = self.atoll("token", "create", "--name", "bench", "--json")["token"]
-                return
-            time.sleep(0.3)
-        raise CommandFailed("the coordinator did not start: " + self.log("coordinator"))
+                return True
+            return False
+
+        self._wait(answers, "the coordinator to answer", "coordinator")
 
     def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
         """Every worker with its libraries loaded, waiting, in join order."""
@@ -228,7 +231,7 @@ class LabFleet:
         try:
             found = {host: self._spawn(host, host, self._worker(host), subprocess.PIPE) for host in hosts}
             for host in hosts:
-                self._wait(lambda host=host: BUILT.decode() in self.log(host), 120, f"{host} to start", host)
+                self._wait(lambda host=host: BUILT.decode() in self.log(host), f"{host} to start", host)  # type: ignore[misc]
         finally:
             self._quotas(hosts, True)
         return found
@@ -246,7 +249,6 @@ class LabFleet:
         process.stdin.close()
         self._wait(
             lambda: host in {w["name"] for w in self.status()["workers"]},
-            60 + JOIN_CPU_S / (self.scenario.host(host).cpu or 1.0),
             f"{host} to join",
             host,
         )
@@ -255,32 +257,27 @@ class LabFleet:
         count = len(self.scenario.join_order)
         self._wait(
             lambda: sum(w["state"] == "pool" for w in self.status()["workers"]) == count,
-            60 + PROBE_S * count * (count - 1) / 2,
             "the pool",
             "coordinator",
         )
 
-    def _wait(self, done: Any, seconds: float, what: str, log: str) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if done():
-                return
-            time.sleep(0.3)
-        raise CommandFailed(f"waited {seconds:.0f} s for {what}: {self.log(log)}")
+    def _wait(self, done: Callable[[], bool], what: str, log: str) -> None:
+        if not came_about(done, self._daemons):
+            raise CommandFailed(f"a daemon ended, no more waiting for {what}: {self.log(log)}")
 
     def log(self, name: str) -> str:
         """The end of a daemon's log."""
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace")[-3000:] if path.exists() else "(no log)"
 
-    def atoll(self, *args: str, timeout: float = 600) -> Any:
+    def atoll(self, *args: str) -> Any:
         """Run an `atoll` command in the coordinator's host and return its JSON."""
-        lines = self._output(*args, timeout=timeout)
+        lines = self._output(*args)
         return json.loads("\n".join(lines)) if lines else None
 
-    def _lines(self, *args: str, timeout: float) -> list[dict[str, Any]]:
+    def _lines(self, *args: str) -> list[dict[str, Any]]:
         """The JSON objects that a command prints, one a line."""
-        return [json.loads(line) for line in self._output(*args, timeout=timeout)]
+        return [json.loads(line) for line in self._output(*args)]
 
     def _command(self, *args: str) -> subprocess.Popen[bytes]:
         """An `atoll` command, started in the coordinator's host."""
@@ -290,16 +287,16 @@ class LabFleet:
             self.home, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment()
         )
 
-    def _output(self, *args: str, timeout: float) -> list[str]:
+    def _output(self, *args: str) -> list[str]:
         process = self._command(*args)
         try:
-            out, err = process.communicate(timeout=timeout)
+            out, err = process.communicate(timeout=HUNG_S)
         except subprocess.TimeoutExpired:
             self.lab.kill(process)
             logs = "".join(
                 f"\n{host}: {self.log(host)}" for host in ("coordinator", *self.scenario.join_order)
             )
-            raise CommandFailed(f"{' '.join(args)} took over {timeout:.0f} s; {logs}") from None
+            raise CommandFailed(f"{' '.join(args)} took over {HUNG_S:.0f} s; {logs}") from None
         if process.returncode:
             raise CommandFailed(f"{' '.join(args)}: {err.decode(errors='replace')[-2000:]}")
         return [line for line in out.decode().splitlines() if line.strip()]
@@ -315,7 +312,6 @@ class LabFleet:
         job: str,
         partitioner: str,
         settings: Sequence[str],
-        timeout: float = 600,
         compress: str = "off",
         stop_after: int | None = None,
         schedule: str = "auto",
@@ -331,7 +327,7 @@ class LabFleet:
         options += ["--compress", compress] if compress != "off" else []
         submitted = self.atoll("submit", *options, "--detach", "--json")
         name = submitted["job"]
-        updates = self._watched(name, timeout, stop_after)
+        updates = self._watched(name, stop_after)
         last = updates[-1]
         if last["state"] != "finished" and (stop_after is None or last["step"] < stop_after):
             raise CommandFailed(
@@ -348,22 +344,21 @@ class LabFleet:
         job: str,
         partitioner: str,
         settings: Sequence[str],
-        timeout: float = 600,
         schedule: str = "auto",
     ) -> dict[str, Any]:
         """What `atoll plan` says of the live fleet, measured first where it was not."""
         options = _planned(job, partitioner, settings, schedule)
-        found = self.atoll("plan", *options, "--json", timeout=timeout)
+        found = self.atoll("plan", *options, "--json")
         plan: dict[str, Any] = found.get("plan", found)
         return plan
 
-    def _watched(self, job: str, timeout: float, stop_after: int | None) -> list[dict[str, Any]]:
+    def _watched(self, job: str, stop_after: int | None) -> list[dict[str, Any]]:
         """Every update of a job up to its end, or up to its cancellation."""
         if stop_after is None:
-            return self._lines("watch", job, "--json", timeout=timeout)
+            return self._lines("watch", job, "--json")
         process = self._command("watch", job, "--json")
         assert process.stdout is not None
-        alarm = threading.Timer(timeout, self.lab.kill, (process,))
+        alarm = threading.Timer(HUNG_S, self.lab.kill, (process,))
         alarm.start()
         updates: list[dict[str, Any]] = []
         cancelled = False
@@ -371,7 +366,7 @@ class LabFleet:
             updates.append(json.loads(line))
             if updates[-1]["step"] >= stop_after and not cancelled:
                 cancelled = True
-                self._output("cancel", job, timeout=60)
+                self._output("cancel", job)
         alarm.cancel()
         process.communicate()
         if not updates:

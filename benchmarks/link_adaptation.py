@@ -101,7 +101,7 @@ def run(fleet: LabFleet, job: str, compress: str, settings: tuple[str, ...], ste
             f"{name} ended {last.get('state')}: {last.get('reason')} {fleet.log('coordinator')}"
         )
     trace.step_s = fleet._metrics(name)["step_s"]
-    lines = fleet._lines("logs", name, "--json", timeout=60)
+    lines = fleet._lines("logs", name, "--json")
     trace.log = [_fields(line) for line in lines if line["event"] == "link.changed"]
     trace.judged = [_fields(line) for line in lines if line["event"] == "links.judged"]
     return trace

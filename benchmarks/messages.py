@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import conclude, execute, machine, need_lab, parser
 from benchmarks.transport import End, arguments_of, checked, filled, identities, lab_end, line_scenario, serve
+from benchmarks.waits import HUNG_S
 from lab.world import Lab
 from worker.frames import Direction, MessageKey
 
@@ -91,17 +92,17 @@ class Neighbour(End):
         begun_s, used_s = time.perf_counter(), time.process_time()
         for number in range(first, first + count):
             if number - first >= depth:
-                self.came.get(timeout=120)
+                self.came.get(timeout=HUNG_S)
             self._send(way, number, Direction.FORWARD)
         for _ in range(min(depth, count)):
-            self.came.get(timeout=120)
+            self.came.get(timeout=HUNG_S)
         return [time.perf_counter() - begun_s, time.process_time() - used_s]
 
     def answer(self, way: str, count: int) -> float:
         """CPU seconds of this end."""
         used_s = time.process_time()
         for _ in range(count):
-            self._send(way, self.came.get(timeout=120), Direction.BACKWARD)
+            self._send(way, self.came.get(timeout=HUNG_S), Direction.BACKWARD)
         if way == "ours":
             assert self.network.flush(self.other, 60)
         return time.process_time() - used_s

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from atoll.data import Rows
 from atoll.errors import AtollError, JobFailed
 from atoll.job import Job
 from benchmarks.oracle import Case, Run
+from benchmarks.waits import came_about
 from coordinator.client import Client, connect
 from coordinator.partition import GIVEN_CUT
 from coordinator.prepare import prepare
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from atoll.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 60.0
 
 
 class LoopbackFleet:
@@ -137,22 +136,25 @@ class LoopbackFleet:
             )
 
     def _connected(self) -> Client:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
+        found: list[Client] = []
+
+        def answers() -> bool:
             with contextlib.suppress(AtollError):
-                client = connect(state_dir=self.state)
-                client.hello()
-                return client
-            time.sleep(0.1)
-        raise JobFailed(f"the coordinator did not start within {START_S:.0f} s: {self.log('coordinator')}")
+                found.append(connect(state_dir=self.state))
+            return bool(found)
+
+        if not came_about(answers, self._processes):
+            raise JobFailed(f"the coordinator ended early: {self.log('coordinator')}")
+        return found[0]
 
     def _wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if sum(w.state == "pool" for w in self.client.status().workers) >= count:
-                return
-            time.sleep(0.1)
-        raise JobFailed(f"worker {count} did not join: {self.log(f'worker{count - 1}')}")
+        def joined() -> bool:
+            with contextlib.suppress(AtollError):
+                return sum(w.state == "pool" for w in self.client.status().workers) >= count
+            return False
+
+        if not came_about(joined, self._processes):
+            raise JobFailed(f"worker {count} did not join: {self.log(f'worker{count - 1}')}")
 
 
 def cut_at(starts: Sequence[int]) -> str:

@@ -29,11 +29,11 @@ class RegisteredFleet(LabFleet):
                 add_dataset(self.folder / host, name, path, [])
         return super()._prestarted()
 
-    def federate(self, job: str, settings: Mapping[str, Any], timeout_s: float = 1200) -> Sequence[Row]:
+    def federate(self, job: str, settings: Mapping[str, Any]) -> Sequence[Row]:
         """Submit a federated job, wait for its end, return the rows of its metrics."""
         options = settings_options(f"{key}={value}" for key, value in settings.items())
         name = self.atoll("submit", job, *options, "--detach", "--json")["job"]
-        updates = self._watched(name, timeout_s, None)
+        updates = self._watched(name, None)
         if updates[-1]["state"] != "finished":
             raise CommandFailed(f"{name} ended {updates[-1]['state']}: {updates[-1].get('reason')}")
         return self.rows(name)

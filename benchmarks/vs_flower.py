@@ -76,9 +76,7 @@ class AppFleet(RegisteredFleet):
         out.unlink(missing_ok=True)
         every = {**settings, "min-nodes": 2, "out": str(out)}
         config = " ".join(f"{key}={json.dumps(value)}" for key, value in every.items())
-        self._output(
-            "flower", "run", str(app), "--nodes", "2", "--run-config", config, "--json", timeout=1200
-        )
+        self._output("flower", "run", str(app), "--nodes", "2", "--run-config", config, "--json")
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
@@ -112,7 +110,7 @@ def once(fleet: AppFleet, side: str, app: Path, settings: dict[str, Any], job: d
             StockFlower(len(hosts), lab=fleet.lab, hub=fleet.home, hosts=hosts) as stock,
             Memory(stock.processes) as memory,
         ):
-            found = stock.run(app, {**settings, "min-nodes": len(hosts)}, timeout_s=1200)
+            found = stock.run(app, {**settings, "min-nodes": len(hosts)})
     else:
         with Memory(family, without=OWNERS) as memory:
             found = fleet.app(app, settings) if side == "app" else _rounds(fleet.federate(JOB, job))

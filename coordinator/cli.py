@@ -15,7 +15,7 @@ import typer
 
 import atoll
 from atoll.errors import UsageError
-from coordinator import cli_admin, cli_codecs, cli_data, cli_flower, cli_jobs
+from coordinator import cli_admin, cli_codecs, cli_data, cli_demo, cli_flower, cli_jobs, cli_submit
 from coordinator.cli_base import EXIT_CODES, AsJson, Trace, UseProxy, err, out, print_json, run
 from protos import PROTOCOL_VERSION, leaving
 from protos.installation import check_installation
@@ -35,7 +35,9 @@ def common(use_proxy: UseProxy = False) -> None:
     """Train one PyTorch model across islands of machines."""
 
 
+cli_demo.register(app)
 cli_admin.register(app)
+cli_submit.register(app)
 cli_jobs.register(app)
 cli_codecs.register(app)
 cli_flower.register(app)

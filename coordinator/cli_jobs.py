@@ -1,4 +1,4 @@
-"""Commands of `atoll` about jobs: submit, plan, watch, logs, cancel, export, trace."""
+"""Commands of `atoll` about jobs that are there or thought of: plan, watch, logs, cancel, export, trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from coordinator.cli_base import (
     Trace,
     byte_progress,
     client_of,
-    err,
     out,
     overrides,
     print_json,
@@ -50,9 +49,6 @@ Schedule = Annotated[str, typer.Option(help="auto, gpipe, 1f1b or zero-bubble.")
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll` command."""
-    app.command(epilog="Example: atoll submit examples/gpt.py --steps 500 --set optimizer.lr=3e-4 --watch")(
-        submit
-    )
     app.command(
         epilog="Example: atoll plan examples/gpt.py --fleet examples/fleet.toml --compress auto "
         "--plot plan.png"
@@ -62,58 +58,6 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: atoll cancel j-1")(cancel)
     app.command(epilog="Example: atoll export j-1 -o model.safetensors")(export)
     app.command(epilog="Example: atoll trace j-1 -o trace.json   (open it in Perfetto)")(trace)
-
-
-def submit(
-    jobfile: JobFile,
-    steps: Steps = None,
-    sets: Sets = None,
-    name: Annotated[str | None, typer.Option(help="Name of the job; default: the job file's own.")] = None,
-    partitioner: Partitioner = "op_fence",
-    schedule: Schedule = "auto",
-    compress: Compress = None,
-    resume: Annotated[
-        str, typer.Option(metavar="JOB", help="Continue from the last checkpoint of this job.")
-    ] = "",
-    watch: Annotated[
-        bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
-    ] = False,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
-    trace: Trace = False,
-) -> None:
-    """Capture the job file's model here, prove the capture, upload it and train it on the fleet."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
-        named = [f"name={name}"] if name else []
-        job = _load(jobfile, overrides(sets, steps, compress) + named, trace)
-        from coordinator.prepare import prepare
-
-        with telling(json) as tell:
-            prepared = prepare(job, partitioner=partitioner, schedule=schedule, resume_of=resume, tell=tell)
-        if not json:
-            err.print(f"submitting {job.name}: {in_bytes(prepared.upload_bytes)} of graphs, weights and data")
-        with byte_progress("uploading", json) as progress:
-            reply = client.submit(prepared, progress)
-        if not watch:
-            _tell_submitted(reply, json)
-            return
-        if not json:
-            out.print(f"{reply.job} {reply.update.state} {reply.update.reason}")
-        _follow(client, reply.job, json)
-
-
-def _tell_submitted(reply: pb.SubmitReply, json: bool) -> None:
-    if json:
-        print_json({"job": reply.job, "state": reply.update.state, "reason": reply.update.reason})
-        return
-    reason = f": {reply.update.reason}" if reply.update.reason else ""
-    out.print(f"{reply.job} {reply.update.state}{reason}", soft_wrap=True)
-    out.print(
-        f"watch it with `atoll watch {reply.job}`, then `atoll export {reply.job} -o model.safetensors`"
-    )
 
 
 def plan(
@@ -141,11 +85,11 @@ def plan(
     """Show what would happen: stages, devices, predicted step time, bottleneck, bytes, codecs, memory."""
     job_overrides = overrides(sets, steps, compress)
     if fleet is not None:
-        job = _cut(_load(jobfile, job_overrides, trace))
+        job = _cut(load(jobfile, job_overrides, trace))
         found, names = _local_plan(job, fleet, partitioner, schedule, json)
     else:
         with client_of(coordinator, token, state_dir, insecure) as client:
-            job = _cut(_load(jobfile, job_overrides, trace))
+            job = _cut(load(jobfile, job_overrides, trace))
             found, names = _live_plan(client, job, partitioner, schedule, json)
     if plot is not None:
         from coordinator.plot import plot_plan
@@ -218,10 +162,10 @@ def watch(
 ) -> None:
     """Show a job live until it ends: loss, speed, ETA, stages and links. Exit code 8 when it fails."""
     with client_of(coordinator, token, state_dir, insecure) as client:
-        _follow(client, job, json)
+        follow(client, job, json)
 
 
-def _follow(client: Client, job: str, json: bool) -> None:
+def follow(client: Client, job: str, json: bool) -> None:
     """Show updates as they come: a live view, plain lines where it is no terminal, or JSON lines."""
     names = worker_names(client.status().workers)
     losses: deque[float] = deque(maxlen=LOSSES_SHOWN)
@@ -358,7 +302,8 @@ def trace(
         )
 
 
-def _load(path: Path, sets: list[str], full_trace: bool) -> Job:
+def load(path: Path, sets: list[str], full_trace: bool) -> Job:
+    """The Job of a job file with its overrides; UsageError for a compression that links cannot do."""
     from coordinator.jobfile import load_job
     from coordinator.ratios import check_compression
 

@@ -144,10 +144,10 @@ class Client:
             reply = self._owner.MakePlan(request, **self._short(timeout_s))
         return LivePlan(from_proto(reply.plan), tuple(reply.fleet), tuple(reply.links))
 
-    def status(self) -> pb.StatusReply:
+    def status(self, timeout_s: float | None = None) -> pb.StatusReply:
         """Workers, jobs and links now."""
         with calling(self.endpoint.address):
-            reply: pb.StatusReply = self._owner.Status(pb.StatusRequest(), **self._short())
+            reply: pb.StatusReply = self._owner.Status(pb.StatusRequest(), **self._short(timeout_s))
         return reply
 
     def watch(self, job: str) -> Iterator[pb.JobUpdate]:

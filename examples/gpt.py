@@ -37,7 +37,7 @@ N_MICRO = 8  # micro-batches a step
 STEPS = 80
 LEARNING_RATE = 1.5e-3
 WARMUP_STEPS = 10
-EVAL_BATCHES = 16
+EVAL_BATCHES = 8
 SEED = 4711
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lab.tun import LabError
 
 MAX_LINE = 1 << 24
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Control:

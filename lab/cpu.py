@@ -84,7 +84,7 @@ def members(group: Path) -> set[int]:
         return set()
 
 
-def remove_group(group: Path, patience_s: float = 2.0) -> None:
+def remove_group(group: Path, patience_s: float = 60.0) -> None:
     """Kill what is left in a group and remove it; LabError when it does not go."""
     deadline_s = time.monotonic() + patience_s
     while group.exists():

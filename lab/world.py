@@ -43,7 +43,7 @@ from lab.state import (
 from lab.tun import NETNS_DIR, LabError, unavailable
 
 HOME = Path(__file__).resolve().parents[1]
-STOP_PATIENCE_S = 5.0
+STOP_PATIENCE_S = 60.0  # a killed process is gone once the machine gets to it
 _numbers = itertools.count(1)
 
 

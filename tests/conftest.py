@@ -1,13 +1,36 @@
 """What holds for every test: a busy machine makes none of them fail."""
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 # Examples are bounded in number; how long one takes says something of the machine only.
 settings.register_profile("atoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("atoll")
+
+
+@pytest.fixture(autouse=True)
+def process_as_before() -> Iterator[None]:
+    """A command that a test runs sets its process up: a log, which goes to that test's error stream, and
+    torch's threads and determinism. The next test finds none of it, in whatever order they come."""
+    threads = _torch_threads()
+    yield
+    structlog.reset_defaults()
+    if _torch_threads() != threads:
+        sys.modules["torch"].set_num_threads(threads)
+    if "torch" in sys.modules and sys.modules["torch"].get_deterministic_debug_mode():
+        sys.modules["torch"].set_deterministic_debug_mode(0)
+
+
+def _torch_threads() -> int:
+    """As torch has them now, or will have them once it is imported; tests that need none start without it."""
+    if "torch" in sys.modules:
+        return int(sys.modules["torch"].get_num_threads())
+    return int(os.environ.get("OMP_NUM_THREADS", 0)) or len(os.sched_getaffinity(0))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, JoinToken, new_token, server_credentials
+from tests.patience import HUNG_S
 
 Context = Any
 
@@ -94,7 +95,7 @@ class _Owner(_Service, rpc.OwnerServicer):
                 context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
             yield update
         if self.script.hold is not None:
-            self.script.hold.wait(30)
+            self.script.hold.wait(HUNG_S)
 
     def Logs(self, request: pb.LogsRequest, context: Context) -> Iterator[pb.LogLine]:
         self.admit("Logs", context)

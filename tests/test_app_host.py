@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import HUNG_S
+
 pytest.importorskip("flwr")
 
 from atoll.errors import BadFrame
@@ -82,7 +84,7 @@ class Site:
 
     def until(self, wanted: Callable[[pb.FromNode], bool]) -> pb.FromNode:
         with self._heard:
-            assert self._heard.wait_for(lambda: any(map(wanted, self.said)), 20.0)
+            assert self._heard.wait_for(lambda: any(map(wanted, self.said)), HUNG_S)
             return next(filter(wanted, self.said))
 
 
@@ -108,7 +110,7 @@ def site(tmp_path: Path, started: list[pb.ChildSetup]) -> Iterator[Site]:
     made = Site(tmp_path)
     yield made
     made.run.end("the test is over")
-    made.run.join(20.0)
+    made.run.join(HUNG_S)
 
 
 def test_no_message_makes_a_worker_run_what_its_owner_did_not_accept(
@@ -172,7 +174,7 @@ def test_two_apps_never_share_state_whatever_number_their_runs_have(
     second.run.consent_changed()
     for run in (site.run, second.run):
         run.end("done")
-        run.join(20.0)
+        run.join(HUNG_S)
     first, then = (Path(setup.runs_dir) for setup in started)
     assert first != then
     assert (first.name, then.name) == (site.bundle.hash, second.bundle.hash)

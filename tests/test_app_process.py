@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
+from tests.patience import HUNG_S
 from worker import app_run
 from worker.app_process import AppProcess, _environment
 from worker.app_run import Around
@@ -103,11 +104,12 @@ def gone(processes: dict[str, int]) -> bool:
         except OSError:
             return False
 
-    for _ in range(1000):
-        if not any(map(lives, processes.values())):
-            return True
+    deadline_s = time.monotonic() + HUNG_S
+    while any(map(lives, processes.values())):
+        if time.monotonic() > deadline_s:
+            return False
         time.sleep(0.01)
-    return False
+    return True
 
 
 def test_all_that_an_app_started_ends_with_it_wherever_it_went() -> None:
@@ -124,7 +126,7 @@ def test_all_that_an_app_started_ends_with_it_wherever_it_went() -> None:
 )
 def test_what_an_app_leaves_behind_ends_and_its_guard_ends_as_the_app_did(then: str, code: int) -> None:
     made, processes = guarded(then)
-    assert made.process.wait(60) == code
+    assert made.process.wait(HUNG_S) == code
     assert gone(processes)
     made.end()
 
@@ -142,5 +144,5 @@ def test_an_app_whose_guard_is_killed_dies_and_the_rest_when_it_is_ended() -> No
 
 def test_a_command_that_is_not_there_is_an_end_like_any_other() -> None:
     made = Guarded(["/nonexistent/python"], [], {})
-    assert made.process.wait(60) == 127
+    assert made.process.wait(HUNG_S) == 127
     made.end()

@@ -26,6 +26,7 @@ from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import atoll_control_pb2 as control
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
+from tests.patience import HUNG_S
 
 BUNDLE = b"no app, but bytes"
 APP = pb.AppIdentity(hash=hashlib.sha256(BUNDLE).hexdigest(), size=len(BUNDLE), name="a", client="a:a")
@@ -44,7 +45,7 @@ def running(stack: ExitStack, tmp_path: Path) -> Running:
         entry_port=0,
         wrong_token_delay_s=0.0,
         keepalive_s=0.3,
-        keepalive_timeout_s=0.3,
+        keepalive_timeout_s=1.0,
     )
     found = serve(config)
     stack.callback(found.stop)
@@ -52,11 +53,10 @@ def running(stack: ExitStack, tmp_path: Path) -> Running:
 
 
 def eventually(check: Callable[[], object]) -> None:
-    for _ in range(3000):
-        if check():
-            return
+    deadline_s = time.monotonic() + HUNG_S
+    while not check():
+        assert time.monotonic() < deadline_s, "it did not come about"
         time.sleep(0.01)
-    raise AssertionError("it did not come about")
 
 
 class Stream:
@@ -65,7 +65,7 @@ class Stream:
     def __init__(self, call: Any, first: Any, metadata: Any = ()) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._queue.put(first)
-        self.call = call(iter(self._queue.get, None), metadata=metadata, timeout=30)
+        self.call = call(iter(self._queue.get, None), metadata=metadata, timeout=HUNG_S)
 
     def say(self, message: Any) -> None:
         self._queue.put(message)

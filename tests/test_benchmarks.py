@@ -22,6 +22,7 @@ from benchmarks.adaptive_compression import Series, same_losses
 from benchmarks.harness import CommandFailed, LabFleet, conclude, execute, fitting, follow
 from benchmarks.pipeline_vs_torch import strays
 from coordinator.jobfile import load_job
+from tests.patience import HUNG_S
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -423,7 +424,7 @@ def test_a_job_file_that_is_not_there_is_named() -> None:
 def test_the_oracle_runs_as_a_file_too(tmp_path: Path) -> None:
     """From any folder."""
     command = [sys.executable, str(ROOT / "benchmarks" / "oracle.py"), "--job", "nosuch.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HUNG_S)
     assert (ran.returncode, ran.stderr.count("\n")) == (2, 1)
     assert "nosuch.py is not a file" in ran.stderr
 

@@ -22,6 +22,7 @@ from coordinator.blob_rights import Accounts, Allowance, ClientRole, StageRole, 
 from coordinator.server import Running
 from coordinator.sweeping import sweep
 from protos import atoll_control_pb2 as pb
+from tests.patience import HUNG_S
 from tests.test_federating import Fleet, spec
 from tests.test_server import Owner, eventually, fleet, refused, stack, start
 
@@ -35,12 +36,12 @@ def name_of(data: bytes) -> str:
 
 def put(worker: FakeWorker, data: bytes, size: int | None = None) -> Any:
     chunk = pb.BlobChunk(hash=name_of(data), size=size or len(data), data=data)
-    return worker.blobs().Put(iter([chunk]), timeout=10)
+    return worker.blobs().Put(iter([chunk]), timeout=HUNG_S)
 
 
 def got(blobs: Any, name: str, metadata: Any = ()) -> bytes:
     request = pb.BlobList(blobs=[pb.BlobRef(hash=name)])
-    return b"".join(chunk.data for chunk in blobs.Get(request, metadata=metadata, timeout=10))
+    return b"".join(chunk.data for chunk in blobs.Get(request, metadata=metadata, timeout=HUNG_S))
 
 
 def data_blob(running: Running, job: str) -> str:

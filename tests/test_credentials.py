@@ -35,6 +35,7 @@ from protos.credentials import (
     token_id,
     verify_certificate,
 )
+from tests.patience import HUNG_S
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +176,7 @@ class Echo(grpc.GenericRpcHandler):
 
 def call(port: int, credentials: grpc.ChannelCredentials, expected: str) -> str:
     with grpc.secure_channel(f"127.0.0.1:{port}", credentials, options=name_options(expected)) as channel:
-        return bytes(channel.unary_unary("/x/y")(b"", timeout=5)).decode()
+        return bytes(channel.unary_unary("/x/y")(b"", timeout=HUNG_S)).decode()
 
 
 @pytest.fixture(scope="module")

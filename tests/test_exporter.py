@@ -16,6 +16,7 @@ from coordinator.cli_admin import _metrics
 from coordinator.config import CoordinatorConfig
 from protos import atoll_control_pb2 as pb
 from protos import telemetry
+from tests.patience import HUNG_S
 from tests.test_server import Owner, fleet, start
 
 HELD_STEP = 3
@@ -24,7 +25,7 @@ Sample = tuple[dict[str, str], float]
 
 
 def _scraped(port: int) -> dict[str, list[Sample]]:
-    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", port, timeout=HUNG_S)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
@@ -40,7 +41,7 @@ def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
 
     def report(worker: FakeWorker, step: int) -> pb.StepReady:
         if step == HELD_STEP:
-            looked.wait(60)
+            looked.wait(HUNG_S)
         said = worker.report(step)
         assert worker.assigned is not None
         for peer in worker.assigned.peers:

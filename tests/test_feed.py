@@ -15,6 +15,7 @@ from atoll.opdag import StateMeta, TensorMeta
 from atoll.program import stage_programs
 from coordinator.capture import capture
 from tests.models import MODELS
+from tests.patience import HUNG_S
 from tests.test_compute import TRAINING
 from worker.cancel import Cancel, Cancelled
 from worker.feed import Arrived, Feed, InputRule, held_out, input_rules
@@ -50,7 +51,7 @@ class Provider:
 
     def wait_asked(self, count: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: len(self.asked) >= count, 10)
+            assert self.changed.wait_for(lambda: len(self.asked) >= count, HUNG_S)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_a_wait_ends_when_the_work_is_cancelled() -> None:
     feed = Feed(never, RULES, 2, 10)
     feed.start(0)
     cancel = Cancel()
-    assert started.wait(10)
+    assert started.wait(HUNG_S)
     cancel.set("released")
     with pytest.raises(Cancelled, match="released"):
         feed.take(0, 0, cancel)

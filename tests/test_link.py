@@ -12,6 +12,7 @@ import torch
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet
+from tests.patience import HUNG_S
 from worker.codec import StageCodecs
 from worker.frames import Direction, MessageKey
 from worker.link import Links, LinksAborted
@@ -220,7 +221,7 @@ def test_a_waiting_reader_wakes_when_the_sender_is_lost() -> None:
     thread, raised = waits(lambda: receiver.receive(key(), 60))
     receiver.lost("w-other", "does not matter")
     receiver.lost("w-a", "silent for 1.6 s")
-    thread.join(10)
+    thread.join(HUNG_S)
     assert isinstance(raised[0], PeerLost)
     assert (raised[0].peer, raised[0].reason) == ("w-a", "silent for 1.6 s")
 
@@ -246,7 +247,7 @@ def test_abort_ends_a_wait_for_a_tensor_and_for_a_full_queue() -> None:
     ]
     for links, (thread, raised) in waiting:
         links.abort("released")
-        thread.join(10)
+        thread.join(HUNG_S)
         assert isinstance(raised[0], LinksAborted)
 
 

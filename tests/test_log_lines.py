@@ -14,12 +14,13 @@ from coordinator import sessions
 from coordinator.facts import RoundEvaluated, StepCommitted
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
+from tests.patience import HUNG_S
 from tests.test_server import Owner, fleet, start
 
 
 def lines(owner: Owner, event: str, job: str = "") -> list[dict[str, Any]]:
     request = pb.LogsRequest(job=job)
-    stream = owner.stub.Logs(request, metadata=owner.metadata, timeout=20)
+    stream = owner.stub.Logs(request, metadata=owner.metadata, timeout=HUNG_S)
     return [json.loads(line.fields_json) for line in stream if line.event == event]
 
 
@@ -64,7 +65,7 @@ def test_a_worker_that_is_not_let_in_is_told_with_the_reason_but_not_for_ever(
     with ExitStack() as stack:
         running = start(stack, tmp_path)
         for worker in fleet(stack, running, 3, protocol=PROTOCOL_VERSION + 1):
-            assert worker.ended.wait(20)
+            assert worker.ended.wait(HUNG_S)
         told = lines(Owner(running), "session.refused")
     assert len(told) == 2
     assert "update the older of the two" in told[0]["reason"]

@@ -40,7 +40,14 @@ def best_of_all(problem: Problem) -> float:
     return best
 
 
-@pytest.mark.parametrize("slow", [(5.0, 5.0, 5.0, 5.0), (3.6, 3.6, 3.6, 5.0), (4.5, 4.0, 3.5, 5.0)])
+@pytest.mark.parametrize(
+    "slow",
+    [
+        (5.0, 5.0, 5.0, 5.0),
+        pytest.param((3.6, 3.6, 3.6, 5.0), marks=pytest.mark.slow),
+        pytest.param((4.5, 4.0, 3.5, 5.0), marks=pytest.mark.slow),
+    ],
+)
 def test_where_memory_is_short_there_are_stages_enough_to_keep_micro_batches_in_flight(slow):
     """Five devices hold the model, but not what more than one or two micro-batches leave behind: with them
     each step would wait for the slow line again and again."""

@@ -40,6 +40,7 @@ from protos.credentials import (
     new_token,
 )
 from tests.interrupts import interrupted, own_session
+from tests.patience import HUNG_S
 
 FAST = Probing(seconds=0.05, answer_within_s=2.0)
 MEMORY = int(WIDTH * WIDTH * 4 * 4 * 2.4) + 2**21  # two of the chain's layers
@@ -73,7 +74,7 @@ class Owner:
         self.blobs = rpc.BlobsStub(self.channel)
 
     def call(self, name: str, request: Any) -> Any:
-        return getattr(self.stub, name)(request, metadata=self.metadata, timeout=20)
+        return getattr(self.stub, name)(request, metadata=self.metadata, timeout=HUNG_S)
 
     def submit(self, n_ops: int = 4, evaluate: bool = False, name: str = "", **training: Any) -> str:
         spec, blobs = submission(n_ops, TrainingSpec(**{"steps": 3, "n_micro": 2, **training}), evaluate)
@@ -84,7 +85,7 @@ class Owner:
     def watch(self, job: str, until: Callable[[pb.JobUpdate], bool] = lambda u: False) -> pb.JobUpdate:
         """The first update that ``until`` accepts, else the last one."""
         update = pb.JobUpdate()
-        stream = self.stub.Watch(pb.JobRequest(job=job), metadata=self.metadata, timeout=60)
+        stream = self.stub.Watch(pb.JobRequest(job=job), metadata=self.metadata, timeout=HUNG_S)
         for update in stream:
             if until(update):
                 stream.cancel()
@@ -167,7 +168,7 @@ def test_watchers_get_every_point_once(stack: ExitStack, tmp_path: Path) -> None
     fleet(stack, running, 2)
     owner = Owner(running)
     job = owner.submit(steps=40)
-    stream = owner.stub.Watch(pb.JobRequest(job=job), metadata=owner.metadata, timeout=60)
+    stream = owner.stub.Watch(pb.JobRequest(job=job), metadata=owner.metadata, timeout=HUNG_S)
     steps = [point.step for update in stream for point in update.metrics if point.name == "loss"]
     assert steps == list(range(1, 41))
 
@@ -180,7 +181,7 @@ def test_data_is_served_to_the_workers_of_the_job_alone(stack: ExitStack, tmp_pa
     (outside,) = fleet(stack, running, 1)
     request = pb.BatchRequest(job=job, inputs=["x"], first_step=1, count=2)
     assert inside._channel is not None
-    batches = list(rpc.DataStub(inside._channel).Batches(request, timeout=10))
+    batches = list(rpc.DataStub(inside._channel).Batches(request, timeout=HUNG_S))
     assert [(b.step, b.micro, tuple(b.shape)) for b in batches] == [
         (1, 0, (8, WIDTH)),
         (1, 1, (8, WIDTH)),
@@ -189,7 +190,7 @@ def test_data_is_served_to_the_workers_of_the_job_alone(stack: ExitStack, tmp_pa
     ]
     assert outside._channel is not None
     stranger = rpc.DataStub(outside._channel)
-    error = refused(lambda: list(stranger.Batches(request, timeout=10)))
+    error = refused(lambda: list(stranger.Batches(request, timeout=HUNG_S)))
     assert isinstance(error, AccessDenied)
     assert "holds no stage" in str(error)
 
@@ -382,7 +383,7 @@ def test_a_token_of_another_coordinator_is_refused_by_tls(stack: ExitStack, tmp_
 def test_another_protocol_version_is_refused_in_words(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
     (worker,) = fleet(stack, running, 1, protocol=99)
-    worker.ended.wait(10)
+    worker.ended.wait(HUNG_S)
     assert f"speaks protocol {PROTOCOL_VERSION}" in worker.error
     assert "update the older" in worker.error
 
@@ -408,7 +409,7 @@ def test_the_work_port_wants_a_certificate(stack: ExitStack, tmp_path: Path) -> 
     address = f"127.0.0.1:{running.started.work_port}"
     channel = grpc.secure_channel(address, channel_credentials(ca), options=name_options(COORDINATOR))
     with channel, pytest.raises(grpc.RpcError):
-        rpc.BlobsStub(channel).Missing(pb.BlobList(), timeout=5)
+        rpc.BlobsStub(channel).Missing(pb.BlobList(), timeout=HUNG_S)
 
 
 def test_who_was_kicked_for_good_does_not_come_back(stack: ExitStack, tmp_path: Path) -> None:
@@ -417,12 +418,12 @@ def test_who_was_kicked_for_good_does_not_come_back(stack: ExitStack, tmp_path: 
     owner = Owner(running)
     eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 1)
     owner.call("Kick", pb.KickRequest(worker=worker.worker, reason="wrong results", for_good=True))
-    worker.ended.wait(10)
+    worker.ended.wait(HUNG_S)
     assert worker.dismissed is not None
     assert worker.dismissed.for_good
     worker.vanish()
     worker.start()
-    worker.ended.wait(10)
+    worker.ended.wait(HUNG_S)
     assert "removed for good: wrong results" in worker.error
 
 
@@ -459,7 +460,7 @@ def test_a_malformed_message_sets_its_sender_aside(stack: ExitStack, tmp_path: P
     (worker,) = fleet(stack, running, 1)
     owner = Owner(running)
     worker.say(failed=pb.StageFailed(job="j", reason="x", lost_peer="y" * 5000))
-    worker.ended.wait(10)
+    worker.ended.wait(HUNG_S)
     eventually(lambda: "5000 characters" in owner.call("Status", pb.StatusRequest()).workers[0].reason)
 
 
@@ -487,7 +488,7 @@ def test_spans_and_logs_of_workers_are_kept(stack: ExitStack, tmp_path: Path) ->
     workers[0].say(spans=pb.Spans(job=job, plan_version=1, stage=0, spans=[span]))
     workers[0].say(log=pb.WorkerLog(level="info", event="hello\x1b[31m", job=job, fields_json="{}"))
     eventually(lambda: bool(list(owner.stub.Trace(pb.JobRequest(job=job), metadata=owner.metadata))))
-    lines = list(owner.stub.Logs(pb.LogsRequest(job=job), metadata=owner.metadata, timeout=10))
+    lines = list(owner.stub.Logs(pb.LogsRequest(job=job), metadata=owner.metadata, timeout=HUNG_S))
     said = [line.fields_json for line in lines if line.event == "worker.log"]
     assert len(said) == 1
     assert "\\u001b" not in said[0]
@@ -499,14 +500,14 @@ def test_the_doctor_measures_and_reaches_back_with_a_token_only(stack: ExitStack
     assert running.started.join_token is not None
     metadata = JoinToken.decode(running.started.join_token).metadata
     chunks = [pb.EchoChunk(wanted_bytes=3_000_000), pb.EchoChunk(data=bytes(1000))]
-    replies = list(owner.entry.Echo(iter(chunks), timeout=10, metadata=metadata))
+    replies = list(owner.entry.Echo(iter(chunks), timeout=HUNG_S, metadata=metadata))
     assert sum(len(r.data) for r in replies) == 3_000_000
     assert replies[-1].received_bytes == 1000
     request = pb.ReachRequest(port=running.started.work_port)
-    reached = owner.entry.Reach(request, timeout=10, metadata=metadata)
+    reached = owner.entry.Reach(request, timeout=HUNG_S, metadata=metadata)
     assert (reached.host, reached.reachable) == ("127.0.0.1", True)
     wrong = (("authorization", "Bearer " + "x" * 22),)
-    refusal = refused(lambda: owner.entry.Reach(request, timeout=10, metadata=wrong))
+    refusal = refused(lambda: owner.entry.Reach(request, timeout=HUNG_S, metadata=wrong))
     assert isinstance(refusal, AccessDenied)
 
 
@@ -619,7 +620,7 @@ def test_ctrl_c_ends_a_coordinator_whose_workers_train_and_whose_owner_watches(
     fleet(stack, served, 2, compute_s=0.01)
     owner = Owner(served)
     job = owner.submit(steps=10_000)
-    stream = owner.stub.Watch(pb.JobRequest(job=job), metadata=owner.metadata, timeout=60)
+    stream = owner.stub.Watch(pb.JobRequest(job=job), metadata=owner.metadata, timeout=HUNG_S)
     assert any(update.step >= 2 for update in stream)
     assert interrupted(served.process) == 0
 
@@ -635,7 +636,7 @@ def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
         await server.start()
         monkeypatch.setattr(type(server.shell), "_handle", broken)
         with pytest.raises(RuntimeError, match="a mistake of ours"):
-            await asyncio.wait_for(server.broken(), 20)
+            await asyncio.wait_for(server.broken(), HUNG_S)
         await server.stop()
 
     asyncio.run(run())

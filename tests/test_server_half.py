@@ -371,12 +371,13 @@ async def _break(server: Server) -> None:
     update = server.offer(half, 1)
     told = ev.UpdateReady("job-1", 0, update.blob, 1, 10, 3, metrics={"loss": 1.0})
     try:
-        for odd, why in (("killer", "its process ended (-9)"), ("sleeper", "said nothing for 5 s")):
+        broken = (("killer", "its process ended (-9)", 300.0), ("sleeper", "said nothing for 5 s", 5.0))
+        for odd, why, silent_s in broken:
             names = ["honest", odd, "zealous"]
             aggregators.silent_s = 300.0
             aggregators.ask(do.OpenAggregator("job-1", server.job.spec, 0, "", 3))
             assert isinstance(await heard.get(), ev.AggregatorOpened)
-            aggregators.silent_s = 5.0
+            aggregators.silent_s = silent_s
             aggregators.ask(
                 do.AggregateRound(
                     "job-1", 0, 1, dict.fromkeys(names, told), dict.fromkeys(names, ("none", 1.0)),

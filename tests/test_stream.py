@@ -15,10 +15,10 @@ import pytest
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMismatch
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from tests.patience import HUNG_S
 from worker.stream import Stream
 
 Handler = Callable[[Iterator[pb.FromWorker], grpc.ServicerContext], Iterator[pb.ToWorker]]
-WITHIN_S = 10.0
 
 
 def beat(step: int) -> pb.FromWorker:
@@ -41,7 +41,7 @@ class Coordinator(rpc.WorkServicer):
         yield from self._handler(request_iterator, context)
 
     def stop(self) -> None:
-        self._server.stop(0).wait(WITHIN_S)
+        self._server.stop(0).wait(HUNG_S)
 
 
 class Session:
@@ -61,7 +61,7 @@ class Session:
 
     def end(self) -> AtollError | None:
         """Why it ended; it must do so once."""
-        error = self.ends.get(timeout=WITHIN_S)
+        error = self.ends.get(timeout=HUNG_S)
         time.sleep(0.05)
         assert self.ends.empty()
         return error
@@ -94,7 +94,7 @@ def test_what_is_said_arrives_in_order_from_several_threads(session: Callable[..
     ]
     for talker in talkers:
         talker.start()
-    steps = [one.received.get(timeout=WITHIN_S).commit.step for _ in range(301)]
+    steps = [one.received.get(timeout=HUNG_S).commit.step for _ in range(301)]
     assert steps[0] == 0  # the introduction
     for k in (1, 2, 3):
         assert [s for s in steps if s // 1000 == k] == [1000 * k + n for n in range(100)]
@@ -105,7 +105,7 @@ def test_a_received_message_may_be_answered_where_it_is_told(session: Callable[.
     opened: queue.Queue[Session] = queue.Queue(1)
 
     def received(message: pb.ToWorker) -> None:
-        one = opened.get(timeout=WITHIN_S)
+        one = opened.get(timeout=HUNG_S)
         opened.put(one)
         if message.commit.step == 20:
             done.set()
@@ -113,7 +113,7 @@ def test_a_received_message_may_be_answered_where_it_is_told(session: Callable[.
             one.stream.say(beat(message.commit.step + 1))
 
     opened.put(session(echo, received=received))
-    assert done.wait(WITHIN_S)
+    assert done.wait(HUNG_S)
 
 
 def test_closing_waits_until_what_was_said_has_left(session: Callable[..., Session]) -> None:
@@ -167,7 +167,7 @@ def test_nobody_there_is_an_error() -> None:
     stream = Stream(
         grpc.insecure_channel("127.0.0.1:9"), (), "127.0.0.1:9", beat(0), 10, lambda _: None, ends.put
     )
-    error = ends.get(timeout=WITHIN_S)
+    error = ends.get(timeout=HUNG_S)
     assert isinstance(error, ConnectionFailed)
     assert "127.0.0.1:9 does not answer" in str(error)
     stream.close()
@@ -177,7 +177,7 @@ def test_more_than_may_be_queued_ends_the_stream(session: Callable[..., Session]
     hold = threading.Event()
 
     def deaf(_: Iterator[pb.FromWorker], __: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
-        hold.wait(WITHIN_S)
+        hold.wait(HUNG_S)
         yield from ()
 
     one = session(deaf, max_queued=8)

@@ -27,6 +27,7 @@ from protos.credentials import (
     new_key,
     signing_request,
 )
+from tests.patience import HUNG_S
 from worker.channels import IDLE_WAKE_S, METHOD
 from worker.connection import Connection
 from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
@@ -105,7 +106,7 @@ def host(authority: Authority) -> Iterator[Make]:
         one.network.close()
     left = [t for t in threading.enumerate() if t not in before and t.is_alive()]
     for thread in left:
-        thread.join(5)
+        thread.join(HUNG_S)
     assert [t.name for t in left if t.is_alive()] == []
 
 
@@ -113,8 +114,8 @@ def connected(make: Make, config: TransportConfig = PATIENT) -> tuple[Host, Host
     """``a`` accepts nobody and dials ``b``."""
     a, b = make("w-a", config, listen=False), make("w-b", config)
     b.network.admit("w-a")
-    a.network.dial("w-b", [b.address], 20)
-    b.network.wait_for("w-a", 20)
+    a.network.dial("w-b", [b.address], HUNG_S)
+    b.network.wait_for("w-a", HUNG_S)
     return a, b
 
 
@@ -126,8 +127,8 @@ def test_a_worker_that_accepts_nobody_dials_out_and_frames_flow_both_ways(host: 
     assert a.network.port == 0
     a.network.send("w-b", key(), b"head", b"there")
     b.network.send("w-a", key(), b"", b"back")
-    assert b.delivered.get(timeout=20) == ("w-a", key(), b"head", b"there")
-    assert a.delivered.get(timeout=20) == ("w-b", key(), b"", b"back")
+    assert b.delivered.get(timeout=HUNG_S) == ("w-a", key(), b"head", b"there")
+    assert a.delivered.get(timeout=HUNG_S) == ("w-b", key(), b"", b"back")
 
 
 def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
@@ -136,7 +137,7 @@ def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
         a.network.dial("w-b", [b.address], 1.0)
     assert b.network.refusals()["stranger"] > 0
     b.network.admit("w-a")
-    a.network.dial("w-b", [b.address], 20)
+    a.network.dial("w-b", [b.address], HUNG_S)
 
 
 def test_a_server_with_another_name_is_refused_by_tls(host: Make) -> None:
@@ -159,7 +160,7 @@ def test_a_worker_of_another_coordinator_does_not_get_in(host: Make, tmp_path: P
 def test_the_wrong_address_in_a_list_does_not_hinder_the_right_one(host: Make) -> None:
     a, b, c = host("w-a", listen=False), host("w-b"), host("w-c")
     b.network.admit("w-a")
-    assert a.network.dial("w-b", [("127.0.0.1", 1), c.address, b.address], 20) == b.address
+    assert a.network.dial("w-b", [("127.0.0.1", 1), c.address, b.address], HUNG_S) == b.address
 
 
 def test_nobody_there_is_a_clear_error(host: Make) -> None:
@@ -181,9 +182,9 @@ def test_a_port_in_use_is_a_clear_error(host: Make, authority: Authority) -> Non
 def test_without_tls_names_are_believed_and_payloads_are_summed() -> None:
     a, b = Host(None, listen=False, name="w-a"), Host(None, name="w-b")
     b.network.admit("w-a")
-    a.network.dial("w-b", [b.address], 20)
+    a.network.dial("w-b", [b.address], HUNG_S)
     a.network.send("w-b", key(), b"", b"x" * 100_000)
-    assert b.delivered.get(timeout=20)[3] == b"x" * 100_000
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"x" * 100_000
     a.network.close()
     b.network.close()
 
@@ -203,9 +204,9 @@ def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, 
         k = key(number, rng.choice(list(Direction)))
         sent[k] = (header, payload)
         a.network.send("w-b", k, header, payload)
-    got = [b.delivered.get(timeout=30) for _ in sizes]
+    got = [b.delivered.get(timeout=HUNG_S) for _ in sizes]
     assert {k: (header, payload) for _, k, header, payload in got} == sent
-    assert a.network.flush("w-b", 20)
+    assert a.network.flush("w-b", HUNG_S)
     (report,) = a.network.goodput()
     assert report.peer == "w-b"
     measured = (Direction.FORWARD, Direction.BACKWARD)
@@ -221,8 +222,8 @@ def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
     for number, direction in enumerate(others):
         a.network.send("w-b", key(number, direction), b"", b"x" * 300_000)
     for _ in others:
-        b.delivered.get(timeout=20)
-    assert a.network.flush("w-b", 20)
+        b.delivered.get(timeout=HUNG_S)
+    assert a.network.flush("w-b", HUNG_S)
     assert a.network.goodput() == []
 
 
@@ -242,7 +243,7 @@ def test_a_message_that_nobody_asks_about_any_more_arrives_all_the_same(
     a, b = connected(host, TransportConfig(silence_s=20.0, reconnect_s=10.0, still_s=0.1, streams=1))
     body = Random(1).randbytes(1 << 20)  # four first windows
     a.network.send("w-b", key(), b"", body)
-    assert b.delivered.get(timeout=60)[3] == body
+    assert b.delivered.get(timeout=HUNG_S)[3] == body
 
 
 def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> 
     for number in range(4):
         a.network.send("w-b", key(number), b"", bytes(1 << 20))
     a.network.send("w-b", key(0, Direction.BACKWARD), b"", bytes(100_000))
-    order = [b.delivered.get(timeout=30)[1].direction for _ in range(5)]
+    order = [b.delivered.get(timeout=HUNG_S)[1].direction for _ in range(5)]
     assert order.index(Direction.BACKWARD) < 2
 
 
@@ -274,8 +275,8 @@ def test_unwanted_messages_are_dropped_counted_and_do_not_fill_the_senders_queue
     b.wanted = lambda k, total: k.job == "job"
     a.network.send("w-b", key(job="stranger"), b"", bytes(3 << 20))
     a.network.send("w-b", key(), b"", b"wanted")
-    assert b.delivered.get(timeout=20)[3] == b"wanted"
-    assert a.network.flush("w-b", 20)
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"wanted"
+    assert a.network.flush("w-b", HUNG_S)
     assert b.network.refusals()["unexpected"] == 1
     assert b.delivered.empty()
 
@@ -298,9 +299,9 @@ def test_a_jobs_receiver_takes_its_messages_and_hears_of_losses(host: Make) -> N
     taker = Taker()
     b.network.register("job", taker)
     a.network.send("w-b", key(), b"", b"for the taker")
-    assert taker.heard.get(timeout=20) == b"for the taker"
+    assert taker.heard.get(timeout=HUNG_S) == b"for the taker"
     a.network.close()
-    assert taker.heard.get(timeout=20) == ("w-a", "left: worker is leaving")
+    assert taker.heard.get(timeout=HUNG_S) == ("w-a", "left: worker is leaving")
     b.network.unregister("job", Taker())
     assert b.delivered.empty()
 
@@ -327,7 +328,7 @@ class Raw:
         credentials = channel_credentials(identity.ca_pem, identity)
         self._channel = grpc.secure_channel(f"127.0.0.1:{target.network.port}", credentials, options=options)
         call = self._channel.stream_stream(METHOD, None, None)
-        self.answers = call(iter(self._out.get, None), timeout=30)
+        self.answers = call(iter(self._out.get, None), timeout=HUNG_S)
 
     def send(self, frame: Frame | bytes, payload: bytes = b"") -> None:
         self._out.put(frame if isinstance(frame, bytes) else encode(frame, payload))
@@ -406,7 +407,7 @@ def test_a_bad_frame_closes_its_connection_and_nothing_else(
     b, attack = victim
     c = host("w-c", listen=False)
     b.network.admit("w-c")
-    c.network.dial("w-b", [b.address], 20)
+    c.network.dial("w-b", [b.address], HUNG_S)
     raw = attack()
     raw.hello()
     for frame in attack_frames:
@@ -416,7 +417,7 @@ def test_a_bad_frame_closes_its_connection_and_nothing_else(
     assert not last.leaving
     assert b.network.refusals()["malformed"] == 1
     c.network.send("w-b", key(), b"", b"still here")
-    assert b.delivered.get(timeout=20)[3] == b"still here"
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"still here"
 
 
 def test_a_stream_that_begins_with_something_else_is_refused(victim: tuple[Host, Callable[[], Raw]]) -> None:
@@ -441,7 +442,7 @@ def test_a_replayed_message_is_delivered_once(victim: tuple[Host, Callable[[], R
     for _ in range(3):
         raw.send(Data(0, key(), 0, 4), b"once")
     raw.send(Data(1, key(1), 0, 4, oldest=0), b"next")
-    assert [b.delivered.get(timeout=20)[3] for _ in range(2)] == [b"once", b"next"]
+    assert [b.delivered.get(timeout=HUNG_S)[3] for _ in range(2)] == [b"once", b"next"]
     assert b.network.refusals()["duplicate"] == 2
     assert b.delivered.empty()
 
@@ -476,14 +477,14 @@ def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Ma
     sender.start()
     got = {}
     for number in range(len(payloads)):
-        _, k, _, payload = b.delivered.get(timeout=60)
+        _, k, _, payload = b.delivered.get(timeout=HUNG_S)
         got[k.micro] = payload
         if number % 3 == 0:
             for connection in list(a.network._connections)[: 1 + number % 2]:
                 connection.fail("cut by the test")
     sender.join()
     assert [got[n] for n in range(len(payloads))] == payloads
-    assert a.network.flush("w-b", 60)
+    assert a.network.flush("w-b", HUNG_S)
     assert b.delivered.empty()
     assert a.lost.empty()
     assert b.lost.empty()
@@ -493,16 +494,16 @@ def test_two_that_remember_different_pasts_meet_anew_instead_of_forgetting_in_tu
     a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
     # b lost a, whose connections break; a still remembers the b that there was.
     b.network._lose(b.network._peers["w-a"], "silent")
-    assert a.lost.get(timeout=20)[0] == "w-b"
-    a.network.dial("w-b", [b.address], 20)
+    assert a.lost.get(timeout=HUNG_S)[0] == "w-b"
+    a.network.dial("w-b", [b.address], HUNG_S)
     a.network.send("w-b", key(), b"", b"again")
-    assert b.delivered.get(timeout=20)[3] == b"again"
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"again"
 
 
 def test_a_goodbye_is_heard_at_once_and_with_its_reason(host: Make) -> None:
     a, b = connected(host)
     a.network.close()
-    assert b.lost.get(timeout=20) == ("w-a", "left: worker is leaving")
+    assert b.lost.get(timeout=HUNG_S) == ("w-a", "left: worker is leaving")
     with pytest.raises(PeerLost):
         b.network.send("w-a", key(), b"", b"x")
 
@@ -522,14 +523,14 @@ def test_a_sender_waiting_on_a_full_queue_hears_of_the_loss(host: Make) -> None:
     thread = threading.Thread(target=send_many)
     thread.start()
     b.network.close()
-    assert isinstance(errors.get(timeout=20), PeerLost)
+    assert isinstance(errors.get(timeout=HUNG_S), PeerLost)
     thread.join()
 
 
 def test_a_dismissed_peer_is_cut_off_and_refused(host: Make) -> None:
     a, b = connected(host)
     b.network.dismiss("w-a")
-    assert a.lost.get(timeout=20)[0] == "w-b"
+    assert a.lost.get(timeout=HUNG_S)[0] == "w-b"
     with pytest.raises(ConnectionFailed, match="does not expect"):
         a.network.dial("w-b", [b.address], 1.0)
 
@@ -541,7 +542,7 @@ from protos.credentials import Identity
 from worker.transport import PeerNetwork, TransportConfig
 identity = Identity.load(Path(sys.argv[1]))
 network = PeerNetwork(identity, None, config=TransportConfig(silence_s=60))
-network.dial("w-b", [("127.0.0.1", int(sys.argv[2]))], 20)
+network.dial("w-b", [("127.0.0.1", int(sys.argv[2]))], 120)
 print("ready", flush=True)
 sys.stdin.read()
 """
@@ -576,7 +577,7 @@ def test_a_killed_peer_is_noticed_by_its_broken_connection(
 ) -> None:
     b, process = remote
     process.kill()
-    peer, reason = b.lost.get(timeout=20)
+    peer, reason = b.lost.get(timeout=HUNG_S)
     assert peer == "w-a"
     assert "silent" not in reason
 
@@ -584,7 +585,7 @@ def test_a_killed_peer_is_noticed_by_its_broken_connection(
 def test_a_frozen_peer_is_noticed_by_its_silence(remote: tuple[Host, subprocess.Popen[str]]) -> None:
     b, process = remote
     process.send_signal(signal.SIGSTOP)
-    peer, reason = b.lost.get(timeout=20)
+    peer, reason = b.lost.get(timeout=HUNG_S)
     assert peer == "w-a"
     assert reason.startswith("silent for ")
     # The promise is two seconds after the last sign of life; the figure is the transport's own.
@@ -679,7 +680,7 @@ def test_spare_connections_are_pinged_a_thirtieth_as_often_as_the_first(
     # Nothing is sent, so nothing is heard that would take a ping's place.
     monkeypatch.setattr(Connection, "ping", ping)
     monkeypatch.setattr(Connection, "heard", lambda connection, now_s: connection not in lanes)
-    assert enough.wait(30.0)
+    assert enough.wait(HUNG_S)
     assert [c.spare for c in lanes].count(False) == 1
     for connection in spare:
         assert 2 <= pings[connection.number] <= 4

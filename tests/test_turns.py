@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.patience import HUNG_S
 from worker.turns import Turns
 
 
@@ -13,7 +14,7 @@ def test_what_is_put_off_runs_once_when_the_last_hold_ends_and_without_the_lock(
     turns, ran = Turns(), []
 
     def call() -> None:
-        other = threading.Thread(target=lambda: ran.append(turns.acquire(timeout=5.0) and turns.release()))
+        other = threading.Thread(target=lambda: ran.append(turns.acquire(timeout=HUNG_S) and turns.release()))
         other.start()
         other.join()
 
@@ -39,7 +40,7 @@ def test_a_wait_lets_go_so_what_was_put_off_runs_before_it() -> None:
 
     with turns, turns:
         turns.put_off(lambda: threading.Thread(target=answer).start())
-        assert changed.wait(5.0)
+        assert changed.wait(HUNG_S)
         ran.append("woken")
     assert ran == ["answered", "woken"]
 

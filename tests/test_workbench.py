@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from protos import atoll_control_pb2 as pb
+from tests.patience import HUNG_S
 from worker import instructions, optimings
 from worker.cores import CpuMeter
 from worker.messages import OpsRequest
@@ -29,7 +30,7 @@ class Gauge:
 
     def run(self, check: Callable[[], None], wanted_elsewhere: Callable[[], bool]) -> bool:
         self.entered.put(None)
-        self.go_on.get(timeout=20)
+        self.go_on.get(timeout=HUNG_S)
         check()
         self.waited.append(wanted_elsewhere())
         self.rates[f"codec{len(self.waited)}"] = (1e9, 2e9)
@@ -55,14 +56,14 @@ def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_
     gauge = Gauge()
     bench, posted, said = bench_with(gauge)
     bench.tell_codecs()
-    gauge.entered.get(timeout=20)
+    gauge.entered.get(timeout=HUNG_S)
     bench.do(instructions.TimeOps(7, OpsRequest(("op",), None)))  # type: ignore[arg-type]
     gauge.go_on.put(None)
-    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1"]
-    gauge.entered.get(timeout=20)
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1"]
+    gauge.entered.get(timeout=HUNG_S)
     assert posted.get_nowait().message.ops_probed.request == 7  # done before the second part began
     gauge.go_on.put(None)
-    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1", "codec2"]
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1", "codec2"]
     assert gauge.waited == [True, False]
     assert bench.stop(20.0)
 
@@ -71,14 +72,14 @@ def test_codecs_asked_for_twice_are_measured_and_do_not_make_way_for_each_other(
     gauge = Gauge()
     bench, _, said = bench_with(gauge)
     bench.tell_codecs()
-    gauge.entered.get(timeout=20)
+    gauge.entered.get(timeout=HUNG_S)
     for _ in range(3):
         bench.tell_codecs()
     gauge.go_on.put(None)
-    gauge.entered.get(timeout=20)
+    gauge.entered.get(timeout=HUNG_S)
     gauge.go_on.put(None)
-    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1"]
-    assert [s.codec for s in said.get(timeout=20).codec_speeds.speeds] == ["codec1", "codec2"]
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1"]
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1", "codec2"]
     assert bench.stop(20.0)
     assert gauge.waited == [True, False]
     assert said.empty()
@@ -88,7 +89,7 @@ def test_a_worker_that_leaves_does_not_wait_for_the_codecs_that_are_left() -> No
     gauge = Gauge()
     bench, _, said = bench_with(gauge)
     bench.tell_codecs()
-    gauge.entered.get(timeout=20)
+    gauge.entered.get(timeout=HUNG_S)
     bench.interrupt("leaving")
     gauge.go_on.put(None)
     assert bench.stop(20.0)
@@ -100,7 +101,7 @@ def test_the_way_to_the_coordinator_is_timed_without_waiting_for_what_computes()
     gauge = Gauge()
     bench, posted, _ = bench_with(gauge)
     bench.tell_codecs()
-    gauge.entered.get(timeout=20)
+    gauge.entered.get(timeout=HUNG_S)
     bench.do(instructions.TimeOps(7, OpsRequest((), None)))  # type: ignore[arg-type]
     assert posted.get_nowait().message.ops_probed.request == 7
     gauge.go_on.put(None)
@@ -119,7 +120,7 @@ def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
     monkeypatch.setattr(optimings, "time_ops", time_ops)
     bench, posted, _ = bench_with(Gauge(), CpuMeter(0.25, 1, thread_clock=lambda: 2.0))
     bench.do(instructions.TimeOps(7, OpsRequest(("op",), None)))  # type: ignore[arg-type]
-    posted.get(timeout=20)
+    posted.get(timeout=HUNG_S)
     assert [clock() for clock in clocks] == [8.0]  # 2 s of a quarter of a core
     assert bench.stop(20.0)
 

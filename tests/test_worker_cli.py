@@ -24,6 +24,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, presented_in, server_credentials
 from tests.interrupts import interrupted, own_session
+from tests.patience import HUNG_S
 from worker import cli, running
 from worker.calls import answer
 from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
@@ -339,7 +340,7 @@ def test_two_daemons_may_not_share_a_state_folder(tmp_path: Path):
 @pytest.mark.parametrize("gone", [True, False], ids=["nobody there", "never answers"])
 def test_a_worker_that_waits_for_its_coordinator_leaves_at_once(tmp_path: Path, entry: Entry, gone: bool):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(120)
+        listener.settimeout(HUNG_S)
         command = [
             sys.executable, "-m", "worker.cli", "join", f"127.0.0.1:{listener.getsockname()[1]}", "--token",
             entry.token.encode(), "--state-dir", str(tmp_path / "w"), "--device", "cpu",

@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from benchmarks.waits import HUNG_S, came_about
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -45,7 +47,7 @@ QUIET = {
 Setting = str | int | float
 STARTED = re.compile(r"Successfully started run (\d+)")
 REFUSED = "task-token authentication failed"
-AFTER_END_S = 20.0
+AFTER_END_S = 120.0  # for what it printed last; a run that is over writes no more
 LOOK_EVERY_S = 1.0
 
 
@@ -97,7 +99,7 @@ class StockFlower:
         self._stack.close()
 
     def run(
-        self, app: str | Path, settings: Mapping[str, Setting], timeout_s: float = 600.0
+        self, app: str | Path, settings: Mapping[str, Setting], timeout_s: float = HUNG_S
     ) -> dict[str, Any]:
         """``flwr run`` of an app that writes JSON to the file ``out`` of its configuration when it is done.
 
@@ -152,12 +154,12 @@ class StockFlower:
     def _start(self) -> None:
         host = "0.0.0.0" if self._lab else "127.0.0.1"  # noqa: S104 - a lab's hosts see only each other
         command = ["flower-superlink", "--insecure", "--host", host, "--port", str(self.port)]
-        self._popen(self._hub, "superlink", command + ["--simulation"] * self.simulation)
+        hub = self._popen(self._hub, "superlink", command + ["--simulation"] * self.simulation)
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "stock"\n\n[superlink.stock]\naddress = "127.0.0.1:{self.port}"\n'
             "insecure = true\n"
         )
-        self._wait_for("superlink", "/health")
+        self._wait_for(hub, "/health")
         if not self.simulation:
             for node in range(self.nodes):
                 self._popen(self._hosts[node] if self._hosts else "", f"node-{node}", self._node(node))
@@ -168,18 +170,18 @@ class StockFlower:
         command += ["--host", "127.0.0.1", "--port", str(free_port())]
         return [*command, "--node-config", f"partition-id={node} num-partitions={self.nodes}"]
 
-    def _wait_for(self, log: str, path: str, patience_s: float = 60.0) -> None:
+    def _wait_for(self, hub: subprocess.Popen[Any], path: str) -> None:
         """Until the SuperLink answers; asked from inside its host."""
         ask = (
             "import sys, urllib.request as u;"
             f"sys.exit(u.urlopen('http://127.0.0.1:{self.port}{path}', timeout=2).status != 200)"
         )
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            if self._popen(self._hub, "health", [sys.executable, "-c", ask]).wait() == 0:
-                return
-            time.sleep(0.2)
-        raise FlowerFailed(f"{log} did not start: {self.logs()}")
+
+        def healthy() -> bool:
+            return self._popen(self._hub, "health", [sys.executable, "-c", ask]).wait() == 0
+
+        if not came_about(healthy, [hub]):
+            raise FlowerFailed(f"the SuperLink ended early: {self.logs()}")
 
     def _popen(self, host: str, name: str, command: list[str]) -> subprocess.Popen[Any]:
         # Flower starts its helpers by bare name, and apps import what this environment has.

@@ -10,6 +10,7 @@ from atoll.microbatch import ScheduleName
 from benchmarks.oracle import every_link
 from compressors import catalogue
 from tests.crew import TRAINING, Crew, assign, case, cut_evenly
+from tests.patience import HUNG_S
 from worker.cancel import Cancel
 from worker.compute import StepReport
 from worker.local import LocalPipeline
@@ -26,8 +27,8 @@ def networks() -> Iterator[dict[str, PeerNetwork]]:
     """Two workers' networks on loopback, connected."""
     found = {name: PeerNetwork(None, ("127.0.0.1", 0), name=name) for name in ("w-0", "w-1")}
     found["w-1"].admit("w-0")
-    found["w-0"].dial("w-1", [("127.0.0.1", found["w-1"].port)], 10.0)
-    found["w-1"].wait_for("w-0", 10.0)
+    found["w-0"].dial("w-1", [("127.0.0.1", found["w-1"].port)], HUNG_S)
+    found["w-1"].wait_for("w-0", HUNG_S)
     yield found
     for network in found.values():
         network.close()

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import HUNG_S
+
 pytest.importorskip("flwr")
 
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
@@ -38,7 +40,7 @@ def fleet() -> Iterator[LoopbackFleet]:
         yield started
 
 
-def eventually(check: Callable[[], bool], within_s: float = 120.0) -> None:
+def eventually(check: Callable[[], bool], within_s: float = HUNG_S) -> None:
     """Wait for what another process does."""
     deadline = time.monotonic() + within_s
     while not check():
@@ -499,7 +501,7 @@ def test_no_process_of_an_app_outlives_a_worker_that_is_killed(tmp_path: Path) -
                     processes = pids(out)
                     assert all(map(alive, processes))
                     fleet._processes[1].kill()
-        eventually(lambda: not any(map(alive, processes)), 20.0)
+        eventually(lambda: not any(map(alive, processes)))
     assert [reply["error"] for reply in json.loads(out.read_text())] == [5]
 
 
@@ -528,9 +530,9 @@ def test_a_run_goes_on_when_its_coordinator_is_killed_and_started_again(tmp_path
             with open(context.run_config["out"] + ".round", "w") as file:
                 file.write(str(number))
             time.sleep(0.3)
-            replies = ask(grid, "query.large", timeout=60)
+            replies = ask(grid, "query.large", timeout=HUNG_S)
             assert all(r.content["a"]["x"].numpy().sum() == 300_000 * number for r in replies)
-            found.append(said(ask(grid, "train", timeout=60)))
+            found.append(said(ask(grid, "train", timeout=HUNG_S)))
         return found
     """
     app, out = write_app(tmp_path, "restarted", server, LONG_CLIENT, "lr = 0.1"), tmp_path / "out.json"
@@ -560,7 +562,7 @@ def test_ctrl_c_ends_the_command_its_serverapp_and_the_clientapps(fleet, tmp_pat
     children = pids(out)
     [server] = [child.pid for child in psutil.Process(process.pid).children()]
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=HUNG_S)
     assert process.returncode == 130, stderr
     events = [json.loads(line)["event"] for line in stdout.splitlines()]
     assert {"nodes", "started", "sent", "replies"} <= set(events)
@@ -579,7 +581,7 @@ def test_a_worker_that_leaves_takes_its_clientapp_along_and_a_frozen_one_is_lost
                 if event["event"] == "sent" and event["kind"] == "query.hang":
                     children = pids(out)
                     fleet._processes[1].send_signal(signal.SIGINT)
-                    assert fleet._processes[1].wait(120) == 0
+                    assert fleet._processes[1].wait(HUNG_S) == 0
                     assert not alive(children[0])
                     fleet._processes[2].send_signal(signal.SIGSTOP)
         fleet._processes[2].kill()

@@ -14,7 +14,7 @@ from benchmarks.rivals.flower_stock import StockFlower
 from strategies import STRATEGIES
 from tests.test_flower_digits import APP, LISTED, accuracies
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NODES, ROUNDS = 4, 2
 
 

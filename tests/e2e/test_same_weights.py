@@ -16,7 +16,7 @@ from coordinator.prepare import prepare
 from tests.same_job import CLIENTS, furthest, in_this_process, job, samples, write_app
 
 RULES = ("fedavg", "fedavgm", "fedprox", "scaffold", "fednova", "feddyn")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The wheel holds exactly the six packages, with their schema and types."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -35,20 +36,42 @@ def test_every_dependency_has_a_lower_bound_and_a_tested_version() -> None:
         assert name.lower().replace("_", "-") in tested, f"{name} is not in constraints.txt"
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_exactly_the_six_packages(tmp_path: Path) -> None:
-    # A copy, since building leaves its traces in the folder it builds from.
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy, since building leaves its traces in the folder it builds from."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.splitlines():
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(tmp_path), str(source)]
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(folder), str(source)]
     subprocess.run(command, check=True, capture_output=True)
-    [wheel] = tmp_path.glob("atoll-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    [path] = folder.glob("atoll-*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_exactly_the_six_packages(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == SIX
     assert {"protos/atoll_job.proto", "protos/atoll_control.proto", "atoll/py.typed"} <= set(names)
     assert not [name for name in names if "test" in name.lower().split("/")]
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_the_wheel_alone(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path / "site")
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "HOME": str(tmp_path / "none"), "PATH": os.defpath}
+    command = [sys.executable, "-P", "-m", "coordinator.cli", "demo", "--keep", str(tmp_path / "kept")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 stages on 2 workers" in done.stdout
+    assert "all checks hold" in done.stdout
+    module = "import coordinator.demo, sys; sys.stdout.write(coordinator.demo.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", module], env=environment, capture_output=True, text=True
+    )
+    assert Path(found.stdout).is_relative_to(tmp_path / "site")

@@ -1,0 +1,59 @@
+"""`atoll demo`: Atoll seen at work on this machine alone."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.errors import StorageError
+from coordinator.cli_base import AsJson, err, out, print_json
+
+EXAMPLES = (
+    "Examples: atoll demo; atoll demo --keep shown   (then read shown/job.py, a job file to start from)"
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add `atoll demo`."""
+    app.command(epilog=EXAMPLES)(demo)
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=60, help="Train so many steps.")] = 120,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep job file, logs, state and weights in this folder; default: none."
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Train a small model on two workers on this machine, export it, and check it against the plain module.
+
+    Nothing is downloaded, nothing but this machine's loopback is used. A quarter of a minute on two cores.
+    """
+    from coordinator.demo import play
+    from coordinator.demo_processes import ended_by_signals
+    from coordinator.demo_scene import next_steps, small_scene, summary
+    from coordinator.demo_shown import Shown
+
+    with ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
+        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-demo-")))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            scene = small_scene(folder.resolve(), steps)
+        except OSError as error:
+            raise StorageError(f"cannot write {folder}: {error.strerror}; give another --keep") from None
+        shown = stack.enter_context(Shown(err if json else out))
+        outcome = play(scene, folder.resolve(), shown)
+    if json:
+        print_json(asdict(outcome) | {"took_s": shown.took_s})
+        return
+    out.print(f"shown:\n{summary(outcome, scene, shown.took_s)}", markup=False, soft_wrap=True)
+    out.print(next_steps(str(keep / "job.py") if keep else "JOB.py"), markup=False, soft_wrap=True)

@@ -1,0 +1,169 @@
+"""`atoll submit`: a job file's model captured, proven, uploaded and trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.errors import UsageError
+from coordinator.cli_admin import parse_duration
+from coordinator.cli_base import (
+    AsJson,
+    Compress,
+    Coordinator,
+    Insecure,
+    Sets,
+    StateDir,
+    Steps,
+    Token,
+    Trace,
+    byte_progress,
+    client_of,
+    err,
+    out,
+    overrides,
+    print_json,
+    telling,
+)
+from coordinator.cli_jobs import JobFile, Partitioner, Schedule, follow, load
+from coordinator.client import Client, LivePlan
+from coordinator.render import plan_view, worker_names
+from coordinator.render_words import in_bytes, in_seconds
+
+if TYPE_CHECKING:
+    from coordinator.prepare import Prepared
+    from protos import atoll_control_pb2 as pb
+
+LOOK_EVERY_S = 0.5
+ANSWER_S = 60.0  # for a status: workers that start may keep the coordinator's machine busy
+IDLE = "pool"
+
+
+def register(app: typer.Typer) -> None:
+    """Add `atoll submit`."""
+    app.command(epilog="Example: atoll submit examples/gpt.py --steps 500 --set optimizer.lr=3e-4 --watch")(
+        submit
+    )
+
+
+def submit(
+    jobfile: JobFile,
+    steps: Steps = None,
+    train_for: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            metavar="TIME",
+            help="Train as many steps as the plan predicts to fit into this time, such as 20m or 2h, but "
+            "never fewer than --steps.",
+        ),
+    ] = "",
+    sets: Sets = None,
+    name: Annotated[str | None, typer.Option(help="Name of the job; default: the job file's own.")] = None,
+    partitioner: Partitioner = "op_fence",
+    schedule: Schedule = "auto",
+    compress: Compress = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Wait until so many are idle; default: plan with those that are there."
+        ),
+    ] = 0,
+    resume: Annotated[
+        str, typer.Option(metavar="JOB", help="Continue from the last checkpoint of this job.")
+    ] = "",
+    watch: Annotated[
+        bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
+    ] = False,
+    coordinator: Coordinator = None,
+    token: Token = None,
+    state_dir: StateDir = None,
+    insecure: Insecure = False,
+    json: AsJson = False,
+    trace: Trace = False,
+) -> None:
+    """Capture the job file's model here, prove the capture, upload it and train it on the fleet."""
+    seconds = parse_duration(train_for) if train_for else 0.0
+    if seconds and resume:
+        raise UsageError("--for counts steps from the first, --resume goes on at a later one; give --steps")
+    with client_of(coordinator, token, state_dir, insecure) as client:
+        named = [f"name={name}"] if name else []
+        job = load(jobfile, overrides(sets, steps, compress) + named, trace)
+        if seconds and job.federated is not None:
+            raise UsageError(
+                f"{job.name} is federated and trains in rounds, which no plan times; give --steps"
+            )
+        from coordinator.prepare import prepare
+
+        with telling(json) as tell:
+            prepared = prepare(job, partitioner=partitioner, schedule=schedule, resume_of=resume, tell=tell)
+            wait_for_workers(client, workers, tell)
+            if seconds:
+                tell("timing ops and links on the fleet, then planning")
+                prepared, live = fitted(client, prepared, seconds, steps or 1)
+        if not json:
+            if seconds:
+                _show_fit(live, prepared.spec.training.steps)
+            err.print(f"submitting {job.name}: {in_bytes(prepared.upload_bytes)} of graphs, weights and data")
+        with byte_progress("uploading", json) as progress:
+            reply = client.submit(prepared, progress)
+        if not watch:
+            _tell_submitted(reply, json)
+            return
+        if not json:
+            out.print(f"{reply.job} {reply.update.state} {reply.update.reason}", markup=False)
+        follow(client, reply.job, json)
+
+
+def wait_for_workers(
+    client: Client,
+    count: int,
+    tell: Callable[[str], None],
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return once ``count`` workers are idle, however long that takes."""
+    shown = -1
+    while count:
+        idle = sum(worker.state == IDLE for worker in client.status(ANSWER_S).workers)
+        if idle >= count:
+            return
+        if idle != shown:
+            tell(f"waiting for workers: {idle} of {count} are idle")
+            shown = idle
+        pause(LOOK_EVERY_S)
+
+
+def fitted(client: Client, prepared: Prepared, seconds: float, least: int) -> tuple[Prepared, LivePlan]:
+    """``prepared`` with as many steps as fit into ``seconds`` by the prediction, at least ``least``.
+
+    Also the plan that says so. UsageError where the coordinator predicts no step time.
+    """
+    spec = prepared.spec
+    live = client.plan(prepared.graphs, spec.training, spec.partitioner, spec.schedule)
+    predicted = live.plan.prediction
+    if predicted is None or not predicted.step_s > 0:
+        raise UsageError("the coordinator predicts no step time for this plan; give --steps instead of --for")
+    steps = max(least, int(seconds / predicted.step_s))
+    return replace(prepared, spec=replace(spec, training=replace(spec.training, steps=steps))), live
+
+
+def _show_fit(live: LivePlan, steps: int) -> None:
+    out.print(plan_view(live.plan, worker_names(live.fleet)))
+    predicted = live.plan.prediction
+    if predicted is not None:
+        out.print(f"{steps} steps, {in_seconds(steps * predicted.step_s)} as predicted", soft_wrap=True)
+
+
+def _tell_submitted(reply: pb.SubmitReply, json: bool) -> None:
+    if json:
+        print_json({"job": reply.job, "state": reply.update.state, "reason": reply.update.reason})
+        return
+    reason = f": {reply.update.reason}" if reply.update.reason else ""
+    out.print(f"{reply.job} {reply.update.state}{reason}", markup=False, soft_wrap=True)
+    out.print(
+        f"watch it with `atoll watch {reply.job}`, then `atoll export {reply.job} -o model.safetensors`"
+    )
