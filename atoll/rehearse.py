@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func._overloadpacket in flop_registry:
-            self._flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
+            with suppress(TypeError):  # its formulas do not know the overloads with a dtype
+                self._flops += int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
         if any(r.alias_info is None for r in func._schema.returns):  # no view
             for tensor in _tensors(out):
                 self._bytes += tensor.nbytes
