@@ -15,11 +15,12 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 TEST_PROCESSES ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
-.PHONY: help venv demo test test-all check format bench protos clean
+.PHONY: help venv demo test test-all fuzz check format bench protos clean
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
 	@echo "make test      the default tests (make test-all: the slow ones too)"
+	@echo "make fuzz      hostile ops through a worker's own path for an hour (FUZZ='--seconds 60 --op lstm')"
 	@echo "make check     formatting, lint, types and the arrows between packages"
 	@echo "make bench     every benchmark, figures on the last line of each; what needs root or a GPU says so"
 	@echo "make venv      only set up $(VENV)"
@@ -50,6 +51,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST)
+
+FUZZ ?= --seconds 3600
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

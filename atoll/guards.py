@@ -48,7 +48,7 @@ def check_call(node: OpNode, shapes: Shapes) -> None:
         _getitem(node, shapes)
         return
     _windows(call)
-    for guard in _GUARDS.get(call.name, ()):
+    for guard in GUARDS.get(call.name, ()):
         guard(call)
 
 
@@ -66,7 +66,7 @@ def _getitem(node: OpNode, shapes: Shapes) -> None:
         raise refusal(node, f"it takes element {index} of {0 if found is None else len(found)}")
 
 
-_GUARDS: dict[str, list[Guard]] = {}
+GUARDS: dict[str, list[Guard]] = {}
 
 
 def _guards(*names: str) -> Callable[[Guard], Guard]:
@@ -74,7 +74,7 @@ def _guards(*names: str) -> Callable[[Guard], Guard]:
 
     def register(guard: Guard) -> Guard:
         for name in names:
-            _GUARDS.setdefault(name, []).append(guard)
+            GUARDS.setdefault(name, []).append(guard)
         return guard
 
     return register

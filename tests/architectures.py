@@ -8,6 +8,7 @@ keys, and experts that a router chooses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from tests.models import BATCH, LENGTH, VOCABULARY, Example, image_batch, of_mod
 
 MEL_BINS = 8
 FRAMES = 20  # of the spectrogram; the encoder's convolutions halve them
-DECODER = {
+DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -27,7 +28,7 @@ DECODER = {
     "max_position_embeddings": LENGTH,
     "use_cache": False,
 }
-SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SPECIAL_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def _spectrogram_batch(seed: int) -> dict[str, Tensor]:
@@ -43,7 +44,7 @@ def t5(dropout: float = 0.0) -> Example:
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(0)
-    config = T5Config(
+    config = T5Config(  # type: ignore[call-arg] # a keyword of every configuration
         vocab_size=VOCABULARY,
         d_model=16,
         d_kv=8,
@@ -126,7 +127,7 @@ def qwen(dropout: float = 0.0, attention: str = "sdpa") -> Example:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = Qwen3Config(  # type: ignore[call-arg] # a keyword of every configuration
         **DECODER, **SPECIAL_TOKENS, attention_dropout=dropout, attn_implementation=attention
     )
     return of_module("qwen", Qwen3ForCausalLM(config), token_batch)
@@ -137,7 +138,7 @@ def mixtral(dropout: float = 0.0, experts: str | None = "batched_mm") -> Example
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(
+    config = MixtralConfig(  # type: ignore[call-arg] # a keyword of every configuration
         **DECODER,
         **SPECIAL_TOKENS,
         attention_dropout=dropout,

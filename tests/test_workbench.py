@@ -5,17 +5,16 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S
-from worker import instructions, optimings
+from worker import instructions, optimings, workbench
 from worker.cores import CpuMeter
 from worker.messages import OpsRequest
 from worker.workbench import Workbench
-
-if TYPE_CHECKING:
-    import pytest
 
 
 class Gauge:
@@ -132,3 +131,35 @@ def test_what_an_op_says_of_a_clients_data_stays_in_the_clients_log() -> None:
     assert told.startswith("IndexError on the client's own data")
     assert "4711" not in told
     assert "4711" in Workbench._explained(bench, error)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["stage", "round"])
+def test_an_op_that_does_not_end_is_a_failure_with_its_name_and_no_more_work_is_taken(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(workbench, "WATCH_S", 0.01)
+    bench, posted, _ = bench_with(Gauge())
+    late = iter(["op 'aten.special_zeta.default' (loss) has run for 61 s"])
+
+    def overdue(_: float) -> Any:
+        found = next(late, None)
+        return None if found is None else ((7, found) if kind == "stage" else (7, "train", found))
+
+    job = SimpleNamespace(job="j", version=3)
+    held: Any = SimpleNamespace(overdue=overdue, assignment=job, joining=job, at=lambda step: job)
+    setattr(bench, "_run" if kind == "stage" else "_part", held)
+    failure = posted.get(timeout=HUNG_S)
+    assert (failure.job, getattr(failure, "step", getattr(failure, "round", None))) == ("j", 7)
+    assert "'aten.special_zeta.default' (loss)" in failure.reason
+    for instruction in (
+        instructions.LoadStage("k", 1, None),  # type: ignore[arg-type]
+        instructions.JoinFederation("k", 1, None),  # type: ignore[arg-type]
+    ):
+        bench.do(instruction)
+        refused = posted.get(timeout=HUNG_S)
+        assert refused.job == "k"
+        assert "still computes for an earlier job: op 'aten.special_zeta.default'" in refused.reason
+    bench.do(instructions.TimeOps(9, OpsRequest(("op",), None)))  # type: ignore[arg-type]
+    assert "restart it" in posted.get(timeout=HUNG_S).message.ops_probed.error
+    bench._run = bench._part = None
+    assert bench.stop(20.0)

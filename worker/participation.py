@@ -22,7 +22,7 @@ from atoll.federated import FederatedSpec, Floors
 from atoll.job import TrainingSpec
 from atoll.opdag import StateMeta
 from atoll.program import StageProgram
-from atoll.rehearse import rehearse
+from atoll.rehearse import OpCost, rehearse
 from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
 from strategies import make_strategy
@@ -35,6 +35,7 @@ from worker.floors import check_held_out, check_job
 from worker.kept import MAX_BYTES, ClientStore
 from worker.local_model import Client, LocalData, LocalModel
 from worker.models import ModelRef, Models
+from worker.op_watch import OpWatch
 from worker.trainer import Evaluated, LocalTrainer
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Participation:
         rule = make_strategy(joining.federated.rule.strategy, joining.federated.rule.options)
         check_feedback(rule, joining.federated.rule)
         check_job(joining.federated.rule, site.floors)
-        _rehearse(joining, site.device)
+        costs = _rehearse(joining, site.device)
         inputs = {name: joining.states[name].meta for p in joining.programs for name in p.inputs}
         metas = {name: state.meta for name, state in joining.states.items() if name not in inputs}
         # The trainer looks as well; here no byte of the model was fetched yet.
@@ -163,6 +164,9 @@ class Participation:
             model, rule, joining.federated.rule, site.device, floors=site.floors, tick=site.tick
         )
         self._trainer.check_client(self._client)
+        executors = self._trainer.executors
+        self._watches = [OpWatch(e.program, cost, e) for e, cost in zip(executors, costs, strict=True)]
+        self._turn = (0, "load")
         if joining.federated.rule.evaluate_every:
             check_held_out(len(self._client.split.held_out), joining.batch, site.floors)
         layout = self._trainer.layout
@@ -176,8 +180,15 @@ class Participation:
         self._trainer.rest()  # until the first broadcast
         give_back()
 
+    def overdue(self, now_s: float) -> tuple[int, str, str] | None:
+        """(round, what was done, reason) of an op that should have ended long ago; from another thread, once
+        for each."""
+        found = next(filter(None, (watch.overdue(now_s) for watch in self._watches)), None)
+        return None if found is None else (*self._turn, found)
+
     def train(self, order: TrainOrder, cancel: Cancel) -> Update:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
+        self._turn = (order.round, "train")
         fetched = self._models.fetch(order.model, cancel)
         nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
         state, left = self._store.load(order.round, order.codec)
@@ -220,6 +231,7 @@ class Participation:
 
     def evaluate(self, order: EvaluateOrder, cancel: Cancel) -> Assessment:
         """Mean loss and metrics of what this client would use, on its held-out share."""
+        self._turn = (order.round, "evaluate")
         fetched = self._models.fetch(order.model, cancel)
         began_s = time.perf_counter()
         state, _ = self._store.load(order.round, "")
@@ -267,12 +279,14 @@ def check(joining: Joining) -> None:
             raise BadFrame(f"input {name!r} of shape {shape}, micro-batches of {joining.batch}")
 
 
-def _rehearse(joining: Joining, device: torch.device) -> None:
+def _rehearse(joining: Joining, device: torch.device) -> list[Mapping[int, OpCost]]:
+    costs: list[Mapping[int, OpCost]] = []
     for program in joining.programs:
         names = (*program.parameters, *program.buffers, *program.constants)
         leaves = {name: joining.states[name].meta for name in names}
         inputs = {name: joining.states[name].meta for name in program.inputs}
-        rehearse(program, leaves, inputs, joining.training.precision, device)
+        costs.append(rehearse(program, leaves, inputs, joining.training.precision, device))
+    return costs
 
 
 def _tensors(joining: Joining, site: Site, cancel: Cancel) -> dict[str, Tensor]:

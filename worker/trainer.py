@@ -171,6 +171,11 @@ class LocalTrainer:
         loss, metrics = self._measure(client, batches, cancel or Cancel())
         return Evaluated(min(len(samples), len(batches) * client.data.batch), loss, metrics)
 
+    @property
+    def executors(self) -> tuple[Executor, ...]:
+        """What computes: of the training program, and of the evaluation program where there is one."""
+        return (self._trainer, *(() if self._evaluator is None else (self._evaluator,)))
+
     def rest(self) -> None:
         """Give the system the memory of all that the next broadcast sets anyway.
 

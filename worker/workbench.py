@@ -170,13 +170,17 @@ class Workbench:
     def _watch(self) -> None:
         """Tell the session of an op that does not end; nothing in this process can end it."""
         while not self._stopping.wait(WATCH_S):
-            run = self._run
-            found = None if run is None else run.overdue(time.monotonic())
-            if run is not None and found is not None:
-                step, self._stuck = found
-                job, version = run.assignment.job, run.at(step).version
+            run, part, now_s = self._run, self._part, time.monotonic()
+            if run is not None and (late := run.overdue(now_s)) is not None:
+                step, self._stuck = late
+                job = run.assignment.job
                 log.error("op.overdue", job=job, step=step, reason=self._stuck)
-                self._post(events.StageBroke(job, version, step, self._stuck))
+                self._post(events.StageBroke(job, run.at(step).version, step, self._stuck))
+            if part is not None and (turn := part.overdue(now_s)) is not None:
+                at_round, during, self._stuck = turn
+                job = part.joining.job
+                log.error("op.overdue", job=job, round=at_round, during=during, reason=self._stuck)
+                self._post(events.TurnBroke(job, at_round, during, self._stuck))
 
     @property
     def _still_stuck(self) -> str:
