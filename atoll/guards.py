@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Guard = Callable[["Call"], None]
 MAX_WINDOW = 1 << 20  # of a kernel, stride, dilation or padding
+MAX_EXTRA_STEP = 64  # of a stride or dilation, beyond the padded input
 MAX_LAYERS = 1 << 10  # of one recurrent op
 MAX_POWER = 1 << 20  # of a matrix
 MAX_CHOSEN = 16  # elements of a combination
@@ -164,6 +165,8 @@ def _attention(call: Call) -> None:
 def _recurrence(call: Call) -> None:
     packed = "data" in call.given
     source = call.tensor("data" if packed else "input")
+    if packed and not call.tensor("batch_sizes").elements:
+        raise call.refuse("its batch sizes are empty")
     wanted_dims = (2,) if packed else (2, 3)
     if len(source.shape) not in wanted_dims:
         raise call.refuse(f"its input has {len(source.shape)} dimensions; {wanted_dims} are taken")
@@ -255,6 +258,25 @@ def _scales_to(scale: float, before: int, after: int) -> bool:
     return math.isfinite(scale) and scale > 0 and abs(before * scale - after) <= 1.0
 
 
+# ---------------------------------------------------------------- windows
+
+
+@_guards(
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool1d", "max_pool2d", "max_pool3d",
+    "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices", "im2col", "conv_tbc",
+)  # fmt: skip
+def _steps(call: Call) -> None:
+    """A step far beyond the input makes a kernel's preparation loop, and the result no larger."""
+    source = call.tensor("input" if "input" in call.given else "self").shape
+    padding = max((abs(int(value)) for value in call.numbers("padding")), default=max(source, default=0))
+    most = MAX_EXTRA_STEP + max(source, default=0) + 2 * padding
+    for name in ("stride", "dilation"):
+        for value in call.numbers(name):
+            if value > most:
+                raise call.refuse(f"a {name} of {value} over an input of shape {source}")
+
+
 # ---------------------------------------------------------------- others
 
 
@@ -327,6 +349,9 @@ def _ctc_loss(call: Call) -> None:
 
 @_guards("repeat_interleave")
 def _repeat_interleave(call: Call) -> None:
+    repeats = call.meta("repeats")
     by_values = isinstance(call.given.get("repeats"), OpRef | LeafRef)
+    if by_values and repeats is not None and repeats.dtype not in ("int32", "int64"):
+        raise call.refuse(f"'repeats' is {repeats.dtype}; int32 or int64 is due")
     if by_values and not isinstance(call.given.get("output_size"), int):
         raise call.refuse("its size depends on values; 'output_size' is due")

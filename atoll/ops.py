@@ -266,9 +266,10 @@ def resolve(target: str) -> Callable[..., Any]:
     found: Callable[..., Any] = overload(target)
     if target in _UNINITIALISED:
         return lambda *args, **kwargs: found(*args, **kwargs).zero_()
+    from atoll.detours import detoured
     from atoll.value_guards import guarded
 
-    return guarded(target, found)
+    return guarded(target, detoured(target, found))
 
 
 def weights_may_wait(node: OpNode) -> bool:

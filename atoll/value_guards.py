@@ -153,10 +153,11 @@ def _repeat_interleave(given: Given) -> str | None:
     repeats, size = given.get("repeats"), given.get("output_size")
     if not isinstance(repeats, Tensor):
         return None
-    total = int(repeats.sum())
-    if bool((repeats < 0).any()) or (size is not None and total != size):
-        return f"its repeats add up to {total} where {size} are declared, or one is negative"
-    return None
+    most = torch.iinfo(repeats.dtype).max if size is None else size
+    if not bool(((repeats >= 0) & (repeats <= most)).all()):
+        return f"a repeat is not between 0 and {most}"
+    total = int(repeats.double().sum())  # what int64 adds up may wrap round to what is declared
+    return f"its repeats add up to {total} where {size} are declared" if size not in (None, total) else None
 
 
 def _embedding_bag(given: Given) -> str | None:

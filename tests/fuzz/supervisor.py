@@ -31,6 +31,7 @@ PERTURBED = ("85", "170")
 HANG_S = 30.0  # of the child's own processor time, for one case
 IDLE_HANG_S = 300.0  # without any: it waits for something that never comes
 SHRINK_TRIES = 30
+RENEWED_AFTER = 10_000  # cases; what torch caches of each shape grows
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -145,6 +146,7 @@ class Supervisor:
         self.report = Report()
         self._said = said
         self._pair: list[Child] = []
+        self._given = 0  # cases, to this pair
 
     def run(self, lines: Iterable[tuple[str, str, Case]]) -> Report:
         """Run (op, line, case) one after another; a finding is repeated alone and made smaller."""
@@ -174,7 +176,11 @@ class Supervisor:
             self._found(kind, why, case)
 
     def _results(self, line: str) -> list[tuple[str, str, bool]]:
+        if self._given >= RENEWED_AFTER:
+            self.close()
+        self._given += 1
         if not self._pair:
+            self._given = 0
             self._pair = [Child(perturb) for perturb in PERTURBED]
         for child in self._pair:
             child.begin(line)
