@@ -322,6 +322,9 @@ def _matrix_power(call: Call) -> None:
 
 @_guards("embedding_bag")
 def _embedding_bag(call: Call) -> None:
+    indices, offsets = call.tensor("indices").shape, call.tensor("offsets").shape
+    if len(indices) != 1 or len(offsets) != 1 or not offsets[0]:
+        raise call.refuse(f"indices of shape {indices} and offsets of {offsets}; (n,) and (bags,) are due")
     weights = call.meta("per_sample_weights")
     if weights is not None and weights.shape != call.tensor("indices").shape:
         raise call.refuse(f"'per_sample_weights' has shape {weights.shape}")

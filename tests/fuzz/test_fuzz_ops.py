@@ -59,6 +59,16 @@ FOUND = (
         2036536012,
     ),
     Case(
+        "aten.embedding_bag.default",
+        {
+            "weight": Tensorlike((3, 1), grad=False),
+            "indices": Tensorlike((1,), "int64", "one", 3, False),
+            "offsets": Tensorlike((0,), "int64", "one", 2, False),
+            "mode": 2,
+        },
+        825547328,
+    ),
+    Case(
         "aten.reflection_pad3d.default",
         {"self": Tensorlike((1, 1, 4, 4, 4), fill="extreme"), "padding": (-7, 3, 2, 1, 3, 0)},
         1630423527,
