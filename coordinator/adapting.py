@@ -19,7 +19,7 @@ from coordinator.events import LinksChosen, LinksFailed
 from coordinator.fleet import Fleet
 from coordinator.job_state import JobState, Relinked
 from coordinator.linkmoves import Sample, Settings
-from coordinator.links import Pair
+from coordinator.network import Pair
 from coordinator.roster import Roster
 from protos.telemetry import Event as Name
 

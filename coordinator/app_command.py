@@ -18,6 +18,7 @@ from typing import IO, Any, Self
 
 import grpc
 
+import atoll
 from atoll import errors
 from atoll.errors import AtollError, JobFailed
 from coordinator.endpoint import Endpoint
@@ -140,7 +141,7 @@ def failure_of(kind: str, text: str) -> AtollError:
 
 
 def _environment(show_log: bool) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(atoll.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     quiet = {} if show_log or "FLWR_LOG_LEVEL" in os.environ else {"FLWR_LOG_LEVEL": "WARNING"}
     off = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}

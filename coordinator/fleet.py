@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordinator.links import LinkEstimate, LinkTable, Uplink
+from coordinator.links import LinkTable
+from coordinator.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

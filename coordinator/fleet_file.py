@@ -17,7 +17,7 @@ from atoll.errors import UsageError
 from compressors.catalogue import CODECS
 from coordinator.coding import SPEED_RANGE
 from coordinator.fleet import TCP_SHARE, Device, Fleet
-from coordinator.links import LinkEstimate, Uplink
+from coordinator.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

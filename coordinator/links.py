@@ -14,10 +14,10 @@ from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING
 
+from coordinator.network import LinkEstimate, Pair, Uplink
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-Pair = tuple[str, str]  # (source, target)
 
 PROBE_WEIGHT = 0.5  # a probe fills the link on purpose: trust it
 GOODPUT_WEIGHT = 0.1  # training's own traffic may be limited by the sender (decentralized.md 1.5)
@@ -31,27 +31,6 @@ MAX_RTT_S = 30.0
 MAX_FLOPS_PER_S = 2e15  # dense bf16 of one accelerator
 MAX_OP_S = 600.0
 NOISE_FLOOR_S = 2e-6  # shorter timings are all overhead; their implied rate says nothing
-
-
-@dataclass(frozen=True, slots=True)
-class LinkEstimate:
-    """What one direction between two workers carries."""
-
-    bandwidth_bps: float  # payload bits per second, > 0
-    latency_s: float  # one way
-
-
-@dataclass(frozen=True, slots=True)
-class Uplink:
-    """A rate that a set of workers share towards everyone outside the set, each direction its own.
-
-    One member: a host's own line. Several: a home router, a campus, a cluster's gateway.
-    """
-
-    name: str
-    members: tuple[str, ...]
-    up_bps: float
-    down_bps: float
 
 
 @dataclass

@@ -16,8 +16,9 @@ from coordinator.estimate import SCALE_RANGE, refresh_scale
 from coordinator.events import Goodput, Introduction, StepReady
 from coordinator.fleet import Device, Fleet
 from coordinator.instructions import Addresses
-from coordinator.links import MIN_GOODPUT_BYTES, Pair, judge_step
+from coordinator.links import MIN_GOODPUT_BYTES, judge_step
 from coordinator.members import Member, Phase
+from coordinator.network import Pair
 from coordinator.opprobing import OpProbing
 from coordinator.probing import LinkProbing
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from coordinator.fleet import TCP_SHARE, Device, Fleet
-from coordinator.links import LinkEstimate, Uplink
+from coordinator.network import LinkEstimate, Uplink
 
 MIB = 2**20
 

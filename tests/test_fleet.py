@@ -5,7 +5,8 @@ from atoll.errors import UsageError
 from coordinator.coding import DEFAULT_SPEEDS, speed_of
 from coordinator.fleet import TCP_SHARE, Device, Fleet
 from coordinator.fleet_file import parse_fleet, read_fleet
-from coordinator.links import LinkEstimate, LinkTable
+from coordinator.links import LinkTable
+from coordinator.network import LinkEstimate
 from tests.fleets import random_fleet, two_islands
 
 TEXT = """

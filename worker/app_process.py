@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import atoll
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
 from protos.app_pipe import Pipe
@@ -77,7 +78,7 @@ def _environment(threads: int) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if name in _SHOWN or name.startswith(_SHOWN_TOO)
     }
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(atoll.__file__).resolve().parent.parent)
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
     if threads:
         kept["OMP_NUM_THREADS"] = kept["MKL_NUM_THREADS"] = str(threads)

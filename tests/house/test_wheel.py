@@ -15,7 +15,8 @@ SIX = {"atoll", "coordinator", "worker", "protos", "strategies", "compressors"}
 
 def test_the_project_file_names_the_six_packages_and_both_commands() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert set(project["tool"]["setuptools"]["packages"]) == SIX
+    found = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {name.removesuffix("*") for name in found} == SIX
     assert project["project"]["scripts"] == {
         "atoll": "coordinator.cli:main",
         "atoll-worker": "worker.cli:main",
@@ -59,6 +60,8 @@ def test_the_wheel_holds_exactly_the_six_packages(wheel: zipfile.ZipFile) -> Non
     assert {top for top in tops if not top.endswith(".dist-info")} == SIX
     assert {"protos/atoll_job.proto", "protos/atoll_control.proto", "atoll/py.typed"} <= set(names)
     assert not [name for name in names if "test" in name.lower().split("/")]
+    sources = {str(p.relative_to(ROOT)) for top in SIX for p in (ROOT / top).rglob("*.py")}
+    assert sources <= set(names)
 
 
 @pytest.mark.slow

@@ -1,0 +1,28 @@
+"""What a link between two workers carries, and what several of them share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Pair = tuple[str, str]  # (source, target)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """What one direction between two workers carries."""
+
+    bandwidth_bps: float  # payload bits per second, > 0
+    latency_s: float  # one way
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """A rate that a set of workers share towards everyone outside the set, each direction its own.
+
+    One member: a host's own line. Several: a home router, a campus, a cluster's gateway.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    up_bps: float
+    down_bps: float
