@@ -1,8 +1,8 @@
 """Ops that run another way than torch would run them, because torch's own way is wrong.
 
-Half-precision convolutions with a dilation: oneDNN's kernels for AMX leave a part of the result as memory was
-(torch 2.13: a conv2d of ones in bfloat16 with stride (2, 3), padding (1, 0) and dilation 2 gives 4e14 for 30,
-by what lay there before). They are computed in float32 and rounded once.
+Half-precision convolutions on a CPU: oneDNN's kernels for AMX leave parts of some results as memory was
+(torch 2.13: a conv2d of ones in bfloat16 with stride (2, 3), padding (1, 0) and dilation 2 gives 4e14 for 30;
+others differ with stride 7 and groups of 5 channels). They are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def detoured(target: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, or what runs in its place."""
     if target.split(".")[1] not in _CONVOLUTIONS:
         return call
-    names = [argument.name for argument in schema(target).arguments]
+    first = schema(target).arguments[0].name
 
     @wraps(call)
     def convolved(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        half = _half_of(given["input"])
-        if half is None or not _dilated(given.get("dilation", 1)):
+        half = _half_of(args[0] if args else kwargs[first])
+        if half is None:
             return call(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
-            exact = {n: v.to(half).float() if isinstance(v, Tensor) else v for n, v in given.items()}
-            return call(**exact).to(half)
+            exact = [_exact(value, half) for value in args]
+            named = {name: _exact(value, half) for name, value in kwargs.items()}
+            return call(*exact, **named).to(half)
 
     return convolved
 
@@ -50,5 +50,6 @@ def _half_of(value: Tensor) -> torch.dtype | None:
     return value.dtype if value.dtype in _HALVES else None
 
 
-def _dilated(dilation: Any) -> bool:
-    return any(d != 1 for d in (dilation if isinstance(dilation, list | tuple) else (dilation,)))
+def _exact(value: Any, half: torch.dtype) -> Any:
+    """A tensor rounded to ``half``, in float32."""
+    return value.to(half).float() if isinstance(value, Tensor) else value

@@ -25,6 +25,7 @@ MAX_WINDOW = 1 << 20  # of a kernel, stride, dilation or padding
 MAX_EXTRA_STEP = 64  # of a stride or dilation, beyond the padded input
 MAX_LAYERS = 1 << 10  # of one recurrent op
 MAX_POWER = 1 << 20  # of a matrix
+MAX_GAMMAS = 256  # that one multivariate gamma multiplies
 MAX_CHOSEN = 16  # elements of a combination
 _WINDOWS = {
     "kernel_size": 1,
@@ -305,6 +306,13 @@ def _dense_gradients(call: Call) -> None:
     for name in ("sparse", "sparse_grad"):
         if call.given.get(name):
             raise call.refuse(f"{name}=True asks for sparse gradients, which no optimizer here takes")
+
+
+@_guards("mvlgamma")
+def _mvlgamma(call: Call) -> None:
+    """It makes a tensor as many times as large, which its fake kernel does not show."""
+    if not 1 <= call.number("p", 1) <= MAX_GAMMAS:
+        raise call.refuse(f"'p' is {call.number('p', 1)}; 1 to {MAX_GAMMAS} are accepted")
 
 
 @_guards("combinations")

@@ -283,7 +283,7 @@ def test_a_value_that_a_kernel_would_trust_is_refused(
 
 
 @pytest.mark.parametrize("under_autocast", [False, True])
-def test_a_dilated_convolution_in_half_precision_is_what_float32_gives_rounded(under_autocast: bool) -> None:
+def test_a_convolution_in_half_precision_is_what_float32_gives_rounded(under_autocast: bool) -> None:
     """oneDNN's own kernel leaves parts of this result as memory was, on processors with AMX."""
     image, kernel = torch.randn(1, 5, 13, 7).bfloat16(), torch.randn(1, 5, 2, 3).bfloat16()
     window = ([2, 3], [1, 0], [2, 2], 1)

@@ -131,6 +131,19 @@ FOUND = (
         },
         6,
     ),
+    Case(
+        "aten.conv2d.default",
+        {
+            "input": Tensorlike((1, 15, 12, 4), "bfloat16", "one", 2, False),
+            "weight": Tensorlike((3, 5, 1, 4), "bfloat16", "one", 2, False),
+            "stride": (2, 7),
+            "padding": (0, 0),
+            "dilation": (1, 1),
+            "groups": 3,
+        },
+        57522059,
+    ),
+    Case("aten.mvlgamma.default", {"self": Tensorlike((1,), "bfloat16"), "p": 2**31 - 1}, 7),
     Case("aten.combinations.default", {"self": Tensorlike((1,)), "r": 10**6}, 4),
     Case("aten.max_pool1d.default", {"self": Tensorlike((1, 1, 8)), "kernel_size": (1 << 62,)}, 5),
 )
