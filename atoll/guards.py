@@ -256,7 +256,8 @@ def _scales(call: Call) -> None:
 
 
 def _scales_to(scale: float, before: int, after: int) -> bool:
-    return math.isfinite(scale) and scale > 0 and abs(before * scale - after) <= 1.0
+    # Torch takes the whole part; the scale may be a rounded quotient.
+    return math.isfinite(scale) and after * (1 - 1e-6) <= before * scale < after + 1
 
 
 # ---------------------------------------------------------------- windows
@@ -276,6 +277,18 @@ def _steps(call: Call) -> None:
         for value in call.numbers(name):
             if value > most:
                 raise call.refuse(f"a {name} of {value} over an input of shape {source}")
+
+
+@_guards(
+    "max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+)  # fmt: skip
+def _taps(call: Call) -> None:
+    """Each window has a value inside the input: the backward writes where the index of the largest says."""
+    shape, dilations = call.tensor("self").shape, [int(d) for d in call.numbers("dilation")]
+    space = shape[-int(call.name[8]) :]
+    if any(dilation > size for size, dilation in zip(space, dilations * len(space), strict=False)):
+        raise call.refuse(f"dilations of {dilations} over an input of shape {shape}")
 
 
 # ---------------------------------------------------------------- others

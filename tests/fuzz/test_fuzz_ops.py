@@ -143,6 +143,17 @@ FOUND = (
         },
         57522059,
     ),
+    Case(
+        "aten.max_pool1d_with_indices.default",
+        {"self": Tensorlike((1, 1, 6), "float64"), "kernel_size": (2,), "padding": (1,), "dilation": 7},
+        1414392032,
+    ),
+    Case(
+        "aten._upsample_nearest_exact1d.default",
+        {"self": Tensorlike((1, 1, 1), "uint8", "one", 2, False), "output_size": (1,), "scales": 1e-300},
+        384773377,
+        True,
+    ),
     Case("aten.mvlgamma.default", {"self": Tensorlike((1,), "bfloat16"), "p": 2**31 - 1}, 7),
     Case("aten.combinations.default", {"self": Tensorlike((1,)), "r": 10**6}, 4),
     Case("aten.max_pool1d.default", {"self": Tensorlike((1, 1, 8)), "kernel_size": (1 << 62,)}, 5),
