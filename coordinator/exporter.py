@@ -9,12 +9,13 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from atoll.errors import UsageError
+from coordinator import job_state, members
 from coordinator.rounds import RUNNING
 from coordinator.views import carried
 from protos import telemetry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from coordinator.shell import Shell
 
@@ -39,8 +40,11 @@ class Exporter:
         scheduler = self._shell.scheduler
         jobs = list(scheduler.jobs.values())
         roster = list(scheduler.roster.workers.values())
-        yield _gauge(telemetry.WORKERS, Count(w.member.phase.value for w in roster))
-        yield _gauge(telemetry.JOBS, Count(job.phase.value for job in jobs))
+        # Every state has its series from the start, nothing in it is a zero: a rate or an alert needs both.
+        workers = Count(w.member.phase for w in roster)
+        yield _gauge(telemetry.WORKERS, {phase.value: workers[phase] for phase in members.Phase})
+        phases = Count(job.phase for job in jobs)
+        yield _gauge(telemetry.JOBS, {phase.value: phases[phase] for phase in job_state.Phase})
         steps = CounterMetricFamily(telemetry.STEPS.name, telemetry.STEPS.help, labels=["job"])
         for job in jobs:
             steps.add_metric([job.job], job.step)
@@ -81,7 +85,7 @@ class Exporter:
         self._thread.join(2)
 
 
-def _gauge(metric: telemetry.Metric, values: dict[str, float | None] | Count[str]) -> GaugeMetricFamily:
+def _gauge(metric: telemetry.Metric, values: Mapping[str, float | None]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(metric.name, metric.help, labels=list(metric.labels))
     for label, value in values.items():
         family.add_metric([label], float(value or 0.0))
