@@ -40,10 +40,10 @@ from atoll.program import stage_programs
 from benchmarks.convergence_report import report, show
 from benchmarks.harness import ROOT, execute, fitting, machine, parser
 from coordinator.capture import Captured, capture
-from coordinator.coding import load_bytes
-from coordinator.fleet_file import parse_fleet
 from coordinator.jobfile import load_job
 from coordinator.partition import make_plan
+from coordinator.planning.costs.codec_costs import load_bytes
+from coordinator.planning.costs.fleet_file import parse_fleet
 from coordinator.problem import Candidate, Problem
 from coordinator.ratios import uniform
 from lab.fleet import fleet_of

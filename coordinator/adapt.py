@@ -19,7 +19,7 @@ from atoll.compression import ADATOPK, AUTO
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sight, Sign, measure, sign_of
-from coordinator.network import Pair
+from coordinator.planning.costs.network import Pair
 
 USUAL_RISE = 0.02  # of the difference, a step
 LOOKS = 20  # of the guard in a run, where the job names no interval: at most, ...

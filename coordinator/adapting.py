@@ -16,10 +16,10 @@ from atoll.job import JobSpec
 from coordinator import adapt, relink
 from coordinator import instructions as do
 from coordinator.events import LinksChosen, LinksFailed
-from coordinator.fleet import Fleet
 from coordinator.job_state import JobState, Relinked
 from coordinator.linkmoves import Sample, Settings
-from coordinator.network import Pair
+from coordinator.planning.costs.fleet import Fleet
+from coordinator.planning.costs.network import Pair
 from coordinator.roster import Roster
 from protos.telemetry import Event as Name
 

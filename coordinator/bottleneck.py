@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atoll.microbatch import one_f_one_b
+from coordinator.planning.costs.timeline import step_seconds
 from coordinator.shortage import recompute_hint
-from coordinator.timeline import step_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from coordinator.planning.costs.timeline import Timeline
+    from coordinator.planning.costs.workload import Workload
     from coordinator.problem import Problem
-    from coordinator.timeline import Timeline
-    from coordinator.workload import Workload
 
 BETTER = 0.9
 TRIED_OF_A_KIND = 4

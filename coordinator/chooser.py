@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from atoll.compression import AUTO, OFF, Compression
 from atoll.plan import LinkSpec
-from coordinator.coding import DENSE
+from coordinator.planning.costs.codec_costs import DENSE
 from coordinator.ratios import Link, asked_ratio, choose, mask_of, reasoned, within
 
 if TYPE_CHECKING:

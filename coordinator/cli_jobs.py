@@ -115,8 +115,8 @@ def _cut(job: Job) -> Job:
 def _local_plan(
     job: Job, fleet: Path, partitioner: str, schedule: str, quiet: bool
 ) -> tuple[Plan, Mapping[str, str]]:
-    from coordinator.fleet_file import read_fleet
     from coordinator.partition import make_plan
+    from coordinator.planning.costs.fleet_file import read_fleet
     from coordinator.prepare import capture_graphs
 
     described = read_fleet(fleet)

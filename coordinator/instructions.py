@@ -10,7 +10,7 @@ from atoll.job import JobSpec, TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.events import Blob, UpdateReady
 from coordinator.facts import CheckpointStored, Evaluated, Fact, RoundEvaluated
-from coordinator.fleet import Fleet
+from coordinator.planning.costs.fleet import Fleet
 from protos.telemetry import Event as Name
 
 Addresses = tuple[tuple[str, int], ...]

@@ -14,7 +14,7 @@ from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING
 
-from coordinator.network import LinkEstimate, Pair, Uplink
+from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

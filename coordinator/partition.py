@@ -25,26 +25,26 @@ from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePredicti
 from atoll.program import stage_programs
 from coordinator.baselines import even, proportional
 from coordinator.bottleneck import bottleneck
-from coordinator.bound import lower_bound
 from coordinator.chooser import WORTH, relabelled, settled, without_codecs
 from coordinator.evaluation_cut import evaluation_intervals
 from coordinator.fence import Effort, search
 from coordinator.leftout import left_out
+from coordinator.planning.costs.lower_bound import lower_bound
+from coordinator.planning.costs.timeline import expected_step_s, step_bytes, step_seconds
+from coordinator.planning.costs.traffic import Traffic
+from coordinator.planning.costs.workload import Wire
 from coordinator.problem import Candidate, Problem, Scored
 from coordinator.ratios import check_compression
 from coordinator.shortage import shortage
-from coordinator.timeline import expected_step_s, step_bytes, step_seconds
-from coordinator.traffic import Traffic
-from coordinator.workload import Wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from atoll.job import TrainingSpec
     from atoll.opdag import OpDag
-    from coordinator.fleet import Fleet
-    from coordinator.timeline import Timeline
-    from coordinator.workload import Workload
+    from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.costs.timeline import Timeline
+    from coordinator.planning.costs.workload import Workload
 
 PARTITIONERS = ("op_fence", "proportional", "even")
 GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and for the oracle

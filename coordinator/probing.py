@@ -28,7 +28,7 @@ from coordinator.cluster import groups
 from coordinator.config import Probing
 from coordinator.events import LinkProbed
 from coordinator.links import MAX_RTT_S, MIN_BANDWIDTH_BPS, SHARED_BELOW, LinkTable, infer_shared, judge_link
-from coordinator.network import LinkEstimate, Pair, Uplink
+from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
 
 MAX_TOGETHER = 12  # concurrent probes of one fleet
 NEAR_RTT_S = 0.02  # a home's, a campus's or a cluster's own network is quicker

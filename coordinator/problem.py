@@ -19,16 +19,16 @@ from atoll.compression import AUTO, OFF, Compression
 from atoll.job import Precision, Recompute
 from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
 from atoll.ops import is_layer
-from coordinator.bound import lower_bound
 from coordinator.chain import Chain
-from coordinator.coding import coded
-from coordinator.estimate import OpTable, apply_seconds
-from coordinator.handling import handled
-from coordinator.memory import MemoryModel, prefix
+from coordinator.planning.costs.codec_costs import coded
+from coordinator.planning.costs.lower_bound import lower_bound
+from coordinator.planning.costs.memory import MemoryModel, prefix
+from coordinator.planning.costs.message_costs import handled
+from coordinator.planning.costs.op_seconds import OpTable, apply_seconds
+from coordinator.planning.costs.timeline import Timeline, simulate, step_seconds
+from coordinator.planning.costs.traffic import Traffic
+from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
 from coordinator.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
-from coordinator.timeline import Timeline, simulate, step_seconds
-from coordinator.traffic import Traffic
-from coordinator.workload import StageLoad, Wire, Workload, route, routes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from atoll.opdag import OpDag, OpNode
     from atoll.plan import LinkSpec
     from coordinator.chain import Bools
-    from coordinator.fleet import Fleet
+    from coordinator.planning.costs.fleet import Fleet
 
     Floats = NDArray[np.float64]
     Positions = NDArray[np.intp]

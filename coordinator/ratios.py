@@ -23,13 +23,13 @@ from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, Use, codec, for_links, link_codecs
-from coordinator.coding import DENSE, ends_s, load_bytes, taken
+from coordinator.planning.costs.codec_costs import DENSE, ends_s, load_bytes, taken
 
 if TYPE_CHECKING:
     from compressors.catalogue import Codec
-    from coordinator.fleet import Device
-    from coordinator.traffic import LinkLoad
-    from coordinator.workload import Workload
+    from coordinator.planning.costs.fleet import Device
+    from coordinator.planning.costs.traffic import LinkLoad
+    from coordinator.planning.costs.workload import Workload
 
 DEFAULT_RATIO = 32.0
 """R of ``adatopk`` and ``auto``, and of a codec that takes a ratio, when none is given: between the 10

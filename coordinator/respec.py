@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from atoll.plan import LinkSpec
 from coordinator.chooser import specs_for
+from coordinator.planning.costs.timeline import step_seconds
+from coordinator.planning.costs.workload import Wire
 from coordinator.problem import Candidate, Depth, Problem
 from coordinator.ratios import check_compression
-from coordinator.timeline import step_seconds
-from coordinator.workload import Wire
 
 if TYPE_CHECKING:
     from atoll.compression import Compression
     from atoll.job import TrainingSpec
     from atoll.opdag import OpDag
     from atoll.plan import Plan
-    from coordinator.fleet import Fleet
+    from coordinator.planning.costs.fleet import Fleet
 
 
 def respec(

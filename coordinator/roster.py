@@ -9,17 +9,18 @@ from functools import partial
 from math import isfinite
 
 from atoll.plan import LinkPrediction
-from coordinator import handling, members
-from coordinator.coding import judge_speeds
+from coordinator import members
 from coordinator.config import Liveness, Probing
-from coordinator.estimate import SCALE_RANGE, refresh_scale
 from coordinator.events import Goodput, Introduction, StepReady
-from coordinator.fleet import Device, Fleet
 from coordinator.instructions import Addresses
 from coordinator.links import MIN_GOODPUT_BYTES, judge_step
 from coordinator.members import Member, Phase
-from coordinator.network import Pair
 from coordinator.opprobing import OpProbing
+from coordinator.planning.costs import message_costs
+from coordinator.planning.costs.codec_costs import judge_speeds
+from coordinator.planning.costs.fleet import Device, Fleet
+from coordinator.planning.costs.network import Pair
+from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 from coordinator.probing import LinkProbing
 
 MIN_MEMORY_BYTES = 2**20
@@ -85,7 +86,7 @@ class Worker:
     aside: str = ""  # why no plan uses it; a new process starts clean
     computing: Ratio = field(default_factory=partial(Ratio, leaps=True))
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
-    handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
+    message_costs: Ratio = field(default_factory=Ratio)  # what messages take around the actions
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
@@ -233,7 +234,7 @@ class Roster:
     def handled(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
         """The same of what a step took besides computing, waiting and codecs."""
         planned = self._planned(job).handling_scales.get(worker)
-        self.workers[worker].handling.refine(planned, predicted_s, measured_s, handling.SCALE_RANGE)
+        self.workers[worker].handling.refine(planned, predicted_s, measured_s, message_costs.SCALE_RANGE)
 
     def _planned(self, job: str) -> Planned:
         return self.planned.get(job, NOT_PLANNED)

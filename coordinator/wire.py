@@ -10,8 +10,8 @@ from atoll.opdag import op_refs
 from atoll.program import stage_programs
 from coordinator import events as ev
 from coordinator import instructions as do
-from coordinator.estimate import Probe
 from coordinator.graphs import GraphStore, leaf_metas
+from coordinator.planning.costs.op_seconds import Probe
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds

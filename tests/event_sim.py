@@ -1,6 +1,6 @@
 """An independent simulation of pipeline steps: communicating processes, written as generators.
 
-It shares no code with coordinator/timeline.py and is built differently: stages, wires and the
+It shares no code with coordinator/planning/costs/timeline.py and is built differently: stages, wires and the
 coordinator are coroutines that wait for signals or for time, steps run back to back without any
 reset, and the period is read off the coordinator's commits. Only the Workload is common.
 """
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Generator
 from typing import Any
 
-from coordinator.workload import Workload
+from coordinator.planning.costs.workload import Workload
 
 Process = Generator[Any, None, None]
 

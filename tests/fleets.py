@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from coordinator.fleet import TCP_SHARE, Device, Fleet
-from coordinator.network import LinkEstimate, Uplink
+from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet
+from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 MIB = 2**20
 

@@ -6,13 +6,20 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS
-from coordinator.coding import CALL_CPU_S, DEFAULT_SPEEDS, UNKNOWN_SPEED, ends_s, judge_speeds, speed_of
 from coordinator.config import Liveness, Probing
 from coordinator.events import CodecSpeeds
-from coordinator.fleet import Device
+from coordinator.planning.costs.codec_costs import (
+    CALL_CPU_S,
+    DEFAULT_SPEEDS,
+    UNKNOWN_SPEED,
+    ends_s,
+    judge_speeds,
+    speed_of,
+)
+from coordinator.planning.costs.fleet import Device
+from coordinator.planning.costs.traffic import Crossing, LinkLoad
 from coordinator.ratios import BACKWARD_RUNGS, FINE, FORWARD_RUNGS, SPARSE, link_codecs
 from coordinator.roster import Roster, refusal
-from coordinator.traffic import Crossing, LinkLoad
 from coordinator.wire import MAX_CODECS, introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 

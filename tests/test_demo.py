@@ -20,9 +20,9 @@ from coordinator.demo import play, training_progress
 from coordinator.demo_processes import DemoFailed, LogReader, Processes
 from coordinator.demo_scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
 from coordinator.demo_shown import Shown
-from coordinator.fleet_file import read_fleet
 from coordinator.jobfile import load_job
 from coordinator.partition import make_plan
+from coordinator.planning.costs.fleet_file import read_fleet
 from coordinator.prepare import capture_graphs
 from coordinator.render_words import plain
 from examples import demo

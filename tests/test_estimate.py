@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.job import Optimizer, OptimizerName, Recompute, TrainingSpec
-from coordinator.estimate import (
+from coordinator.planning.costs.fleet import Device
+from coordinator.planning.costs.op_seconds import (
     SCALE_RANGE,
     OpTable,
     apply_seconds,
@@ -16,7 +17,6 @@ from coordinator.estimate import (
     signature,
     signatures,
 )
-from coordinator.fleet import Device
 from tests.dags import gpt_like
 
 DEVICE = Device("w", 2**30, gflops={"": 10.0, "matmul": 40.0}, memory_gbps=5.0, op_overhead_s=0.0)

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.coding import DEFAULT_SPEEDS, speed_of
-from coordinator.fleet import TCP_SHARE, Device, Fleet
-from coordinator.fleet_file import parse_fleet, read_fleet
 from coordinator.links import LinkTable
-from coordinator.network import LinkEstimate
+from coordinator.planning.costs.codec_costs import DEFAULT_SPEEDS, speed_of
+from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet
+from coordinator.planning.costs.fleet_file import parse_fleet, read_fleet
+from coordinator.planning.costs.network import LinkEstimate
 from tests.fleets import random_fleet, two_islands
 
 TEXT = """

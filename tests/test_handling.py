@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.fleet import Device
-from coordinator.handling import (
+from coordinator.planning.costs.fleet import Device
+from coordinator.planning.costs.message_costs import (
     ACTION_CPU_S,
     ACTION_S,
     BYTE_CPU_S,
@@ -18,8 +18,8 @@ from coordinator.handling import (
     held_up_s,
     message_cpu_s,
 )
-from coordinator.traffic import Hop
-from coordinator.workload import Route, StageLoad, Wire, Workload
+from coordinator.planning.costs.traffic import Hop
+from coordinator.planning.costs.workload import Route, StageLoad, Wire, Workload
 
 KIB = 1024
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from atoll.errors import NotEnoughMemory, UsageError
 from benchmarks.adaptive_compression import CASES
-from coordinator.fleet_file import parse_fleet
 from coordinator.jobfile import load_job
 from coordinator.partition import make_plan
+from coordinator.planning.costs.fleet_file import parse_fleet
 from coordinator.prepare import capture_graphs
 from lab import cpu, tun
 from lab.check import PORT, check, measure_pair

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.config import Probing
 from coordinator.events import LinkProbed
-from coordinator.network import Pair
+from coordinator.planning.costs.network import Pair
 from coordinator.probing import Kind, LinkProbing, Measurement
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.bound import lower_bound
-from coordinator.timeline import simulate
-from coordinator.workload import StageLoad
+from coordinator.planning.costs.lower_bound import lower_bound
+from coordinator.planning.costs.timeline import simulate
+from coordinator.planning.costs.workload import StageLoad
 from tests.test_timeline import chain_work, random_work
 
 

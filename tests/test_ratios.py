@@ -12,7 +12,8 @@ from atoll.job import TrainingSpec
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, takes
-from coordinator.coding import ends_s, load_bytes, tensor_bytes
+from coordinator.planning.costs.codec_costs import ends_s, load_bytes, tensor_bytes
+from coordinator.planning.costs.traffic import Crossing, LinkLoad
 from coordinator.problem import Candidate, Depth, Problem
 from coordinator.ratios import (
     TOLERANCE,
@@ -26,7 +27,6 @@ from coordinator.ratios import (
     uniform,
     within,
 )
-from coordinator.traffic import Crossing, LinkLoad
 from tests.dags import chain_dag, gpt_like
 from tests.fleets import random_fleet, two_islands
 

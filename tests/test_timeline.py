@@ -5,11 +5,11 @@ import pytest
 
 from atoll.job import TrainingSpec
 from atoll.microbatch import gpipe, one_f_one_b
-from coordinator.bound import lower_bound
+from coordinator.planning.costs.lower_bound import lower_bound
+from coordinator.planning.costs.timeline import expected_step_s, simulate, step_bytes
+from coordinator.planning.costs.traffic import Hop
+from coordinator.planning.costs.workload import Route, StageLoad, Wire, Workload
 from coordinator.problem import Candidate, Depth, Problem
-from coordinator.timeline import expected_step_s, simulate, step_bytes
-from coordinator.traffic import Hop
-from coordinator.workload import Route, StageLoad, Wire, Workload
 from tests.dags import chain_dag, gpt_like
 from tests.event_sim import step_seconds
 from tests.fleets import random_fleet, two_islands

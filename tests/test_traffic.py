@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from atoll.job import Optimizer, OptimizerName, ParamGroup, TrainingSpec
 from atoll.program import stage_programs
-from coordinator.memory import MemoryModel
-from coordinator.traffic import Traffic
+from coordinator.planning.costs.memory import MemoryModel
+from coordinator.planning.costs.traffic import Traffic
 from tests.dags import chain_dag, gpt_like
 
 

@@ -13,7 +13,8 @@ from atoll import errors
 from atoll.data import ByteText, Rows
 from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
 from compressors.catalogue import CODECS, Use
-from coordinator import cli, fleet_file, partition
+from coordinator import cli, partition
+from coordinator.planning.costs import fleet_file
 from protos import telemetry
 from worker import cli as worker_cli
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from coordinator.workload import Workload
+    from coordinator.planning.costs.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from coordinator.fleet import Device
-    from coordinator.workload import StageLoad, Workload
+    from coordinator.planning.costs.fleet import Device
+    from coordinator.planning.costs.workload import StageLoad, Workload
 
 ACTION_S = 5e-4
 """Around an action without messages: waking, queues."""

@@ -32,7 +32,7 @@ from atoll.ops import cheap_again, weights_may_wait
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from coordinator.fleet import Device
+    from coordinator.planning.costs.fleet import Device
 
     Floats = NDArray[np.float64]
 

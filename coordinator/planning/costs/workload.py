@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from atoll.microbatch import Action, Work
 
 if TYPE_CHECKING:
-    from coordinator.fleet import Fleet
-    from coordinator.traffic import Cut, Hop, TiedExchange
+    from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.costs.traffic import Cut, Hop, TiedExchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, codec, takes
-from coordinator.traffic import Hop
+from coordinator.planning.costs.traffic import Hop
 
 if TYPE_CHECKING:
-    from coordinator.fleet import Device
-    from coordinator.traffic import Crossing, LinkLoad
-    from coordinator.workload import Workload
+    from coordinator.planning.costs.fleet import Device
+    from coordinator.planning.costs.traffic import Crossing, LinkLoad
+    from coordinator.planning.costs.workload import Workload
 
 DENSE = "none"
 Speed = tuple[float, float]  # encode, decode; dense bytes a second

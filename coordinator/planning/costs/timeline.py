@@ -31,8 +31,8 @@ import numpy as np
 from atoll.microbatch import Work
 
 if TYPE_CHECKING:
-    from coordinator.traffic import Hop, TiedExchange
-    from coordinator.workload import Route, StageLoad, Workload
+    from coordinator.planning.costs.traffic import Hop, TiedExchange
+    from coordinator.planning.costs.workload import Route, StageLoad, Workload
 
 
 VARIATION = 0.2

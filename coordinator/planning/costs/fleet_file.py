@@ -15,9 +15,9 @@ import numpy as np
 
 from atoll.errors import UsageError
 from compressors.catalogue import CODECS
-from coordinator.coding import SPEED_RANGE
-from coordinator.fleet import TCP_SHARE, Device, Fleet
-from coordinator.network import LinkEstimate, Uplink
+from coordinator.planning.costs.codec_costs import SPEED_RANGE
+from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet
+from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

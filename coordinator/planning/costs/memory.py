@@ -16,12 +16,12 @@ import numpy as np
 from atoll.job import Optimizer, OptimizerName, Precision, Recompute, TrainingSpec
 from atoll.opdag import LeafRef, OpDag, Source, leaf_refs, op_refs
 from atoll.ops import DEEPEST, cheap_again
-from coordinator.estimate import is_trained, leaf_meta, weights_share
+from coordinator.planning.costs.op_seconds import is_trained, leaf_meta, weights_share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from coordinator.traffic import Traffic
+    from coordinator.planning.costs.traffic import Traffic
 
     Floats = NDArray[np.float64]
 

@@ -1,7 +1,7 @@
 """The machines a plan may use: devices in join order, the links between them, shared uplinks.
 
 A Fleet is a value: the live one is built from probes (``Fleet.measured``), one described in a
-file by ``coordinator.fleet_file.read_fleet``. A transfer from a to b passes, first in first out,
+file by ``coordinator.planning.costs.fleet_file.read_fleet``. A transfer from a to b passes, first in first out,
 every uplink that has a but not b (upwards), every one that has b but not a (downwards), and the
 pair's own rate; it arrives one latency later.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coordinator.links import LinkTable
-from coordinator.network import LinkEstimate, Uplink
+from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Device:
     """One worker as the planner sees it.
 
     Seconds of an op: ``timings[signature]`` where it was probed, else the analytic fallback of
-    ``coordinator.estimate`` from the rates; both times ``scale``, what training measured over
+    ``coordinator.planning.costs.op_seconds`` from the rates; both times ``scale``, what training measured over
     what was predicted.
     """
 

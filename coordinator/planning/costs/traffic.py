@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.opdag import OpDag, Source, TensorMeta, leaf_refs, op_refs
-from coordinator.estimate import is_trained
+from coordinator.planning.costs.op_seconds import is_trained
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
