@@ -41,11 +41,11 @@ from benchmarks.convergence_report import report, show
 from benchmarks.harness import ROOT, execute, fitting, machine, parser
 from coordinator.capture import Captured, capture
 from coordinator.jobfile import load_job
-from coordinator.partition import make_plan
 from coordinator.planning.costs.codec_costs import load_bytes
 from coordinator.planning.costs.fleet_file import parse_fleet
-from coordinator.problem import Candidate, Problem
-from coordinator.ratios import uniform
+from coordinator.planning.planner import make_plan
+from coordinator.planning.problem import Candidate, Problem
+from coordinator.planning.ratios import uniform
 from lab.fleet import fleet_of
 from lab.reader import read_scenario
 from worker.local import LocalPipeline

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 
 from atoll.job import TrainingSpec
 from benchmarks.harness import execute
-from coordinator.cluster import groups
-from coordinator.partition import make_plan
+from coordinator.planning.clusters import groups
+from coordinator.planning.planner import make_plan
 from tests.dags import gpt_like
 from tests.fleets import islands, random_fleet
 

@@ -25,7 +25,7 @@ from atoll.job import Job
 from benchmarks.oracle import Case, Run
 from benchmarks.waits import came_about
 from coordinator.client import Client, connect
-from coordinator.partition import GIVEN_CUT
+from coordinator.planning.planner import GIVEN_CUT
 from coordinator.prepare import prepare
 from protos.convert import from_proto
 

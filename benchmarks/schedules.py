@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 from benchmarks.harness import SCHEDULED, LabFleet, conclude, execute, machine, need_lab, parser, steady
-from coordinator.partition import GIVEN_CUT
+from coordinator.planning.planner import GIVEN_CUT
 
 SCHEDULES = ("1f1b", "zero-bubble")
 SETTINGS = ("MICRO_BATCH=6", "n_micro=8")  # 130 ms a micro-batch and stage in four_slow

@@ -16,7 +16,7 @@ from atoll.compression import MAX_RATIO
 from atoll.errors import UsageError
 from compressors.catalogue import CODECS, FLOATS, Codec, Use, codec
 from coordinator.cli_base import AsJson, err, out, print_json
-from coordinator.ratios import DEFAULT_RATIO
+from coordinator.planning.ratios import DEFAULT_RATIO
 from coordinator.render_words import in_bits
 
 ELEMENTS = 1 << 20

@@ -115,8 +115,8 @@ def _cut(job: Job) -> Job:
 def _local_plan(
     job: Job, fleet: Path, partitioner: str, schedule: str, quiet: bool
 ) -> tuple[Plan, Mapping[str, str]]:
-    from coordinator.partition import make_plan
     from coordinator.planning.costs.fleet_file import read_fleet
+    from coordinator.planning.planner import make_plan
     from coordinator.prepare import capture_graphs
 
     described = read_fleet(fleet)
@@ -305,7 +305,7 @@ def trace(
 def load(path: Path, sets: list[str], full_trace: bool) -> Job:
     """The Job of a job file with its overrides; UsageError for a compression that links cannot do."""
     from coordinator.jobfile import load_job
-    from coordinator.ratios import check_compression
+    from coordinator.planning.ratios import check_compression
 
     job = load_job(path, sets, full_trace=full_trace)
     check_compression(job.training.compression)  # before the capture, which takes its time

@@ -17,8 +17,8 @@ from coordinator import rounds
 from coordinator.facts import STATE
 from coordinator.federated_rules import check_spec, exported_prefix
 from coordinator.journal import Record
-from coordinator.partition import known_partitioner
-from coordinator.ratios import check_compression
+from coordinator.planning.planner import known_partitioner
+from coordinator.planning.ratios import check_compression
 from coordinator.refusing import refuse
 from coordinator.shell import Shell
 from coordinator.views import job_update, link_statuses, worker_status

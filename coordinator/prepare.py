@@ -24,7 +24,7 @@ from atoll.program import stage_programs
 from coordinator.capture import Captured, capture
 from coordinator.exported import meta_of
 from coordinator.federated_rules import check_federated, check_inputs, check_spec, check_wrapped
-from coordinator.ratios import check_compression
+from coordinator.planning.ratios import check_compression
 from coordinator.selfcheck import self_check
 from coordinator.transfer import LocalBlob
 from protos.convert import dag_bytes

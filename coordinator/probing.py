@@ -24,10 +24,10 @@ from math import isfinite
 
 import numpy as np
 
-from coordinator.cluster import groups
 from coordinator.config import Probing
 from coordinator.events import LinkProbed
 from coordinator.links import MAX_RTT_S, MIN_BANDWIDTH_BPS, SHARED_BELOW, LinkTable, infer_shared, judge_link
+from coordinator.planning.clusters import groups
 from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
 
 MAX_TOGETHER = 12  # concurrent probes of one fleet

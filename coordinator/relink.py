@@ -16,7 +16,7 @@ from atoll.plan import LinkSpec, Plan
 from compressors.catalogue import CODECS
 from coordinator.instructions import Relink
 from coordinator.job_state import JobState, Relinked
-from coordinator.ratios import assumed_ratio
+from coordinator.planning.ratios import assumed_ratio
 
 AHEAD = 2  # steps from the commit that says it to the first step under it
 MATERIAL = 0.1  # of a ratio: less is not worth a new version

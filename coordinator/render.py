@@ -56,7 +56,7 @@ def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Ta
 
 def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
     """Links with what they carry; with codec and ratio where compression was asked for."""
-    from coordinator.ratios import label  # numpy, which most commands do without
+    from coordinator.planning.ratios import label  # numpy, which most commands do without
 
     workers = [stage.worker for stage in plan.stages]
     specs = {(workers[spec.source], workers[spec.target]): spec for spec in plan.links}

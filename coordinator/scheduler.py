@@ -25,8 +25,8 @@ from coordinator.holds import Hold, Holds
 from coordinator.learning import learn
 from coordinator.links import judge_timing
 from coordinator.members import Member
+from coordinator.planning.ratios import label
 from coordinator.preparing import Preparer
-from coordinator.ratios import label
 from coordinator.relink import changes, current
 from coordinator.roster import Roster, refusal
 from coordinator.rounds import JobState

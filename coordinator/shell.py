@@ -29,8 +29,8 @@ from coordinator.config import CoordinatorConfig
 from coordinator.facts import Fact, JobEnded, to_record
 from coordinator.graphs import GraphStore
 from coordinator.journal import Journal
-from coordinator.partition import make_plan
-from coordinator.respec import respec
+from coordinator.planning.new_codecs import respec
+from coordinator.planning.planner import make_plan
 from coordinator.runlog import Logs, Point, RunLogs
 from coordinator.scheduler import Scheduler
 from protos import telemetry

@@ -13,8 +13,8 @@ from atoll.opdag import OpDag, StateMeta
 from atoll.plan import LinkSpec, Plan, StageSpec
 from atoll.program import StageProgram, stage_programs
 from coordinator.capture import capture
-from coordinator.evaluation_cut import evaluation_intervals
 from coordinator.planning.costs.traffic import Traffic
+from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS
 from worker.assignment import Assignment, PeerLink
 from worker.compute import Progress, StageRun, codecs_of

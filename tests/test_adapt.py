@@ -16,9 +16,9 @@ from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StageSpec
 from coordinator import adapt
 from coordinator.adapt import CAPS, Decision, State, Watch
-from coordinator.chooser import specs_for
 from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sign, measure, sign_of
-from coordinator.ratios import FINE_RATIOS, assumed_ratio
+from coordinator.planning.auto_codecs import specs_for
+from coordinator.planning.ratios import FINE_RATIOS, assumed_ratio
 from tests.test_ratios import chain, values
 
 PAIR = ("a", "b")

@@ -6,13 +6,13 @@ import pytest
 from atoll.compression import Compression
 from atoll.job import TrainingSpec
 from atoll.plan import Mask
-from coordinator.chooser import WORTH, settled
-from coordinator.partition import make_plan
+from coordinator.planning.auto_codecs import WORTH, settled
 from coordinator.planning.costs.codec_costs import load_bytes
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import simulate
-from coordinator.problem import Candidate, Depth, Problem
-from coordinator.respec import respec, step_with
+from coordinator.planning.new_codecs import respec, step_with
+from coordinator.planning.planner import make_plan
+from coordinator.planning.problem import Candidate, Depth, Problem
 from tests.dags import chain_dag, gpt_like
 from tests.event_sim import step_seconds
 from tests.fleets import random_fleet, two_islands

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from coordinator.cluster import groups, shortest_path, visiting_order
+from coordinator.planning.clusters import groups, shortest_path, visiting_order
 from tests.fleets import islands, two_islands
 
 

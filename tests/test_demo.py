@@ -21,8 +21,8 @@ from coordinator.demo_processes import DemoFailed, LogReader, Processes
 from coordinator.demo_scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
 from coordinator.demo_shown import Shown
 from coordinator.jobfile import load_job
-from coordinator.partition import make_plan
 from coordinator.planning.costs.fleet_file import read_fleet
+from coordinator.planning.planner import make_plan
 from coordinator.prepare import capture_graphs
 from coordinator.render_words import plain
 from examples import demo

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from atoll.errors import NotEnoughMemory, UsageError
 from benchmarks.adaptive_compression import CASES
 from coordinator.jobfile import load_job
-from coordinator.partition import make_plan
 from coordinator.planning.costs.fleet_file import parse_fleet
+from coordinator.planning.planner import make_plan
 from coordinator.prepare import capture_graphs
 from lab import cpu, tun
 from lab.check import PORT, check, measure_pair

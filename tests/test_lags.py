@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.lags import MAX_RATIO, Exchange, Layer, layer_ratios
+from coordinator.planning.lags import MAX_RATIO, Exchange, Layer, layer_ratios
 
 LAYERS = st.lists(st.builds(Layer, st.integers(0, 10**8), st.floats(0, 5)), min_size=1, max_size=12)
 WAYS = st.builds(Exchange, st.integers(2, 64), st.floats(0, 0.1), st.floats(1e6, 1e10), st.floats(1e7, 1e11))

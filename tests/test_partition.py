@@ -9,12 +9,12 @@ from atoll.job import Precision, Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag
 from atoll.plan import validate
-from coordinator.baselines import layer_starts
-from coordinator.fence import Effort
-from coordinator.partition import make_plan, plan_candidates
+from coordinator.planning.baselines import layer_starts
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.lower_bound import lower_bound
-from coordinator.problem import Candidate, Depth, Problem
+from coordinator.planning.op_fence import Effort
+from coordinator.planning.planner import make_plan, plan_candidates
+from coordinator.planning.problem import Candidate, Depth, Problem
 from tests.dags import chain_dag, gpt_like
 from tests.fleets import eight_hosts, random_fleet, two_islands
 

@@ -14,8 +14,8 @@ from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, takes
 from coordinator.planning.costs.codec_costs import ends_s, load_bytes, tensor_bytes
 from coordinator.planning.costs.traffic import Crossing, LinkLoad
-from coordinator.problem import Candidate, Depth, Problem
-from coordinator.ratios import (
+from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.ratios import (
     TOLERANCE,
     Link,
     adatopk,

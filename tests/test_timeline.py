@@ -9,7 +9,7 @@ from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import expected_step_s, simulate, step_bytes
 from coordinator.planning.costs.traffic import Hop
 from coordinator.planning.costs.workload import Route, StageLoad, Wire, Workload
-from coordinator.problem import Candidate, Depth, Problem
+from coordinator.planning.problem import Candidate, Depth, Problem
 from tests.dags import chain_dag, gpt_like
 from tests.event_sim import step_seconds
 from tests.fleets import random_fleet, two_islands

@@ -13,7 +13,8 @@ from atoll import errors
 from atoll.data import ByteText, Rows
 from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
 from compressors.catalogue import CODECS, Use
-from coordinator import cli, partition
+from coordinator import cli
+from coordinator.planning import planner
 from coordinator.planning.costs import fleet_file
 from protos import telemetry
 from worker import cli as worker_cli
@@ -132,7 +133,7 @@ def test_every_field_a_job_file_may_set_is_documented(kind: type) -> None:
 
 def test_every_partitioner_and_schedule_is_documented() -> None:
     text = (DOCS / "cli.md").read_text() + (DOCS / "glossary.md").read_text()
-    assert [name for name in (*partition.PARTITIONERS, *partition.SCHEDULES) if name not in text] == []
+    assert [name for name in (*planner.PARTITIONERS, *planner.SCHEDULES) if name not in text] == []
 
 
 @pytest.mark.parametrize("name", CODECS)

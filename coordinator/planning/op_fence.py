@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordinator.chain import backwards, extend, min_max, min_sum, threshold
-from coordinator.cluster import groups, visiting_order
-from coordinator.problem import Candidate, Problem, Scored
+from coordinator.planning.chain import backwards, extend, min_max, min_sum, threshold
+from coordinator.planning.clusters import groups, visiting_order
+from coordinator.planning.problem import Candidate, Problem, Scored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from coordinator.chain import Bools, ChainCut
+    from coordinator.planning.chain import Bools, ChainCut
 
     Floats = NDArray[np.float64]
     Positions = NDArray[np.intp]

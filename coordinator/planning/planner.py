@@ -1,7 +1,7 @@
 """OpDag + Fleet -> Plan: the three partitioners, and the prediction a Plan carries.
 
-``op_fence`` chooses devices, order and cut (``coordinator.fence``); ``even`` and
-``proportional`` take the devices as they joined (``coordinator.baselines``). Whatever made the
+``op_fence`` chooses devices, order and cut (``coordinator.planning.op_fence``); ``even`` and
+``proportional`` take the devices as they joined (``coordinator.planning.baselines``). Whatever made the
 cut, the timeline predicts its step and says what bounds it.
 
 With compression, candidates are judged compressed, each with the codecs and ratios that its own
@@ -23,19 +23,19 @@ from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, validate
 from atoll.program import stage_programs
-from coordinator.baselines import even, proportional
-from coordinator.bottleneck import bottleneck
-from coordinator.chooser import WORTH, relabelled, settled, without_codecs
-from coordinator.evaluation_cut import evaluation_intervals
-from coordinator.fence import Effort, search
-from coordinator.leftout import left_out
+from coordinator.planning.auto_codecs import WORTH, relabelled, settled, without_codecs
+from coordinator.planning.baselines import even, proportional
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import expected_step_s, step_bytes, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
-from coordinator.problem import Candidate, Problem, Scored
-from coordinator.ratios import check_compression
-from coordinator.shortage import shortage
+from coordinator.planning.evaluation_cut import evaluation_intervals
+from coordinator.planning.explain import bottleneck
+from coordinator.planning.left_out import left_out
+from coordinator.planning.op_fence import Effort, search
+from coordinator.planning.problem import Candidate, Problem, Scored
+from coordinator.planning.ratios import check_compression
+from coordinator.planning.shortage import shortage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

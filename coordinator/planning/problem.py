@@ -19,7 +19,7 @@ from atoll.compression import AUTO, OFF, Compression
 from atoll.job import Precision, Recompute
 from atoll.microbatch import ScheduleName, delay_aware_warmup, one_f_one_b
 from atoll.ops import is_layer
-from coordinator.chain import Chain
+from coordinator.planning.chain import Chain
 from coordinator.planning.costs.codec_costs import coded
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.memory import MemoryModel, prefix
@@ -28,7 +28,7 @@ from coordinator.planning.costs.op_seconds import OpTable, apply_seconds
 from coordinator.planning.costs.timeline import Timeline, simulate, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
-from coordinator.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
+from coordinator.planning.ratios import Link, asked_ratio, assumed_ratio, choose, links_of, mask_of, within
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from atoll.microbatch import Action
     from atoll.opdag import OpDag, OpNode
     from atoll.plan import LinkSpec
-    from coordinator.chain import Bools
+    from coordinator.planning.chain import Bools
     from coordinator.planning.costs.fleet import Fleet
 
     Floats = NDArray[np.float64]
@@ -236,7 +236,7 @@ class Problem:
         return replace(work, routes=routes)
 
     def links_between(self, candidate: Candidate) -> tuple[Link, ...]:
-        """The candidate's links, dense, as ``coordinator.ratios`` sees them."""
+        """The candidate's links, dense, as ``coordinator.planning.ratios`` sees them."""
         work = self.workload(candidate, [Depth(1)] * len(candidate.devices))
         devices = [self.fleet.devices[d] for d in candidate.devices]
         return links_of(work, self.traffic.loads(candidate.starts), devices)
@@ -259,7 +259,7 @@ class Problem:
     def specs(self, candidate: Candidate) -> tuple[LinkSpec, ...]:
         """What the compression makes of the candidate's links; empty when that is nothing.
 
-        For ``auto`` a first guess without the timeline (``coordinator.chooser`` has the rest):
+        For ``auto`` a first guess without the timeline (``coordinator.planning.auto_codecs`` has the rest):
         every link fast enough to go unnoticed, or as fast as the limit allows.
         """
         if self.compression.mode == OFF:

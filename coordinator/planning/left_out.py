@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordinator.chain import min_max
-from coordinator.problem import Candidate, Problem, Scored
+from coordinator.planning.chain import min_max
+from coordinator.planning.problem import Candidate, Problem, Scored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

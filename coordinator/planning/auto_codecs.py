@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from atoll.compression import AUTO, OFF, Compression
 from atoll.plan import LinkSpec
 from coordinator.planning.costs.codec_costs import DENSE
-from coordinator.ratios import Link, asked_ratio, choose, mask_of, reasoned, within
+from coordinator.planning.ratios import Link, asked_ratio, choose, mask_of, reasoned, within
 
 if TYPE_CHECKING:
-    from coordinator.problem import Problem, Scored
+    from coordinator.planning.problem import Problem, Scored
 
 Judge = Callable[[tuple[LinkSpec, ...]], float]
 """Specs (empty: dense) -> predicted step seconds."""

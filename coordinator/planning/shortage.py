@@ -10,7 +10,7 @@ import numpy as np
 from atoll.job import Recompute
 
 if TYPE_CHECKING:
-    from coordinator.problem import Problem
+    from coordinator.planning.problem import Problem
 
 MIB = float(2**20)
 

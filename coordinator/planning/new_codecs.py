@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.plan import LinkSpec
-from coordinator.chooser import specs_for
+from coordinator.planning.auto_codecs import specs_for
 from coordinator.planning.costs.timeline import step_seconds
 from coordinator.planning.costs.workload import Wire
-from coordinator.problem import Candidate, Depth, Problem
-from coordinator.ratios import check_compression
+from coordinator.planning.problem import Candidate, Depth, Problem
+from coordinator.planning.ratios import check_compression
 
 if TYPE_CHECKING:
     from atoll.compression import Compression

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.opdag import Kind, OpDag
-from coordinator.chain import Chain, min_max, min_sum
-from coordinator.problem import Candidate, Problem
+from coordinator.planning.chain import Chain, min_max, min_sum
+from coordinator.planning.problem import Candidate, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from atoll.microbatch import one_f_one_b
 from coordinator.planning.costs.timeline import step_seconds
-from coordinator.shortage import recompute_hint
+from coordinator.planning.shortage import recompute_hint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from coordinator.planning.costs.timeline import Timeline
     from coordinator.planning.costs.workload import Workload
-    from coordinator.problem import Problem
+    from coordinator.planning.problem import Problem
 
 BETTER = 0.9
 TRIED_OF_A_KIND = 4

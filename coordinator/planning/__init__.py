@@ -1,0 +1,1 @@
+"""Planning: a graph and a fleet become a plan. Pure; imports nothing above it."""
