@@ -14,10 +14,10 @@ import numpy as np
 from atoll.compression import LOSSLESS
 from atoll.job import JobSpec
 from coordinator import adapt, relink
-from coordinator import instructions as do
-from coordinator.events import LinksChosen, LinksFailed
-from coordinator.job_state import JobState, Relinked
 from coordinator.linkmoves import Sample, Settings
+from coordinator.messages import instructions as do
+from coordinator.messages.events import LinksChosen, LinksFailed
+from coordinator.messages.jobs import JobState, Relinked
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.network import Pair
 from coordinator.roster import Roster

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import IntEnum
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 
-from coordinator.instructions import Addresses
+from coordinator.messages.instructions import Addresses
 
 ANYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - what a worker may state: wherever it is seen
 _SHARED = ip_network("100.64.0.0/10")  # of carriers and overlay networks

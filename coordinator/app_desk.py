@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from atoll.errors import AccessDenied, BadFrame, UsageError
 from coordinator import app_runs as runs
 from coordinator import app_state as state
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator.app_mailbox import Mailbox
 from coordinator.app_parts import PartStore
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.storage_services import MAX_BLOBS_A_REQUEST
 from protos import atoll_apps_pb2 as pb
 from protos import bounds

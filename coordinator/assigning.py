@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from atoll.plan import Plan
-from coordinator import instructions as do
-from coordinator.job_state import JobState
+from coordinator.messages import instructions as do
+from coordinator.messages.jobs import JobState
 from coordinator.roster import Roster
 
 

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from atoll.errors import UsageError
-from coordinator import job_state, members
+from coordinator import members
+from coordinator.messages import jobs as job_state
 from coordinator.rounds import RUNNING
 from coordinator.views import carried
 from protos import telemetry

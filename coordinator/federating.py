@@ -12,14 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator import events as ev
 from coordinator import federation, members
 from coordinator import federation_state as fed
-from coordinator import instructions as do
-from coordinator.facts import STATE, JobRecord, RoundClosed
 from coordinator.federation_figures import CENTRAL, CLIENTS, evaluation_of
 from coordinator.federation_state import VERSION, FederationState
-from coordinator.job_state import ENDED, PREPARING, Broken, Cancelled, Dropped, Phase, Point, Record, Waits
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import STATE, JobRecord, RoundClosed
+from coordinator.messages.jobs import (
+    ENDED,
+    PREPARING,
+    Broken,
+    Cancelled,
+    Dropped,
+    Phase,
+    Point,
+    Record,
+    Waits,
+)
 from coordinator.roster import Roster
 from coordinator.selecting import selector_from_json
 from protos.telemetry import Event as Name
@@ -27,8 +37,8 @@ from protos.telemetry import Event as Name
 if TYPE_CHECKING:
     from atoll.federated import DatasetFacts, FederatedSpec
     from atoll.opdag import TensorMeta
-    from coordinator.facts import Fact
-    from coordinator.job_state import JobState
+    from coordinator.messages.facts import Fact
+    from coordinator.messages.jobs import JobState
 
 NO_STAGE = -1
 RESTART_GRACE_S = 15.0  # for the clients of a running job to come back after our restart

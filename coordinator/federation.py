@@ -15,16 +15,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from coordinator.events import (
-    Aggregated,
-    AggregatorBroke,
-    AggregatorOpened,
-    CentrallyEvaluated,
-    ClientEvaluated,
-    ClientFailed,
-    Loaded,
-    UpdateReady,
-)
 from coordinator.federation_figures import (
     CENTRAL,
     evaluation_points,
@@ -70,8 +60,18 @@ from coordinator.federation_state import (
     Todo,
     Without,
 )
-from coordinator.instructions import Model, RoundTaken
-from coordinator.job_state import ENDED, FEDERATING, Broken, Cancelled, Dropped, Phase, Record, Waits
+from coordinator.messages.events import (
+    Aggregated,
+    AggregatorBroke,
+    AggregatorOpened,
+    CentrallyEvaluated,
+    ClientEvaluated,
+    ClientFailed,
+    Loaded,
+    UpdateReady,
+)
+from coordinator.messages.instructions import Model, RoundTaken
+from coordinator.messages.jobs import ENDED, FEDERATING, Broken, Cancelled, Dropped, Phase, Record, Waits
 
 MAX_FIGURE = 1e100  # a loss or metric; times the most samples, summed over all clients, it stays finite
 MAX_FAILURES = 3  # of the aggregator, without a closed round in between

@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import fsum, isfinite
 from typing import Any
 
-from coordinator.events import ClientEvaluated, UpdateReady
-from coordinator.facts import RoundClosed, RoundEvaluated
 from coordinator.federation_state import Client, Evaluation, FederationState
-from coordinator.job_state import Point
+from coordinator.messages.events import ClientEvaluated, UpdateReady
+from coordinator.messages.facts import RoundClosed, RoundEvaluated
+from coordinator.messages.jobs import Point
 from strategies.selection import Outcome, smoothed
 
 LOSS = "loss"

@@ -10,11 +10,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.events import (
-    Aggregated,
-    UpdateReady,
-)
-from coordinator.facts import JobEnded, RoundClosed
 from coordinator.federation_figures import (
     CLIENTS,
     client_points,
@@ -39,8 +34,13 @@ from coordinator.federation_state import (
     Todo,
     Without,
 )
-from coordinator.instructions import EvaluateRound, Model, RoundTaken, TrainRound
-from coordinator.job_state import Phase, Record
+from coordinator.messages.events import (
+    Aggregated,
+    UpdateReady,
+)
+from coordinator.messages.facts import JobEnded, RoundClosed
+from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
+from coordinator.messages.jobs import Phase, Record
 from coordinator.selecting import chosen, coding, learnt, selector_to_json, strayed, to_ask
 from strategies import make_strategy
 

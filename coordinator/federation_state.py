@@ -9,7 +9,7 @@ from typing import Any
 from atoll.federated import FederatedSpec
 from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
-from coordinator.events import (
+from coordinator.messages.events import (
     Aggregated,
     AggregatorBroke,
     AggregatorOpened,
@@ -19,9 +19,9 @@ from coordinator.events import (
     Loaded,
     UpdateReady,
 )
-from coordinator.facts import Checkpoint, RoundClosed
-from coordinator.instructions import EvaluateRound, Model, RoundTaken, TrainRound
-from coordinator.job_state import ENDED, Broken, Cancelled, Dropped, JobState, Phase, Point, Record, Waits
+from coordinator.messages.facts import Checkpoint, RoundClosed
+from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
+from coordinator.messages.jobs import ENDED, Broken, Cancelled, Dropped, JobState, Phase, Point, Record, Waits
 
 VERSION = 1  # of every Participate: one job, one participation
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from atoll.job import DataSpec, JobSpec, TrainingSpec
-from coordinator import events as ev
 from coordinator import rounds
-from coordinator.facts import STATE
 from coordinator.federated_rules import check_spec, exported_prefix
 from coordinator.journal import Record
+from coordinator.messages import events as ev
+from coordinator.messages.facts import STATE
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.refusing import refuse

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import isfinite
 
 from atoll.job import JobSpec
-from coordinator import instructions as do
 from coordinator.config import Probing
-from coordinator.events import OpsProbed
+from coordinator.messages import instructions as do
+from coordinator.messages.events import OpsProbed
 from coordinator.opprobing import RTT_SAMPLES, OpsRequest
 from coordinator.probing import LinkRequest
 from coordinator.roster import Roster

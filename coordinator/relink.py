@@ -14,8 +14,8 @@ from atoll.compression import ADATOPK, AUTO, LOSSLESS, Compression
 from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from compressors.catalogue import CODECS
-from coordinator.instructions import Relink
-from coordinator.job_state import JobState, Relinked
+from coordinator.messages.instructions import Relink
+from coordinator.messages.jobs import JobState, Relinked
 from coordinator.planning.ratios import assumed_ratio
 
 AHEAD = 2  # steps from the commit that says it to the first step under it

@@ -12,7 +12,7 @@ from coordinator.addresses import ANYWHERE, literal
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from coordinator.instructions import Addresses
+    from coordinator.messages.instructions import Addresses
 
 MAX_NAMES = 4  # of one worker
 MAX_ADDRESSES = 4  # of one name

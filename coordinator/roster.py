@@ -11,10 +11,10 @@ from math import isfinite
 from atoll.plan import LinkPrediction
 from coordinator import members
 from coordinator.config import Liveness, Probing
-from coordinator.events import Goodput, Introduction, StepReady
-from coordinator.instructions import Addresses
 from coordinator.links import MIN_GOODPUT_BYTES, judge_step
 from coordinator.members import Member, Phase
+from coordinator.messages.events import Goodput, Introduction, StepReady
+from coordinator.messages.instructions import Addresses
 from coordinator.opprobing import OpProbing
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from coordinator import adapt, relink
-from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
-from coordinator.facts import (
+from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from coordinator.messages.facts import (
     Checkpoint,
     CheckpointStored,
     Evaluated,
@@ -23,8 +23,8 @@ from coordinator.facts import (
     PlanAdopted,
     StepCommitted,
 )
-from coordinator.instructions import CommitStep, DiscardStep, Relink, StartStep
-from coordinator.job_state import (
+from coordinator.messages.instructions import CommitStep, DiscardStep, Relink, StartStep
+from coordinator.messages.jobs import (
     ENDED,
     FEDERATING,
     PREPARING,

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.job import JobSpec
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator import members, rounds
 from coordinator.adapting import Adapting, capped
 from coordinator.assigning import assignment, stage_of
 from coordinator.config import CoordinatorConfig
-from coordinator.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger, RatioCapped
 from coordinator.federating import Federating, Hooks
 from coordinator.holds import Hold, Holds
 from coordinator.learning import learn
 from coordinator.links import judge_timing
 from coordinator.members import Member
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger, RatioCapped
 from coordinator.planning.ratios import label
 from coordinator.preparing import Preparer
 from coordinator.relink import changes, current

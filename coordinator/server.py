@@ -36,9 +36,9 @@ from coordinator.dataprovider import DataProvider
 from coordinator.doors import Door, StageData
 from coordinator.endpoint import address_text
 from coordinator.exporter import Exporter
-from coordinator.facts import Ledger, from_record
 from coordinator.graphs import GraphStore
 from coordinator.journal import Journal
+from coordinator.messages.facts import Ledger, from_record
 from coordinator.owner_service import OwnerService
 from coordinator.runlog import Logs, RunLogs
 from coordinator.scheduler import Scheduler

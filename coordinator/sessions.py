@@ -13,9 +13,9 @@ import structlog
 
 import atoll
 from atoll.errors import AccessDenied, AtollError, BadFrame, ProtocolMismatch
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator.addresses import passed_on
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.refusing import refuse
 from coordinator.resolving import resolved
 from coordinator.shell import Outbox, Shell

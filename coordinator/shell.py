@@ -20,15 +20,15 @@ import structlog
 from atoll.errors import AtollError, PlanError, StorageError
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator import rounds
 from coordinator.aggregator import Aggregators
 from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
-from coordinator.facts import Fact, JobEnded, to_record
 from coordinator.graphs import GraphStore
 from coordinator.journal import Journal
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Fact, JobEnded, to_record
 from coordinator.planning.new_codecs import respec
 from coordinator.planning.planner import make_plan
 from coordinator.runlog import Logs, Point, RunLogs

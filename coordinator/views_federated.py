@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from coordinator.job_state import Phase
+from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
 
 if TYPE_CHECKING:

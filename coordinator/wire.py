@@ -8,9 +8,9 @@ from typing import Any
 from atoll.errors import BadFrame
 from atoll.opdag import op_refs
 from atoll.program import stage_programs
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator.graphs import GraphStore, leaf_metas
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.planning.costs.op_seconds import Probe
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb

@@ -8,11 +8,11 @@ from typing import Any
 from atoll.federated import Federated, FederatedSpec
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.opdag import TensorMeta
-from coordinator import events as ev
 from coordinator import federation
 from coordinator import federation_state as fed
-from coordinator.facts import JobSubmitted, Ledger
-from coordinator.job_state import Point, Record
+from coordinator.messages import events as ev
+from coordinator.messages.facts import JobSubmitted, Ledger
+from coordinator.messages.jobs import Point, Record
 
 HASH = "ab" * 32
 UP = (TensorMeta((100, 100), "float32"), TensorMeta((100,), "float32"))

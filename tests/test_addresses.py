@@ -14,7 +14,7 @@ from atoll.errors import BadFrame
 from coordinator import members
 from coordinator.addresses import Near, nearness, passed_on
 from coordinator.config import Liveness, Probing
-from coordinator.events import Introduction
+from coordinator.messages.events import Introduction
 from coordinator.resolving import MAX_ADDRESSES, MAX_NAMES, look_up, resolved
 from coordinator.roster import Roster, Worker
 from coordinator.sessions import host_of

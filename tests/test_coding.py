@@ -7,7 +7,7 @@ from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS
 from coordinator.config import Liveness, Probing
-from coordinator.events import CodecSpeeds
+from coordinator.messages.events import CodecSpeeds
 from coordinator.planning.costs.codec_costs import (
     CALL_CPU_S,
     DEFAULT_SPEEDS,

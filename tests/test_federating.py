@@ -21,14 +21,14 @@ from atoll.federated import (
 )
 from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator import members
-from coordinator.facts import Fact, Ledger, from_record, to_record
 from coordinator.federated_rules import check_federated, check_inputs, check_wrapped
 from coordinator.federating import misfit
 from coordinator.federation_rounds import MAX_STRIKES
-from coordinator.job_state import Phase
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Fact, Ledger, from_record, to_record
+from coordinator.messages.jobs import Phase
 from coordinator.selecting import selector_from_json, selector_to_json
 from coordinator.views import job_update
 from coordinator.wire import introduction_from, message_from

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.opdag import TensorMeta
-from coordinator import events as ev
 from coordinator import federation, federation_rounds
 from coordinator import federation_state as fed
-from coordinator import instructions as do
-from coordinator.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
-from coordinator.job_state import Broken, Cancelled, Phase, Record
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
+from coordinator.messages.jobs import Broken, Cancelled, Phase, Record
 from tests.federation_world import UP, World, name_of, spec, update
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from atoll.opdag import TensorMeta
-from coordinator import instructions as do
 from coordinator import selecting
+from coordinator.messages import instructions as do
 from coordinator.selecting import BASE
 from strategies.bcrs import EVEN, PLANNED, Uplink
 from tests.federation_world import UP, World, spec, update

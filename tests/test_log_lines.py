@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coordinator import instructions as do
 from coordinator import sessions
-from coordinator.facts import RoundEvaluated, StepCommitted
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import RoundEvaluated, StepCommitted
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import Probing
-from coordinator.events import LinkProbed
+from coordinator.messages.events import LinkProbed
 from coordinator.planning.costs.network import Pair
 from coordinator.probing import Kind, LinkProbing, Measurement
 

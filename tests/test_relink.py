@@ -12,11 +12,13 @@ import pytest
 from atoll.errors import StorageError
 from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Mask
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator import relink, rounds
-from coordinator.events import EvalReady, StageFailed, StateStored
-from coordinator.facts import (
+from coordinator.graphs import GraphStore
+from coordinator.journal import Record as JournalRecord
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.events import EvalReady, StageFailed, StateStored
+from coordinator.messages.facts import (
     Ledger,
     LinksChanged,
     PlanAdopted,
@@ -25,10 +27,8 @@ from coordinator.facts import (
     from_record,
     to_record,
 )
-from coordinator.graphs import GraphStore
-from coordinator.instructions import CommitStep, Relink
-from coordinator.job_state import JobState
-from coordinator.journal import Record as JournalRecord
+from coordinator.messages.instructions import CommitStep, Relink
+from coordinator.messages.jobs import JobState
 from coordinator.rounds import Dropped, FromStage, LinksDue, Phase, Point, Record, Relinked, ToStages
 from coordinator.views import job_update
 from coordinator.wire import to_worker

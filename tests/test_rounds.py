@@ -14,9 +14,9 @@ from atoll.job import DataSpec, JobSpec, Optimizer, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Plan, StageSpec
 from coordinator import rounds
-from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
-from coordinator.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
-from coordinator.instructions import CommitStep, DiscardStep, StartStep
+from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
+from coordinator.messages.instructions import CommitStep, DiscardStep, StartStep
 from coordinator.rounds import Dropped, FromStage, JobState, Phase, Record, ReleaseAll, ToStages
 
 HASH = "ab" * 32

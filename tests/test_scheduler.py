@@ -13,12 +13,12 @@ import pytest
 from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator import members, rounds
 from coordinator.config import CoordinatorConfig, Liveness, Probing
-from coordinator.facts import Fact, Ledger, from_record, to_record
 from coordinator.journal import Record
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Fact, Ledger, from_record, to_record
 from coordinator.roster import Roster, refusal
 from coordinator.scheduler import Scheduler
 

@@ -21,12 +21,12 @@ from atoll.federated import Federated, Registered
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from compressors.model_file import Coding, read_delta, read_model, write_update
 from coordinator import aggregator
-from coordinator import events as ev
-from coordinator import instructions as do
 from coordinator.aggregator import Aggregators
 from coordinator.blobs import BlobStore
 from coordinator.central import CentralEvaluation
 from coordinator.graphs import GraphStore
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
 from coordinator.prepare import Prepared, prepare
 from coordinator.server_half import Offered, ServerHalf, Summed
 from strategies import make_strategy

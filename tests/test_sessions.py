@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from benchmarks.fake_worker import FakeWorker
-from coordinator import instructions as do
+from coordinator.messages import instructions as do
 from coordinator.server import Running, Server
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import BadFrame
-from coordinator import events as ev
+from coordinator.messages import events as ev
 from coordinator.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from atoll.job import JobSpec, TrainingSpec
 from atoll.plan import LinkSpec, Plan
-from coordinator.events import Blob, UpdateReady
-from coordinator.facts import CheckpointStored, Evaluated, Fact, RoundEvaluated
+from coordinator.messages.events import Blob, UpdateReady
+from coordinator.messages.facts import CheckpointStored, Evaluated, Fact, RoundEvaluated
 from coordinator.planning.costs.fleet import Fleet
 from protos.telemetry import Event as Name
 

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
-from coordinator.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
-from coordinator.facts import Checkpoint, Fact
-from coordinator.instructions import CommitStep, DiscardStep, Relink, StartStep
+from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from coordinator.messages.facts import Checkpoint, Fact
+from coordinator.messages.instructions import CommitStep, DiscardStep, Relink, StartStep
 
 
 class Phase(StrEnum):

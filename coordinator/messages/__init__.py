@@ -1,0 +1,1 @@
+"""Messages: what the machines hear, want and remember; data only."""
