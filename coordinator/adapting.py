@@ -15,12 +15,12 @@ from atoll.compression import LOSSLESS
 from atoll.job import JobSpec
 from coordinator import adapt, relink
 from coordinator.linkmoves import Sample, Settings
+from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.events import LinksChosen, LinksFailed
 from coordinator.messages.jobs import JobState, Relinked
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.network import Pair
-from coordinator.roster import Roster
 from protos.telemetry import Event as Name
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from atoll.plan import Plan
+from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import JobState
-from coordinator.roster import Roster
 
 
 def stage_of(state: JobState, worker: str) -> int | None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from atoll.errors import UsageError
-from coordinator import members
+from coordinator.membership import member
 from coordinator.messages import jobs as job_state
 from coordinator.rounds import RUNNING
 from coordinator.views import carried
@@ -43,7 +43,7 @@ class Exporter:
         roster = list(scheduler.roster.workers.values())
         # Every state has its series from the start, nothing in it is a zero: a rate or an alert needs both.
         workers = Count(w.member.phase for w in roster)
-        yield _gauge(telemetry.WORKERS, {phase.value: workers[phase] for phase in members.Phase})
+        yield _gauge(telemetry.WORKERS, {phase.value: workers[phase] for phase in member.Phase})
         phases = Count(job.phase for job in jobs)
         yield _gauge(telemetry.JOBS, {phase.value: phases[phase] for phase in job_state.Phase})
         steps = CounterMetricFamily(telemetry.STEPS.name, telemetry.STEPS.help, labels=["job"])

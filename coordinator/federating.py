@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator import federation, members
+from coordinator import federation
 from coordinator import federation_state as fed
 from coordinator.federation_figures import CENTRAL, CLIENTS, evaluation_of
 from coordinator.federation_state import VERSION, FederationState
+from coordinator.membership import member as members
+from coordinator.membership.roster import Roster
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import STATE, JobRecord, RoundClosed
@@ -30,7 +32,6 @@ from coordinator.messages.jobs import (
     Record,
     Waits,
 )
-from coordinator.roster import Roster
 from coordinator.selecting import selector_from_json
 from protos.telemetry import Event as Name
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from coordinator.roster import Roster
+from coordinator.membership.roster import Roster
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from atoll.plan import LinkPrediction, Prediction
+from coordinator.membership.roster import Roster
 from coordinator.messages.jobs import JobState
-from coordinator.roster import Roster
 
 TELLING_SHARE = 0.25  # of the mean stage's compute: less does not tell a worker's speed
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
 
-from coordinator.links import MAX_BANDWIDTH_BPS, MIN_BANDWIDTH_BPS
+from coordinator.membership.link_table import MAX_BANDWIDTH_BPS, MIN_BANDWIDTH_BPS
 
 
 @dataclass(frozen=True, slots=True)

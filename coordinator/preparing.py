@@ -9,11 +9,11 @@ from math import isfinite
 
 from atoll.job import JobSpec
 from coordinator.config import Probing
+from coordinator.membership.link_probing import LinkRequest
+from coordinator.membership.op_probing import RTT_SAMPLES, OpsRequest
+from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.events import OpsProbed
-from coordinator.opprobing import RTT_SAMPLES, OpsRequest
-from coordinator.probing import LinkRequest
-from coordinator.roster import Roster
 
 
 @dataclass(slots=True)

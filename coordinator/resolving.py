@@ -7,7 +7,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from coordinator.addresses import ANYWHERE, literal
+from coordinator.membership.addresses import ANYWHERE, literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -13,22 +13,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.job import JobSpec
-from coordinator import members, rounds
+from coordinator import rounds
 from coordinator.adapting import Adapting, capped
 from coordinator.assigning import assignment, stage_of
 from coordinator.config import CoordinatorConfig
 from coordinator.federating import Federating, Hooks
 from coordinator.holds import Hold, Holds
 from coordinator.learning import learn
-from coordinator.links import judge_timing
-from coordinator.members import Member
+from coordinator.membership import member as members
+from coordinator.membership.link_table import judge_timing
+from coordinator.membership.member import Member
+from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger, RatioCapped
 from coordinator.planning.ratios import label
 from coordinator.preparing import Preparer
 from coordinator.relink import changes, current
-from coordinator.roster import Roster, refusal
 from coordinator.rounds import JobState
 from protos.telemetry import Event as Name
 

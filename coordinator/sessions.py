@@ -13,7 +13,7 @@ import structlog
 
 import atoll
 from atoll.errors import AccessDenied, AtollError, BadFrame, ProtocolMismatch
-from coordinator.addresses import passed_on
+from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.refusing import refuse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.plan import LinkSpec
-from coordinator.roster import Worker, flops_of
+from coordinator.membership.roster import Worker, flops_of
 from coordinator.rounds import ENDED, JobState
 from coordinator.views_federated import federated_status
 from protos import atoll_control_pb2 as pb

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
-from coordinator import members
-from coordinator.addresses import Near, nearness, passed_on
 from coordinator.config import Liveness, Probing
+from coordinator.membership import member
+from coordinator.membership.addresses import Near, nearness, passed_on
+from coordinator.membership.roster import Roster, Worker
 from coordinator.messages.events import Introduction
 from coordinator.resolving import MAX_ADDRESSES, MAX_NAMES, look_up, resolved
-from coordinator.roster import Roster, Worker
 from coordinator.sessions import host_of
 from coordinator.wire import introduction_from
 from protos import atoll_control_pb2 as pb
@@ -159,7 +159,7 @@ def roster(**workers: tuple[str, list[str]]) -> Roster:
         told = Introduction(
             name, 1, "cpu", "", 1, 1, 1, addresses=everybody, nearby=nearby, seen=seen
         )  # fmt: skip
-        found.workers[name] = Worker(members.joined(name, 1, 0.0), told, 1)
+        found.workers[name] = Worker(member.joined(name, 1, 0.0), told, 1)
     return found
 
 

@@ -7,6 +7,7 @@ from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS
 from coordinator.config import Liveness, Probing
+from coordinator.membership.roster import Roster, refusal
 from coordinator.messages.events import CodecSpeeds
 from coordinator.planning.costs.codec_costs import (
     CALL_CPU_S,
@@ -19,7 +20,6 @@ from coordinator.planning.costs.codec_costs import (
 from coordinator.planning.costs.fleet import Device
 from coordinator.planning.costs.traffic import Crossing, LinkLoad
 from coordinator.planning.ratios import BACKWARD_RUNGS, FINE, FORWARD_RUNGS, SPARSE, link_codecs
-from coordinator.roster import Roster, refusal
 from coordinator.wire import MAX_CODECS, introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 

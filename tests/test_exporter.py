@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from atoll.errors import UsageError
 from benchmarks.fake_worker import FakeWorker
-from coordinator import members
 from coordinator.cli_admin import _metrics
 from coordinator.config import CoordinatorConfig
+from coordinator.membership import member
 from protos import atoll_control_pb2 as pb
 from protos import telemetry
 from tests.patience import HUNG_S
@@ -99,5 +99,5 @@ def test_a_coordinator_that_listens_everywhere_shows_its_metrics_to_its_own_mach
         assert exporter is not None
         assert exporter.host == "127.0.0.1"
         found = _scraped(exporter.port)  # of a coordinator that nobody has joined
-    assert found[telemetry.WORKERS.name] == [({"state": phase.value}, 0.0) for phase in members.Phase]
+    assert found[telemetry.WORKERS.name] == [({"state": phase.value}, 0.0) for phase in member.Phase]
     assert {value for _, value in found[telemetry.JOBS.name]} == {0.0}

@@ -21,10 +21,10 @@ from atoll.federated import (
 )
 from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
-from coordinator import members
 from coordinator.federated_rules import check_federated, check_inputs, check_wrapped
 from coordinator.federating import misfit
 from coordinator.federation_rounds import MAX_STRIKES
+from coordinator.membership import member
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, Ledger, from_record, to_record
@@ -87,7 +87,7 @@ class Fleet(World):
     def messages(self, worker: str, kind: type) -> list[Any]:
         return [m for name, m in self.sent if name == worker and isinstance(m, kind)]
 
-    def phase(self, worker: str) -> members.Phase:
+    def phase(self, worker: str) -> member.Phase:
         return self.scheduler.roster.workers[worker].member.phase
 
 
@@ -102,7 +102,7 @@ def test_workers_that_hold_the_data_are_reserved_and_train() -> None:
         world.answers("w1", "w2", at_round=at_round)
     assert world.state().phase is Phase.FINISHED
     world.wait(0.25)
-    assert world.phase("w1") is members.Phase.POOL
+    assert world.phase("w1") is member.Phase.POOL
     assert any(isinstance(i, do.CloseAggregator) for i in world.other)
 
 
@@ -123,7 +123,7 @@ def test_a_data_set_that_does_not_fit_is_told_and_its_worker_left_alone() -> Non
     world = Fleet(holds={"w2": (odd,)})
     world.join("w1", "w2")
     world.submit(what=spec())
-    assert world.phase("w2") is members.Phase.POOL
+    assert world.phase("w2") is member.Phase.POOL
     shown = job_update(world.scheduler, "job-1", 0.0).federated
     assert [(c.worker, c.state) for c in shown.clients] == [("w1", "loading"), ("w2", "unfit")]
     assert "samples of shape (9, 9)" in shown.clients[1].reason
@@ -134,7 +134,7 @@ def test_a_registration_beyond_what_may_count_is_logged_shown_and_not_tried_agai
     world.join("w1", "w2")
     world.submit(what=spec())
     world.wait(1.0)
-    assert world.phase("w2") is members.Phase.POOL
+    assert world.phase("w2") is member.Phase.POOL
     shown = job_update(world.scheduler, "job-1", world.now_s).federated
     assert [(c.worker, c.state) for c in shown.clients] == [("w1", "loading"), ("w2", "left out")]
     assert "at most 1000000 may count" in shown.clients[1].reason
@@ -201,7 +201,7 @@ def test_strikes_are_those_of_a_certificate_and_outlast_its_processes() -> None:
         world.join("w2", incarnation=at_round + 2)  # a new process under the same certificate
         world.loads("w2")
         world.answers("w1", at_round=at_round)
-    assert world.phase("w2") is members.Phase.POOL
+    assert world.phase("w2") is member.Phase.POOL
     world.answers("w1", at_round=MAX_STRIKES)
     assert world.messages("w2", do.TrainRound)[-1].round == MAX_STRIKES - 1
     shown = {c.worker: c for c in job_update(world.scheduler, "job-1", 0.0).federated.clients}
@@ -214,7 +214,7 @@ def test_a_client_that_leaves_is_let_go() -> None:
     world.submit(what=spec())
     world.loads("w1", "w2")
     world.says("w2", ev.Leaving("its owner needs the machine"))
-    assert world.phase("w2") is members.Phase.LEFT
+    assert world.phase("w2") is member.Phase.LEFT
     world.answers("w1", at_round=0)
     assert world.state().step == 1
 

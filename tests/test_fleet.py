@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.links import LinkTable
+from coordinator.membership.link_table import LinkTable
 from coordinator.planning.costs.codec_costs import DEFAULT_SPEEDS, speed_of
 from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet
 from coordinator.planning.costs.fleet_file import parse_fleet, read_fleet

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.links import LinkTable, infer_shared, judge_link, judge_step, judge_timing
+from coordinator.membership.link_table import LinkTable, infer_shared, judge_link, judge_step, judge_timing
 from coordinator.planning.costs.network import Uplink
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator import members
 from coordinator.config import Liveness
-from coordinator.members import (
+from coordinator.membership import member as members
+from coordinator.membership.member import (
     Admitted,
     AssignedTo,
     ConnectionLost,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import Probing
+from coordinator.membership.link_probing import Kind, LinkProbing, Measurement
 from coordinator.messages.events import LinkProbed
 from coordinator.planning.costs.network import Pair
-from coordinator.probing import Kind, LinkProbing, Measurement
 
 
 def anybody(one: str, other: str) -> bool:

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from coordinator.roster import Ratio
+from coordinator.membership.roster import Ratio
 
 
 def taught(ratio: Ratio, *measured_s: float) -> float:

@@ -13,13 +13,14 @@ import pytest
 from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
-from coordinator import members, rounds
+from coordinator import rounds
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.journal import Record
+from coordinator.membership import member
+from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, Ledger, from_record, to_record
-from coordinator.roster import Roster, refusal
 from coordinator.scheduler import Scheduler
 
 HASH = "ab" * 32
@@ -215,7 +216,7 @@ def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
 def test_a_frozen_worker_is_dead_after_two_seconds_and_its_session_is_closed() -> None:
     world = World().training()
     world.wait(2.5, ("a", "c"))
-    assert world.scheduler.roster.workers["b"].member.phase is members.Phase.DEAD
+    assert world.scheduler.roster.workers["b"].member.phase is member.Phase.DEAD
     assert any(isinstance(i, do.CloseSession) and i.worker == "b" for i in world.other)
     assert world.holders() == ["a", "c"]
 
@@ -318,7 +319,7 @@ def test_a_worker_that_never_answers_a_probe_does_not_hold_up_the_fleet() -> Non
 def test_a_leaving_worker_gives_up_its_stage_at_once() -> None:
     world = World().training()
     world.says("a", ev.Leaving("good night"))
-    assert world.scheduler.roster.workers["a"].member.phase is members.Phase.LEFT
+    assert world.scheduler.roster.workers["a"].member.phase is member.Phase.LEFT
     assert world.holders() == ["b", "c"]
 
 
@@ -340,7 +341,7 @@ def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late(
     assert world.state().version == 2
     world.handle(ev.Uploading("a"))  # what was still under way does not bring it back
     world.handle(ev.Uploading("nobody"))
-    assert world.scheduler.roster.workers["a"].member.phase is members.Phase.DEAD
+    assert world.scheduler.roster.workers["a"].member.phase is member.Phase.DEAD
 
 
 def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordinator.links import LinkTable
+from coordinator.membership.link_table import LinkTable
 from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:

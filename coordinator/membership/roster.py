@@ -9,19 +9,19 @@ from functools import partial
 from math import isfinite
 
 from atoll.plan import LinkPrediction
-from coordinator import members
 from coordinator.config import Liveness, Probing
-from coordinator.links import MIN_GOODPUT_BYTES, judge_step
-from coordinator.members import Member, Phase
+from coordinator.membership import member as members
+from coordinator.membership.link_probing import LinkProbing
+from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step
+from coordinator.membership.member import Member, Phase
+from coordinator.membership.op_probing import OpProbing
 from coordinator.messages.events import Goodput, Introduction, StepReady
 from coordinator.messages.instructions import Addresses
-from coordinator.opprobing import OpProbing
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
 from coordinator.planning.costs.fleet import Device, Fleet
 from coordinator.planning.costs.network import Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
-from coordinator.probing import LinkProbing
 
 MIN_MEMORY_BYTES = 2**20
 MAX_MEMORY_BYTES = 2**50

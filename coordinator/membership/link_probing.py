@@ -25,7 +25,14 @@ from math import isfinite
 import numpy as np
 
 from coordinator.config import Probing
-from coordinator.links import MAX_RTT_S, MIN_BANDWIDTH_BPS, SHARED_BELOW, LinkTable, infer_shared, judge_link
+from coordinator.membership.link_table import (
+    MAX_RTT_S,
+    MIN_BANDWIDTH_BPS,
+    SHARED_BELOW,
+    LinkTable,
+    infer_shared,
+    judge_link,
+)
 from coordinator.messages.events import LinkProbed
 from coordinator.planning.clusters import groups
 from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
