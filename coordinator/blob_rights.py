@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
 from atoll.opdag import DTYPE_BYTES
-from coordinator.assigning import stage_of
 from coordinator.graphs import leaf_metas
-from coordinator.rounds import ENDED
+from coordinator.pipeline.driver import stage_of
+from coordinator.pipeline.machine import ENDED
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta
     from coordinator.federation_state import FederationState
     from coordinator.graphs import GraphStore
-    from coordinator.rounds import JobState
+    from coordinator.pipeline.machine import JobState
     from coordinator.scheduler import Scheduler
 
 CHECKPOINTS = 2  # of a stage that may be under way: one that nobody took yet, and the next

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.errors import UsageError
-from coordinator.linkmoves import Settings as Adaptation
+from coordinator.pipeline.link_moves import Settings as Adaptation
 
 GIB = 2**30
 MIB = 2**20

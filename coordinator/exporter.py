@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from atoll.errors import UsageError
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
-from coordinator.rounds import RUNNING
+from coordinator.pipeline.machine import RUNNING
 from coordinator.views import carried
 from protos import telemetry
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from atoll.job import DataSpec, JobSpec, TrainingSpec
-from coordinator import rounds
 from coordinator.federated_rules import check_spec, exported_prefix
 from coordinator.journal import Record
 from coordinator.messages import events as ev
 from coordinator.messages.facts import STATE
+from coordinator.pipeline import machine
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.refusing import refuse
@@ -155,7 +155,7 @@ class OwnerService(rpc.OwnerServicer):
             yield update
             if cursor < total:
                 continue
-            if state.phase in rounds.ENDED:
+            if state.phase in machine.ENDED:
                 return
             await asyncio.sleep(UPDATE_EVERY_S)
             try:

@@ -13,13 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from atoll.job import JobSpec
-from coordinator import rounds
-from coordinator.adapting import Adapting, capped
-from coordinator.assigning import assignment, stage_of
 from coordinator.config import CoordinatorConfig
 from coordinator.federating import Federating, Hooks
-from coordinator.holds import Hold, Holds
-from coordinator.learning import learn
 from coordinator.membership import member as members
 from coordinator.membership.link_table import judge_timing
 from coordinator.membership.member import Member
@@ -27,10 +22,15 @@ from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Checkpoint, CheckpointStored, Fact, JobSubmitted, Ledger, RatioCapped
+from coordinator.pipeline import machine
+from coordinator.pipeline.calibration import learn
+from coordinator.pipeline.driver import assignment, stage_of
+from coordinator.pipeline.holds import Hold, Holds
+from coordinator.pipeline.link_adaptation import Adapting, capped
+from coordinator.pipeline.machine import JobState
+from coordinator.pipeline.profiling import Preparer
+from coordinator.pipeline.relink import changes, current
 from coordinator.planning.ratios import label
-from coordinator.preparing import Preparer
-from coordinator.relink import changes, current
-from coordinator.rounds import JobState
 from protos.telemetry import Event as Name
 
 RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
@@ -100,7 +100,7 @@ class Scheduler:
 
     def refusal(self, spec: JobSpec) -> str | None:
         """Why this job cannot be accepted, None when it can."""
-        waiting = sum(state.phase not in rounds.ENDED for state in self.jobs.values())
+        waiting = sum(state.phase not in machine.ENDED for state in self.jobs.values())
         if waiting >= self.config.max_jobs:
             return f"{waiting} jobs wait or run already; cancel some or raise max_jobs"
         return self._not_resumable(spec) if spec.resume_of else None
@@ -153,7 +153,7 @@ class Scheduler:
     def _take_back(self, worker: str) -> None:
         """A worker that was away may still hold a stage, and would refuse to be measured."""
         for state in self.jobs.values():
-            if state.phase not in rounds.ENDED and stage_of(state, worker) is not None:
+            if state.phase not in machine.ENDED and stage_of(state, worker) is not None:
                 reason = "the stage was taken back while you were away"
                 self._send(worker, do.ReleaseStage(state.job, state.version, reason))
 
@@ -166,9 +166,9 @@ class Scheduler:
         stage = stage_of(state, worker) if state is not None else None
         if state is None or stage is None:
             return
-        if state.phase is rounds.Phase.LOADING and stage not in state.loaded:
+        if state.phase is machine.Phase.LOADING and stage not in state.loaded:
             self._send(worker, assignment(state, stage, self.roster))
-        elif state.phase in rounds.STEPPING and state.last_commit is None:
+        elif state.phase in machine.STEPPING and state.last_commit is None:
             self._send(worker, do.StartStep(state.job, state.version, state.step))
         elif state.last_commit is not None:
             self._send(worker, state.last_commit)
@@ -330,11 +330,11 @@ class Scheduler:
         )
         if record.outcome:
             state = replace(
-                state, phase=rounds.Phase(record.outcome), reason=record.reason, step=record.steps
+                state, phase=machine.Phase(record.outcome), reason=record.reason, step=record.steps
             )
         elif record.version:
             reason = f"the coordinator was restarted; goes on from step {checkpoint.step}"
-            state = replace(state, phase=rounds.Phase.PAUSED, reason=reason)
+            state = replace(state, phase=machine.Phase.PAUSED, reason=reason)
             workers = frozenset(s.worker for s in record.plan.stages) if record.plan else frozenset()
             self.holds.put(job, Hold(self.now_s + RESTART_GRACE_S, workers))
         self.jobs[job] = state
@@ -347,7 +347,7 @@ class Scheduler:
         if event.job in self.federating.jobs:
             self.federating.unreadable(event.job, event.reason, self.now_s)
             return
-        self._job(event.job, rounds.Broken(event.reason))
+        self._job(event.job, machine.Broken(event.reason))
 
     def _plan_made(self, event: ev.PlanMade) -> None:
         state = self.jobs.get(event.job)
@@ -357,7 +357,7 @@ class Scheduler:
         missing = [s.worker for s in event.plan.stages if s.worker not in idle]
         if missing or self.storage:
             why = self.storage or f"{missing[0]} went away while the plan was made"
-            self._job(event.job, rounds.Waits(why))
+            self._job(event.job, machine.Waits(why))
             return
         plan = event.plan
         self._log(
@@ -367,27 +367,27 @@ class Scheduler:
             stages=len(plan.stages),
             predicted_s=plan.prediction.step_s if plan.prediction else None,
         )
-        self._job(event.job, rounds.Planned(plan))
+        self._job(event.job, machine.Planned(plan))
 
     def _plan_failed(self, event: ev.PlanFailed) -> None:
         if event.job not in self.jobs or not self.preparer.awaited(event.job, event.attempt):
             return
         self._log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
         if event.hopeless:
-            self._job(event.job, rounds.Broken(event.reason))
+            self._job(event.job, machine.Broken(event.reason))
             return
         self.preparer.wait_for_change(event.job)
-        self._job(event.job, rounds.Waits(f"waits for a fleet that suffices: {event.reason}"))
+        self._job(event.job, machine.Waits(f"waits for a fleet that suffices: {event.reason}"))
 
     def _links_chosen(self, event: ev.LinksChosen) -> None:
         state = self.jobs.get(event.job)
-        if state is None or state.phase not in rounds.STEPPING:
+        if state is None or state.phase not in machine.STEPPING:
             return
         wish = self.adapting.chosen(state, event)
         if wish is not None:
             self._job(event.job, wish)
 
-    def _links_due(self, state: JobState, due: rounds.LinksDue) -> None:
+    def _links_due(self, state: JobState, due: machine.LinksDue) -> None:
         """Say once for each link that changes: from what, to what, from which step on, and why."""
         stages = state.plan.stages if state.plan else ()
         for (source, target), (was, new) in changes(due.before, due.relink.links).items():
@@ -418,7 +418,7 @@ class Scheduler:
         if event.job in self.federating.jobs:
             self.federating.cancel(event.job, event.reason, self.now_s)
         elif event.job in self.jobs:
-            self._job(event.job, rounds.Cancelled(event.reason))
+            self._job(event.job, machine.Cancelled(event.reason))
 
     def _from_stage(self, worker: str, message: ev.JobMessage) -> None:
         state = self.jobs.get(message.job)
@@ -434,57 +434,57 @@ class Scheduler:
             odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
             self._set_aside(worker, f"{worker} stored {odd!r}, which {state.job} does not have")
             return
-        self._job(message.job, rounds.FromStage(stage, message))
+        self._job(message.job, machine.FromStage(stage, message))
 
-    def _job(self, job: str, event: rounds.Event) -> None:
+    def _job(self, job: str, event: machine.Event) -> None:
         """Step a job's machine and translate what it wants."""
         before = self.jobs[job]
-        state, todo = rounds.step(before, event, self.now_s)
+        state, todo = machine.step(before, event, self.now_s)
         self.jobs[job] = state
         for item in todo:
             self._obey(before if state.plan is None else state, item)
         changed = (before.phase, before.reason) != (state.phase, state.reason)
         if changed:
-            level = "warning" if state.phase in (rounds.Phase.PAUSED, rounds.Phase.FAILED) else "info"
-            quiet = before.phase in rounds.STEPPING and state.phase in rounds.STEPPING
+            level = "warning" if state.phase in (machine.Phase.PAUSED, machine.Phase.FAILED) else "info"
+            quiet = before.phase in machine.STEPPING and state.phase in machine.STEPPING
             self._log(
                 Name.JOB_STATE, "debug" if quiet else level, job=job, state=state.phase, reason=state.reason
             )
         if before.phase is not state.phase and not (
-            before.phase in rounds.STEPPING and state.phase in rounds.STEPPING
+            before.phase in machine.STEPPING and state.phase in machine.STEPPING
         ):
             self._dirty = True
         if changed or before.step != state.step or before.eval_loss != state.eval_loss:
             self._emit(do.Notify(job))
-        stepping, at_end = state.phase in rounds.STEPPING, state.phase is rounds.Phase.STORING
+        stepping, at_end = state.phase in machine.STEPPING, state.phase is machine.Phase.STORING
         if before.awaiting_eval is not None and state.awaiting_eval is None and (stepping or at_end):
             cap = self.adapting.evaluated(state, at_end)
             if cap is not None:
                 self._record(RatioCapped(job, state.step, cap))
-        if state.phase in rounds.ENDED:
+        if state.phase in machine.ENDED:
             self.adapting.over(job)
 
-    def _obey(self, state: JobState, todo: rounds.Todo) -> None:
+    def _obey(self, state: JobState, todo: machine.Todo) -> None:
         match todo:
-            case rounds.Record(fact):
+            case machine.Record(fact):
                 self._record(fact)
                 if isinstance(fact, CheckpointStored):
                     self._emit(do.SweepBlobs())
-            case rounds.ToStages(message, stage):
+            case machine.ToStages(message, stage):
                 for at, spec in enumerate(state.plan.stages if state.plan else ()):
                     if stage is None or stage == at:
                         self._send(spec.worker, message)
-            case rounds.LinksDue():
+            case machine.LinksDue():
                 self._links_due(state, todo)
-            case rounds.AssignAll():
+            case machine.AssignAll():
                 self.adapting.adopted(state, self.ledger.jobs[state.job].cap)
                 for at in range(state.n_stages):
                     self._assign(state, at)
-            case rounds.ReleaseAll(reason):
+            case machine.ReleaseAll(reason):
                 self._release(state, reason)
-            case rounds.Point(step, name, value):
+            case machine.Point(step, name, value):
                 self._emit(do.Measured(state.job, step, name, value))
-            case rounds.Dropped(why):
+            case machine.Dropped(why):
                 self._drop("stage message", why, state.job)
 
     def _assign(self, state: JobState, stage: int) -> None:
@@ -551,8 +551,8 @@ class Scheduler:
             self.federating.lost(job, worker, reason, self.now_s)
             return
         state = self.jobs.get(job)
-        if state is not None and state.phase in rounds.RUNNING and stage_of(state, worker) is not None:
-            self._job(job, rounds.StageLost(reason))
+        if state is not None and state.phase in machine.RUNNING and stage_of(state, worker) is not None:
+            self._job(job, machine.StageLost(reason))
 
     def _set_aside(self, worker: str, reason: str) -> None:
         """No plan uses it until its process starts anew; the run goes on without it."""
@@ -578,10 +578,10 @@ class Scheduler:
         self._log(Name.STORAGE_FAILED, "error", reason=event.reason)
         self.federating.storage_failed(event.reason, self.now_s)
         for state in self._pipeline().values():
-            if state.phase in rounds.RUNNING:
-                self._job(state.job, rounds.StageLost(event.reason))
-            elif state.phase not in rounds.ENDED:
-                self._job(state.job, rounds.Waits(event.reason))
+            if state.phase in machine.RUNNING:
+                self._job(state.job, machine.StageLost(event.reason))
+            elif state.phase not in machine.ENDED:
+                self._job(state.job, machine.Waits(event.reason))
 
     def _storage_recovered(self, event: ev.StorageRecovered) -> None:
         self.storage = ""
@@ -596,17 +596,17 @@ class Scheduler:
         if self.storage:
             return
         pipeline = self._pipeline()
-        busy = [s for s in pipeline.values() if s.phase in rounds.RUNNING | rounds.PREPARING]
-        waiting = [s for s in pipeline.values() if s.phase in rounds.WAITING]
+        busy = [s for s in pipeline.values() if s.phase in machine.RUNNING | machine.PREPARING]
+        waiting = [s for s in pipeline.values() if s.phase in machine.WAITING]
         for state in sorted(waiting, key=lambda s: s.created_s):
             if len(busy) < self.config.concurrent_jobs and self._may_start(state):
-                self._job(state.job, rounds.Picked("measuring devices and links"))
+                self._job(state.job, machine.Picked("measuring devices and links"))
                 busy.append(self.jobs[state.job])
-            elif len(busy) >= self.config.concurrent_jobs and state.phase is rounds.Phase.QUEUED:
+            elif len(busy) >= self.config.concurrent_jobs and state.phase is machine.Phase.QUEUED:
                 first = busy[0]
                 reason = f"waits for {first.job} ({first.phase.value}, step {first.step} of {first.steps})"
                 if not state.reason.startswith(f"waits for {first.job} "):
-                    self._job(state.job, rounds.Waits(reason))
+                    self._job(state.job, machine.Waits(reason))
         self._prepare()
         self.federating.advance(self._pipeline(), self.now_s)
 
@@ -625,18 +625,18 @@ class Scheduler:
         if not self.roster.idle():
             reason = "no worker is in the pool; start some with `atoll-worker join`"
             if reason not in state.reason:
-                prefix = f"{state.reason}; " if state.phase is rounds.Phase.PAUSED else ""
-                self._job(state.job, rounds.Waits(prefix + reason))
+                prefix = f"{state.reason}; " if state.phase is machine.Phase.PAUSED else ""
+                self._job(state.job, machine.Waits(prefix + reason))
             return False
         return state.job not in self.holds and self.preparer.changed(state.job)
 
     def _prepare(self) -> None:
-        training = any(s.phase in rounds.RUNNING | rounds.FEDERATING for s in self.jobs.values())
+        training = any(s.phase in machine.RUNNING | machine.FEDERATING for s in self.jobs.values())
         for state in self._pipeline().values():
-            if state.phase is rounds.Phase.PROFILING and self.preparer.profile(
+            if state.phase is machine.Phase.PROFILING and self.preparer.profile(
                 state.job, state.spec, training, self.now_s
             ):
-                self._job(state.job, rounds.Profiled())
+                self._job(state.job, machine.Profiled())
                 cap = self.ledger.jobs[state.job].cap
                 self.preparer.plan(state.job, state.version + 1, capped(state.spec, cap))
         self.preparer.answer_inquiries(training, self.now_s)

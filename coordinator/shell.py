@@ -20,7 +20,6 @@ import structlog
 from atoll.errors import AtollError, PlanError, StorageError
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
-from coordinator import rounds
 from coordinator.aggregator import Aggregators
 from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
@@ -29,6 +28,7 @@ from coordinator.journal import Journal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, JobEnded, to_record
+from coordinator.pipeline import machine
 from coordinator.planning.new_codecs import respec
 from coordinator.planning.planner import make_plan
 from coordinator.runlog import Logs, Point, RunLogs
@@ -426,7 +426,7 @@ class Shell:
 
     def restored(self, records: int) -> None:
         """Log what a replay brought back."""
-        jobs = [s.phase for s in self.scheduler.jobs.values() if s.phase not in rounds.ENDED]
+        jobs = [s.phase for s in self.scheduler.jobs.values() if s.phase not in machine.ENDED]
         log.info(Name.JOURNAL_REPLAYED.value, records=records, unfinished_jobs=len(jobs))
 
 

@@ -14,9 +14,9 @@ from atoll.compression import ADATOPK, AUTO, Compression
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StageSpec
-from coordinator import adapt
-from coordinator.adapt import CAPS, Decision, State, Watch
-from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sign, measure, sign_of
+from coordinator.pipeline import link_policy
+from coordinator.pipeline.link_moves import MOVES, Link, Phase, Sample, Settings, Sign, measure, sign_of
+from coordinator.pipeline.link_policy import CAPS, Decision, State, Watch
 from coordinator.planning.auto_codecs import specs_for
 from coordinator.planning.ratios import FINE_RATIOS, assumed_ratio
 from tests.test_ratios import chain, values
@@ -51,7 +51,7 @@ class Wire:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.state = adapt.begin({PAIR: self.bps})
+        self.state = link_policy.begin({PAIR: self.bps})
         self.assumed = self.bps
 
     def ratio(self) -> float:
@@ -69,11 +69,13 @@ class Wire:
             step_s = max(self.compute_s, busy_s) + 0.02
             self.step += 1
             sample = Sample(n_bytes, busy_s, 0.002, MICRO, ratio > 1.0)
-            self.state, decision = adapt.observe(self.state, self.step, step_s, {PAIR: sample}, SETTINGS)
+            self.state, decision = link_policy.observe(
+                self.state, self.step, step_s, {PAIR: sample}, SETTINGS
+            )
             if decision is not None:
                 self.decisions.append((self.step, decision))
                 self.due.append((self.step + SETTINGS.effect_steps, decision.rates_bps[PAIR]))
-                self.state = adapt.answered(self.state, self.step, True, SETTINGS)
+                self.state = link_policy.answered(self.state, self.step, True, SETTINGS)
             self.ratios.append(ratio)
             self.steps_s.append(step_s)
         return self
@@ -132,16 +134,16 @@ def test_a_link_whose_messages_are_too_small_to_tell_is_asked_by_spending_more()
 
 
 def test_a_probe_that_makes_the_step_suffer_is_taken_back_and_waits_longer_each_time() -> None:
-    state = adapt.begin({PAIR: 10e6})
+    state = link_policy.begin({PAIR: 10e6})
     backs: list[int] = []
     for step in range(1, 400):
         link = state.links[PAIR]
         more = link.assumed_bps / 10e6
         sample = Sample(70_000, 0.06, 0.05, MICRO, compressed=True)
         step_s = 1.0 if more < 1.01 else 1.0 + more - 0.95
-        state, decision = adapt.observe(state, step, step_s, {PAIR: sample}, SETTINGS)
+        state, decision = link_policy.observe(state, step, step_s, {PAIR: sample}, SETTINGS)
         if decision is not None:
-            state = adapt.answered(state, step, True, SETTINGS)
+            state = link_policy.answered(state, step, True, SETTINGS)
             if "back to" in decision.reason:
                 assert decision.rates_bps[PAIR] == pytest.approx(10e6)
                 assert "steps take" in decision.reason
@@ -152,21 +154,21 @@ def test_a_probe_that_makes_the_step_suffer_is_taken_back_and_waits_longer_each_
 
 
 def test_probes_that_change_no_codec_end_and_leave_the_old_figure() -> None:
-    state = adapt.begin({PAIR: 30e6})
+    state = link_policy.begin({PAIR: 30e6})
     asked = 0
     for step in range(1, 200):
         sample = Sample(70_000, 0.02, 0.05, MICRO, compressed=True)
-        state, decision = adapt.observe(state, step, 1.0, {PAIR: sample}, SETTINGS)
+        state, decision = link_policy.observe(state, step, 1.0, {PAIR: sample}, SETTINGS)
         if decision is not None:
             asked += 1
-            state = adapt.answered(state, step, False, SETTINGS)
+            state = link_policy.answered(state, step, False, SETTINGS)
     assert asked == SETTINGS.fruitless_most
     assert state.links[PAIR].assumed_bps == 30e6
 
 
 def test_a_silent_link_that_becomes_slow_is_noticed_by_the_step_that_suffers() -> None:
     wire = Wire(50e6, compute_s=0.05, overhead_s=0.0).run(1)
-    wire.state = adapt.begin({PAIR: 50e6})
+    wire.state = link_policy.begin({PAIR: 50e6})
     wire.run(12)
     assert not wire.state.links[PAIR].telling
     wire.bps = 15e6
@@ -176,12 +178,12 @@ def test_a_silent_link_that_becomes_slow_is_noticed_by_the_step_that_suffers() -
 
 def test_no_probe_believes_in_more_than_the_line_can_carry() -> None:
     # 10 ms a message, of which 3 ms are not the line's: it carries 36 Mbit/s, at most 50.
-    state = adapt.begin({PAIR: 10e6})
+    state = link_policy.begin({PAIR: 10e6})
     for step in range(1, 300):
         sample = Sample(125_000, MICRO * 0.01, 0.002, MICRO, compressed=True)
-        state, decision = adapt.observe(state, step, 1.0, {PAIR: sample}, SETTINGS)
+        state, decision = link_policy.observe(state, step, 1.0, {PAIR: sample}, SETTINGS)
         if decision is not None:
-            state = adapt.answered(state, step, True, SETTINGS)
+            state = link_policy.answered(state, step, True, SETTINGS)
     assert state.links[PAIR].assumed_bps <= 50e6
     assert state.links[PAIR].phase is Phase.FOLLOWING
 
@@ -245,12 +247,12 @@ def test_every_phase_knows_what_to_do_about_every_sign() -> None:
 
 def test_the_newest_figure_of_every_link_goes_into_a_decision_about_one() -> None:
     other = ("b", "a")
-    state = adapt.begin({PAIR: 50e6, other: 50e6})
+    state = link_policy.begin({PAIR: 50e6, other: 50e6})
     decision = None
     for step in range(1, 10):
         slow = Sample(1_000_000, 8 / 5, 0.0, 4, True)
         steady = Sample(1_000_000, 8 / 45, 0.0, 4, True)
-        state, decision = adapt.observe(state, step, 2.0, {PAIR: slow, other: steady}, SETTINGS)
+        state, decision = link_policy.observe(state, step, 2.0, {PAIR: slow, other: steady}, SETTINGS)
         if decision is not None:
             break
     assert decision is not None
@@ -263,10 +265,10 @@ def test_the_newest_figure_of_every_link_goes_into_a_decision_about_one() -> Non
 
 
 def test_the_guard_lowers_the_ratio_when_codecs_hide_a_loss() -> None:
-    state = adapt.begin({PAIR: 5e6})
-    state, decision = adapt.evaluated(state, 10, 4.01, 4.0, 32.0, SETTINGS)
+    state = link_policy.begin({PAIR: 5e6})
+    state, decision = link_policy.evaluated(state, 10, 4.01, 4.0, 32.0, SETTINGS)
     assert decision is None
-    state, decision = adapt.evaluated(state, 20, 4.12, 4.0, 32.0, SETTINGS)
+    state, decision = link_policy.evaluated(state, 20, 4.12, 4.0, 32.0, SETTINGS)
     assert decision is not None
     assert decision.cap == pytest.approx(32 * 0.7)
     assert "without codecs 4.12" in decision.reason
@@ -275,18 +277,18 @@ def test_the_guard_lowers_the_ratio_when_codecs_hide_a_loss() -> None:
 
 
 def test_the_guard_acts_on_a_gap_that_keeps_growing_before_it_is_large() -> None:
-    state, decision = adapt.begin({PAIR: 5e6}), None
+    state, decision = link_policy.begin({PAIR: 5e6}), None
     for step, loss in ((10, 4.02), (20, 4.04), (30, 4.06)):
         assert decision is None
-        state, decision = adapt.evaluated(state, step, loss, 4.0, 10.0, SETTINGS)
+        state, decision = link_policy.evaluated(state, step, loss, 4.0, 10.0, SETTINGS)
     assert decision is not None
     assert "and grows" in decision.reason
 
 
 def test_a_cap_reaches_every_later_decision_and_ends_at_one() -> None:
-    state, cap = adapt.begin({PAIR: 50e6}), 32.0
+    state, cap = link_policy.begin({PAIR: 50e6}), 32.0
     for step in range(10, 200, 10):
-        state, decision = adapt.evaluated(state, step, 5.0, 4.0, cap, SETTINGS)
+        state, decision = link_policy.evaluated(state, step, 5.0, 4.0, cap, SETTINGS)
         if decision is None:
             break
         assert decision.cap is not None
@@ -294,7 +296,7 @@ def test_a_cap_reaches_every_later_decision_and_ends_at_one() -> None:
     assert cap == 1.0
     for step in range(300, 330):
         sample = Sample(1_000_000, 8 / 5, 0.0, 4, True)
-        state, decision = adapt.observe(state, step, 2.0, {PAIR: sample}, SETTINGS)
+        state, decision = link_policy.observe(state, step, 2.0, {PAIR: sample}, SETTINGS)
         if decision is not None:
             assert decision.cap == 1.0
             return
@@ -315,9 +317,9 @@ def test_a_cap_reaches_every_later_decision_and_ends_at_one() -> None:
 def test_the_guard_goes_down_to_what_the_next_milder_codec_reaches(
     mode: str, ratio: float, caps: list[float]
 ) -> None:
-    state, found = adapt.begin({PAIR: 5e6}), []
+    state, found = link_policy.begin({PAIR: 5e6}), []
     for step in range(10, 200, 10):
-        state, decision = adapt.evaluated(state, step, 5.0, 4.0, ratio, SETTINGS, CAPS[mode])
+        state, decision = link_policy.evaluated(state, step, 5.0, 4.0, ratio, SETTINGS, CAPS[mode])
         if decision is None:
             break
         assert decision.cap is not None
@@ -328,14 +330,14 @@ def test_the_guard_goes_down_to_what_the_next_milder_codec_reaches(
 
 
 def test_the_last_cap_says_that_nothing_may_lose_precision() -> None:
-    _, decision = adapt.evaluated(adapt.begin({PAIR: 5e6}), 10, 5.0, 4.0, 2.0, SETTINGS)
+    _, decision = link_policy.evaluated(link_policy.begin({PAIR: 5e6}), 10, 5.0, 4.0, 2.0, SETTINGS)
     assert decision is not None
     assert decision.reason.endswith("nothing that loses precision any more")
 
 
 def test_a_cap_never_rises_again() -> None:
-    state = adapt.begin({PAIR: 5e6}, cap=1.95)
-    _, decision = adapt.evaluated(state, 10, 5.0, 4.0, 32.0, SETTINGS)
+    state = link_policy.begin({PAIR: 5e6}, cap=1.95)
+    _, decision = link_policy.evaluated(state, 10, 5.0, 4.0, 32.0, SETTINGS)
     assert decision is not None
     assert decision.cap == 1.95
 
@@ -362,7 +364,7 @@ def watched(*gaps: float) -> list[bool]:
     """Whether anything is said at each of these gaps."""
     watch, said = Watch(), []
     for gap in gaps:
-        watch, wrong = adapt.watched(watch, 4.0 * (1 + gap), 4.0, SETTINGS)
+        watch, wrong = link_policy.watched(watch, 4.0 * (1 + gap), 4.0, SETTINGS)
         said.append(bool(wrong))
     return said
 
@@ -371,7 +373,7 @@ def test_a_codec_by_name_is_told_of_once_until_its_gap_falls() -> None:
     assert watched(0.01, 0.03, 0.05, 0.03, 0.015, 0.03) == [False, True, False, False, False, False]
     assert watched(0.03, 0.009, 0.03) == [True, False, True]
     assert watched(0.005, 0.012, 0.015) == [False, False, True]  # it grows
-    watch, wrong = adapt.watched(Watch(), float("nan"), 4.0, SETTINGS)
+    watch, wrong = link_policy.watched(Watch(), float("nan"), 4.0, SETTINGS)
     assert (watch, wrong) == (Watch(), "")
 
 
@@ -389,7 +391,7 @@ def planned(slowdown: float = 0.0) -> Plan:
 
 def every(steps: int, slowdown: float = 0.0, eval_batches: int = 1) -> int:
     training = TrainingSpec(steps=steps, n_micro=8, compress="auto", eval_batches=eval_batches)
-    return adapt.look_every(training, planned(slowdown))
+    return link_policy.look_every(training, planned(slowdown))
 
 
 def test_the_guard_looks_twenty_times_and_at_most_every_twenty_steps() -> None:
@@ -398,7 +400,7 @@ def test_the_guard_looks_twenty_times_and_at_most_every_twenty_steps() -> None:
 
 def test_looks_that_would_cost_a_tenth_of_the_time_become_rarer_down_to_four() -> None:
     training = TrainingSpec(steps=1000, n_micro=8, compress="auto", eval_batches=16)
-    assert adapt.look_steps(training, planned(4.0)) == pytest.approx(2 * (2 / 3 + 4.0))
+    assert link_policy.look_steps(training, planned(4.0)) == pytest.approx(2 * (2 / 3 + 4.0))
     assert every(1000, 4.0, 16) == 100  # 9.3 of 100 steps
     assert every(1000, 100.0, 16) == 200
     assert every(80, 100.0, 16) == 20
@@ -413,9 +415,9 @@ def test_looks_that_would_cost_a_tenth_of_the_time_become_rarer_down_to_four() -
 def test_whatever_is_reported_rates_stay_positive_and_finite(
     reports: list[tuple[int, float, float, bool]],
 ) -> None:
-    state = adapt.begin({PAIR: 1e6})
+    state = link_policy.begin({PAIR: 1e6})
     for step, (n_bytes, busy_s, rtt_s, compressed) in enumerate(reports):
         sample = Sample(n_bytes, busy_s, rtt_s, 4, compressed)
-        state, decision = adapt.observe(state, step, 0.5, {PAIR: sample}, SETTINGS)
+        state, decision = link_policy.observe(state, step, 0.5, {PAIR: sample}, SETTINGS)
         if decision is not None:
             assert all(1e2 < bps < 1e14 for bps in decision.rates_bps.values())

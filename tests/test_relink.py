@@ -12,7 +12,6 @@ import pytest
 from atoll.errors import StorageError
 from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Mask
-from coordinator import relink, rounds
 from coordinator.graphs import GraphStore
 from coordinator.journal import Record as JournalRecord
 from coordinator.messages import events as ev
@@ -29,7 +28,17 @@ from coordinator.messages.facts import (
 )
 from coordinator.messages.instructions import CommitStep, Relink
 from coordinator.messages.jobs import JobState
-from coordinator.rounds import Dropped, FromStage, LinksDue, Phase, Point, Record, Relinked, ToStages
+from coordinator.pipeline import machine, relink
+from coordinator.pipeline.machine import (
+    Dropped,
+    FromStage,
+    LinksDue,
+    Phase,
+    Point,
+    Record,
+    Relinked,
+    ToStages,
+)
 from coordinator.views import job_update
 from coordinator.wire import to_worker
 from tests.test_rounds import STAGES, commits, plan, ready, step, training
@@ -39,9 +48,9 @@ COARSE = (LinkSpec(0, 1, "topk", 16.0, reason="thin"), LinkSpec(1, 0, "topk", 16
 FINE = (LinkSpec(0, 1, "fp16"), LinkSpec(1, 0, "bf16"))
 
 
-def round_of(state: JobState, version: int = 0) -> tuple[JobState, list[rounds.Todo]]:
+def round_of(state: JobState, version: int = 0) -> tuple[JobState, list[machine.Todo]]:
     """Every stage reports the step in flight, under the version that it runs with."""
-    todo: list[rounds.Todo] = []
+    todo: list[machine.Todo] = []
     at = state.step
     for stage in range(STAGES):
         state, todo = step(state, ready(stage, at, version=version or state.version))
@@ -56,7 +65,7 @@ def wishing(links: tuple[LinkSpec, ...] = COARSE, **changes: Any) -> JobState:
     return state
 
 
-def said(links: tuple[LinkSpec, ...] = COARSE, **changes: Any) -> tuple[JobState, list[rounds.Todo]]:
+def said(links: tuple[LinkSpec, ...] = COARSE, **changes: Any) -> tuple[JobState, list[machine.Todo]]:
     """A commit has carried the change."""
     return round_of(wishing(links, **changes))
 
@@ -142,9 +151,9 @@ def test_a_change_that_no_step_would_see_is_not_said() -> None:
 
 def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
     state, _ = said()
-    state, _ = step(state, rounds.StageLost("w1 is lost"))
+    state, _ = step(state, machine.StageLost("w1 is lost"))
     assert (state.relink, state.wanted, state.version) == (None, None, 2)
-    for event in (rounds.Picked("go"), rounds.Profiled(), rounds.Planned(plan(3))):
+    for event in (machine.Picked("go"), machine.Profiled(), machine.Planned(plan(3))):
         state, _ = step(state, event)
     assert (state.version, state.lineage) == (3, ((3, 0),))
     late, todo = step(state, ready(0, 2, version=1))
@@ -153,18 +162,18 @@ def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
 
 
 def test_a_wish_is_forgotten_with_its_plan() -> None:
-    state, _ = step(wishing(), rounds.StageLost("w1 is lost"))
+    state, _ = step(wishing(), machine.StageLost("w1 is lost"))
     assert (state.wanted, state.version) == (None, 1)
 
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_cancelling_and_diverging_end_a_job_whose_links_were_about_to_change(pending: bool) -> None:
     state = said()[0] if pending else wishing()
-    over, _ = step(state, rounds.Cancelled("by the owner"))
+    over, _ = step(state, machine.Cancelled("by the owner"))
     assert (over.phase, over.wanted, over.relink) == (Phase.CANCELLED, None, None)
     over, todo = step(state, ready(2, state.step, loss=math.nan))
     assert (over.phase, over.wanted, over.relink) == (Phase.FAILED, None, None)
-    assert any(isinstance(t, rounds.ReleaseAll) for t in todo)
+    assert any(isinstance(t, machine.ReleaseAll) for t in todo)
 
 
 def test_a_restarted_coordinator_goes_on_above_every_version_that_was_said() -> None:

@@ -13,7 +13,6 @@ import pytest
 from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
-from coordinator import rounds
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.journal import Record
 from coordinator.membership import member
@@ -21,6 +20,7 @@ from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, Ledger, from_record, to_record
+from coordinator.pipeline import machine
 from coordinator.scheduler import Scheduler
 
 HASH = "ab" * 32
@@ -120,7 +120,7 @@ class World:
     def submit(self, job: str = "job-1", what: JobSpec | None = None) -> None:
         self.handle(ev.Submitted(job, "", what or spec(), OPS))
 
-    def state(self, job: str = "job-1") -> rounds.JobState:
+    def state(self, job: str = "job-1") -> machine.JobState:
         return self.scheduler.jobs[job]
 
     def load(self, job: str = "job-1") -> None:
@@ -145,7 +145,7 @@ class World:
         self.join("a", "b", "c")
         self.submit()
         self.load()
-        assert self.state().phase is rounds.Phase.TRAINING
+        assert self.state().phase is machine.Phase.TRAINING
         return self
 
     def messages(self, kind: type) -> list[tuple[str, Any]]:
@@ -175,7 +175,7 @@ def test_the_other_end_of_a_probe_is_told_before_it() -> None:
 def test_without_workers_a_job_waits_and_says_how_to_help() -> None:
     world = World()
     world.submit()
-    assert world.state().phase is rounds.Phase.QUEUED
+    assert world.state().phase is machine.Phase.QUEUED
     assert "atoll-worker join" in world.state().reason
 
 
@@ -185,18 +185,18 @@ def test_a_fleet_that_does_not_suffice_is_named_and_tried_again_when_it_grows() 
     world.submit()
     assert "stage 1 lacks 3.0 GiB" in world.state().reason
     world.wait(1.0, ("a",))
-    assert world.state().phase is rounds.Phase.QUEUED
+    assert world.state().phase is machine.Phase.QUEUED
     world.join("b")
-    assert world.state().phase is rounds.Phase.LOADING
+    assert world.state().phase is machine.Phase.LOADING
 
 
 def test_a_second_job_waits_for_the_first_and_follows_it() -> None:
     world = World().training()
     world.submit("job-2")
-    assert world.state("job-2").phase is rounds.Phase.QUEUED
+    assert world.state("job-2").phase is machine.Phase.QUEUED
     assert world.state("job-2").reason.startswith("waits for job-1")
     world.handle(ev.CancelAsked("job-1"))
-    assert world.state("job-2").phase is rounds.Phase.LOADING
+    assert world.state("job-2").phase is machine.Phase.LOADING
 
 
 def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
@@ -205,7 +205,7 @@ def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
     world.handle(ev.SessionClosed("b", world.sessions["b"]))
     world.wait(0.5, ("a", "c"))
     state = world.state()
-    assert (state.phase, state.version, state.step) == (rounds.Phase.LOADING, 2, 0)
+    assert (state.phase, state.version, state.step) == (machine.Phase.LOADING, 2, 0)
     assert world.holders() == ["a", "c"]
     assert (
         "a",
@@ -226,7 +226,7 @@ def test_our_own_stall_kills_nobody() -> None:
     world.wait(0.5, ("a", "b", "c"))
     world.now_s += 30.0
     world.handle(ev.Tick())
-    assert world.state().phase is rounds.Phase.TRAINING
+    assert world.state().phase is machine.Phase.TRAINING
 
 
 def test_a_worker_that_reconnects_at_once_keeps_its_stage_and_hears_the_commit_again() -> None:
@@ -236,7 +236,7 @@ def test_a_worker_that_reconnects_at_once_keeps_its_stage_and_hears_the_commit_a
     world.sent.clear()
     world.join("b")
     assert [(w, m.step) for w, m in world.messages(do.CommitStep)] == [("b", 0)]
-    assert world.state().phase is rounds.Phase.TRAINING
+    assert world.state().phase is machine.Phase.TRAINING
 
 
 def test_a_restarted_process_does_not_inherit_its_ghosts_stage() -> None:
@@ -275,7 +275,7 @@ def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
     assert words in worker.aside
     assert worker.reason.startswith("set aside")
     assert world.holders() == ["b", "c"]
-    assert world.state().phase is rounds.Phase.LOADING
+    assert world.state().phase is machine.Phase.LOADING
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late(
     for _ in range(16):
         world.handle(ev.Uploading("a"))
         world.wait(0.25, ("b", "c"))
-    assert world.state().phase is rounds.Phase.TRAINING
+    assert world.state().phase is machine.Phase.TRAINING
     world.wait(2.25, ("b", "c"))  # nothing comes any more
     assert "silent for 2" in world.scheduler.roster.workers["a"].member.reason
     assert world.state().version == 2
@@ -347,7 +347,7 @@ def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late(
 def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:
     world = World().training()
     world.says("a", ev.StageFailed("job-1", 1, 0, "link broke", lost_peer="b"))
-    assert world.state().phase is rounds.Phase.PAUSED
+    assert world.state().phase is machine.Phase.PAUSED
     world.wait(2.75, ("a", "b", "c"))
     assert world.state().version == 2
 
@@ -355,10 +355,10 @@ def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:
 def test_a_full_disk_pauses_jobs_with_the_reason_and_ends_by_itself() -> None:
     world = World().training()
     world.handle(ev.StorageFailed("the disk under /state is full"))
-    assert world.state().phase is rounds.Phase.PAUSED
+    assert world.state().phase is machine.Phase.PAUSED
     assert "is full" in world.state().reason
     world.handle(ev.StorageRecovered())
-    assert world.state().phase is rounds.Phase.LOADING
+    assert world.state().phase is machine.Phase.LOADING
 
 
 def store(world: World, step: int) -> None:
@@ -395,14 +395,14 @@ def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkp
     store(world, 0)
     world.step()
     again = World(ledger=world.ledger, now_s=500.0)
-    assert again.state().phase is rounds.Phase.PAUSED
+    assert again.state().phase is machine.Phase.PAUSED
     again.join("c", "b")
     again.wait(0.5, ("b", "c"))
-    assert again.state().phase is rounds.Phase.PAUSED
+    assert again.state().phase is machine.Phase.PAUSED
     again.join("a")
     again.wait(0.5, ("a", "b", "c"))
     state = again.state()
-    assert (state.phase, state.version, state.step) == (rounds.Phase.LOADING, 2, 1)
+    assert (state.phase, state.version, state.step) == (machine.Phase.LOADING, 2, 1)
 
 
 def test_a_worker_that_still_holds_a_stage_is_released_before_it_is_measured() -> None:
@@ -428,7 +428,7 @@ def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
     world.load()
     world.step()
     store(world, 0)
-    assert world.state().phase is rounds.Phase.FINISHED
+    assert world.state().phase is machine.Phase.FINISHED
     more = replace(spec(steps=3), resume_of="job-1")
     assert world.scheduler.refusal(more) is None
     assert "raise --steps" in (world.scheduler.refusal(replace(spec(steps=1), resume_of="job-1")) or "")

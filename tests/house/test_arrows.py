@@ -24,7 +24,7 @@ PURE = [
     "coordinator/planning/planner.py",
     "coordinator/planning/costs/timeline.py",
     "coordinator/membership/member.py",
-    "coordinator/rounds.py",
+    "coordinator/pipeline/machine.py",
     "coordinator/scheduler.py",
     "coordinator/trace.py",
     "coordinator/planning/op_fence.py",

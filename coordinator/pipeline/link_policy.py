@@ -18,7 +18,17 @@ from statistics import median
 from atoll.compression import ADATOPK, AUTO
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
-from coordinator.linkmoves import MOVES, Link, Phase, Sample, Settings, Sight, Sign, measure, sign_of
+from coordinator.pipeline.link_moves import (
+    MOVES,
+    Link,
+    Phase,
+    Sample,
+    Settings,
+    Sight,
+    Sign,
+    measure,
+    sign_of,
+)
 from coordinator.planning.costs.network import Pair
 
 USUAL_RISE = 0.02  # of the difference, a step

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from coordinator import adapt, relink
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import (
     Checkpoint,
@@ -53,6 +52,7 @@ from coordinator.messages.jobs import (
     ToStages,
     Waits,
 )
+from coordinator.pipeline import link_policy, relink
 
 __all__ = [
     "ENDED",
@@ -325,7 +325,7 @@ def _evaluation_due(state: JobState, done: int) -> bool:
     lose, so only at the end where they lose nothing."""
     every, plan = state.spec.training.eval_every, state.plan
     if not every and plan is not None and relink.lossy(plan):
-        every = adapt.look_every(state.spec.training, plan)
+        every = link_policy.look_every(state.spec.training, plan)
     return every > 0 and done % every == 0
 
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from atoll.compression import LOSSLESS
 from atoll.job import JobSpec
-from coordinator import adapt, relink
-from coordinator.linkmoves import Sample, Settings
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.events import LinksChosen, LinksFailed
 from coordinator.messages.jobs import JobState, Relinked
+from coordinator.pipeline import link_policy, relink
+from coordinator.pipeline.link_moves import Sample, Settings
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.network import Pair
 from protos.telemetry import Event as Name
@@ -29,7 +29,7 @@ class _Asked:
     """A choice under way."""
 
     attempt: int
-    decision: adapt.Decision
+    decision: link_policy.Decision
     stages: tuple[str, ...]  # workers, so that another plan's answer is recognised
 
 
@@ -40,8 +40,8 @@ class Adapting:
     roster: Roster
     settings: Settings
     emit: Callable[[do.Instruction], None]
-    of: dict[str, adapt.State] = field(default_factory=dict)
-    watched: dict[str, adapt.Watch] = field(default_factory=dict)
+    of: dict[str, link_policy.State] = field(default_factory=dict)
+    watched: dict[str, link_policy.Watch] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _attempts: int = 0
 
@@ -52,7 +52,7 @@ class Adapting:
         if state.plan is None or not relink.adapts(state.spec.training) or len(state.plan.stages) < 2:
             return
         rates = {pair: self._known_bps(pair) for pair in _pairs(state)}
-        self.of[state.job] = adapt.begin(rates, state.step, cap)
+        self.of[state.job] = link_policy.begin(rates, state.step, cap)
 
     def over(self, job: str) -> None:
         """The job has ended."""
@@ -65,17 +65,17 @@ class Adapting:
         known = self.of.get(state.job)
         if known is None or state.plan is None or not state.step_times_s:
             return
-        after, decision = adapt.observe(
+        after, decision = link_policy.observe(
             known, state.step, state.step_times_s[-1], _samples(state), self.settings
         )
         self.of[state.job] = after
         self._remember(after)
         self._decided(state, decision)
 
-    def _remember(self, state: adapt.State) -> None:
+    def _remember(self, state: link_policy.State) -> None:
         """Plans to come, of this job or another, start from what training shows."""
         table = self.roster.links.table
-        for pair, bps in adapt.proven(state).items():
+        for pair, bps in link_policy.proven(state).items():
             if pair in table.estimates:
                 table.believe(pair, bps)
 
@@ -90,14 +90,14 @@ class Adapting:
         if known is None or at_end:
             self._warn(state, state.eval_loss, state.coded_loss, at_end)
             return None
-        after, decision = adapt.evaluated(
+        after, decision = link_policy.evaluated(
             known,
             state.step,
             state.eval_loss,
             state.coded_loss,
             relink.largest_ratio(state),
             self.settings,
-            adapt.CAPS.get(state.spec.training.compression.mode, (1.0,)),
+            link_policy.CAPS.get(state.spec.training.compression.mode, (1.0,)),
         )
         self.of[state.job] = after
         self._decided(state, decision)
@@ -105,8 +105,8 @@ class Adapting:
 
     def _warn(self, state: JobState, loss: float, coded_loss: float, at_end: bool) -> None:
         """No codec will change any more, or none may, as the owner named it: what it costs is said."""
-        before = self.watched.get(state.job, adapt.Watch())
-        self.watched[state.job], wrong = adapt.watched(before, loss, coded_loss, self.settings)
+        before = self.watched.get(state.job, link_policy.Watch())
+        self.watched[state.job], wrong = link_policy.watched(before, loss, coded_loss, self.settings)
         if not wrong:
             return
         asked = state.spec.training.compress
@@ -118,7 +118,7 @@ class Adapting:
         fields = {"step": state.step, "reason": reason}
         self.emit(do.Log(Name.LINKS_JUDGED.value, "warning", state.job, fields))
 
-    def _decided(self, state: JobState, decision: adapt.Decision | None) -> None:
+    def _decided(self, state: JobState, decision: link_policy.Decision | None) -> None:
         if decision is None or state.plan is None:
             return
         self.emit(
@@ -146,7 +146,9 @@ class Adapting:
             return None
         changed = relink.changes(state.plan.links, event.links)
         if state.job in self.of:
-            self.of[state.job] = adapt.answered(self.of[state.job], state.step, bool(changed), self.settings)
+            self.of[state.job] = link_policy.answered(
+                self.of[state.job], state.step, bool(changed), self.settings
+            )
         if not changed:
             return None
         why = {}

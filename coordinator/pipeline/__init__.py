@@ -1,0 +1,1 @@
+"""Pipeline: jobs cut into stages. Pure."""
