@@ -22,7 +22,7 @@ from coordinator.pipeline.machine import ENDED
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta
-    from coordinator.federation_state import FederationState
+    from coordinator.federated.state import FederationState
     from coordinator.graphs import GraphStore
     from coordinator.pipeline.machine import JobState
     from coordinator.scheduler import Scheduler

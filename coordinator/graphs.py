@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from atoll.errors import UsageError
 from atoll.opdag import OpDag, StateMeta
 from atoll.program import StageProgram, stage_programs
-from coordinator.federated_rules import check_inputs
+from coordinator.federated.checks import check_inputs
 from coordinator.planning.costs.op_seconds import Probe, probe_ops
 from protos.convert import dag_from_bytes
 

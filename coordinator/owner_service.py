@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import atoll
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from atoll.job import DataSpec, JobSpec, TrainingSpec
-from coordinator.federated_rules import check_spec, exported_prefix
+from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.journal import Record
 from coordinator.messages import events as ev
 from coordinator.messages.facts import STATE

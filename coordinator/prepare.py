@@ -23,7 +23,7 @@ from atoll.opdag import OpDag, TensorMeta
 from atoll.program import stage_programs
 from coordinator.capture import Captured, capture
 from coordinator.exported import meta_of
-from coordinator.federated_rules import check_federated, check_inputs, check_spec, check_wrapped
+from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.planning.ratios import check_compression
 from coordinator.selfcheck import self_check
 from coordinator.transfer import LocalBlob

@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll.job import JobSpec
 from coordinator.config import CoordinatorConfig
-from coordinator.federating import Federating, Hooks
+from coordinator.federated.driver import Federating, Hooks
 from coordinator.membership import member as members
 from coordinator.membership.link_table import judge_timing
 from coordinator.membership.member import Member

@@ -9,8 +9,8 @@ from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
 
 if TYPE_CHECKING:
-    from coordinator.federating import Federating
-    from coordinator.federation_state import Client, Evaluation, FederationState
+    from coordinator.federated.driver import Federating
+    from coordinator.federated.state import Client, Evaluation, FederationState
 
 GONE, OUT, LOADING, READY = "gone", "left out", "loading", "ready"
 TRAINING, TRAINED, EVALUATING, DROPPED, UNFIT = "training", "trained", "evaluating", "dropped", "unfit"

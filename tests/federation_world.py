@@ -8,8 +8,8 @@ from typing import Any
 from atoll.federated import Federated, FederatedSpec
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from atoll.opdag import TensorMeta
-from coordinator import federation
-from coordinator import federation_state as fed
+from coordinator.federated import machine
+from coordinator.federated import state as fed
 from coordinator.messages import events as ev
 from coordinator.messages.facts import JobSubmitted, Ledger
 from coordinator.messages.jobs import Point, Record
@@ -48,7 +48,7 @@ class World:
         self.ledger.apply(JobSubmitted("job-1", "", self.spec, 0, {}, 0.0))
 
     def step(self, event: fed.Event) -> list[fed.Todo]:
-        self.state, todo = federation.step(self.state, event, self.now_s)
+        self.state, todo = machine.step(self.state, event, self.now_s)
         self.todo += todo
         for item in todo:
             self.obey(item)

@@ -12,7 +12,7 @@ from atoll.errors import UsageError
 from atoll.federated import Federated
 from compressors import CODECS
 from compressors.model_file import Coding
-from coordinator.federated_rules import check_uplink
+from coordinator.federated.checks import check_uplink
 from coordinator.planning.ratios import check_compression
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "compression.md").read_text()

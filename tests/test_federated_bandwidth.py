@@ -18,7 +18,7 @@ from benchmarks import federated_bandwidth as bench
 from benchmarks.bandwidth_report import Line
 from benchmarks.federated_mnist import Setting
 from compressors.model_file import Coding, write_update
-from coordinator.selecting import BASE, by_uplink, update_bytes
+from coordinator.federated.selection import BASE, by_uplink, update_bytes
 from lab.reader import read_scenario
 from strategies.bcrs import spread
 

@@ -21,15 +21,15 @@ from atoll.federated import (
 )
 from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
-from coordinator.federated_rules import check_federated, check_inputs, check_wrapped
-from coordinator.federating import misfit
-from coordinator.federation_rounds import MAX_STRIKES
+from coordinator.federated.checks import check_federated, check_inputs, check_wrapped
+from coordinator.federated.driver import misfit
+from coordinator.federated.rounds import MAX_STRIKES
+from coordinator.federated.selection import selector_from_json, selector_to_json
 from coordinator.membership import member
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, Ledger, from_record, to_record
 from coordinator.messages.jobs import Phase
-from coordinator.selecting import selector_from_json, selector_to_json
 from coordinator.views import job_update
 from coordinator.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb

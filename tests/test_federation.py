@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.opdag import TensorMeta
-from coordinator import federation, federation_rounds
-from coordinator import federation_state as fed
+from coordinator.federated import machine
+from coordinator.federated import rounds as federation_rounds
+from coordinator.federated import state as fed
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
@@ -69,7 +70,7 @@ def test_those_that_still_load_are_waited_for_but_not_for_ever() -> None:
     world.step(fed.Invited("b", 100))
     world.says("a", ev.Loaded("job-1", 1))
     assert world.state.reason == "1 clients are ready; waits for b"
-    world.wait(federation.GATHER_S + 1.0)
+    world.wait(machine.GATHER_S + 1.0)
     assert world.state.chosen == ("a",)
 
 
@@ -346,7 +347,7 @@ def test_an_aggregator_whose_disk_is_full_is_asked_again_later() -> None:
     world.begin("a", "b")
     world.step(ev.AggregatorBroke("job-1", "the disk is full", storage=True))
     assert (world.state.phase, world.state.failures) == (Phase.PAUSED, 0)
-    assert world.state.not_before_s == world.now_s + federation.STORAGE_RETRY_S
+    assert world.state.not_before_s == world.now_s + machine.STORAGE_RETRY_S
     assert world.state.clients["a"].present
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from atoll.opdag import TensorMeta
-from coordinator import selecting
+from coordinator.federated import selection
+from coordinator.federated.selection import BASE
 from coordinator.messages import instructions as do
-from coordinator.selecting import BASE
 from strategies.bcrs import EVEN, PLANNED, Uplink
 from tests.federation_world import UP, World, spec, update
 
@@ -44,8 +44,8 @@ def test_bcrs_without_a_ratio_holds_the_slowest_back_until_all_end_together() ->
     second = {name: world.heard(name, do.TrainRound)[1] for name in ("a", "b")}
     assert second["a"].ratio == 1.0, "no more than all it has"
     assert 1.0 < second["b"].ratio < BASE
-    lines = {name: selecting._uplink(world.state, name) for name in ("a", "b")}
-    ends = [lines[name].finish_s(selecting.update_bytes(UP, m.ratio)) for name, m in second.items()]
+    lines = {name: selection._uplink(world.state, name) for name in ("a", "b")}
+    ends = [lines[name].finish_s(selection.update_bytes(UP, m.ratio)) for name, m in second.items()]
     assert max(ends) / min(ends) - 1.0 == pytest.approx(PLANNED, abs=1e-3)
 
 
@@ -71,14 +71,14 @@ def test_lines_that_carried_for_a_few_round_trips_only_are_not_waited_for() -> N
     assert ratios[0.1] == BASE, "how fast the first is was not seen"
 
 
-@pytest.mark.parametrize(("late", "planned"), [(0.0, PLANNED), (0.06, 0.09), (0.14, selecting.CLOSEST)])
+@pytest.mark.parametrize(("late", "planned"), [(0.0, PLANNED), (0.06, 0.09), (0.14, selection.CLOSEST)])
 def test_finish_times_that_stray_are_planned_closer(late: float, planned: float) -> None:
     world = evenly()
     begun_s, first_s = world.now_s, 1.0
     assert world.state.spread == pytest.approx(PLANNED, abs=1e-3)
     for name, took_s in (("a", first_s), ("b", first_s * (1.0 + PLANNED + late))):
         world.now_s = begun_s + took_s
-        n_bytes = int(selecting.update_bytes(UP, world.state.ratios[name][1]))
+        n_bytes = int(selection.update_bytes(UP, world.state.ratios[name][1]))
         upload_s = 8 * n_bytes / world.state.clients[name].uplink_bps
         moved = {"upload_bytes": n_bytes, "upload_s": upload_s, "download_bytes": 0}
         world.says(name, update(name, 1, train_s=0.3, **moved))
@@ -93,7 +93,7 @@ def test_finish_times_are_planned_as_closely_as_lines_allow() -> None:
     def spread(slow_s: float) -> float:
         # With hardly anything the slow one needs so much longer than the fast one with all it has.
         lines = {"fast": Uplink(20e6, compute_s=0.0), "slow": Uplink(20e6, compute_s=0.16 * (1.0 + slow_s))}
-        return selecting.by_uplink(up, lines, None, 0.05).spread
+        return selection.by_uplink(up, lines, None, 0.05).spread
 
     assert spread(0.0) == pytest.approx(0.05, abs=2e-3)
     assert spread(0.08) == pytest.approx(PLANNED, abs=2e-3)

@@ -97,7 +97,7 @@ class RoundClosed:
     """A federated round is over and its state in the store: written before anybody hears of it.
 
     ``state`` is the server's state after it, ``model`` the next broadcast. ``participants`` holds what
-    each one counted showed (``coordinator.federation_figures``), ``dropped`` why others were not.
+    each one counted showed (``coordinator.federated.metrics``), ``dropped`` why others were not.
     """
 
     job: str

@@ -19,7 +19,7 @@ from atoll.federated import BCRS, Federated, parse_uplink
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec, takes
 from compressors.sparse_sizes import whole_size
-from coordinator.federation_state import Client, FederationState
+from coordinator.federated.state import Client, FederationState
 from strategies.bcrs import EVEN, PLANNED, Ratios, Uplink, bcrs, even_base, spread
 from strategies.oort import OortState, Seen
 from strategies.selection import Candidate, Outcome, Selector, candidates_of, smoothed

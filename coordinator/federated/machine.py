@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from coordinator.federation_figures import (
+from coordinator.federated.metrics import (
     CENTRAL,
     evaluation_points,
     fact_of,
     measured,
 )
-from coordinator.federation_rounds import (
+from coordinator.federated.rounds import (
     Outcome,
     aggregate,
     close,
@@ -39,7 +39,7 @@ from coordinator.federation_rounds import (
     waits_for_owner,
     with_client,
 )
-from coordinator.federation_state import (
+from coordinator.federated.state import (
     Begin,
     Client,
     ClientBack,

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from coordinator import federation
-from coordinator import federation_state as fed
-from coordinator.federation_figures import CENTRAL, CLIENTS, evaluation_of
-from coordinator.federation_state import VERSION, FederationState
+from coordinator.federated import machine
+from coordinator.federated import state as fed
+from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
+from coordinator.federated.selection import selector_from_json
+from coordinator.federated.state import VERSION, FederationState
 from coordinator.membership import member as members
 from coordinator.membership.roster import Roster
 from coordinator.messages import events as ev
@@ -32,7 +33,6 @@ from coordinator.messages.jobs import (
     Record,
     Waits,
 )
-from coordinator.selecting import selector_from_json
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Federating:
     def step(self, job: str, event: fed.Event, now_s: float) -> None:
         """Step a job's machine and carry over what it wants."""
         before = self.jobs[job]
-        state, todo = federation.step(before, event, now_s)
+        state, todo = machine.step(before, event, now_s)
         self.jobs[job] = state
         changed = (before.phase, before.reason) != (state.phase, state.reason)
         for item in todo:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import fsum, isfinite
 from typing import Any
 
-from coordinator.federation_state import Client, Evaluation, FederationState
+from coordinator.federated.state import Client, Evaluation, FederationState
 from coordinator.messages.events import ClientEvaluated, UpdateReady
 from coordinator.messages.facts import RoundClosed, RoundEvaluated
 from coordinator.messages.jobs import Point

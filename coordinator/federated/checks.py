@@ -9,7 +9,7 @@ from atoll.compression import EXACT
 from atoll.errors import UsageError
 from atoll.federated import BCRS, Federated, FederatedSpec, parse_uplink
 from compressors.catalogue import Use, codec
-from coordinator.selecting import selector_of
+from coordinator.federated.selection import selector_of
 from strategies import Strategy, make_strategy
 from strategies.checking import check_optimizer
 from strategies.wrapped import NET

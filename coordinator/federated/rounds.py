@@ -1,6 +1,6 @@
 """The rounds of a federated job: who takes part, when a round closes, what is evaluated after it. Pure.
 
-Steps that the transitions of ``coordinator.federation`` share; each returns the next state and what is
+Steps that the transitions of ``coordinator.federated.machine`` share; each returns the next state and what is
 to be done.
 """
 
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.federation_figures import (
+from coordinator.federated.metrics import (
     CLIENTS,
     client_points,
     evaluation_points,
@@ -21,7 +21,8 @@ from coordinator.federation_figures import (
     round_points,
     shown,
 )
-from coordinator.federation_state import (
+from coordinator.federated.selection import chosen, coding, learnt, selector_to_json, strayed, to_ask
+from coordinator.federated.state import (
     Aggregate,
     Client,
     Close,
@@ -41,7 +42,6 @@ from coordinator.messages.events import (
 from coordinator.messages.facts import JobEnded, RoundClosed
 from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
 from coordinator.messages.jobs import Phase, Record
-from coordinator.selecting import chosen, coding, learnt, selector_to_json, strayed, to_ask
 from strategies import make_strategy
 
 RECENT = 21  # round times kept for medians

@@ -1,0 +1,1 @@
+"""Federated: jobs that train in rounds on data owners' machines. Pure."""
