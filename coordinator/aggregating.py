@@ -91,9 +91,9 @@ class Aggregating:
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from atoll.job import JobSpec
-        from coordinator.blobs import BlobStore
-        from coordinator.graphs import GraphStore
         from coordinator.server_half import ServerHalf
+        from coordinator.storage.blob_store import BlobStore
+        from coordinator.storage.graph_store import GraphStore
         from protos.convert import decode
 
         spec = decode(JobSpec, base64.b64decode(message["spec"]))

@@ -24,9 +24,9 @@ import atoll
 from atoll.errors import AtollError, BadFrame, StorageError
 from atoll.opdag import TensorMeta
 from coordinator.aggregating import AGGREGATE, AT, EVALUATE, LENGTH, OPEN, body_length, frame, parsed
-from coordinator.blobs import BlobStore
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.storage.blob_store import BlobStore
 from protos.convert import encode
 
 COMMAND = ("-m", "coordinator.aggregating")

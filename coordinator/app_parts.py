@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from atoll.errors import BadFrame, StorageError
-from coordinator.blobs import CHUNK_BYTES, BlobStore
+from coordinator.storage.blob_store import CHUNK_BYTES, BlobStore
 from protos import bounds
 
 OWNER = ""

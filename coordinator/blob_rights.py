@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
 from atoll.opdag import DTYPE_BYTES
-from coordinator.graphs import leaf_metas
 from coordinator.pipeline.driver import stage_of
 from coordinator.pipeline.machine import ENDED
+from coordinator.storage.graph_store import leaf_metas
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta
     from coordinator.federated.state import FederationState
-    from coordinator.graphs import GraphStore
     from coordinator.pipeline.machine import JobState
     from coordinator.scheduler import Scheduler
+    from coordinator.storage.graph_store import GraphStore
 
 CHECKPOINTS = 2  # of a stage that may be under way: one that nobody took yet, and the next
 OPTIMIZER_TENSORS = 3  # beside a checkpoint's value, each float32

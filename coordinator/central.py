@@ -14,12 +14,12 @@ from atoll.data import sample_indices, take
 from atoll.errors import UsageError
 from atoll.execute import Executor
 from atoll.program import stage_programs
-from coordinator.dataprovider import map_value
+from coordinator.storage.data_provider import map_value
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
     from atoll.opdag import OpDag
-    from coordinator.blobs import BlobStore
+    from coordinator.storage.blob_store import BlobStore
     from strategies.layout import Array
 
 LOSS = "loss"

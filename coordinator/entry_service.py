@@ -13,7 +13,7 @@ import structlog
 
 import atoll
 from atoll.errors import ProtocolMismatch, StorageError
-from coordinator.journal import Record
+from coordinator.storage.journal import Record
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from coordinator.journal import Journal
+    from coordinator.storage.journal import Journal
     from coordinator.tokens import Register
     from protos.credentials import Authority
 

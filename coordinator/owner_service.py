@@ -13,7 +13,6 @@ import atoll
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
-from coordinator.journal import Record
 from coordinator.messages import events as ev
 from coordinator.messages.facts import STATE
 from coordinator.pipeline import machine
@@ -21,6 +20,7 @@ from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.refusing import refuse
 from coordinator.shell import Shell
+from coordinator.storage.journal import Record
 from coordinator.views import job_update, link_statuses, worker_status
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

@@ -30,20 +30,20 @@ from atoll.errors import UsageError
 from coordinator.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.app_desk import AppDesk
 from coordinator.app_service import NodeApps, OwnerApps
-from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
-from coordinator.dataprovider import DataProvider
 from coordinator.doors import Door, StageData
 from coordinator.endpoint import address_text
 from coordinator.exporter import Exporter
-from coordinator.graphs import GraphStore
-from coordinator.journal import Journal
 from coordinator.messages.facts import Ledger, from_record
 from coordinator.owner_service import OwnerService
-from coordinator.runlog import Logs, RunLogs
 from coordinator.scheduler import Scheduler
 from coordinator.sessions import WorkService
 from coordinator.shell import Shell
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.data_provider import DataProvider
+from coordinator.storage.graph_store import GraphStore
+from coordinator.storage.journal import Journal
+from coordinator.storage.run_log import Logs, RunLogs
 from coordinator.storage_services import BlobService, OwnerRights, WorkerRights
 from coordinator.sweeping import sweep_for_ever
 from coordinator.tokens import Register

@@ -23,8 +23,8 @@ from atoll.opdag import OpDag, StateMeta, TensorMeta
 from atoll.program import stage_programs
 from compressors.container import Stored, dense_metas, drop_pages, read_dense, write_dense
 from compressors.model_file import Coding, read_update, write_delta, write_model
-from coordinator.dataprovider import map_value
-from coordinator.graphs import Graphs
+from coordinator.storage.data_provider import map_value
+from coordinator.storage.graph_store import Graphs
 from strategies import make_strategy
 from strategies.base import ClientUpdate, ServerState
 from strategies.checking import Limits, check_update
@@ -35,7 +35,7 @@ from strategies.sums import Contribution, total
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
-    from coordinator.blobs import BlobStore
+    from coordinator.storage.blob_store import BlobStore
     from strategies.layout import Array
 
 ABOUT_ROUND, ABOUT_CLIENTS = "about/round", "about/clients"

@@ -21,18 +21,18 @@ from atoll.errors import AtollError, PlanError, StorageError
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.aggregator import Aggregators
-from coordinator.blobs import BlobStore
 from coordinator.config import CoordinatorConfig
-from coordinator.graphs import GraphStore
-from coordinator.journal import Journal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, JobEnded, to_record
 from coordinator.pipeline import machine
 from coordinator.planning.new_codecs import respec
 from coordinator.planning.planner import make_plan
-from coordinator.runlog import Logs, Point, RunLogs
 from coordinator.scheduler import Scheduler
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.graph_store import GraphStore
+from coordinator.storage.journal import Journal
+from coordinator.storage.run_log import Logs, Point, RunLogs
 from protos import telemetry
 from protos.telemetry import Event as Name
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterator
 
     from atoll.job import JobSpec
-    from coordinator.blobs import BlobStore
-    from coordinator.dataprovider import DataProvider
     from coordinator.shell import Shell
+    from coordinator.storage.blob_store import BlobStore
+    from coordinator.storage.data_provider import DataProvider
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

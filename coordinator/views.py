@@ -14,8 +14,8 @@ from protos.convert import to_proto
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from coordinator.runlog import Point
     from coordinator.scheduler import Scheduler
+    from coordinator.storage.run_log import Point
 
 
 def job_update(

@@ -8,10 +8,10 @@ from typing import Any
 from atoll.errors import BadFrame
 from atoll.opdag import op_refs
 from atoll.program import stage_programs
-from coordinator.graphs import GraphStore, leaf_metas
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.planning.costs.op_seconds import Probe
+from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds

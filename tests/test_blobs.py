@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import StorageError, UsageError
-from coordinator.blobs import BlobStore, storage_error
+from coordinator.storage.blob_store import BlobStore, storage_error
 
 
 def name_of(data: bytes) -> str:

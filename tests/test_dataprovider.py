@@ -9,8 +9,8 @@ from safetensors.numpy import save
 from atoll.data import ByteText, Materialised, Rows, sample_indices, take
 from atoll.errors import StorageError, UsageError
 from atoll.job import JobSpec, TrainingSpec
-from coordinator.blobs import BlobStore
-from coordinator.dataprovider import DataProvider, map_value
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.data_provider import DataProvider, map_value
 
 
 def spec_of(store: BlobStore, train: Materialised, held_out: Materialised | None) -> JobSpec:

@@ -13,8 +13,8 @@ from atoll.federated import Federated, FederatedSpec
 from atoll.job import JobSpec, TrainingSpec
 from atoll.opdag import OpDag, StateMeta, TensorMeta
 from benchmarks.commit import WIDTH, chain, submission
-from coordinator.blobs import BlobStore
-from coordinator.graphs import GraphStore
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.graph_store import GraphStore
 from protos.convert import dag_bytes
 
 WEIGHT = TensorMeta((WIDTH, WIDTH), "float32")

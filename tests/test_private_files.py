@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import StorageError
-from coordinator.blobs import BlobStore
-from coordinator.journal import Journal, Record
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.journal import Journal, Record
 from protos.private_files import private_file, private_folder, state_folder, write_private
 from worker.app_store import AppStore
 from worker.config import make_config, remember

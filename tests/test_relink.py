@@ -12,8 +12,6 @@ import pytest
 from atoll.errors import StorageError
 from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Mask
-from coordinator.graphs import GraphStore
-from coordinator.journal import Record as JournalRecord
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.events import EvalReady, StageFailed, StateStored
@@ -39,6 +37,8 @@ from coordinator.pipeline.machine import (
     Relinked,
     ToStages,
 )
+from coordinator.storage.graph_store import GraphStore
+from coordinator.storage.journal import Record as JournalRecord
 from coordinator.views import job_update
 from coordinator.wire import to_worker
 from tests.test_rounds import STAGES, commits, plan, ready, step, training

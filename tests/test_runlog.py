@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-from coordinator.runlog import Point, RunLog
+from coordinator.storage.run_log import Point, RunLog
 
 POINTS = [Point(1, "loss", 2.5, 100.0), Point(1, "step_s", 0.25, 100.0), Point(2, "loss", 2.25, 101.5)]
 

@@ -14,7 +14,6 @@ from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
 from coordinator.config import CoordinatorConfig, Liveness, Probing
-from coordinator.journal import Record
 from coordinator.membership import member
 from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
@@ -22,6 +21,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, Ledger, from_record, to_record
 from coordinator.pipeline import machine
 from coordinator.scheduler import Scheduler
+from coordinator.storage.journal import Record
 
 HASH = "ab" * 32
 OPS = {"sig1": 10**6, "sig2": 10**6}

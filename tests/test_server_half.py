@@ -22,13 +22,13 @@ from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from compressors.model_file import Coding, read_delta, read_model, write_update
 from coordinator import aggregator
 from coordinator.aggregator import Aggregators
-from coordinator.blobs import BlobStore
 from coordinator.central import CentralEvaluation
-from coordinator.graphs import GraphStore
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.prepare import Prepared, prepare
 from coordinator.server_half import Offered, ServerHalf, Summed
+from coordinator.storage.blob_store import BlobStore
+from coordinator.storage.graph_store import GraphStore
 from strategies import make_strategy
 from strategies.base import ClientUpdate
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.blobs import BlobStore
+from coordinator.storage.blob_store import BlobStore
 from coordinator.storage_services import BlobService
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

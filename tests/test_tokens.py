@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import AccessDenied, UsageError
-from coordinator.journal import Journal, Record
+from coordinator.storage.journal import Journal, Record
 from coordinator.tokens import Register
 from protos.credentials import Authority, new_token
 from protos.telemetry import Event

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from atoll.errors import StorageError
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Mask, Plan
-from coordinator.journal import Record
+from coordinator.storage.journal import Record
 from protos.convert import decode, encode
 
 ENDED = ("finished", "failed", "cancelled")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from atoll.job import DataSpec, JobSpec
     from atoll.plan import Plan
-    from coordinator.blobs import BlobStore
+    from coordinator.storage.blob_store import BlobStore
 
 MAX_DAG_BYTES = 256 * 2**20
 KEPT = 16

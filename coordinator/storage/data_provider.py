@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from atoll.job import DataSpec, JobSpec
-    from coordinator.blobs import BlobStore
+    from coordinator.storage.blob_store import BlobStore
 
     Array = NDArray[np.generic]
 

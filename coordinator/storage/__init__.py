@@ -1,0 +1,1 @@
+"""Storage: what lies on the coordinator's disk."""
