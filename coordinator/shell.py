@@ -20,7 +20,7 @@ import structlog
 from atoll.errors import AtollError, PlanError, StorageError
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
-from coordinator.aggregator import Aggregators
+from coordinator.aggregation.supervisor import Aggregators
 from coordinator.config import CoordinatorConfig
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do

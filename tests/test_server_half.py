@@ -20,13 +20,13 @@ from atoll.errors import UsageError
 from atoll.federated import Federated, Registered
 from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
 from compressors.model_file import Coding, read_delta, read_model, write_update
-from coordinator import aggregator
-from coordinator.aggregator import Aggregators
-from coordinator.central import CentralEvaluation
+from coordinator.aggregation import supervisor
+from coordinator.aggregation.central_evaluation import CentralEvaluation
+from coordinator.aggregation.server_half import Offered, ServerHalf, Summed
+from coordinator.aggregation.supervisor import Aggregators
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.prepare import Prepared, prepare
-from coordinator.server_half import Offered, ServerHalf, Summed
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import GraphStore
 from strategies import make_strategy
@@ -359,7 +359,7 @@ def test_an_update_that_kills_or_hangs_the_process_is_named(
         "server_half.ServerHalf._judged = odd\n"
         "aggregating.main()\n"
     )
-    monkeypatch.setattr(aggregator, "COMMAND", (str(script),))
+    monkeypatch.setattr(supervisor, "COMMAND", (str(script),))
     asyncio.run(_break(made(tmp_path)))
 
 

@@ -23,13 +23,13 @@ import structlog
 import atoll
 from atoll.errors import AtollError, BadFrame, StorageError
 from atoll.opdag import TensorMeta
-from coordinator.aggregating import AGGREGATE, AT, EVALUATE, LENGTH, OPEN, body_length, frame, parsed
+from coordinator.aggregation.process import AGGREGATE, AT, EVALUATE, LENGTH, OPEN, body_length, frame, parsed
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.storage.blob_store import BlobStore
 from protos.convert import encode
 
-COMMAND = ("-m", "coordinator.aggregating")
+COMMAND = ("-m", "coordinator.aggregation.process")
 END_WITHIN_S = 1.0
 SILENT_S = 300.0  # at most, and as long again as the bytes of a request take at ...
 SLOWEST_BYTES_PER_S = 1e6  # ... the rate that no machine falls below: usual ones do a hundred times that

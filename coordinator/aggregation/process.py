@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from atoll.errors import AtollError, BadFrame, StorageError
 
 if TYPE_CHECKING:
-    from coordinator.central import CentralEvaluation
-    from coordinator.server_half import ServerHalf, Written
+    from coordinator.aggregation.central_evaluation import CentralEvaluation
+    from coordinator.aggregation.server_half import ServerHalf, Written
 
 MAX_MESSAGE_BYTES = 64 << 20
 LENGTH = struct.Struct("<I")
@@ -91,7 +91,7 @@ class Aggregating:
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from atoll.job import JobSpec
-        from coordinator.server_half import ServerHalf
+        from coordinator.aggregation.server_half import ServerHalf
         from coordinator.storage.blob_store import BlobStore
         from coordinator.storage.graph_store import GraphStore
         from protos.convert import decode
@@ -113,7 +113,7 @@ class Aggregating:
         }
 
     def _aggregate(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        from coordinator.server_half import Offered
+        from coordinator.aggregation.server_half import Offered
 
         offered = {client: Offered(**told) for client, told in message["updates"].items()}
         found = self._opened.aggregate(
@@ -131,7 +131,7 @@ class Aggregating:
         }
 
     def _evaluate(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        from coordinator.central import CentralEvaluation
+        from coordinator.aggregation.central_evaluation import CentralEvaluation
 
         half = self._opened
         if self._central is None:
@@ -172,8 +172,8 @@ def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         # Whatever is slow to load is loaded before the first round waits for it.
-        import coordinator.central
-        import coordinator.server_half  # noqa: F401
+        import coordinator.aggregation.central_evaluation
+        import coordinator.aggregation.server_half  # noqa: F401
 
         serve(sys.stdin.buffer, replies)
 
