@@ -28,8 +28,8 @@ import structlog
 import atoll
 from atoll.errors import UsageError
 from coordinator.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
-from coordinator.app_desk import AppDesk
-from coordinator.app_service import NodeApps, OwnerApps
+from coordinator.apps.hub import AppDesk
+from coordinator.apps.service import NodeApps, OwnerApps
 from coordinator.config import CoordinatorConfig
 from coordinator.doors import Door, StageData
 from coordinator.endpoint import address_text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.app_mailbox import Mailbox
+from coordinator.apps.mailbox import Mailbox
 from protos import atoll_apps_pb2 as pb
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from atoll.errors import UsageError
-from coordinator import app_runs as runs
-from coordinator import app_state as state
 from coordinator.app_gather import judge
+from coordinator.apps import runs, state
 from protos import atoll_apps_pb2 as pb
 
 RUN = 77

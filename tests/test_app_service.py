@@ -17,8 +17,10 @@ import pytest
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError, UsageError
 from benchmarks.fake_worker import FakeWorker
-from coordinator import app_desk, app_runs, sessions
-from coordinator.app_parts import PartStore
+from coordinator import sessions
+from coordinator.apps import hub as app_desk
+from coordinator.apps import runs as app_runs
+from coordinator.apps.parts import PartStore
 from coordinator.calls import told
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running, Server, serve

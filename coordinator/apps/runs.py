@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atoll.errors import UsageError
-from coordinator.app_state import (
+from coordinator.apps.state import (
     DropParts,
     GiveBack,
     HandOver,

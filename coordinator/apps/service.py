@@ -11,9 +11,9 @@ import grpc
 import structlog
 
 from atoll.errors import AtollError, BadFrame, UsageError
-from coordinator.app_desk import AppDesk
-from coordinator.app_mailbox import Mailbox
-from coordinator.app_parts import OWNER
+from coordinator.apps.hub import AppDesk
+from coordinator.apps.mailbox import Mailbox
+from coordinator.apps.parts import OWNER
 from coordinator.refusing import refuse
 from coordinator.sessions import worker_of
 from coordinator.storage_services import MAX_BLOBS_A_REQUEST

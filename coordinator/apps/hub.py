@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from atoll.errors import AccessDenied, BadFrame, UsageError
-from coordinator import app_runs as runs
-from coordinator import app_state as state
-from coordinator.app_mailbox import Mailbox
-from coordinator.app_parts import PartStore
+from coordinator.apps import runs, state
+from coordinator.apps.mailbox import Mailbox
+from coordinator.apps.parts import PartStore
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.storage_services import MAX_BLOBS_A_REQUEST
