@@ -9,7 +9,7 @@ from textwrap import dedent
 from typing import Any
 
 from benchmarks.real_workers import LoopbackFleet
-from coordinator.app_command import AppCommand, Wish
+from coordinator.flower.launcher import AppCommand, Wish
 from protos.app_bundle import make_bundle, with_overrides
 from worker.app_store import AppStore
 

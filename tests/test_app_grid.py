@@ -14,9 +14,9 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from atoll.errors import BadFrame, ConnectionFailed
-from coordinator import app_heard as heard
-from coordinator.app_grid import CoordinatorGrid
-from coordinator.app_progress import Shown
+from coordinator.flower import replies as heard
+from coordinator.flower.grid import CoordinatorGrid
+from coordinator.flower.progress import Shown
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
@@ -147,7 +147,7 @@ def test_metrics_are_told_in_one_line_however_many_there_are() -> None:
 def test_a_good_reply_is_read_and_a_lost_coordinator_is_not_the_nodes_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("coordinator.app_grid.RETRY_S", 0.001)
+    monkeypatch.setattr("coordinator.flower.grid.RETRY_S", 0.001)
     good = content.encode(RecordDict({"c": ConfigRecord({"a": 2})}))
     found = answered(Link(), content=good.content)
     assert dict(found.content.config_records["c"]) == {"a": 2}

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.app_gather import judge
 from coordinator.apps import runs, state
+from coordinator.flower.readiness import judge
 from protos import atoll_apps_pb2 as pb
 
 RUN = 77

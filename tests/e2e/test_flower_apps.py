@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from benchmarks.real_workers import LoopbackFleet
-from coordinator.app_command import AppCommand
+from coordinator.flower.launcher import AppCommand
 from tests.flower_apps import accept, command, restart_coordinator, run, write_app
 from worker import cli
 from worker.app_store import AppStore

@@ -22,11 +22,11 @@ from typing import Any
 from flwr.app import Context, RecordDict
 
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
-from coordinator.app_gather import Verdict, judge
-from coordinator.app_grid import CoordinatorGrid
-from coordinator.app_heard import metrics_shown
-from coordinator.app_link import AppLink
 from coordinator.endpoint import Endpoint
+from coordinator.flower.grid import CoordinatorGrid
+from coordinator.flower.readiness import Verdict, judge
+from coordinator.flower.replies import metrics_shown
+from coordinator.flower.stream import AppLink
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower

@@ -55,7 +55,7 @@ class AppCommand:
         self._socket = ours
         with theirs:
             self._guarded = Guarded(
-                [sys.executable, "-P", "-m", "coordinator.app_server", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "coordinator.flower.server_process", str(theirs.fileno())],
                 [theirs.fileno()],
                 _environment(wish.show_log),
                 stdout=output,

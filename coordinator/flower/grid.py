@@ -22,8 +22,8 @@ from flwr.app import Error, Message, Metadata, RecordDict
 from flwr.serverapp import Grid
 
 from atoll.errors import AtollError, BadFrame, ConnectionFailed, JobFailed, UsageError
-from coordinator import app_heard as heard
-from coordinator.app_link import AppLink
+from coordinator.flower import replies as heard
+from coordinator.flower.stream import AppLink
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower

@@ -1,0 +1,1 @@
+"""Flower: an owner's side of a Flower app's run."""
