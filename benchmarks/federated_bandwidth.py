@@ -55,7 +55,7 @@ from benchmarks.federated_mnist import NETS, Digits, Plain, Setting, digits, sto
 from benchmarks.federated_report import best, plot
 from benchmarks.harness import ROOT, execute, machine, need_lab, need_mnist, parser
 from compressors.model_file import write_delta, write_model
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from coordinator.federated.selection import by_uplink, update_bytes
 from lab.reader import read_scenario
 from strategies import partition_data

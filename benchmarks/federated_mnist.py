@@ -37,7 +37,7 @@ from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from benchmarks.federated_report import best, plot, report, show
 from benchmarks.harness import ROOT, execute, machine, need_mnist, parser
 from coordinator import corpora, packages
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from coordinator.splitting import taken
 from strategies import partition_data
 from strategies.fedimpro_module import FedImpro

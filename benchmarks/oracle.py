@@ -40,7 +40,7 @@ from atoll.plan import LinkSpec, Mask
 from atoll.program import stage_programs
 from benchmarks.harness import execute
 from compressors import codec
-from coordinator.capture import Captured, capture
+from coordinator.capture.capture import Captured, capture
 from coordinator.jobfile import load_job
 from worker.local import LocalPipeline
 

@@ -25,7 +25,7 @@ from atoll.execute import DTYPES, Executor
 from atoll.program import stage_programs
 from benchmarks.gpu import even_starts
 from benchmarks.harness import conclude, execute, machine, parser
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from coordinator.jobfile import load_job
 from worker.allocator import keep_chunk_memory
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from atoll.opdag import TensorMeta
     from atoll.program import StageProgram
-    from coordinator.capture import Captured
+    from coordinator.capture.capture import Captured
 
 ORDERS = ("whole", "two_parts", "own_graphs")
 CACHES = 4 << 20  # floats

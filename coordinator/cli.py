@@ -54,8 +54,8 @@ def ops(
     from rich.table import Table
     from rich.text import Text
 
-    from coordinator.blame import remedies
-    from coordinator.capture import op_uses
+    from coordinator.capture.capture import op_uses
+    from coordinator.capture.export_errors import remedies
     from coordinator.jobfile import load_job
 
     job = load_job(model, full_trace=trace)

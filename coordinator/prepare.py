@@ -21,11 +21,11 @@ from atoll.federated import Federated, FederatedSpec, Floors, Registered
 from atoll.job import DataSpec, Job, JobSpec, TrainingSpec
 from atoll.opdag import OpDag, TensorMeta
 from atoll.program import stage_programs
-from coordinator.capture import Captured, capture
-from coordinator.exported import meta_of
+from coordinator.capture.capture import Captured, capture
+from coordinator.capture.self_check import self_check
+from coordinator.capture.torch_export import meta_of
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.planning.ratios import check_compression
-from coordinator.selfcheck import self_check
 from coordinator.transfer import LocalBlob
 from protos.convert import dag_bytes
 from strategies import make_strategy

@@ -19,7 +19,7 @@ from atoll.job import Precision, TrainingSpec
 from atoll.opdag import OpDag
 from benchmarks.oracle import Case, case_from
 from coordinator import packages
-from coordinator.capture import Captured, capture
+from coordinator.capture.capture import Captured, capture
 from coordinator.jobfile import load_job
 from strategies.moon_module import Moon
 from strategies.vhl_module import Vhl, VhlLoss

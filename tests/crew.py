@@ -12,7 +12,7 @@ from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
 from atoll.plan import LinkSpec, Plan, StageSpec
 from atoll.program import StageProgram, stage_programs
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS

@@ -25,10 +25,10 @@ from benchmarks.oracle import (
     run_local,
     run_plain,
 )
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
+from coordinator.capture.self_check import self_check
 from coordinator.cli import app
 from coordinator.cli_base import run
-from coordinator.selfcheck import self_check
 from tests.architectures import ARCHITECTURES, mixtral, qwen
 from tests.captured import Honest, honest
 from tests.test_capture import check_invariants

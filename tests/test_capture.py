@@ -15,8 +15,8 @@ from atoll.errors import CaptureError, UnsupportedOp
 from atoll.job import Optimizer, ParamGroup, Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpRef, Source, TorchLiteral, leaf_refs, op_refs
 from atoll.ops import GETITEM
-from coordinator.capture import Captured, capture, op_uses
-from coordinator.selfcheck import self_check
+from coordinator.capture.capture import Captured, capture, op_uses
+from coordinator.capture.self_check import self_check
 from tests.models import MODELS, Example
 
 X = {"x": torch.linspace(-2, 2, 24).reshape(4, 6)}

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from atoll.job import TrainingSpec
 from atoll.program import stage_programs
-from coordinator.capture import Captured, capture
-from coordinator.selfcheck import self_check
+from coordinator.capture.capture import Captured, capture
+from coordinator.capture.self_check import self_check
 from tests.test_capture import Model, X
 from worker.local import LocalPipeline
 

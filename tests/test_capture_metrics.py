@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from atoll.errors import BadFrame, CaptureError
 from atoll.execute import Executor
 from atoll.program import stage_programs
-from coordinator.capture import capture
-from coordinator.selfcheck import self_check
+from coordinator.capture.capture import capture
+from coordinator.capture.self_check import self_check
 from protos.convert import dag_bytes, dag_from_bytes, from_proto, to_proto
 
 

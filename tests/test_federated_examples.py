@@ -10,7 +10,7 @@ import pytest
 
 from atoll.errors import UsageError
 from coordinator import packages, splitting
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from coordinator.corpora import Document, Mnist
 from coordinator.jobfile import load_job
 from coordinator.prepare import prepare

@@ -13,7 +13,7 @@ from atoll.errors import BadFrame, ConnectionFailed, UsageError
 from atoll.indices import Range
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.program import stage_programs
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from tests.models import MODELS
 from tests.patience import HUNG_S
 from tests.test_compute import TRAINING

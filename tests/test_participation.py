@@ -18,7 +18,7 @@ from atoll.errors import BadFrame, ConnectionFailed, StorageError, UsageError
 from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated, FederatedSpec
 from atoll.job import TrainingSpec
 from compressors.model_file import Coding, read_update, write_delta, write_model
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from strategies import make_strategy
 from strategies.files import broadcast_arrays, lossy_names, parted, update_metas
 from tests.test_checkpoint import Store

@@ -12,7 +12,7 @@ from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta
 from atoll.program import StageProgram, stage_programs
 from atoll.rehearse import rehearse
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from tests.models import MODELS
 
 SMALL = TensorMeta((2, 2), "float32")

@@ -17,7 +17,7 @@ from atoll.execute import Executor
 from atoll.job import Precision, Recompute, TrainingSpec
 from atoll.program import stage_programs
 from atoll.repeats import repeatable
-from coordinator.capture import Captured, capture
+from coordinator.capture.capture import Captured, capture
 
 X = {"x": torch.randn(8, 16, generator=torch.Generator().manual_seed(1))}
 

@@ -18,7 +18,7 @@ from atoll.federated import NO_FLOORS, Federated, Floors, Registered
 from atoll.job import Job, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpNode, OpRef, Source
 from atoll.program import StageProgram
-from coordinator.capture import Captured, capture
+from coordinator.capture.capture import Captured, capture
 from coordinator.prepare import check_graphs, prepare
 from examples.federated_brown import Letters
 from examples.federated_mnist import Classifier

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from atoll.errors import CaptureError, SelfCheckError
 from atoll.opdag import OpDag
-from coordinator.capture import capture
-from coordinator.selfcheck import self_check
+from coordinator.capture.capture import capture
+from coordinator.capture.self_check import self_check
 from tests.models import MODELS
 
 X = {"x": torch.linspace(-2, 2, 24).reshape(4, 6)}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll.errors import UsageError
-from coordinator.capture import capture
-from coordinator.selfcheck import self_check
+from coordinator.capture.capture import capture
+from coordinator.capture.self_check import self_check
 from strategies import make_strategy
 from strategies.base import Broadcast, Done, Phase, Strategy
 from strategies.fedimpro import COUNTS, PAIRS

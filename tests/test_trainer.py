@@ -19,7 +19,7 @@ from atoll.errors import BadUpdate, JobFailed, UsageError
 from atoll.federated import MAX_RESIDUAL_ROUNDS, NO_FLOORS, Federated
 from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind, TrainingSpec
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, split
-from coordinator.capture import capture
+from coordinator.capture.capture import capture
 from strategies import STRATEGIES
 from strategies.base import ClientState
 from strategies.moon_module import Moon

@@ -1,7 +1,7 @@
 """A torch module becomes op-DAGs: one for training, one for evaluation, over the same state.
 
 Capture runs on the owner's machine. ``capture`` exports both modes with the loss inside, brings
-them into canonical form and measures every op once; ``coordinator.selfcheck`` then proves the
+them into canonical form and measures every op once; ``coordinator.capture.self_check`` then proves the
 result against the module. ``op_uses`` lists a model's ops for `atoll ops`.
 """
 
@@ -20,10 +20,10 @@ from atoll.job import Precision, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, Source, StateMeta, TensorMeta, leaf_refs
 from atoll.ops import ALLOWED
 from atoll.schemas import is_random
-from coordinator.blame import remedies
-from coordinator.costs import measured
-from coordinator.exported import Constants, Exported, device_of, export, meta_of
-from coordinator.regions import Region, settle, written_buffers
+from coordinator.capture.cut_rules import Region, settle, written_buffers
+from coordinator.capture.export_errors import remedies
+from coordinator.capture.op_costs import measured
+from coordinator.capture.torch_export import Constants, Exported, device_of, export, meta_of
 
 MAX_LISTED = 20  # unsupported ops named in one message
 

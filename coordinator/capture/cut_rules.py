@@ -15,8 +15,8 @@ from atoll.errors import CaptureError
 from atoll.opdag import LeafRef, OpNode, OpRef, Source, TensorMeta, leaf_refs, op_refs
 from atoll.ops import GETITEM
 from atoll.schemas import Ref, is_random
-from coordinator.aliasing import Aliases, renumber
-from coordinator.rewrites import copied_reads, follow_in_place, functional_twins
+from coordinator.capture.aliasing import Aliases, renumber
+from coordinator.capture.rewrites import copied_reads, follow_in_place, functional_twins
 
 
 @dataclass(frozen=True)

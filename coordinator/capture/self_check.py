@@ -23,8 +23,8 @@ from atoll.execute import Executor
 from atoll.job import Precision
 from atoll.opdag import OpDag
 from atoll.program import stage_programs
-from coordinator.capture import Captured
-from coordinator.exported import as_trained, device_of, loss_of, metric_of
+from coordinator.capture.capture import Captured
+from coordinator.capture.torch_export import as_trained, device_of, loss_of, metric_of
 
 PASSES = 2
 MAX_NAMED = 4  # differences named in one message

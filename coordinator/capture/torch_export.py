@@ -36,7 +36,7 @@ from atoll.opdag import (
     TorchLiteral,
 )
 from atoll.ops import GETITEM
-from coordinator.blame import blame
+from coordinator.capture.export_errors import blame
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

@@ -23,7 +23,7 @@ from atoll.opdag import LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta, leaf_
 from atoll.ops import GETITEM
 from atoll.program import stage_programs
 from atoll.repeats import repeatable
-from coordinator.exported import meta_of
+from coordinator.capture.torch_export import meta_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from dataclasses import replace
 from atoll.opdag import LeafRef, OpNode, OpRef, Source, TensorMeta
 from atoll.ops import GETITEM
 from atoll.schemas import Ref, aliased_refs, references, written_refs
-from coordinator.aliasing import Aliases, map_ops, map_refs, renumber
+from coordinator.capture.aliasing import Aliases, map_ops, map_refs, renumber
 
 _ACTIVATIONS = (
     "abs", "detach", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "neg", "relu",
