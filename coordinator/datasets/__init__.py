@@ -1,0 +1,1 @@
+"""Datasets: public data for experiments, fetched once and dealt out to clients."""
