@@ -34,7 +34,7 @@ from benchmarks.harness import (
     steady,
 )
 from benchmarks.pipeline_vs_torch import SAME_MATHS, hosts_of, strays, summary
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 
 if TYPE_CHECKING:
     from torch.nn import Module

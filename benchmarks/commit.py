@@ -30,7 +30,7 @@ from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, 
 from benchmarks.fake_worker import FakeWorker
 from benchmarks.harness import execute
 from benchmarks.waits import HUNG_S
-from coordinator.endpoint import find_endpoint
+from coordinator.client.endpoint import find_endpoint
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.convert import content_hash, dag_bytes, to_proto

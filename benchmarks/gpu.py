@@ -26,7 +26,7 @@ from atoll.job import Precision
 from atoll.program import stage_programs
 from benchmarks.harness import conclude, execute, follow, machine, parser, skip, steady
 from benchmarks.oracle import Case, from_job, without_dropout
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 from worker.config import WorkerConfig
 from worker.local import LocalPipeline
 from worker.optimizers import make_optimizer

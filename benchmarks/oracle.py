@@ -41,7 +41,7 @@ from atoll.program import stage_programs
 from benchmarks.harness import execute
 from compressors import codec
 from coordinator.capture.capture import Captured, capture
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 from worker.local import LocalPipeline
 
 State = Mapping[str, Mapping[str, Tensor]]

@@ -30,7 +30,7 @@ from benchmarks.harness import (
     steady,
 )
 from benchmarks.rivals.torch_pipeline import blocks_of
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -24,9 +24,9 @@ from atoll.errors import AtollError, JobFailed
 from atoll.job import Job
 from benchmarks.oracle import Case, Run
 from benchmarks.waits import came_about
-from coordinator.client import Client, connect
+from coordinator.client.client import Client, connect
+from coordinator.client.prepare import prepare
 from coordinator.planning.planner import GIVEN_CUT
-from coordinator.prepare import prepare
 from protos.convert import from_proto
 
 if TYPE_CHECKING:

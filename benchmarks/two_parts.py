@@ -26,7 +26,7 @@ from atoll.program import stage_programs
 from benchmarks.gpu import even_starts
 from benchmarks.harness import conclude, execute, machine, parser
 from coordinator.capture.capture import capture
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 from worker.allocator import keep_chunk_memory
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ def ops(
 
     from coordinator.capture.capture import op_uses
     from coordinator.capture.export_errors import remedies
-    from coordinator.jobfile import load_job
+    from coordinator.client.job_file import load_job
 
     job = load_job(model, full_trace=trace)
     uses = op_uses(job.module, job.example_inputs)

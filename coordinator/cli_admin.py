@@ -20,7 +20,7 @@ from coordinator.cli_base import (
     out,
     print_json,
 )
-from coordinator.endpoint import Endpoint, default_state_dir, parse_address, remember
+from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
 from coordinator.render import status_view
 from coordinator.render_words import in_seconds, plain
 

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from atoll.errors import AtollError
-from coordinator.client import Client, connect
-from coordinator.transfer import Progress as ByteProgress
+from coordinator.client.client import Client, connect
+from coordinator.client.transfer import Progress as ByteProgress
 
 INTERRUPTED = 130
 EXIT_CODES = """Exit codes: 0 done, 1 other error, 2 wrong usage or job file, 3 model cannot be captured,

@@ -17,7 +17,7 @@ from coordinator.flower.progress import Shown
 from protos.app_bundle import make_bundle, with_overrides
 
 if TYPE_CHECKING:
-    from coordinator.endpoint import Endpoint
+    from coordinator.client.endpoint import Endpoint
 
 MAX_WAIT_S = 30 * 86400.0
 flower = typer.Typer(

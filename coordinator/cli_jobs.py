@@ -30,7 +30,7 @@ from coordinator.cli_base import (
     print_json,
     telling,
 )
-from coordinator.client import Client, check_ended
+from coordinator.client.client import Client, check_ended
 from coordinator.render import plan_view, watch_line, watch_view, worker_names
 from coordinator.render_words import in_bytes, plain
 from protos.convert import to_proto
@@ -115,9 +115,9 @@ def _cut(job: Job) -> Job:
 def _local_plan(
     job: Job, fleet: Path, partitioner: str, schedule: str, quiet: bool
 ) -> tuple[Plan, Mapping[str, str]]:
+    from coordinator.client.prepare import capture_graphs
     from coordinator.planning.costs.fleet_file import read_fleet
     from coordinator.planning.planner import make_plan
-    from coordinator.prepare import capture_graphs
 
     described = read_fleet(fleet)
     with telling(quiet) as tell:
@@ -142,7 +142,7 @@ def _local_plan(
 def _live_plan(
     client: Client, job: Job, partitioner: str, schedule: str, quiet: bool
 ) -> tuple[Plan, Mapping[str, str]]:
-    from coordinator.prepare import capture_graphs
+    from coordinator.client.prepare import capture_graphs
 
     with telling(quiet) as tell:
         tell("capturing the model as an op-DAG")
@@ -282,7 +282,7 @@ def trace(
     json: AsJson = False,
 ) -> None:
     """Write a job's timeline for Perfetto: every computation, send and receive, by worker."""
-    from coordinator.trace import chrome_trace
+    from coordinator.client.chrome_trace import chrome_trace
 
     with client_of(coordinator, token, state_dir, insecure) as client:
         names = worker_names(client.status().workers)
@@ -304,7 +304,7 @@ def trace(
 
 def load(path: Path, sets: list[str], full_trace: bool) -> Job:
     """The Job of a job file with its overrides; UsageError for a compression that links cannot do."""
-    from coordinator.jobfile import load_job
+    from coordinator.client.job_file import load_job
     from coordinator.planning.ratios import check_compression
 
     job = load_job(path, sets, full_trace=full_trace)

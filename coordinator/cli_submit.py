@@ -30,12 +30,12 @@ from coordinator.cli_base import (
     telling,
 )
 from coordinator.cli_jobs import JobFile, Partitioner, Schedule, follow, load
-from coordinator.client import Client, LivePlan
+from coordinator.client.client import Client, LivePlan
 from coordinator.render import plan_view, worker_names
 from coordinator.render_words import in_bytes, in_seconds
 
 if TYPE_CHECKING:
-    from coordinator.prepare import Prepared
+    from coordinator.client.prepare import Prepared
     from protos import atoll_control_pb2 as pb
 
 LOOK_EVERY_S = 0.5
@@ -97,7 +97,7 @@ def submit(
             raise UsageError(
                 f"{job.name} is federated and trains in rounds, which no plan times; give --steps"
             )
-        from coordinator.prepare import prepare
+        from coordinator.client.prepare import prepare
 
         with telling(json) as tell:
             prepared = prepare(job, partitioner=partitioner, schedule=schedule, resume_of=resume, tell=tell)

@@ -20,7 +20,9 @@ from atoll.errors import (
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
-ERROR_NAME = "atoll-error"  # trailing metadata: the class of atoll.errors; coordinator/calls.py reads it
+ERROR_NAME = (
+    "atoll-error"  # trailing metadata: the class of atoll.errors; coordinator/client/calls.py reads it
+)
 _CODES: tuple[tuple[type[AtollError], grpc.StatusCode], ...] = (
     (AccessDenied, grpc.StatusCode.UNAUTHENTICATED),
     (ProtocolMismatch, grpc.StatusCode.FAILED_PRECONDITION),

@@ -30,9 +30,9 @@ from atoll.errors import UsageError
 from coordinator.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
+from coordinator.client.endpoint import address_text
 from coordinator.config import CoordinatorConfig
 from coordinator.doors import Door, StageData
-from coordinator.endpoint import address_text
 from coordinator.exporter import Exporter
 from coordinator.messages.facts import Ledger, from_record
 from coordinator.owner_service import OwnerService

@@ -19,8 +19,8 @@ from atoll.job import Precision, TrainingSpec
 from atoll.opdag import OpDag
 from benchmarks.oracle import Case, case_from
 from coordinator.capture.capture import Captured, capture
+from coordinator.client.job_file import load_job
 from coordinator.datasets import download
-from coordinator.jobfile import load_job
 from strategies.moon_module import Moon
 from strategies.vhl_module import Vhl, VhlLoss
 from tests.architectures import ARCHITECTURES

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import grpc
 
-from coordinator.endpoint import Endpoint
+from coordinator.client.endpoint import Endpoint
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
-from coordinator.prepare import prepare
+from coordinator.client.prepare import prepare
 from tests.flower_apps import PROJECT
 from worker.federation_local import LocalFederation, local_model
 

@@ -21,7 +21,7 @@ from coordinator import sessions
 from coordinator.apps import hub as app_desk
 from coordinator.apps import runs as app_runs
 from coordinator.apps.parts import PartStore
-from coordinator.calls import told
+from coordinator.client.calls import told
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running, Server, serve
 from protos import atoll_apps_pb2 as pb

@@ -21,7 +21,7 @@ from benchmarks import adaptive_compression, gpu, harness, oracle, pipeline_vs_t
 from benchmarks.adaptive_compression import Series, same_losses
 from benchmarks.harness import CommandFailed, LabFleet, conclude, execute, fitting, follow
 from benchmarks.pipeline_vs_torch import strays
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 from tests.patience import HUNG_S
 
 if TYPE_CHECKING:

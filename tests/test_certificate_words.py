@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed
-from coordinator.client import Client
-from coordinator.endpoint import Endpoint
+from coordinator.client.client import Client
+from coordinator.client.endpoint import Endpoint
 from protos import PROTOCOL_VERSION, credentials
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

@@ -15,7 +15,7 @@ from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageS
 from coordinator.cli import app
 from coordinator.cli_admin import parse_duration
 from coordinator.cli_base import run
-from coordinator.endpoint import parse_address
+from coordinator.client.endpoint import parse_address
 from coordinator.render_words import in_bytes, in_seconds, plain, share_bar, sparkline
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto

@@ -11,7 +11,7 @@ import pytest
 from coordinator.cli import app
 from coordinator.cli_base import run
 from coordinator.cli_submit import wait_for_workers
-from coordinator.client import Client
+from coordinator.client.client import Client
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 from tests.fake_owner import FakeOwnerServer, Script

@@ -19,10 +19,10 @@ from atoll.errors import (
     StorageError,
     UsageError,
 )
-from coordinator.calls import ERROR_NAME, Patience, told
-from coordinator.client import Client, connect
-from coordinator.endpoint import Endpoint, find_endpoint, parse_address, remember
-from coordinator.transfer import LocalBlob
+from coordinator.client.calls import ERROR_NAME, Patience, told
+from coordinator.client.client import Client, connect
+from coordinator.client.endpoint import Endpoint, find_endpoint, parse_address, remember
+from coordinator.client.transfer import LocalBlob
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.credentials import Authority, new_token

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import convergence
 from benchmarks.convergence import Experiment, Variant, key_of, options, stored, train, variants_of
 from benchmarks.convergence_report import plot, points, report, show
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 
 ROOT = Path(__file__).parents[1]
 TINY = ("MICRO_BATCH=4", "n_micro=2", "steps=3", "SEED=1")

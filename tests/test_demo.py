@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from coordinator.client.job_file import load_job
+from coordinator.client.prepare import capture_graphs
 from coordinator.demo import play, training_progress
 from coordinator.demo_processes import DemoFailed, LogReader, Processes
 from coordinator.demo_scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
 from coordinator.demo_shown import Shown
-from coordinator.jobfile import load_job
 from coordinator.planning.costs.fleet_file import read_fleet
 from coordinator.planning.planner import make_plan
-from coordinator.prepare import capture_graphs
 from coordinator.render_words import plain
 from examples import demo
 from lab.loopback import LoopbackLab

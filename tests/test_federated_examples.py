@@ -10,11 +10,11 @@ import pytest
 
 from atoll.errors import UsageError
 from coordinator.capture.capture import capture
+from coordinator.client.job_file import load_job
+from coordinator.client.prepare import prepare
 from coordinator.datasets import download
 from coordinator.datasets import split as splitting
 from coordinator.datasets.corpora import Document, Mnist
-from coordinator.jobfile import load_job
-from coordinator.prepare import prepare
 from worker.datasets import add_dataset, open_dataset
 from worker.federation_local import LocalFederation, local_model
 

@@ -15,7 +15,7 @@ import torch
 from flwr.app import Context, RecordDict
 
 from benchmarks import vs_flower_job
-from coordinator.prepare import prepare
+from coordinator.client.prepare import prepare
 from examples.flower_digits.flower_digits import client_app, server_app, task
 from strategies import STRATEGIES
 from tests.flower_grid import LocalGrid

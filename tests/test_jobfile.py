@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from atoll import Job, OptimizerName, Precision, Recompute, ScheduleKind, TrainingSpec
 from atoll.errors import UsageError
-from coordinator.jobfile import load_job, load_module, override_job
+from coordinator.client.job_file import load_job, load_module, override_job
 
 GOOD = """
 import torch

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from atoll.errors import NotEnoughMemory, UsageError
 from benchmarks.adaptive_compression import CASES
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
+from coordinator.client.prepare import capture_graphs
 from coordinator.planning.costs.fleet_file import parse_fleet
 from coordinator.planning.planner import make_plan
-from coordinator.prepare import capture_graphs
 from lab import cpu, tun
 from lab.check import PORT, check, measure_pair
 from lab.doors import Door

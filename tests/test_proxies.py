@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.client import connect
+from coordinator.client.client import connect
 from tests.interrupts import ROOT
 from tests.test_server import stack, start
 from tests.test_transport import PATIENT, Make, authority, host, key

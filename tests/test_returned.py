@@ -19,7 +19,7 @@ from atoll.job import Job, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpNode, OpRef, Source
 from atoll.program import StageProgram
 from coordinator.capture.capture import Captured, capture
-from coordinator.prepare import check_graphs, prepare
+from coordinator.client.prepare import check_graphs, prepare
 from examples.federated_brown import Letters
 from examples.federated_mnist import Classifier
 from examples.federated_mnist import Net as MnistNet

@@ -23,9 +23,9 @@ from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import OpDag, StateMeta, TensorMeta
 from benchmarks.commit import WIDTH, chain, submission, upload
 from benchmarks.fake_worker import FakeWorker
-from coordinator.calls import told
+from coordinator.client.calls import told
+from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig, Liveness, Probing
-from coordinator.endpoint import find_endpoint
 from coordinator.server import Running, Server, Started, serve
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb

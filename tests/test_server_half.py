@@ -24,9 +24,9 @@ from coordinator.aggregation import supervisor
 from coordinator.aggregation.central_evaluation import CentralEvaluation
 from coordinator.aggregation.server_half import Offered, ServerHalf, Summed
 from coordinator.aggregation.supervisor import Aggregators
+from coordinator.client.prepare import Prepared, prepare
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.prepare import Prepared, prepare
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import GraphStore
 from strategies import make_strategy

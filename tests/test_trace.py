@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.trace import TraceSpan, chrome_trace
+from coordinator.client.chrome_trace import TraceSpan, chrome_trace
 
 
 def _span(worker: str, kind: str, start_s: float, end_s: float, **more: object) -> TraceSpan:

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, SplitPoint, pipeline
 
 from atoll.data import sample_indices, take
-from coordinator.jobfile import load_job
+from coordinator.client.job_file import load_job
 
 if TYPE_CHECKING:
     from atoll import Job

@@ -21,7 +21,7 @@ import grpc
 import atoll
 from atoll import errors
 from atoll.errors import AtollError, JobFailed
-from coordinator.endpoint import Endpoint
+from coordinator.client.endpoint import Endpoint
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos.app_bundle import Bundle, ConfigValue

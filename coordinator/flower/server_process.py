@@ -22,7 +22,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
-from coordinator.endpoint import Endpoint
+from coordinator.client.endpoint import Endpoint
 from coordinator.flower.grid import CoordinatorGrid
 from coordinator.flower.readiness import Verdict, judge
 from coordinator.flower.replies import metrics_shown

@@ -16,8 +16,8 @@ from io import BytesIO
 import grpc
 
 from atoll.errors import AtollError, BadFrame, JobFailed
-from coordinator.calls import RETRY_FOR_S, passing, told
-from coordinator.endpoint import Endpoint
+from coordinator.client.calls import RETRY_FOR_S, passing, told
+from coordinator.client.endpoint import Endpoint
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from atoll import Federated, Job, Optimizer, OptimizerName, Registered, TrainingSpec
 from benchmarks.federated_fleet import COORDINATOR, FederatedFleet
-from coordinator.prepare import prepare
+from coordinator.client.prepare import prepare
 from strategies.fedimpro_module import FedImpro
 from strategies.moon_module import Moon
 from tests.same_job import Classifier

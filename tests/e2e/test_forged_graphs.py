@@ -12,7 +12,7 @@ from atoll.job import Optimizer, TrainingSpec
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta
 from benchmarks.oracle import built_in, difference, run_local
 from benchmarks.real_workers import LoopbackFleet
-from coordinator.prepare import Graphs
+from coordinator.client.prepare import Graphs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 TRAINING = TrainingSpec(steps=2, n_micro=2, seed=3, optimizer=Optimizer(lr=3e-3))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import built_in, run_local
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
-from coordinator.prepare import prepare
+from coordinator.client.prepare import prepare
 
 TRAINING = TrainingSpec(steps=300, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3))
 KILL_AFTER = 50

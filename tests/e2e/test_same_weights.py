@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from atoll import Job
 from benchmarks.federated_fleet import FederatedFleet
 from benchmarks.real_workers import LoopbackFleet
-from coordinator.prepare import prepare
+from coordinator.client.prepare import prepare
 from tests.same_job import CLIENTS, furthest, in_this_process, job, samples, write_app
 
 RULES = ("fedavg", "fedavgm", "fedprox", "scaffold", "fednova", "feddyn")

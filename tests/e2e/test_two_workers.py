@@ -18,7 +18,7 @@ from atoll.program import stage_programs
 from benchmarks.oracle import Case, built_in, difference, random_starts, run_local
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from compressors import catalogue
-from coordinator.prepare import prepare
+from coordinator.client.prepare import prepare
 from tests.interrupts import interrupted, own_session
 
 TRAINING = TrainingSpec(

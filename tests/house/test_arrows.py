@@ -26,7 +26,7 @@ PURE = [
     "coordinator/membership/member.py",
     "coordinator/pipeline/machine.py",
     "coordinator/scheduler.py",
-    "coordinator/trace.py",
+    "coordinator/client/chrome_trace.py",
     "coordinator/planning/op_fence.py",
     "coordinator/planning/chain.py",
     "coordinator/planning/costs/lower_bound.py",
@@ -96,7 +96,7 @@ def test_pure_cores_touch_no_clock_thread_file_or_socket(name: str) -> None:
 
 def test_the_daemon_and_the_command_start_without_torch() -> None:
     code = (
-        "import sys, coordinator.server, coordinator.cli, coordinator.client;"
+        "import sys, coordinator.server, coordinator.cli, coordinator.client.client;"
         "sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from atoll.errors import StorageError
-from coordinator.calls import Patience, calling
+from coordinator.client.calls import Patience, calling
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 

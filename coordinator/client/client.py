@@ -25,10 +25,10 @@ import grpc
 import atoll
 from atoll.errors import BadFrame, JobFailed, ProtocolMismatch
 from atoll.plan import Plan
-from coordinator.calls import Patience, calling
-from coordinator.endpoint import Endpoint, find_endpoint
-from coordinator.trace import TraceSpan
-from coordinator.transfer import Progress, Transfers, silent
+from coordinator.client.calls import Patience, calling
+from coordinator.client.chrome_trace import TraceSpan
+from coordinator.client.endpoint import Endpoint, find_endpoint
+from coordinator.client.transfer import Progress, Transfers, silent
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -37,7 +37,7 @@ from protos.convert import from_proto, to_proto
 
 if TYPE_CHECKING:
     from atoll.job import TrainingSpec
-    from coordinator.prepare import Graphs, Prepared
+    from coordinator.client.prepare import Graphs, Prepared
 
 FINISHED = "finished"
 ENDED = frozenset({FINISHED, "failed", "cancelled"})
@@ -197,7 +197,7 @@ class Client:
 
     def export(self, job: str, path: Path, progress: Progress = silent) -> Exported:
         """Write the newest weights to ``path`` under the module's own names, tied ones too."""
-        from coordinator.export import assemble, unwrapped, write_weights  # torch is slow to import
+        from coordinator.client.export import assemble, unwrapped, write_weights  # torch is slow to import
 
         reply = self.result(job)
         names = {t.name: t.blob for t in reply.tensors}

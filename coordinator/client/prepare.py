@@ -24,9 +24,9 @@ from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import self_check
 from coordinator.capture.torch_export import meta_of
+from coordinator.client.transfer import LocalBlob
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.planning.ratios import check_compression
-from coordinator.transfer import LocalBlob
 from protos.convert import dag_bytes
 from strategies import make_strategy
 from strategies.returned import check_returned

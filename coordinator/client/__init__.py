@@ -1,0 +1,1 @@
+"""Client: the coordinator as functions, for its owner's programs and the command line."""
