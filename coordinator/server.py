@@ -27,26 +27,26 @@ import structlog
 
 import atoll
 from atoll.errors import UsageError
-from coordinator.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
 from coordinator.client.endpoint import address_text
 from coordinator.config import CoordinatorConfig
-from coordinator.doors import Door, StageData
-from coordinator.exporter import Exporter
 from coordinator.messages.facts import Ledger, from_record
-from coordinator.owner_service import OwnerService
 from coordinator.scheduler import Scheduler
-from coordinator.sessions import WorkService
+from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
+from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
+from coordinator.services.doors import Door, StageData
+from coordinator.services.owner import OwnerService
+from coordinator.services.prometheus import Exporter
+from coordinator.services.register import Register
+from coordinator.services.sweep import sweep_for_ever
+from coordinator.services.work import WorkService
 from coordinator.shell import Shell
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.data_provider import DataProvider
 from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Journal
 from coordinator.storage.run_log import Logs, RunLogs
-from coordinator.storage_services import BlobService, OwnerRights, WorkerRights
-from coordinator.sweeping import sweep_for_ever
-from coordinator.tokens import Register
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials

@@ -15,10 +15,10 @@ import pytest
 
 from atoll.errors import AccessDenied, BadFrame, ConnectionFailed, UsageError
 from benchmarks.fake_worker import FakeWorker
-from coordinator import access
-from coordinator.access import Calls, EntryThrottle
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running
+from coordinator.services import access
+from coordinator.services.access import Calls, EntryThrottle
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

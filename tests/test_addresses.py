@@ -16,9 +16,9 @@ from coordinator.membership import member
 from coordinator.membership.addresses import Near, nearness, passed_on
 from coordinator.membership.roster import Roster, Worker
 from coordinator.messages.events import Introduction
-from coordinator.resolving import MAX_ADDRESSES, MAX_NAMES, look_up, resolved
-from coordinator.sessions import host_of
-from coordinator.wire import introduction_from
+from coordinator.services.resolving import MAX_ADDRESSES, MAX_NAMES, look_up, resolved
+from coordinator.services.wire import introduction_from
+from coordinator.services.work import host_of
 from protos import atoll_control_pb2 as pb
 
 PUBLIC, LAN, LINK, HERE = "203.0.114.9", "192.168.1.5", "169.254.1.2", "127.0.0.1"
@@ -124,7 +124,7 @@ def test_names_and_their_addresses_are_counted() -> None:
 
 
 def test_a_name_that_nobody_answers_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.resolving.WITHIN_S", 0.01)
+    monkeypatch.setattr("coordinator.services.resolving.WITHIN_S", 0.01)
     over = threading.Event()
     try:
         found = asyncio.run(resolved((("slow.example", 1), (PUBLIC, 2)), lambda _: [HERE] * over.wait(60)))

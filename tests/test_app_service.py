@@ -17,13 +17,13 @@ import pytest
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError, UsageError
 from benchmarks.fake_worker import FakeWorker
-from coordinator import sessions
 from coordinator.apps import hub as app_desk
 from coordinator.apps import runs as app_runs
 from coordinator.apps.parts import PartStore
 from coordinator.client.calls import told
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running, Server, serve
+from coordinator.services import work as sessions
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import atoll_control_pb2 as control

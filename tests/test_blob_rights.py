@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from atoll.errors import AccessDenied, StorageError
 from benchmarks.commit import WIDTH, upload
 from benchmarks.fake_worker import FakeWorker
-from coordinator.blob_rights import Accounts, Allowance, ClientRole, StageRole, needed, role_of
 from coordinator.messages import events as ev
 from coordinator.server import Running
-from coordinator.sweeping import sweep
+from coordinator.services.blob_rights import Accounts, Allowance, ClientRole, StageRole, needed, role_of
+from coordinator.services.sweep import sweep
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S
 from tests.test_federating import Fleet, spec

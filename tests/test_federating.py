@@ -30,8 +30,8 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, Ledger, from_record, to_record
 from coordinator.messages.jobs import Phase
-from coordinator.views import job_update
-from coordinator.wire import introduction_from, message_from
+from coordinator.services.views import job_update
+from coordinator.services.wire import introduction_from, message_from
 from protos import atoll_control_pb2 as pb
 from protos.convert import from_proto, to_proto
 from protos.convert_federated import dataset_from_proto, dataset_to_proto, datasets_from_proto

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coordinator import sessions
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import RoundEvaluated, StepCommitted
+from coordinator.services import work as sessions
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S

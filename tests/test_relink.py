@@ -37,10 +37,10 @@ from coordinator.pipeline.machine import (
     Relinked,
     ToStages,
 )
+from coordinator.services.views import job_update
+from coordinator.services.wire import to_worker
 from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Record as JournalRecord
-from coordinator.views import job_update
-from coordinator.wire import to_worker
 from tests.test_rounds import STAGES, commits, plan, ready, step, training
 from tests.test_scheduler import World, spec
 

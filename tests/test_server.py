@@ -433,7 +433,7 @@ def test_an_id_that_is_taken_is_drawn_again_and_never_given_out_twice(
     running = start(stack, tmp_path)
     owner = Owner(running)
     drawn = iter(["w-7f3a2c", "w-7f3a2c", "w-7f3a2c", "w-00000000000000aa", *["w-7f3a2c"] * 99])
-    monkeypatch.setattr("coordinator.entry_service.new_worker_id", lambda: next(drawn))
+    monkeypatch.setattr("coordinator.services.entry.new_worker_id", lambda: next(drawn))
     (first,) = fleet(stack, running, 1)
     eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 1)
     owner.call("Kick", pb.KickRequest(worker="w-7f3a2c", for_good=True, reason="noise"))
@@ -646,7 +646,7 @@ def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
 def test_a_worker_from_afar_cannot_have_others_dial_their_own_machine(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, address: str
 ) -> None:
-    monkeypatch.setattr("coordinator.sessions.host_of", lambda context: seen)
+    monkeypatch.setattr("coordinator.services.work.host_of", lambda context: seen)
     running = start(stack, tmp_path)
     owner = Owner(running)
     fleet(stack, running, 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from coordinator.services.blobs import BlobService
 from coordinator.storage.blob_store import BlobStore
-from coordinator.storage_services import BlobService
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 

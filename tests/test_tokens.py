@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import AccessDenied, UsageError
+from coordinator.services.register import Register
 from coordinator.storage.journal import Journal, Record
-from coordinator.tokens import Register
 from protos.credentials import Authority, new_token
 from protos.telemetry import Event
 

@@ -18,10 +18,10 @@ from coordinator.messages.facts import STATE
 from coordinator.pipeline import machine
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
-from coordinator.refusing import refuse
+from coordinator.services.refusals import refuse
+from coordinator.services.views import job_update, link_statuses, worker_status
 from coordinator.shell import Shell
 from coordinator.storage.journal import Record
-from coordinator.views import job_update, link_statuses, worker_status
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import grpc
 
     from atoll.plan import Plan
-    from coordinator.tokens import Register, Token
+    from coordinator.services.register import Register, Token
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -2,7 +2,7 @@
 
 Disk work runs in threads, so a large upload never delays a step's commit. Every request is
 bounded; what is refused ends the call with INVALID_ARGUMENT and says why. Who may fetch and put what,
-``Rights`` say (``coordinator.blob_rights``).
+``Rights`` say (``coordinator.services.blob_rights``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from atoll.errors import AccessDenied, AtollError, StorageError
-from coordinator.blob_rights import Accounts, Role, needed, role_of
-from coordinator.refusing import refuse
-from coordinator.sessions import worker_of
+from coordinator.services.blob_rights import Accounts, Role, needed, role_of
+from coordinator.services.refusals import refuse
+from coordinator.services.work import worker_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 

@@ -21,14 +21,14 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
-from coordinator.refusing import refuse
-from coordinator.sessions import host_of, worker_of
+from coordinator.services.refusals import refuse
+from coordinator.services.work import host_of, worker_of
 from protos.app_words import Budget
 from protos.credentials import presented_in, secret_hash
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
-    from coordinator.tokens import Register
+    from coordinator.services.register import Register
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Handler = grpc.RpcMethodHandler[Any, Any]

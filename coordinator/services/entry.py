@@ -1,6 +1,6 @@
 """The Entry service: a join token for a certificate, and a greeting that needs neither.
 
-Calls come here once ``coordinator.access`` has found that their token opens; what is raised here it tells
+Calls come here once ``coordinator.services.access`` has found that their token opens; what is raised here it tells
 the caller.
 """
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from coordinator.services.register import Register
     from coordinator.storage.journal import Journal
-    from coordinator.tokens import Register
     from protos.credentials import Authority
 
     Context = grpc.aio.ServicerContext[Any, Any]

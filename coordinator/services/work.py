@@ -16,10 +16,10 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ProtocolMismatch
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.refusing import refuse
-from coordinator.resolving import resolved
+from coordinator.services.refusals import refuse
+from coordinator.services.resolving import resolved
+from coordinator.services.wire import introduction_from, message_from, probe_ops_message, to_worker
 from coordinator.shell import Outbox, Shell
-from coordinator.wire import introduction_from, message_from, probe_ops_message, to_worker
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -28,8 +28,8 @@ from protos.credentials import peer_name
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
-    from coordinator.access import Calls
-    from coordinator.tokens import Register
+    from coordinator.services.access import Calls
+    from coordinator.services.register import Register
 
     Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -12,7 +12,7 @@ from atoll.errors import UsageError
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
 from coordinator.pipeline.machine import RUNNING
-from coordinator.views import carried
+from coordinator.services.views import carried
 from protos import telemetry
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from coordinator.blob_rights import needed
+from coordinator.services.blob_rights import needed
 from protos.telemetry import Event
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from atoll.plan import LinkSpec
 from coordinator.membership.roster import Worker, flops_of
 from coordinator.pipeline.machine import ENDED, JobState
-from coordinator.views_federated import federated_status
+from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 

@@ -1,0 +1,1 @@
+"""Services: gRPC in and out of the coordinator, one service a file."""
