@@ -73,7 +73,7 @@ def test_the_demo_runs_from_the_wheel_alone(wheel: zipfile.ZipFile, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert "2 stages on 2 workers" in done.stdout
     assert "all checks hold" in done.stdout
-    module = "import coordinator.demo, sys; sys.stdout.write(coordinator.demo.__file__)"
+    module = "import coordinator.demo.run, sys; sys.stdout.write(coordinator.demo.run.__file__)"
     found = subprocess.run(
         [sys.executable, "-P", "-c", module], env=environment, capture_output=True, text=True
     )

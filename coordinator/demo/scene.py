@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from coordinator.demo_processes import DemoFailed, Start, start_here
+from coordinator.demo.processes import DemoFailed, Start, start_here
 from coordinator.render_words import in_seconds
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
-from coordinator.demo_processes import LogReader, Processes
-from coordinator.demo_scene import Outcome, Scene, check
-from coordinator.demo_shown import Shown
+from coordinator.demo.processes import LogReader, Processes
+from coordinator.demo.scene import Outcome, Scene, check
+from coordinator.demo.shown import Shown
 from coordinator.render import plan_view
 from coordinator.render_words import in_seconds
 from protos import atoll_job_pb2

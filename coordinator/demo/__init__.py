@@ -1,0 +1,1 @@
+"""Demo: a job trained by workers that a demo starts, shown and checked."""
