@@ -12,11 +12,11 @@ import pytest
 from atoll.errors import UsageError
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageSpec
-from coordinator.cli import app
-from coordinator.cli_admin import parse_duration
-from coordinator.cli_base import run
+from coordinator.cli.admin import parse_duration
+from coordinator.cli.format import in_bytes, in_seconds, plain, share_bar, sparkline
+from coordinator.cli.main import app
+from coordinator.cli.options import run
 from coordinator.client.endpoint import parse_address
-from coordinator.render_words import in_bytes, in_seconds, plain, share_bar, sparkline
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
 from protos.credentials import JoinToken

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from compressors import CODECS
-from coordinator.cli import app
-from coordinator.cli_base import run
+from coordinator.cli.main import app
+from coordinator.cli.options import run
 
 SMALL = ["--elements", "65536", "--seed", "4711"]
 

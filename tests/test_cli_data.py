@@ -18,8 +18,8 @@ import pytest
 
 from atoll import idx
 from atoll.errors import ConnectionFailed, StorageError, UsageError
-from coordinator import cli
-from coordinator.cli_base import run
+from coordinator.cli import main as cli
+from coordinator.cli.options import run
 from coordinator.datasets import corpora, download
 from coordinator.datasets import split as splitting
 from coordinator.datasets.corpora import Document, Mnist

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from coordinator.cli import app
-from coordinator.cli_base import run
-from coordinator.cli_submit import wait_for_workers
+from coordinator.cli.main import app
+from coordinator.cli.options import run
+from coordinator.cli.submit import wait_for_workers
 from coordinator.client.client import Client
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto

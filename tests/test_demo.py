@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from coordinator.cli.format import plain
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
 from coordinator.demo.processes import DemoFailed, LogReader, Processes
@@ -24,7 +25,6 @@ from coordinator.demo.scene import Lender, Outcome, Scene, check, next_steps, sm
 from coordinator.demo.shown import Shown
 from coordinator.planning.costs.fleet_file import read_fleet
 from coordinator.planning.planner import make_plan
-from coordinator.render_words import plain
 from examples import demo
 from lab.loopback import LoopbackLab
 from protos import atoll_control_pb2 as pb

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
-from coordinator.render import plan_view, status_view, watch_line, watch_view
+from coordinator.cli.render import plan_view, status_view, watch_line, watch_view
 from protos import atoll_control_pb2 as pb
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.real_workers import LoopbackFleet
-from coordinator.cli import app
-from coordinator.cli_base import run
+from coordinator.cli.main import app
+from coordinator.cli.options import run
 
 STEPS = 6
 JOB = """

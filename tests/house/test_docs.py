@@ -13,7 +13,7 @@ from atoll import errors
 from atoll.data import ByteText, Rows
 from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
 from compressors.catalogue import CODECS, Use
-from coordinator import cli
+from coordinator.cli import main as cli
 from coordinator.planning import planner
 from coordinator.planning.costs import fleet_file
 from protos import telemetry

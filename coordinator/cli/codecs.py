@@ -15,9 +15,9 @@ from rich.table import Table
 from atoll.compression import MAX_RATIO
 from atoll.errors import UsageError
 from compressors.catalogue import CODECS, FLOATS, Codec, Use, codec
-from coordinator.cli_base import AsJson, err, out, print_json
+from coordinator.cli.format import in_bits
+from coordinator.cli.options import AsJson, err, out, print_json
 from coordinator.planning.ratios import DEFAULT_RATIO
-from coordinator.render_words import in_bits
 
 ELEMENTS = 1 << 20
 MAX_ELEMENTS = 1 << 28

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.errors import UsageError
-from coordinator.cli_base import AsJson, Coordinator, Insecure, StateDir, Token, client_of, err
+from coordinator.cli.options import AsJson, Coordinator, Insecure, StateDir, Token, client_of, err
 from coordinator.flower.launcher import AppCommand, Wish
 from coordinator.flower.progress import Shown
 from protos.app_bundle import make_bundle, with_overrides

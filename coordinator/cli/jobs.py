@@ -13,7 +13,8 @@ import typer
 from rich.live import Live
 
 from atoll.errors import StorageError, UsageError
-from coordinator.cli_base import (
+from coordinator.cli.format import in_bytes, plain
+from coordinator.cli.options import (
     AsJson,
     Compress,
     Coordinator,
@@ -30,9 +31,8 @@ from coordinator.cli_base import (
     print_json,
     telling,
 )
+from coordinator.cli.render import plan_view, watch_line, watch_view, worker_names
 from coordinator.client.client import Client, check_ended
-from coordinator.render import plan_view, watch_line, watch_view, worker_names
-from coordinator.render_words import in_bytes, plain
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def plan(
             job = _cut(load(jobfile, job_overrides, trace))
             found, names = _live_plan(client, job, partitioner, schedule, json)
     if plot is not None:
-        from coordinator.plot import plot_plan
+        from coordinator.cli.plot import plot_plan
 
         plot_plan(found, names, plot)
     if json:

@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from atoll.plan import LinkSpec, Plan, Prediction
-from coordinator.render_federated import federated_parts, federated_words
-from coordinator.render_words import DIM, add_row, in_bits, in_bytes, in_seconds, share_bar, sparkline
+from coordinator.cli.format import DIM, add_row, in_bits, in_bytes, in_seconds, share_bar, sparkline
+from coordinator.cli.render_federated import federated_parts, federated_words
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from coordinator.cli_base import (
+from coordinator.cli.format import in_seconds, plain
+from coordinator.cli.options import (
     AsJson,
     Coordinator,
     Insecure,
@@ -20,9 +21,8 @@ from coordinator.cli_base import (
     out,
     print_json,
 )
+from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
-from coordinator.render import status_view
-from coordinator.render_words import in_seconds, plain
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 token_app = typer.Typer(

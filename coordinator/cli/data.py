@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from coordinator.cli_base import AsJson, byte_progress, err, out, print_json, telling
+from coordinator.cli.options import AsJson, byte_progress, err, out, print_json, telling
 from coordinator.datasets import download
 
 data = typer.Typer(

@@ -15,8 +15,11 @@ import typer
 
 import atoll
 from atoll.errors import UsageError
-from coordinator import cli_admin, cli_codecs, cli_data, cli_demo, cli_flower, cli_jobs, cli_submit
-from coordinator.cli_base import EXIT_CODES, AsJson, Trace, UseProxy, err, out, print_json, run
+from coordinator.cli import admin, codecs, flower, submit
+from coordinator.cli import data as cli_data
+from coordinator.cli import demo as cli_demo
+from coordinator.cli import jobs as cli_jobs
+from coordinator.cli.options import EXIT_CODES, AsJson, Trace, UseProxy, err, out, print_json, run
 from protos import PROTOCOL_VERSION, leaving
 from protos.installation import check_installation
 
@@ -36,11 +39,11 @@ def common(use_proxy: UseProxy = False) -> None:
 
 
 cli_demo.register(app)
-cli_admin.register(app)
-cli_submit.register(app)
+admin.register(app)
+submit.register(app)
 cli_jobs.register(app)
-cli_codecs.register(app)
-cli_flower.register(app)
+codecs.register(app)
+flower.register(app)
 cli_data.register(app)
 
 

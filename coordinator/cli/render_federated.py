@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.render_words import DIM, add_row, in_bits, in_bytes, in_seconds, sparkline
+from coordinator.cli.format import DIM, add_row, in_bits, in_bytes, in_seconds, sparkline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.errors import UsageError
-from coordinator.cli_admin import parse_duration
-from coordinator.cli_base import (
+from coordinator.cli.admin import parse_duration
+from coordinator.cli.format import in_bytes, in_seconds
+from coordinator.cli.jobs import JobFile, Partitioner, Schedule, follow, load
+from coordinator.cli.options import (
     AsJson,
     Compress,
     Coordinator,
@@ -29,10 +31,8 @@ from coordinator.cli_base import (
     print_json,
     telling,
 )
-from coordinator.cli_jobs import JobFile, Partitioner, Schedule, follow, load
+from coordinator.cli.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
-from coordinator.render import plan_view, worker_names
-from coordinator.render_words import in_bytes, in_seconds
 
 if TYPE_CHECKING:
     from coordinator.client.prepare import Prepared

@@ -1,0 +1,1 @@
+"""The `atoll` command, one group of commands a file."""
