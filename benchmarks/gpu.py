@@ -29,8 +29,8 @@ from benchmarks.oracle import Case, from_job, without_dropout
 from coordinator.client.job_file import load_job
 from worker.config import WorkerConfig
 from worker.local import LocalPipeline
+from worker.machine.device import find_device, prepare
 from worker.optimizers import make_optimizer
-from worker.probe import find_device, prepare
 
 if TYPE_CHECKING:
     from atoll.job import Job

@@ -27,7 +27,7 @@ from benchmarks.gpu import even_starts
 from benchmarks.harness import conclude, execute, machine, parser
 from coordinator.capture.capture import capture
 from coordinator.client.job_file import load_job
-from worker.allocator import keep_chunk_memory
+from worker.machine.malloc import keep_chunk_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ import pytest
 from compressors import speed
 from compressors.speed import CodecRate
 from coordinator.planning import ratios
-from worker.codec_speed import FILE, FIRST, MAX_AGE_S, CodecGauge, link_codecs
+from worker.machine.codec_speed import FILE, FIRST, MAX_AGE_S, CodecGauge, link_codecs
 
 HERE = {"torch": "2.13.0", "threads": 2}
 

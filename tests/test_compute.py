@@ -19,9 +19,9 @@ from worker import compute, messages
 from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel, Cancelled
 from worker.compute import LongWait, StepReport
-from worker.cores import CpuMeter
 from worker.frames import Direction
 from worker.local import LocalPipeline
+from worker.machine.cpu import CpuMeter
 from worker.peer import PeerLost
 
 pytestmark = pytest.mark.usefixtures("one_thread")

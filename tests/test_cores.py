@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.cores import CpuMeter, Usable, usable
+from worker.machine.cpu import CpuMeter, Usable, usable
 
 ALL = Usable(float(len(os.sched_getaffinity(0))))
 

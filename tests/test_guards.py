@@ -20,7 +20,7 @@ from atoll.rehearse import RehearsalLimits, rehearse
 from atoll.signatures import ENUMERATIONS, TEXTS, parameters
 from atoll.value_guards import index_guarded, sound_bools
 from tests.captured import NAMES, honest
-from worker.optimings import OpProbe, time_ops
+from worker.machine.op_timing import OpProbe, time_ops
 from worker.stage import Stage
 
 FLOAT = "float32"

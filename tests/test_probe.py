@@ -5,9 +5,9 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from worker import probe
 from worker.config import WorkerConfig
-from worker.cores import Usable
+from worker.machine import device
+from worker.machine.cpu import Usable
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,6 @@ def test_no_more_threads_than_cores_that_it_may_use(
     monkeypatch: pytest.MonkeyPatch, physical: int | None, usable: float, asked: int, expected: int
 ) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: physical)
-    monkeypatch.setattr(probe, "usable", lambda: Usable(usable))
+    monkeypatch.setattr(device, "usable", lambda: Usable(usable))
     config = WorkerConfig("127.0.0.1", device="cpu", threads=asked)
-    assert probe.find_device(config).threads == expected
+    assert device.find_device(config).threads == expected

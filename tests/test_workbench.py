@@ -11,8 +11,9 @@ import pytest
 
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S
-from worker import instructions, optimings, workbench
-from worker.cores import CpuMeter
+from worker import instructions, workbench
+from worker.machine import op_timing
+from worker.machine.cpu import CpuMeter
 from worker.messages import OpsRequest
 from worker.workbench import Workbench
 
@@ -51,7 +52,7 @@ def bench_with(
 def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(optimings, "time_ops", lambda *_, **__: {})
+    monkeypatch.setattr(op_timing, "time_ops", lambda *_, **__: {})
     gauge = Gauge()
     bench, posted, said = bench_with(gauge)
     bench.tell_codecs()
@@ -116,7 +117,7 @@ def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
         clocks.append(clock)
         return {}
 
-    monkeypatch.setattr(optimings, "time_ops", time_ops)
+    monkeypatch.setattr(op_timing, "time_ops", time_ops)
     bench, posted, _ = bench_with(Gauge(), CpuMeter(0.25, 1, thread_clock=lambda: 2.0))
     bench.do(instructions.TimeOps(7, OpsRequest(("op",), None)))  # type: ignore[arg-type]
     posted.get(timeout=HUNG_S)

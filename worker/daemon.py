@@ -26,18 +26,18 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
 from worker import events, instructions, messages, session
-from worker.allocator import keep_chunk_memory
 from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
-from worker.codec_speed import CodecGauge
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
-from worker.cores import CpuMeter, usable
 from worker.datasets import known_facts
 from worker.enroll import find_work_address, join
 from worker.loading import Surroundings, connect_one
+from worker.machine.codec_speed import CodecGauge
+from worker.machine.cpu import CpuMeter, usable
+from worker.machine.device import find_device, outbound_host, prepare, used_memory_bytes, versions
+from worker.machine.malloc import keep_chunk_memory
 from worker.messages import PeerExpected
-from worker.probe import find_device, outbound_host, prepare, used_memory_bytes, versions
 from worker.spans import Spans
 from worker.storage import BlobsOverGrpc, data_fetch
 from worker.stream import Stream
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import grpc
 
     from worker.enroll import Membership
-    from worker.probe import Device
+    from worker.machine.device import Device
 
 log = structlog.get_logger()
 

@@ -25,7 +25,7 @@ from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
 from worker.calls import as_atoll_error, open_channel
 from worker.enroll import greet
-from worker.probe import Device, device_rates, find_device, versions
+from worker.machine.device import Device, device_rates, find_device, versions
 
 if TYPE_CHECKING:
     from rich.console import Console

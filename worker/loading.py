@@ -17,9 +17,9 @@ from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
 from worker.compute import LongWait, Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
-from worker.cores import CpuMeter
 from worker.datasets import open_dataset
 from worker.link import Links
+from worker.machine.cpu import CpuMeter
 from worker.op_watch import OpWatch
 from worker.participation import Site
 from worker.spans import Spans
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atoll.rehearse import OpCost
-    from worker.probe import Device
+    from worker.machine.device import Device
     from worker.transport import PeerNetwork
 
 POLL_S = 0.1

@@ -21,7 +21,7 @@ from protos.bounds import DEFAULT_LIMITS
 from worker import events, instructions, round_messages
 from worker.assignment import Assignment, PeerLink
 from worker.codec import CodecUse
-from worker.optimings import OpProbe, OpTiming
+from worker.machine.op_timing import OpProbe, OpTiming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ ANSWERED = frozenset({"assign", "commit", "participate", "train_round", "evaluat
 
 @dataclass(frozen=True, slots=True)
 class OpsRequest:
-    """Ops to time, as ``worker.optimings`` takes them."""
+    """Ops to time, as ``worker.machine.op_timing`` takes them."""
 
     probes: tuple[OpProbe, ...]
     precision: Precision

@@ -30,10 +30,10 @@ from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.returned import check_returned
 from worker import checkpoint
-from worker.allocator import give_back
 from worker.floors import check_held_out, check_job
 from worker.kept import MAX_BYTES, ClientStore
 from worker.local_model import Client, LocalData, LocalModel
+from worker.machine.malloc import give_back
 from worker.models import ModelRef, Models
 from worker.op_watch import OpWatch
 from worker.trainer import Evaluated, LocalTrainer

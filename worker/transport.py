@@ -25,11 +25,11 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos import PROTOCOL_VERSION
 from protos.app_words import clean
 from protos.credentials import peer_name
-from worker.allocator import keep_chunk_memory
 from worker.channels import PeerServer, open_channel
 from worker.connection import Connection
 from worker.frames import MAX_META_BYTES, MAX_REASON_BYTES, Direction, Hello, MessageKey, decode
 from worker.lanes import FIRST, Lanes, most_lanes
+from worker.machine.malloc import keep_chunk_memory
 from worker.measure import ECHOES, Goodput, burst, round_trip
 from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
 from worker.shaper import Shaper

@@ -16,14 +16,15 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
-from worker import checkpoint, events, instructions, messages, optimings, round_messages
-from worker.allocator import give_back
+from worker import checkpoint, events, instructions, messages, round_messages
 from worker.cancel import Cancel, Cancelled
 from worker.link import LinksAborted
 from worker.loading import Surroundings, connect_one, load
+from worker.machine import op_timing
+from worker.machine.device import measure_link, used_memory_bytes
+from worker.machine.malloc import give_back
 from worker.participation import Participation
 from worker.peer import PeerLost
-from worker.probe import measure_link, used_memory_bytes
 from worker.trainer import LOSS
 
 if TYPE_CHECKING:
@@ -31,9 +32,9 @@ if TYPE_CHECKING:
 
     from protos import atoll_control_pb2 as pb
     from worker.assignment import Assignment
-    from worker.codec_speed import CodecGauge
     from worker.compute import LongWait, StageRun
     from worker.link import Links
+    from worker.machine.codec_speed import CodecGauge
     from worker.messages import LinkRequest, OpsRequest
     from worker.participation import EvaluateOrder, Joining, TrainOrder
 
@@ -422,7 +423,7 @@ class Workbench:
         error, timings = "", {}
         try:
             if ops.probes:
-                timings = optimings.time_ops(
+                timings = op_timing.time_ops(
                     ops.probes,
                     device.torch_device,
                     ops.precision,

@@ -17,7 +17,7 @@ import torch
 
 import atoll
 from atoll.errors import UsageError
-from worker.cores import usable
+from worker.machine.cpu import usable
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig

@@ -1,0 +1,1 @@
+"""Machine: what this machine is, and how fast."""
