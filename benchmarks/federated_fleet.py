@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from atoll.errors import AtollError, JobFailed
 from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
-from worker.datasets import add_dataset
+from worker.data.registry import add_dataset
 
 if TYPE_CHECKING:
     from types import TracebackType

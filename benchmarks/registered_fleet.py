@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import CommandFailed, LabFleet, settings_options
-from worker.datasets import add_dataset
+from worker.data.registry import add_dataset
 
 Row = Mapping[str, str]
 

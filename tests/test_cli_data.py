@@ -24,7 +24,7 @@ from coordinator.datasets import corpora, download
 from coordinator.datasets import split as splitting
 from coordinator.datasets.corpora import Document, Mnist
 from strategies import partition_data
-from worker.datasets import add_dataset, open_dataset
+from worker.data.registry import add_dataset, open_dataset
 
 LINES = "\tThe/at Fulton/np-tl and\\/or/cc ./.\n\n\n``/`` no/at ''/''\n"
 FILES = {"package/ca01": LINES.encode(), "package/cb02": b"Dear/jj Sirs/nns :/:\n"}

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from atoll.errors import StorageError, UsageError
-from worker import cli, datasets
-from worker.datasets import add_dataset, known_facts, list_datasets, load_dataset, open_dataset
-from worker.schema import parse_field
-from worker.sources import CSV_ROWS
-from worker.transforms import TRANSFORMS, BadValue, parse_transform, settle
+from worker import cli
+from worker.data import registry
+from worker.data.registry import add_dataset, known_facts, list_datasets, load_dataset, open_dataset
+from worker.data.schema import parse_field
+from worker.data.sources import CSV_ROWS
+from worker.data.transforms import TRANSFORMS, BadValue, parse_transform, settle
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 4, 5), np.uint8)
 LABELS = np.arange(7, dtype=np.uint8)
@@ -262,7 +263,7 @@ def test_damage_is_found(tmp_path: Path, folder: Path) -> None:
     stored.write_bytes(b"\x01" * 7)
     load_dataset(tmp_path, "d")
     with pytest.raises(StorageError, match="not what was registered"):
-        datasets.verify_dataset(tmp_path, "d")
+        registry.verify_dataset(tmp_path, "d")
     stored.write_bytes(b"\x01" * 6)
     with pytest.raises(StorageError, match="6 bytes, not 7"):
         load_dataset(tmp_path, "d")
@@ -277,7 +278,7 @@ def test_damage_is_found(tmp_path: Path, folder: Path) -> None:
 def test_a_full_disk_is_told_and_leaves_nothing(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datasets, "KEPT_FREE_BYTES", 1 << 62)
+    monkeypatch.setattr(registry, "KEPT_FREE_BYTES", 1 << 62)
     with pytest.raises(StorageError, match=r"full after 0 samples"):
         add_dataset(tmp_path, "d", folder, ["x=labels"])
     assert not list((tmp_path / "data").glob("*"))

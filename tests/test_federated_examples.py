@@ -15,7 +15,7 @@ from coordinator.client.prepare import prepare
 from coordinator.datasets import download
 from coordinator.datasets import split as splitting
 from coordinator.datasets.corpora import Document, Mnist
-from worker.datasets import add_dataset, open_dataset
+from worker.data.registry import add_dataset, open_dataset
 from worker.federation_local import LocalFederation, local_model
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

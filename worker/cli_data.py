@@ -18,8 +18,8 @@ from atoll.errors import UsageError
 from worker.config import default_state_dir
 
 if TYPE_CHECKING:
-    from worker.datasets import Dataset
-    from worker.datasets import Progress as BytesDone
+    from worker.data.registry import Dataset
+    from worker.data.registry import Progress as BytesDone
 
 MAX_SCHEMA_BYTES = 1 << 20
 # Much of what is shown was written elsewhere: no text is markup.
@@ -75,7 +75,7 @@ def add(
     Sources: safetensors, a tensor's name; IDX, a file's name in the folder; CSV, columns by name, range
     (x1..x9), number (#3) or the rest (*); text, windows:LENGTH[,STRIDE], documents:LENGTH or document.
     """
-    from worker.datasets import add_dataset
+    from worker.data.registry import add_dataset
 
     with _progress(f"reading {path.name}", quiet=json) as done:
         added = add_dataset(
@@ -100,7 +100,7 @@ def add(
 @data.command("list", epilog="Example: atoll-worker data list --json")
 def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
     """The data sets registered on this machine."""
-    from worker.datasets import list_datasets
+    from worker.data.registry import list_datasets
 
     found = list_datasets(state_dir or default_state_dir())
     if json:
@@ -125,7 +125,7 @@ def show(
     json: AsJson = False,
 ) -> int:
     """What is kept of a data set, and the part of it that others learn."""
-    from worker.datasets import load_dataset, verify_dataset
+    from worker.data.registry import load_dataset, verify_dataset
 
     folder = state_dir or default_state_dir()
     if verify:
@@ -143,7 +143,7 @@ def show(
 @data.command(epilog="Example: atoll-worker data remove mnist")
 def remove(name: Name, state_dir: StateDir = None) -> int:
     """Forget a data set and delete the worker's copy; your own files stay as they are."""
-    from worker.datasets import remove_dataset
+    from worker.data.registry import remove_dataset
 
     remove_dataset(state_dir or default_state_dir(), name)
     out.print(f"data set {name} is no longer registered")

@@ -30,7 +30,7 @@ from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
 from worker.compute import Progress
 from worker.config import WorkerConfig, remember
-from worker.datasets import known_facts
+from worker.data.registry import known_facts
 from worker.enroll import find_work_address, join
 from worker.loading import Surroundings, connect_one
 from worker.machine.codec_speed import CodecGauge

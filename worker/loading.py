@@ -17,7 +17,7 @@ from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
 from worker.compute import LongWait, Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
-from worker.datasets import open_dataset
+from worker.data.registry import open_dataset
 from worker.link import Links
 from worker.machine.cpu import CpuMeter
 from worker.op_watch import OpWatch

@@ -22,7 +22,7 @@ from atoll.errors import StorageError, UsageError
 from atoll.idx import MAX_HEADER_BYTES, IdxHeader, check_length, looks_like_idx, parse_header
 
 if TYPE_CHECKING:
-    from worker.transforms import Array
+    from worker.data.transforms import Array
 
 FORMATS = ("idx", "safetensors", "csv", "text")
 PIECE_BYTES = 8 << 20

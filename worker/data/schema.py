@@ -10,7 +10,7 @@
 
 TYPE is what the field must be in the end: a dtype, and the shape of one sample in brackets. Values are
 converted to it and refused where they do not fit. What SOURCE means depends on the file's format
-(``worker.sources``); transforms are those of ``worker.transforms``. Nothing here is code of the owner's.
+(``worker.data.sources``); transforms are those of ``worker.data.transforms``. Nothing here is code of the owner's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atoll.errors import UsageError
-from worker.transforms import DTYPES, Transform, parse_shape, parse_transform
+from worker.data.transforms import DTYPES, Transform, parse_shape, parse_transform
 
 MAX_FIELDS = 64
 MAX_LINE_CHARS = 16_384

@@ -3,7 +3,7 @@
     STATE/data/NAME/manifest.json     fields, sizes, hashes, the schema as it was given
     STATE/data/NAME/FIELD.bin         the samples of one field, one after another, little-endian
 
-``add_dataset`` reads the owner's files through a schema (``worker.schema``), checks every value and
+``add_dataset`` reads the owner's files through a schema (``worker.data.schema``), checks every value and
 writes what training reads, so that a run meets no surprise and needs no parser. What others learn of it
 is ``DatasetFacts``: name, number of samples, dtypes and shapes.
 """
@@ -27,12 +27,12 @@ from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
 from protos.private_files import private_folder
 from worker.config import make_state_dir
-from worker.schema import FieldSchema, parse_schema, sources_of
-from worker.sources import Piece, SafetensorsSource, Source, open_source
-from worker.transforms import BadValue, settle
+from worker.data.schema import FieldSchema, parse_schema, sources_of
+from worker.data.sources import Piece, SafetensorsSource, Source, open_source
+from worker.data.transforms import BadValue, settle
 
 if TYPE_CHECKING:
-    from worker.transforms import Array
+    from worker.data.transforms import Array
 
 FOLDER = "data"
 MANIFEST = "manifest.json"
