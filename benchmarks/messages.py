@@ -26,7 +26,7 @@ from benchmarks.harness import conclude, execute, machine, need_lab, parser
 from benchmarks.transport import End, arguments_of, checked, filled, identities, lab_end, line_scenario, serve
 from benchmarks.waits import HUNG_S
 from lab.world import Lab
-from worker.frames import Direction, MessageKey
+from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

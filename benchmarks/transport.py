@@ -39,8 +39,8 @@ from lab.reader import read_scenario
 from lab.tun import unavailable
 from lab.world import Lab
 from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
-from worker.frames import Direction, MessageKey
-from worker.transport import PeerNetwork, TransportConfig
+from worker.transport.frames import Direction, MessageKey
+from worker.transport.network import PeerNetwork, TransportConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
-from worker.frames import (
+from worker.transport.frames import (
     Data,
     Direction,
     MessageKey,
 )
-from worker.inbox import Inbox
-from worker.outbox import Outbox
+from worker.transport.inbox import Inbox
+from worker.transport.outbox import Outbox
 
 KEY = MessageKey("job-1", 3, 12, 4, 77, Direction.BACKWARD)
 

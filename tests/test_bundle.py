@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
-from worker.bundle import MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split
-from worker.connection import Connection
-from worker.frames import (
+from worker.transport.bundle import MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split
+from worker.transport.connection import Connection
+from worker.transport.frames import (
     MAX_CONFIRMED,
     MAX_FRAME_BYTES,
     MAX_MARKS,
@@ -29,8 +29,8 @@ from worker.frames import (
     decode,
     encode,
 )
-from worker.linetime import LineTime
-from worker.peer import Peer, TransportConfig
+from worker.transport.line_time import LineTime
+from worker.transport.peer import Peer, TransportConfig
 
 SMALL = b"x" * 300
 

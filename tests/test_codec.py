@@ -24,9 +24,9 @@ from worker.arrivals import Arrival, evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
 from worker.codec import StageCodecs, packet_seed
 from worker.compute import StepReport, codecs_of
-from worker.frames import Direction, MessageKey
 from worker.link import Links
 from worker.local import LocalPipeline
+from worker.transport.frames import Direction, MessageKey
 
 STAGES = 3
 

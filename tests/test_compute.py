@@ -19,10 +19,10 @@ from worker import compute, messages
 from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel, Cancelled
 from worker.compute import LongWait, StepReport
-from worker.frames import Direction
 from worker.local import LocalPipeline
 from worker.machine.cpu import CpuMeter
-from worker.peer import PeerLost
+from worker.transport.frames import Direction
+from worker.transport.peer import PeerLost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
 from protos.app_words import plain
-from worker.frames import (
+from worker.transport.frames import (
     ECHO_BYTES,
     MAX_AGE_US,
     MAX_CHUNK_BYTES,

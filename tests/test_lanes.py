@@ -1,6 +1,6 @@
 """How many connections a link gets."""
 
-from worker.lanes import LANE_BYTES, Lanes, most_lanes
+from worker.transport.lanes import LANE_BYTES, Lanes, most_lanes
 
 HOST = ("127.0.0.1", 1)
 RTT_S = 0.08

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.lateness import HORIZON_S, MOST_LATE_S, Lateness, Least
-from worker.window import Window
+from worker.transport.lateness import HORIZON_S, MOST_LATE_S, Lateness, Least
+from worker.transport.window import Window
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40), st.floats(0.01, 1.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.linetime import LineTime
+from worker.transport.line_time import LineTime
 
 RATE = 1e6  # bytes/s
 RTT_S = 0.08

@@ -14,9 +14,9 @@ from atoll.opdag import TensorMeta
 from compressors.base import Packet
 from tests.patience import HUNG_S
 from worker.codec import StageCodecs
-from worker.frames import Direction, MessageKey
 from worker.link import Links, LinksAborted
-from worker.peer import PeerLost, Receiver
+from worker.transport.frames import Direction, MessageKey
+from worker.transport.peer import PeerLost, Receiver
 
 META = TensorMeta((2, 3), "float32")
 TENSOR = torch.arange(6, dtype=torch.float32).reshape(2, 3)

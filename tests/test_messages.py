@@ -11,8 +11,8 @@ from protos.convert_plan import link_to_proto
 from worker import events, messages
 from worker.codec import CodecUse
 from worker.compute import StepReport
-from worker.measure import Goodput
 from worker.stage import StageReport
+from worker.transport.measure import Goodput
 
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
 

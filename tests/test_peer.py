@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from worker.connection import Connection
-from worker.frames import Direction, Hello, MessageKey
-from worker.peer import Peer, TransportConfig
-from worker.window import Window
+from worker.transport.connection import Connection
+from worker.transport.frames import Direction, Hello, MessageKey
+from worker.transport.peer import Peer, TransportConfig
+from worker.transport.window import Window
 
 KEY = MessageKey("job", 1, 0, 0, 7, Direction.FORWARD)
 

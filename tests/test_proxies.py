@@ -20,7 +20,7 @@ from tests.test_server import stack, start
 from tests.test_transport import PATIENT, Make, authority, host, key
 from worker.config import WorkerConfig, make_config, remember
 from worker.enroll import join
-from worker.peer import TransportConfig
+from worker.transport.peer import TransportConfig
 
 __all__ = ["authority", "host", "stack"]
 

@@ -28,19 +28,19 @@ from protos.credentials import (
     signing_request,
 )
 from tests.patience import HUNG_S
-from worker.channels import IDLE_WAKE_S, METHOD
-from worker.connection import Connection
-from worker.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
-from worker.measure import burst_rate_bps
-from worker.peer import Peer
-from worker.shaper import Line, Shaper
-from worker.transport import (
+from worker.transport.channels import IDLE_WAKE_S, METHOD
+from worker.transport.connection import Connection
+from worker.transport.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
+from worker.transport.measure import burst_rate_bps
+from worker.transport.network import (
     SPARE_ROUNDS,
     PeerLost,
     PeerNetwork,
     TransportConfig,
 )
-from worker.window import Window
+from worker.transport.peer import Peer
+from worker.transport.shaper import Line, Shaper
+from worker.transport.window import Window
 
 PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
 """For tests that are not about patience, on a busy machine."""

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.patience import HUNG_S
-from worker.turns import Turns
+from worker.transport.turns import Turns
 
 
 def test_what_is_put_off_runs_once_when_the_last_hold_ends_and_without_the_lock() -> None:

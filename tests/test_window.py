@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from worker.frames import Flag
-from worker.peer import Peer, TransportConfig
-from worker.window import Window
+from worker.transport.frames import Flag
+from worker.transport.peer import Peer, TransportConfig
+from worker.transport.window import Window
 
 
 def drive(window: Window, rate: float, rtt_s: float, seconds: float) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from atoll.opdag import TensorMeta
 from worker.assignment import Assignment
-from worker.frames import Direction, MessageKey
+from worker.transport.frames import Direction, MessageKey
 
 EMPTY = TensorMeta((0,), "uint8")
 """What an acknowledgement of an evaluation micro-batch carries: nothing, as a zero-gradient mark."""

@@ -36,8 +36,8 @@ from compressors.base import (
     zero_packet,
 )
 from compressors.catalogue import Use
-from worker.frames import MEASURED, Direction, MessageKey
 from worker.machine.cpu import CpuMeter, Taken
+from worker.transport.frames import MEASURED, Direction, MessageKey
 
 if TYPE_CHECKING:
     from torch import Tensor

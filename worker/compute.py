@@ -21,10 +21,10 @@ from atoll.microbatch import Work
 from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
 from worker.codec import StageCodecs, lossy
-from worker.frames import Direction, MessageKey
 from worker.machine.cpu import CpuMeter
 from worker.ports import HeldOut, MicroBatches, TensorLinks
 from worker.spans import Span, Spans
+from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -41,7 +41,7 @@ from worker.messages import PeerExpected
 from worker.spans import Spans
 from worker.storage import BlobsOverGrpc, data_fetch
 from worker.stream import Stream
-from worker.transport import PeerNetwork, TransportConfig
+from worker.transport.network import PeerNetwork, TransportConfig
 from worker.workbench import Workbench
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from atoll.rehearse import OpCost
     from worker.machine.device import Device
-    from worker.transport import PeerNetwork
+    from worker.transport.network import PeerNetwork
 
 POLL_S = 0.1
 

@@ -16,8 +16,8 @@ from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
 from compressors.base import meta_of, parse_packet
 from compressors.layout import from_wire, to_wire
 from worker.codec import CodecUse, StageCodecs, lossy
-from worker.frames import Direction, MessageKey
 from worker.stage import Stage, StageReport
+from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

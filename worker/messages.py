@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from worker.compute import LongWait, StepReport
     from worker.spans import Span
-    from worker.transport import Goodput
+    from worker.transport.network import Goodput
 
 MAX_ADDRESSES = 16
 MAX_PROBES = 20_000

@@ -12,7 +12,7 @@ from worker.cancel import Cancel
 if TYPE_CHECKING:
     from worker.arrivals import Arrival
     from worker.codec import StageCodecs
-    from worker.frames import MessageKey
+    from worker.transport.frames import MessageKey
 
 
 class TensorLinks(Protocol):

@@ -1,6 +1,6 @@
 """One session stream to the coordinator: what we say goes out in order, what comes in is told.
 
-What is said starts in the thread that says it, and what arrives is told in gRPC's (``worker.wires``):
+What is said starts in the thread that says it, and what arrives is told in gRPC's (``worker.transport.grpc_streams``):
 with gRPC's own iterators a step's commit came 0.4 ms later, of 1.2 there and back. When a stream
 ends, for whatever reason, that is one event, in a thread of its own. What is said while no stream is
 open is dropped: the session machine keeps what must arrive.
@@ -19,7 +19,7 @@ from atoll.errors import AtollError, ConnectionFailed
 from protos import atoll_apps_pb2 as apps_pb
 from protos import atoll_control_pb2 as pb
 from worker.calls import as_atoll_error
-from worker.wires import DialledWire
+from worker.transport.grpc_streams import DialledWire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

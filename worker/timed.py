@@ -6,10 +6,10 @@ last, as this worker saw them.
 
 from __future__ import annotations
 
-from worker.frames import MessageKey
 from worker.link import Network
-from worker.peer import Receiver
 from worker.spans import Span, Spans
+from worker.transport.frames import MessageKey
+from worker.transport.peer import Receiver
 
 
 class TimedNetwork:

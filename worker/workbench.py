@@ -24,8 +24,8 @@ from worker.machine import op_timing
 from worker.machine.device import measure_link, used_memory_bytes
 from worker.machine.malloc import give_back
 from worker.participation import Participation
-from worker.peer import PeerLost
 from worker.trainer import LOSS
+from worker.transport.peer import PeerLost
 
 if TYPE_CHECKING:
     from torch import Tensor

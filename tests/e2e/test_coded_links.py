@@ -14,7 +14,7 @@ from tests.patience import HUNG_S
 from worker.cancel import Cancel
 from worker.compute import StepReport
 from worker.local import LocalPipeline
-from worker.transport import PeerNetwork
+from worker.transport.network import PeerNetwork
 
 STAGES = 2
 

@@ -21,7 +21,7 @@ from worker.machine.cpu import usable
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
-    from worker.transport import PeerNetwork
+    from worker.transport.network import PeerNetwork
 
 RESERVE_SHARE = 0.15  # of free memory, left to the machine's owner unless --memory says otherwise
 CPU_MATMUL = 512

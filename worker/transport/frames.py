@@ -62,7 +62,7 @@ class FrameType(IntEnum):
     PONG = 5
     PROBE = 6
     CLOSE = 7
-    BUNDLE = 8  # of other frames: worker/bundle.py
+    BUNDLE = 8  # of other frames: worker/transport/bundle.py
 
 
 class Direction(IntEnum):

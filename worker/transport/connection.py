@@ -16,8 +16,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame
-from worker.bundle import LEAST_ROOM, MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split, within
-from worker.frames import (
+from worker.transport.bundle import LEAST_ROOM, MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split, within
+from worker.transport.frames import (
     MAX_CHUNK_BYTES,
     MEASURED,
     Ack,
@@ -33,17 +33,17 @@ from worker.frames import (
     decode,
     encode,
 )
-from worker.outbox import Chunk
-from worker.receipts import Receipts
-from worker.shaper import Pipe, ShapedWire
-from worker.turns import Turns
-from worker.window import Window
+from worker.transport.outbox import Chunk
+from worker.transport.receipts import Receipts
+from worker.transport.shaper import Pipe, ShapedWire
+from worker.transport.turns import Turns
+from worker.transport.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker.peer import Peer
-    from worker.wires import NewWire, Wire
+    from worker.transport.grpc_streams import NewWire, Wire
+    from worker.transport.peer import Peer
 
 _PROBE_FILLER = bytes(MAX_CHUNK_BYTES)
 _numbers = itertools.count()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.errors import BadFrame
-from worker.frames import Buffer, Data, MessageKey
+from worker.transport.frames import Buffer, Data, MessageKey
 
 Expect = Callable[[str, MessageKey, int], memoryview | None]
 """``expect(peer, key, total bytes)`` -> where the payload goes, or None: not wanted."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.errors import ConnectionFailed
-from worker.frames import Data, MessageKey, confirmations
-from worker.inbox import Expect, Inbox
-from worker.lateness import Lateness
-from worker.linetime import LineTime
-from worker.outbox import Chunk, Outbox
-from worker.turns import Turns
-from worker.window import LARGEST_SHARED_CHUNK, Window, on_line
+from worker.transport.frames import Data, MessageKey, confirmations
+from worker.transport.inbox import Expect, Inbox
+from worker.transport.lateness import Lateness
+from worker.transport.line_time import LineTime
+from worker.transport.outbox import Chunk, Outbox
+from worker.transport.turns import Turns
+from worker.transport.window import LARGEST_SHARED_CHUNK, Window, on_line
 
 Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
 """``deliver(peer, key, header, payload)``; called in a thread of gRPC's that serves others: never block."""
@@ -65,7 +65,7 @@ class TransportConfig:
     reconnect_s: float = 0.4  # or six round trips, if that is more
     handshake_s: float = 5.0
     close_s: float = 0.5  # for the last frames of a graceful close
-    shaper_file: str = ""  # worker/shaper.py; loopback without root
+    shaper_file: str = ""  # worker/transport/shaper.py; loopback without root
     use_proxy: bool = False  # dial peers by way of the environment's proxy
 
     @property

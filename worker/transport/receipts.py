@@ -1,6 +1,6 @@
 """What arrived on one stream and is not acknowledged yet.
 
-An acknowledgement by itself costs either side as much as a message of data (``worker.bundle``). What
+An acknowledgement by itself costs either side as much as a message of data (``worker.transport.bundle``). What
 a sender does not wait for therefore travels with the next data that goes the other way, which in a
 pipeline is hardly ever far off; every arrival is noted with its time, so that the sender's estimates
 are those of an answer at once. No socket, clock or thread here: times come in as arguments.
@@ -8,7 +8,7 @@ are those of an answer at once. No socket, clock or thread here: times come in a
 
 from __future__ import annotations
 
-from worker.frames import MAX_AGE_US, MAX_MARKS, Ack, Flag
+from worker.transport.frames import MAX_AGE_US, MAX_MARKS, Ack, Flag
 
 PATIENCE_S = 0.05
 """So long an arrival waits for company, to which the watch adds up to its tick."""

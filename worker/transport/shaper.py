@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from worker.wires import Wire
+    from worker.transport.grpc_streams import Wire
 
 MAX_FILE_BYTES = 1 << 20
 HANDING_S = 2.0  # for the wire to take a message, before we ask whether it still should

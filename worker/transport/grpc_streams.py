@@ -20,7 +20,7 @@ import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from protos.app_words import clean
-from worker.channels import METHOD
+from worker.transport.channels import METHOD
 
 log = structlog.get_logger()
 

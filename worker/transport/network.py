@@ -25,15 +25,15 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos import PROTOCOL_VERSION
 from protos.app_words import clean
 from protos.credentials import peer_name
-from worker.channels import PeerServer, open_channel
-from worker.connection import Connection
-from worker.frames import MAX_META_BYTES, MAX_REASON_BYTES, Direction, Hello, MessageKey, decode
-from worker.lanes import FIRST, Lanes, most_lanes
 from worker.machine.malloc import keep_chunk_memory
-from worker.measure import ECHOES, Goodput, burst, round_trip
-from worker.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
-from worker.shaper import Shaper
-from worker.wires import AcceptedWire, DialledWire
+from worker.transport.channels import PeerServer, open_channel
+from worker.transport.connection import Connection
+from worker.transport.frames import MAX_META_BYTES, MAX_REASON_BYTES, Direction, Hello, MessageKey, decode
+from worker.transport.grpc_streams import AcceptedWire, DialledWire
+from worker.transport.lanes import FIRST, Lanes, most_lanes
+from worker.transport.measure import ECHOES, Goodput, burst, round_trip
+from worker.transport.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
+from worker.transport.shaper import Shaper
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
@@ -55,7 +55,7 @@ MAX_LANES = 32
 """Open streams of one peer, with those that broke unnoticed: all that were accepted share a thread."""
 SPARE_ROUNDS = 30
 """Of pings: a spare connection gets one in so many, one in 15 s, which keeps routers' mappings alive and its
-round trip known (``worker.lateness``: half a minute). One in 8 were half of all pings of six homes."""
+round trip known (``worker.transport.lateness``: half a minute). One in 8 were half of all pings of six homes."""
 
 
 class _Refused(AtollError):

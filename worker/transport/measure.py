@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atoll.errors import ConnectionFailed
-from worker.peer import Peer, PeerLost
+from worker.transport.peer import Peer, PeerLost
 
 ECHOES = 10
 

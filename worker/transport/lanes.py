@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from worker.window import on_line
+from worker.transport.window import on_line
 
 LANE_BYTES = 128 << 10
 """Under way on a connection, before another one is opened."""

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.frames import MessageKey
+from worker.transport.frames import MessageKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -12,7 +12,7 @@ import grpc._common
 from atoll.errors import ConnectionFailed
 from protos.credentials import channel_credentials, name_options, server_credentials
 from protos.proxies import proxy_option
-from worker.bundle import MAX_MESSAGE_BYTES
+from worker.transport.bundle import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from protos.credentials import Identity

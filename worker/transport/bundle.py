@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 
 from atoll.errors import BadFrame
-from worker.frames import (
+from worker.transport.frames import (
     MAGIC,
     MAX_CONFIRMED,
     MAX_FRAME_BYTES,

@@ -1,0 +1,1 @@
+"""Transport: bytes between workers."""
