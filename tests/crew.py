@@ -18,10 +18,10 @@ from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS
 from worker.assignment import Assignment, PeerLink
 from worker.compute import Progress, StageRun, codecs_of
-from worker.link import Links, Network
+from worker.links.links import Links, Network
+from worker.links.timed import TimedNetwork
 from worker.spans import Spans
 from worker.stage import Stage
-from worker.timed import TimedNetwork
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,9 +22,9 @@ from tests import plain_codec
 from tests.crew import TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.arrivals import Arrival, evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
-from worker.codec import StageCodecs, packet_seed
 from worker.compute import StepReport, codecs_of
-from worker.link import Links
+from worker.links.codecs import StageCodecs, packet_seed
+from worker.links.links import Links
 from worker.local import LocalPipeline
 from worker.transport.frames import Direction, MessageKey
 

@@ -13,8 +13,8 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet
 from tests.patience import HUNG_S
-from worker.codec import StageCodecs
-from worker.link import Links, LinksAborted
+from worker.links.codecs import StageCodecs
+from worker.links.links import Links, LinksAborted
 from worker.transport.frames import Direction, MessageKey
 from worker.transport.peer import PeerLost, Receiver
 

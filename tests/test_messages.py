@@ -9,8 +9,8 @@ from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
 from worker import events, messages
-from worker.codec import CodecUse
 from worker.compute import StepReport
+from worker.links.codecs import CodecUse
 from worker.stage import StageReport
 from worker.transport.measure import Goodput
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from atoll.microbatch import Work
 from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
-from worker.codec import StageCodecs, lossy
+from worker.links.codecs import StageCodecs, lossy
 from worker.machine.cpu import CpuMeter
 from worker.ports import HeldOut, MicroBatches, TensorLinks
 from worker.spans import Span, Spans

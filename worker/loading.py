@@ -18,13 +18,13 @@ from worker.checkpoint import BlobCache, BlobPort
 from worker.compute import LongWait, Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
 from worker.data.registry import open_dataset
-from worker.link import Links
+from worker.links.links import Links
+from worker.links.timed import TimedNetwork
 from worker.machine.cpu import CpuMeter
 from worker.op_watch import OpWatch
 from worker.participation import Site
 from worker.spans import Spans
 from worker.stage import MAX_OUTPUT_BYTES, Stage
-from worker.timed import TimedNetwork
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,7 +20,7 @@ from protos.app_words import clean
 from protos.bounds import DEFAULT_LIMITS
 from worker import events, instructions, round_messages
 from worker.assignment import Assignment, PeerLink
-from worker.codec import CodecUse
+from worker.links.codecs import CodecUse
 from worker.machine.op_timing import OpProbe, OpTiming
 
 if TYPE_CHECKING:

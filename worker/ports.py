@@ -11,7 +11,7 @@ from worker.cancel import Cancel
 
 if TYPE_CHECKING:
     from worker.arrivals import Arrival
-    from worker.codec import StageCodecs
+    from worker.links.codecs import StageCodecs
     from worker.transport.frames import MessageKey
 
 

@@ -18,7 +18,7 @@ import torch
 from atoll.errors import AtollError
 from worker import checkpoint, events, instructions, messages, round_messages
 from worker.cancel import Cancel, Cancelled
-from worker.link import LinksAborted
+from worker.links.links import LinksAborted
 from worker.loading import Surroundings, connect_one, load
 from worker.machine import op_timing
 from worker.machine.device import measure_link, used_memory_bytes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from protos import atoll_control_pb2 as pb
     from worker.assignment import Assignment
     from worker.compute import LongWait, StageRun
-    from worker.link import Links
+    from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
     from worker.messages import LinkRequest, OpsRequest
     from worker.participation import EvaluateOrder, Joining, TrainOrder

@@ -1,6 +1,6 @@
 """Tensors between the stages of one plan: compress, frame, send, and back.
 
-Which codec a message takes, ``worker.codec`` says for each plan version. From a step on that the
+Which codec a message takes, ``worker.links.codecs`` says for each plan version. From a step on that the
 coordinator names, the same stages may exchange under a new version with other codecs.
 
 Only declared messages are taken: key, sender, shape and dtype are known before a step begins.
@@ -25,7 +25,7 @@ from torch import Tensor
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
-from worker.codec import CodecUse, Coding, StageCodecs
+from worker.links.codecs import CodecUse, Coding, StageCodecs
 from worker.transport.frames import MessageKey
 from worker.transport.peer import PeerLost, Receiver
 

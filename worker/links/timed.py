@@ -6,7 +6,7 @@ last, as this worker saw them.
 
 from __future__ import annotations
 
-from worker.link import Network
+from worker.links.links import Network
 from worker.spans import Span, Spans
 from worker.transport.frames import MessageKey
 from worker.transport.peer import Receiver

@@ -1,0 +1,1 @@
+"""Links: tensors between the stages of a plan, coded, keyed and sent once."""
