@@ -30,7 +30,7 @@ from coordinator.client.job_file import load_job
 from worker.config import WorkerConfig
 from worker.local import LocalPipeline
 from worker.machine.device import find_device, prepare
-from worker.optimizers import make_optimizer
+from worker.stage.optimizers import make_optimizer
 
 if TYPE_CHECKING:
     from atoll.job import Job

@@ -16,12 +16,12 @@ from coordinator.capture.capture import capture
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS
-from worker.assignment import Assignment, PeerLink
-from worker.compute import Progress, StageRun, codecs_of
 from worker.links.links import Links, Network
 from worker.links.timed import TimedNetwork
 from worker.spans import Spans
-from worker.stage import Stage
+from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.run import Progress, StageRun, codecs_of
+from worker.stage.stage import Stage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from tests.models import MODELS
 from tests.patience import HUNG_S
 from tests.test_compute import TRAINING
 from worker.cancel import Cancel, Cancelled
-from worker.feed import Arrived, Feed, InputRule, held_out, input_rules
+from worker.stage.feed import Arrived, Feed, InputRule, held_out, input_rules
 
 META = TensorMeta((2, 3), "int64")
 RULES = {"x": InputRule(META, Range(0, 10))}

@@ -21,7 +21,7 @@ from atoll.signatures import ENUMERATIONS, TEXTS, parameters
 from atoll.value_guards import index_guarded, sound_bools
 from tests.captured import NAMES, honest
 from worker.machine.op_timing import OpProbe, time_ops
-from worker.stage import Stage
+from worker.stage.stage import Stage
 
 FLOAT = "float32"
 USUAL = RehearsalLimits()

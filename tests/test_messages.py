@@ -9,9 +9,9 @@ from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
 from worker import events, messages
-from worker.compute import StepReport
 from worker.links.codecs import CodecUse
-from worker.stage import StageReport
+from worker.stage.run import StepReport
+from worker.stage.stage import StageReport
 from worker.transport.measure import Goodput
 
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")

@@ -12,7 +12,7 @@ from atoll.job import Precision
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta
 from atoll.program import stage_programs
 from atoll.rehearse import OpCost, rehearse
-from worker.op_watch import FLOOR_S, OpWatch
+from worker.stage.op_watch import FLOOR_S, OpWatch
 
 META = TensorMeta((64, 64), "float32")
 X = LeafRef(Source.INPUT, "x")

@@ -22,7 +22,7 @@ from atoll.job import (
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
 from atoll.program import stage_programs
 from worker.local import LocalPipeline
-from worker.stage import Stage, StageReport
+from worker.stage.stage import Stage, StageReport
 
 SHAPE = (3, 4)
 META = TensorMeta(SHAPE, "float32")

@@ -28,7 +28,6 @@ from protos.convert_federated import dataset_to_proto
 from worker import events, instructions, messages, session
 from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
-from worker.compute import Progress
 from worker.config import WorkerConfig, remember
 from worker.data.registry import known_facts
 from worker.enroll import find_work_address, join
@@ -39,6 +38,7 @@ from worker.machine.device import find_device, outbound_host, prepare, used_memo
 from worker.machine.malloc import keep_chunk_memory
 from worker.messages import PeerExpected
 from worker.spans import Spans
+from worker.stage.run import Progress
 from worker.storage import BlobsOverGrpc, data_fetch
 from worker.stream import Stream
 from worker.transport.network import PeerNetwork, TransportConfig

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
 from atoll.rehearse import RehearsalLimits, rehearse
-from worker import checkpoint, feed
-from worker.assignment import Assignment, check
+from worker import checkpoint
 from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
-from worker.compute import LongWait, Progress, StageRun, codecs_of
 from worker.config import WorkerConfig
 from worker.data.registry import open_dataset
 from worker.links.links import Links
 from worker.links.timed import TimedNetwork
 from worker.machine.cpu import CpuMeter
-from worker.op_watch import OpWatch
 from worker.participation import Site
 from worker.spans import Spans
-from worker.stage import MAX_OUTPUT_BYTES, Stage
+from worker.stage import feed
+from worker.stage.assignment import Assignment, check
+from worker.stage.op_watch import OpWatch
+from worker.stage.run import LongWait, Progress, StageRun, codecs_of
+from worker.stage.stage import MAX_OUTPUT_BYTES, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
 from compressors.base import meta_of, parse_packet
 from compressors.layout import from_wire, to_wire
 from worker.links.codecs import CodecUse, StageCodecs, lossy
-from worker.stage import Stage, StageReport
+from worker.stage.stage import Stage, StageReport
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:

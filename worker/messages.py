@@ -19,15 +19,15 @@ from protos import bounds, convert, convert_plan
 from protos.app_words import clean
 from protos.bounds import DEFAULT_LIMITS
 from worker import events, instructions, round_messages
-from worker.assignment import Assignment, PeerLink
 from worker.links.codecs import CodecUse
 from worker.machine.op_timing import OpProbe, OpTiming
+from worker.stage.assignment import Assignment, PeerLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from worker.compute import LongWait, StepReport
     from worker.spans import Span
+    from worker.stage.run import LongWait, StepReport
     from worker.transport.network import Goodput
 
 MAX_ADDRESSES = 16

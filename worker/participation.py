@@ -35,7 +35,7 @@ from worker.kept import MAX_BYTES, ClientStore
 from worker.local_model import Client, LocalData, LocalModel
 from worker.machine.malloc import give_back
 from worker.models import ModelRef, Models
-from worker.op_watch import OpWatch
+from worker.stage.op_watch import OpWatch
 from worker.trainer import Evaluated, LocalTrainer
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from strategies.layout import SHARED, Role
 from strategies.returned import check_returned
 from worker.cancel import Cancel
 from worker.floors import check_held_out, check_job, check_update_floors
-from worker.optimizers import make_optimizer
-from worker.stage import MAX_OUTPUT_BYTES
+from worker.stage.optimizers import make_optimizer
+from worker.stage.stage import MAX_OUTPUT_BYTES
 
 if TYPE_CHECKING:
     from atoll.federated import Federated

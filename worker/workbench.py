@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protos import atoll_control_pb2 as pb
-    from worker.assignment import Assignment
-    from worker.compute import LongWait, StageRun
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
     from worker.messages import LinkRequest, OpsRequest
     from worker.participation import EvaluateOrder, Joining, TrainOrder
+    from worker.stage.assignment import Assignment
+    from worker.stage.run import LongWait, StageRun
 
 log = structlog.get_logger()
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from atoll.microbatch import Work
-from worker.arrivals import evaluation_arrivals, step_arrivals
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
 from worker.machine.cpu import CpuMeter
-from worker.ports import HeldOut, MicroBatches, TensorLinks
 from worker.spans import Span, Spans
+from worker.stage.expected import evaluation_arrivals, step_arrivals
+from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from atoll.microbatch import Action
     from atoll.plan import LinkSpec
     from atoll.program import StageProgram
-    from worker.assignment import Assignment
-    from worker.op_watch import OpWatch
-    from worker.stage import Stage, StageReport
+    from worker.stage.assignment import Assignment
+    from worker.stage.op_watch import OpWatch
+    from worker.stage.stage import Stage, StageReport
 
 POLL_S = 0.25
 LONG_WAIT_S = 60.0

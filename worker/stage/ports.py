@@ -10,8 +10,8 @@ from torch import Tensor
 from worker.cancel import Cancel
 
 if TYPE_CHECKING:
-    from worker.arrivals import Arrival
     from worker.links.codecs import StageCodecs
+    from worker.stage.expected import Arrival
     from worker.transport.frames import MessageKey
 
 
@@ -43,7 +43,7 @@ class TensorLinks(Protocol):
 
 
 class MicroBatches(Protocol):
-    """Training data, fetched ahead (worker/feed.py)."""
+    """Training data, fetched ahead (worker/stage/feed.py)."""
 
     def start(self, first_step: int) -> None: ...
 

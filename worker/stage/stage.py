@@ -20,7 +20,7 @@ from atoll.indices import IndexRanges, index_ranges
 from atoll.job import OptimizerName, Recompute, stepwise_groups
 from atoll.ops import check_node
 from atoll.value_guards import out_of_range, sound_bools
-from worker.optimizers import make_optimizer
+from worker.stage.optimizers import make_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

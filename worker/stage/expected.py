@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from atoll.opdag import TensorMeta
-from worker.assignment import Assignment
+from worker.stage.assignment import Assignment
 from worker.transport.frames import Direction, MessageKey
 
 EMPTY = TensorMeta((0,), "uint8")

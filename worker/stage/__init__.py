@@ -1,0 +1,1 @@
+"""Stage: computes one stage of a job."""
