@@ -25,10 +25,10 @@ from tests.test_checkpoint import Store
 from tests.test_trainer import BATCH, SGD, Small, arrays
 from worker.cancel import Cancel, Cancelled
 from worker.checkpoint import BlobCache
+from worker.federated.broadcasts import ModelRef
+from worker.federated.client_state import MAX_JOBS, ClientStore
+from worker.federated.participation import EvaluateOrder, Joining, Participation, Site, TrainOrder, Update
 from worker.federation_local import LocalFederation, local_model
-from worker.kept import MAX_JOBS, ClientStore
-from worker.models import ModelRef
-from worker.participation import EvaluateOrder, Joining, Participation, Site, TrainOrder, Update
 
 TRAINING = TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=SGD)
 

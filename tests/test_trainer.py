@@ -26,8 +26,8 @@ from strategies.moon_module import Moon
 from strategies.vhl_module import Vhl
 from tests.test_strategies_modules import SPEC, Net, batch, fedimpro
 from worker.cancel import Cancel, Cancelled
+from worker.federated.local_model import Client, LocalData, LocalModel
 from worker.federation_local import LocalFederation, local_model
-from worker.local_model import Client, LocalData, LocalModel
 
 BATCH = 8
 SGD = Optimizer(OptimizerName.SGD, lr=0.05)

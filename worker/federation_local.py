@@ -25,8 +25,8 @@ from strategies.checking import check_feedback
 from strategies.files import lossy_names, parted, update_arrays, update_metas
 from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
-from worker.local_model import Client, LocalData, LocalModel
-from worker.trainer import LOSS, Evaluated, LocalTrainer
+from worker.federated.local_model import Client, LocalData, LocalModel
+from worker.federated.trainer import LOSS, Evaluated, LocalTrainer
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,10 @@ from worker.cancel import Cancel
 from worker.checkpoint import BlobCache, BlobPort
 from worker.config import WorkerConfig
 from worker.data.registry import open_dataset
+from worker.federated.participation import Site
 from worker.links.links import Links
 from worker.links.timed import TimedNetwork
 from worker.machine.cpu import CpuMeter
-from worker.participation import Site
 from worker.spans import Spans
 from worker.stage import feed
 from worker.stage.assignment import Assignment, check

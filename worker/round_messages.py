@@ -12,11 +12,11 @@ from protos import atoll_control_pb2 as pb
 from protos import bounds, convert
 from protos.bounds import DEFAULT_LIMITS
 from worker import events
-from worker.models import ModelRef
-from worker.participation import EvaluateOrder, Joining, TrainOrder
+from worker.federated.broadcasts import ModelRef
+from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
 
 if TYPE_CHECKING:
-    from worker.participation import Assessment, Update
+    from worker.federated.participation import Assessment, Update
 
 MAX_ROUND = (1 << 31) - 1  # a round's steps have keys of 64 bits
 MAX_BATCH = 1 << 24

@@ -18,23 +18,23 @@ import torch
 from atoll.errors import AtollError
 from worker import checkpoint, events, instructions, messages, round_messages
 from worker.cancel import Cancel, Cancelled
+from worker.federated.participation import Participation
+from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
 from worker.loading import Surroundings, connect_one, load
 from worker.machine import op_timing
 from worker.machine.device import measure_link, used_memory_bytes
 from worker.machine.malloc import give_back
-from worker.participation import Participation
-from worker.trainer import LOSS
 from worker.transport.peer import PeerLost
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from protos import atoll_control_pb2 as pb
+    from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
     from worker.messages import LinkRequest, OpsRequest
-    from worker.participation import EvaluateOrder, Joining, TrainOrder
     from worker.stage.assignment import Assignment
     from worker.stage.run import LongWait, StageRun
 

@@ -33,7 +33,7 @@ from strategies.checking import check_broadcast, check_optimizer, check_update
 from strategies.layout import SHARED, Role
 from strategies.returned import check_returned
 from worker.cancel import Cancel
-from worker.floors import check_held_out, check_job, check_update_floors
+from worker.federated.floors import check_held_out, check_job, check_update_floors
 from worker.stage.optimizers import make_optimizer
 from worker.stage.stage import MAX_OUTPUT_BYTES
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from atoll.program import StageProgram
     from strategies.base import Broadcast, ClientState, ClientUpdate, Correction, Phase, Strategy
     from strategies.layout import Array, Arrays
-    from worker.local_model import Client, LocalModel
+    from worker.federated.local_model import Client, LocalModel
 
 ROUND_STEPS = 1 << 32  # a round's steps have keys of their own among random draws
 MAPPED_BYTES = 1 << 16

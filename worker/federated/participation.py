@@ -2,7 +2,7 @@
 
 The data stays here; what leaves is the update's file, a few numbers, and the mean loss and metrics on
 the held-out share. What the rule and the codec keep for the next round is on disk before the update is
-announced, and counts only once the coordinator says that it was taken (``worker.kept``).
+announced, and counts only once the coordinator says that it was taken (``worker.federated.client_state``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.returned import check_returned
 from worker import checkpoint
-from worker.floors import check_held_out, check_job
-from worker.kept import MAX_BYTES, ClientStore
-from worker.local_model import Client, LocalData, LocalModel
+from worker.federated.broadcasts import ModelRef, Models
+from worker.federated.client_state import MAX_BYTES, ClientStore
+from worker.federated.floors import check_held_out, check_job
+from worker.federated.local_model import Client, LocalData, LocalModel
+from worker.federated.trainer import Evaluated, LocalTrainer
 from worker.machine.malloc import give_back
-from worker.models import ModelRef, Models
 from worker.stage.op_watch import OpWatch
-from worker.trainer import Evaluated, LocalTrainer
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""Federated: trains a round on this machine's own data."""
