@@ -36,7 +36,7 @@ from protos.credentials import (
     new_key,
     signing_request,
 )
-from worker.stream import Stream
+from worker.control.stream import Stream
 
 LOSS = 2.0
 MAX_QUEUED = 1000

@@ -29,8 +29,8 @@ from protos.credentials import (
     signing_request,
 )
 from worker.config import WorkerConfig
+from worker.control.enroll import Membership, find_work_address, join
 from worker.doctor import examine
-from worker.enroll import Membership, find_work_address, join
 
 ENDED, EARLY, WRONG = "ended on", "is not valid before", "another coordinator runs there"
 Issue = Callable[[], Identity]

@@ -17,8 +17,8 @@ from protos import atoll_control_pb2 as pb
 from protos.credentials import Authority, fingerprint, new_token
 from tests.test_worker_cli import Entry, config_for
 from worker import cli, doctor
+from worker.control.enroll import join
 from worker.doctor import Mark, Report, examine, show
-from worker.enroll import join
 from worker.machine import device as probe
 
 

@@ -19,7 +19,7 @@ from tests.interrupts import ROOT
 from tests.test_server import stack, start
 from tests.test_transport import PATIENT, Make, authority, host, key
 from worker.config import WorkerConfig, make_config, remember
-from worker.enroll import join
+from worker.control.enroll import join
 from worker.transport.peer import TransportConfig
 
 __all__ = ["authority", "host", "stack"]

@@ -16,7 +16,7 @@ from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMis
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from tests.patience import HUNG_S
-from worker.stream import Stream
+from worker.control.stream import Stream
 
 Handler = Callable[[Iterator[pb.FromWorker], grpc.ServicerContext], Iterator[pb.ToWorker]]
 

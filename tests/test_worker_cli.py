@@ -26,9 +26,9 @@ from protos.credentials import Authority, Identity, JoinToken, new_token, presen
 from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
 from worker import cli, running
-from worker.calls import answer
 from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
-from worker.enroll import join
+from worker.control.calls import answer
+from worker.control.enroll import join
 
 
 class Door(rpc.EntryServicer):

@@ -22,13 +22,13 @@ from worker.app_parts import Parts
 from worker.app_run import Around, HostedRun
 from worker.app_store import AppStore
 from worker.checkpoint import BlobCache
-from worker.stream import ATTEND, Stream
+from worker.control.stream import ATTEND, Stream
 
 if TYPE_CHECKING:
     import grpc
 
     from worker.config import WorkerConfig
-    from worker.enroll import Membership
+    from worker.control.enroll import Membership
 
 log = structlog.get_logger()
 

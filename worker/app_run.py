@@ -32,7 +32,7 @@ from worker.cancel import Cancel, Cancelled
 from worker.config import WorkerConfig, default_state_dir
 
 if TYPE_CHECKING:
-    from worker.enroll import Membership
+    from worker.control.enroll import Membership
 
 log = structlog.get_logger()
 

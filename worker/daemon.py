@@ -29,8 +29,10 @@ from worker import events, instructions, messages, session
 from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
 from worker.config import WorkerConfig, remember
+from worker.control.enroll import find_work_address, join
+from worker.control.remote_store import BlobsOverGrpc, data_fetch
+from worker.control.stream import Stream
 from worker.data.registry import known_facts
-from worker.enroll import find_work_address, join
 from worker.loading import Surroundings, connect_one
 from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
@@ -39,15 +41,13 @@ from worker.machine.malloc import keep_chunk_memory
 from worker.messages import PeerExpected
 from worker.spans import Spans
 from worker.stage.run import Progress
-from worker.storage import BlobsOverGrpc, data_fetch
-from worker.stream import Stream
 from worker.transport.network import PeerNetwork, TransportConfig
 from worker.workbench import Workbench
 
 if TYPE_CHECKING:
     import grpc
 
-    from worker.enroll import Membership
+    from worker.control.enroll import Membership
     from worker.machine.device import Device
 
 log = structlog.get_logger()

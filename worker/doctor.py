@@ -23,8 +23,8 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos.app_words import clean
 from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
-from worker.calls import as_atoll_error, open_channel
-from worker.enroll import greet
+from worker.control.calls import as_atoll_error, open_channel
+from worker.control.enroll import greet
 from worker.machine.device import Device, device_rates, find_device, versions
 
 if TYPE_CHECKING:

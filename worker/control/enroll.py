@@ -25,8 +25,8 @@ from protos.credentials import (
     signing_request,
     verify_certificate,
 )
-from worker.calls import answer, as_atoll_error, open_channel
 from worker.config import WorkerConfig, join_address
+from worker.control.calls import answer, as_atoll_error, open_channel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

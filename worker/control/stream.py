@@ -18,7 +18,7 @@ import grpc
 from atoll.errors import AtollError, ConnectionFailed
 from protos import atoll_apps_pb2 as apps_pb
 from protos import atoll_control_pb2 as pb
-from worker.calls import as_atoll_error
+from worker.control.calls import as_atoll_error
 from worker.transport.grpc_streams import DialledWire
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import grpc
 
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from worker.calls import as_atoll_error
 from worker.checkpoint import Chunk
+from worker.control.calls import as_atoll_error
 from worker.stage.feed import Arrived, Fetch
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Control: calls to the coordinator."""
