@@ -15,10 +15,10 @@ from torch import Tensor
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from tests.crew import JOIN_S, TRAINING, Case, Crew, assign, case, cut_evenly
-from worker import messages
 from worker.cancel import Cancel, Cancelled
 from worker.local import LocalPipeline
 from worker.machine.cpu import CpuMeter
+from worker.session import wire as messages
 from worker.stage import run as compute
 from worker.stage.expected import evaluation_arrivals, step_arrivals
 from worker.stage.run import LongWait, StepReport

@@ -8,8 +8,9 @@ from atoll.errors import BadFrame
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
-from worker import events, messages
 from worker.links.codecs import CodecUse
+from worker.session import events
+from worker.session import wire as messages
 from worker.stage.run import StepReport
 from worker.stage.stage import StageReport
 from worker.transport.measure import Goodput

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker import events as e
-from worker import instructions as do
-from worker import session as s
-from worker.session import Phase, Session, handle
+from worker.session import events as e
+from worker.session import instructions as do
+from worker.session import machine as s
+from worker.session.machine import Phase, Session, handle
 
 PEERS = frozenset({"w-b"})
 

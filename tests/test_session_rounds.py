@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.test_session import told
-from worker import events as e
-from worker import instructions as do
-from worker.session import Phase, Session, handle
+from worker.session import events as e
+from worker.session import instructions as do
+from worker.session.machine import Phase, Session, handle
 
 JOINED: tuple[e.Event, ...] = (e.Welcomed("w-a", 0.5), e.Invited("f", 1, "work"), e.Joined("f", 1, "loaded"))
 AGAIN: tuple[e.Event, ...] = (e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))

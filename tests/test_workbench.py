@@ -11,10 +11,11 @@ import pytest
 
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S
-from worker import instructions, workbench
+from worker import workbench
 from worker.machine import op_timing
 from worker.machine.cpu import CpuMeter
-from worker.messages import OpsRequest
+from worker.session import instructions
+from worker.session.wire import OpsRequest
 from worker.workbench import Workbench
 
 

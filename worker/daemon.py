@@ -25,7 +25,6 @@ from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
-from worker import events, instructions, messages, session
 from worker.app_host import AppHost
 from worker.checkpoint import BlobCache
 from worker.config import WorkerConfig, remember
@@ -38,7 +37,9 @@ from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
 from worker.machine.device import find_device, outbound_host, prepare, used_memory_bytes, versions
 from worker.machine.malloc import keep_chunk_memory
-from worker.messages import PeerExpected
+from worker.session import events, instructions, machine
+from worker.session import wire as messages
+from worker.session.wire import PeerExpected
 from worker.spans import Spans
 from worker.stage.run import Progress
 from worker.transport.network import PeerNetwork, TransportConfig
@@ -55,8 +56,8 @@ log = structlog.get_logger()
 FATAL = (AccessDenied, ProtocolMismatch)
 EXPECTED_DIAL_S = 10.0
 STEP_PHASES = frozenset(
-    {session.Phase.TRAINING, session.Phase.WAITING, session.Phase.APPLYING, session.Phase.EVALUATING}
-    | {session.Phase.TAKING_PART, session.Phase.LEARNING, session.Phase.TESTING}
+    {machine.Phase.TRAINING, machine.Phase.WAITING, machine.Phase.APPLYING, machine.Phase.EVALUATING}
+    | {machine.Phase.TAKING_PART, machine.Phase.LEARNING, machine.Phase.TESTING}
 )
 
 
@@ -74,7 +75,7 @@ class Daemon:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._events: queue.SimpleQueue[Inner] = queue.SimpleQueue()
-        self._state = session.Session()
+        self._state = machine.Session()
         self._incarnation = secrets.randbits(63)
         self._random = random.Random(self._incarnation)
         self._stopping = threading.Event()
@@ -146,7 +147,7 @@ class Daemon:
             self._shut_down(network, bulk)
 
     def _loop(self) -> None:
-        while self._state.phase is not session.Phase.GONE:
+        while self._state.phase is not machine.Phase.GONE:
             event = self._events.get()
             if isinstance(event, PeerExpected):
                 self._expect_peer(event)
@@ -156,7 +157,7 @@ class Daemon:
                     self._apps.consent_changed()
                 continue
             before = self._state
-            self._state, todo = session.handle(before, event)
+            self._state, todo = machine.handle(before, event)
             self._note(before, event)
             if isinstance(event, events.Welcomed):
                 self._heartbeat_s = event.heartbeat_s
@@ -167,7 +168,7 @@ class Daemon:
             for instruction in todo:
                 self._perform(instruction)
 
-    def _note(self, before: session.Session, event: events.Event) -> None:
+    def _note(self, before: machine.Session, event: events.Event) -> None:
         """Log what a person watching this worker wants to see; a step's own phases only on debug."""
         now = self._state
         if now.phase is not before.phase:

@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
-from worker import checkpoint, events, instructions, messages, round_messages
+from worker import checkpoint
 from worker.cancel import Cancel, Cancelled
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
@@ -25,6 +25,8 @@ from worker.loading import Surroundings, connect_one, load
 from worker.machine import op_timing
 from worker.machine.device import measure_link, used_memory_bytes
 from worker.machine.malloc import give_back
+from worker.session import events, instructions, wire_federated
+from worker.session import wire as messages
 from worker.transport.peer import PeerLost
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
-    from worker.messages import LinkRequest, OpsRequest
+    from worker.session.wire import LinkRequest, OpsRequest
     from worker.stage.assignment import Assignment
     from worker.stage.run import LongWait, StageRun
 
@@ -340,13 +342,13 @@ class Workbench:
             train_s=round(update.train_s, 3),
             upload_bytes=update.upload_bytes,
         )
-        message = round_messages.update_ready(job, order.round, update)
+        message = wire_federated.update_ready(job, order.round, update)
         self._post(events.UpdateStored(job, order.round, message))
 
     def _test(self, order: EvaluateOrder, cancel: Cancel) -> None:
         job = self._taking_part.joining.job
         found = self._taking_part.evaluate(order, cancel)
-        message = round_messages.client_evaluated(job, order.round, found)
+        message = wire_federated.client_evaluated(job, order.round, found)
         self._post(events.ModelTested(job, order.round, message))
 
     def _settle(self, job: str, at_round: int, taken: bool) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from worker.events import (
+from worker.session.events import (
     Assigned,
     Committed,
     Discarded,
@@ -38,7 +38,9 @@ from worker.events import (
     Stored,
     Welcomed,
 )
-from worker.instructions import (
+from worker.session.federated import RULES as ROUNDS
+from worker.session.federated import invited
+from worker.session.instructions import (
     ApplyStep,
     ChangeLinks,
     DiscardStep,
@@ -55,9 +57,7 @@ from worker.instructions import (
     TimeLink,
     TimeOps,
 )
-from worker.session_rounds import RULES as ROUNDS
-from worker.session_rounds import invited
-from worker.session_state import RECENT, Phase, Session, Step, drop, heard, ignore, keep
+from worker.session.state import RECENT, Phase, Session, Step, drop, heard, ignore, keep
 
 __all__ = ["TRANSITIONS", "Phase", "Session", "Step", "handle"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from worker.events import (
+from worker.session.events import (
     EvaluationAsked,
     Invited,
     Joined,
@@ -22,7 +22,7 @@ from worker.events import (
     TurnBroke,
     UpdateStored,
 )
-from worker.instructions import (
+from worker.session.instructions import (
     EvaluateLocally,
     Instruction,
     Interrupt,
@@ -33,7 +33,7 @@ from worker.instructions import (
     TrainLocally,
     TurnFailed,
 )
-from worker.session_state import Phase, Session, Step, drop, heard, ignore, keep
+from worker.session.state import Phase, Session, Step, drop, heard, ignore, keep
 
 LOADED, FAILED, UPDATE, TESTED = "loaded", "failed", "update", "tested"
 MEMBERS = (Phase.TAKING_PART, Phase.LEARNING, Phase.TESTING)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from worker.instructions import DropStage, Instruction
+from worker.session.instructions import DropStage, Instruction
 
 if TYPE_CHECKING:
-    from worker.events import Committed
+    from worker.session.events import Committed
 
 RECENT = 12  # events remembered for error messages
 

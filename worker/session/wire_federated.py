@@ -11,9 +11,9 @@ from atoll.compression import MAX_RATIO
 from protos import atoll_control_pb2 as pb
 from protos import bounds, convert
 from protos.bounds import DEFAULT_LIMITS
-from worker import events
 from worker.federated.broadcasts import ModelRef
 from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
+from worker.session import events
 
 if TYPE_CHECKING:
     from worker.federated.participation import Assessment, Update

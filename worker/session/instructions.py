@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from worker.events import Relink
+from worker.session.events import Relink
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert, convert_plan
 from protos.app_words import clean
 from protos.bounds import DEFAULT_LIMITS
-from worker import events, instructions, round_messages
 from worker.links.codecs import CodecUse
 from worker.machine.op_timing import OpProbe, OpTiming
+from worker.session import events, instructions, wire_federated
 from worker.stage.assignment import Assignment, PeerLink
 
 if TYPE_CHECKING:
@@ -200,9 +200,9 @@ _READERS: Mapping[str, Any] = {
     "release": lambda m: events.Released(m.job, m.plan_version, clean(m.reason, MAX_REASON_CHARS)),
     "dismiss": lambda m: events.Dismissed(clean(m.reason, MAX_REASON_CHARS), m.for_good),
     "expect_peer": _expect_peer,
-    "participate": round_messages.invited,
-    "train_round": round_messages.train_asked,
-    "evaluate_round": round_messages.evaluation_asked,
+    "participate": wire_federated.invited,
+    "train_round": wire_federated.train_asked,
+    "evaluate_round": wire_federated.evaluation_asked,
     "round_taken": lambda m: events.RoundSettled(m.job, m.round, m.taken, clean(m.reason, MAX_REASON_CHARS)),
 }
 

@@ -1,0 +1,1 @@
+"""Session: the worker's side of a session as a pure machine, and its messages."""
