@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.flower.launcher import AppCommand, Wish
 from protos.app_bundle import make_bundle, with_overrides
-from worker.app_store import AppStore
+from worker.apps.store import AppStore
 
 PROJECT = """
 [project]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from atoll.errors import BadFrame, UsageError
 from protos import app_bundle
 from protos.app_bundle import make_bundle, parse_pairs, read_app, with_overrides
-from worker.app_code import unpack
+from worker.apps.code import unpack
 
 PROJECT = """
 [project]

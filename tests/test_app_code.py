@@ -12,7 +12,7 @@ import pytest
 
 from atoll.errors import AccessDenied
 from protos.app_bundle import Bundle, make_bundle
-from worker.app_code import AppCode, unpack
+from worker.apps.code import AppCode, unpack
 
 PROJECT = """
 [project]

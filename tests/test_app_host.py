@@ -17,10 +17,10 @@ pytest.importorskip("flwr")
 from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos.app_bundle import Bundle, make_bundle
-from worker import app_run
-from worker.app_host import AppHost, _check_names
-from worker.app_run import Around, HostedRun
-from worker.app_store import AppStore
+from worker.apps import run as app_run
+from worker.apps.host import AppHost, _check_names
+from worker.apps.run import Around, HostedRun
+from worker.apps.store import AppStore
 from worker.checkpoint import BlobCache
 from worker.config import WorkerConfig
 

@@ -17,10 +17,10 @@ from structlog.testing import capture_logs
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
 from tests.patience import HUNG_S
-from worker import app_run
-from worker.app_process import AppProcess, _environment
-from worker.app_run import Around
-from worker.app_store import AppStore
+from worker.apps import run as app_run
+from worker.apps.process import AppProcess, _environment
+from worker.apps.run import Around
+from worker.apps.store import AppStore
 
 
 def test_an_app_sees_no_credentials_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.errors import UsageError
 from worker import cli
-from worker.app_store import AppStore, KnownApp
+from worker.apps.store import AppStore, KnownApp
 from worker.config import WorkerConfig, make_config
 
 A, B = "a" * 64, "ab" * 32

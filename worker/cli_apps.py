@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from worker.app_store import AppStore
+from worker.apps.store import AppStore
 from worker.config import default_state_dir
 from worker.running import say_consent_changed
 
 if TYPE_CHECKING:
-    from worker.app_store import KnownApp
+    from worker.apps.store import KnownApp
 
 # Much of what is shown was written elsewhere: no text is markup.
 out = Console(highlight=False, markup=False, emoji=False)

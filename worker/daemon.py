@@ -25,7 +25,7 @@ from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
-from worker.app_host import AppHost
+from worker.apps.host import AppHost
 from worker.checkpoint import BlobCache
 from worker.config import WorkerConfig, remember
 from worker.control.enroll import find_work_address, join

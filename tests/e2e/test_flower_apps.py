@@ -23,7 +23,7 @@ from benchmarks.real_workers import LoopbackFleet
 from coordinator.flower.launcher import AppCommand
 from tests.flower_apps import accept, command, restart_coordinator, run, write_app
 from worker import cli
-from worker.app_store import AppStore
+from worker.apps.store import AppStore
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "flower_digits"

@@ -24,10 +24,10 @@ from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
 from protos.app_pipe import Gone
 from protos.app_words import Budget, clean
-from worker.app_code import AppCode, unpack
-from worker.app_parts import Parts
-from worker.app_process import AppProcess
-from worker.app_store import AppStore, KnownApp
+from worker.apps.code import AppCode, unpack
+from worker.apps.parts import Parts
+from worker.apps.process import AppProcess
+from worker.apps.store import AppStore, KnownApp
 from worker.cancel import Cancel, Cancelled
 from worker.config import WorkerConfig, default_state_dir
 

@@ -18,9 +18,9 @@ from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
 from protos.app_words import clean
-from worker.app_parts import Parts
-from worker.app_run import Around, HostedRun
-from worker.app_store import AppStore
+from worker.apps.parts import Parts
+from worker.apps.run import Around, HostedRun
+from worker.apps.store import AppStore
 from worker.checkpoint import BlobCache
 from worker.control.stream import ATTEND, Stream
 

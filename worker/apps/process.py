@@ -33,7 +33,7 @@ class AppProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._guarded = Guarded(
-                [sys.executable, "-P", "-m", "worker.app_child", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "worker.apps.child", str(theirs.fileno())],
                 [theirs.fileno()],
                 _environment(threads),
                 stdout=subprocess.PIPE,

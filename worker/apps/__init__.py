@@ -1,0 +1,1 @@
+"""Apps: runs the ClientApps that this machine's owner accepted."""
