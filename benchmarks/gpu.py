@@ -28,7 +28,7 @@ from benchmarks.harness import conclude, execute, follow, machine, parser, skip,
 from benchmarks.oracle import Case, from_job, without_dropout
 from coordinator.client.job_file import load_job
 from worker.config import WorkerConfig
-from worker.local import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.device import find_device, prepare
 from worker.stage.optimizers import make_optimizer
 

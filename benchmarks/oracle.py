@@ -42,7 +42,7 @@ from benchmarks.harness import execute
 from compressors import codec
 from coordinator.capture.capture import Captured, capture
 from coordinator.client.job_file import load_job
-from worker.local import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline
 
 State = Mapping[str, Mapping[str, Tensor]]
 Batches = Callable[[int], list[dict[str, Tensor]]]  # step -> its micro-batches

@@ -21,9 +21,9 @@ from compressors.catalogue import Use
 from tests import plain_codec
 from tests.crew import TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
+from worker.inprocess.pipeline import LocalPipeline
 from worker.links.codecs import StageCodecs, packet_seed
 from worker.links.links import Links
-from worker.local import LocalPipeline
 from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
 from worker.stage.run import StepReport, codecs_of
 from worker.transport.frames import Direction, MessageKey

@@ -16,7 +16,7 @@ from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from tests.crew import JOIN_S, TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel, Cancelled
-from worker.local import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.cpu import CpuMeter
 from worker.session import wire as messages
 from worker.stage import run as compute

@@ -16,7 +16,7 @@ from coordinator.datasets import download
 from coordinator.datasets import split as splitting
 from coordinator.datasets.corpora import Document, Mnist
 from worker.data.registry import add_dataset, open_dataset
-from worker.federation_local import LocalFederation, local_model
+from worker.inprocess.federation import LocalFederation, local_model
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DRAW = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from coordinator.client.prepare import prepare
 from examples.flower_digits.flower_digits import client_app, server_app, task
 from strategies import STRATEGIES
 from tests.flower_grid import LocalGrid
-from worker.federation_local import LocalFederation, local_model
+from worker.inprocess.federation import LocalFederation, local_model
 
 APP = Path(__file__).resolve().parents[1] / "examples" / "flower_digits"
 DEFAULTS: dict[str, Any] = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"][

@@ -17,7 +17,7 @@ from atoll.program import stage_programs
 from benchmarks.oracle import Case, built_in, case_of, difference, every_link, run_local
 from compressors import catalogue
 from tests import plain_codec
-from worker.local import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline
 
 LR = 0.5
 TRAINING = TrainingSpec(steps=1, n_micro=2, seed=3, optimizer=Optimizer(OptimizerName.SGD, lr=LR))

@@ -28,7 +28,7 @@ from worker.checkpoint import BlobCache
 from worker.federated.broadcasts import ModelRef
 from worker.federated.client_state import MAX_JOBS, ClientStore
 from worker.federated.participation import EvaluateOrder, Joining, Participation, Site, TrainOrder, Update
-from worker.federation_local import LocalFederation, local_model
+from worker.inprocess.federation import LocalFederation, local_model
 
 TRAINING = TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=SGD)
 

@@ -33,7 +33,7 @@ from tests import models
 from tests.test_participation import Server, joined
 from tests.test_strategies_modules import SPEC, C, Net, batch, fedimpro
 from tests.test_trainer import SGD, Small, arrays
-from worker.federation_local import LocalFederation, local_model
+from worker.inprocess.federation import LocalFederation, local_model
 
 B, D = 8, 6
 ROWS = {"x": torch.randn(B, D), "y": torch.arange(B) % 3}

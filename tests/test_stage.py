@@ -21,7 +21,7 @@ from atoll.job import (
 )
 from atoll.opdag import Arg, Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
 from atoll.program import stage_programs
-from worker.local import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.stage import Stage, StageReport
 
 SHAPE = (3, 4)

@@ -27,7 +27,7 @@ from strategies.vhl_module import Vhl
 from tests.test_strategies_modules import SPEC, Net, batch, fedimpro
 from worker.cancel import Cancel, Cancelled
 from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.federation_local import LocalFederation, local_model
+from worker.inprocess.federation import LocalFederation, local_model
 
 BATCH = 8
 SGD = Optimizer(OptimizerName.SGD, lr=0.05)

@@ -12,7 +12,7 @@ from compressors import catalogue
 from tests.crew import TRAINING, Crew, assign, case, cut_evenly
 from tests.patience import HUNG_S
 from worker.cancel import Cancel
-from worker.local import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.run import StepReport
 from worker.transport.network import PeerNetwork
 

@@ -1,0 +1,1 @@
+"""In-process: whole plans and federations in one process, for the oracle and simulation."""
