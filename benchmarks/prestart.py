@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 import worker.daemon  # noqa: F401 - torch and the transport come with it
-from worker.cli import main
+from worker.cli.main import main
 
 if __name__ == "__main__":
     print("built", flush=True)

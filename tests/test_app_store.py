@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
-from worker import cli
 from worker.apps.store import AppStore, KnownApp
+from worker.cli import main as cli
 from worker.config import WorkerConfig, make_config
 
 A, B = "a" * 64, "ab" * 32

@@ -28,9 +28,9 @@ from protos.credentials import (
     server_credentials,
     signing_request,
 )
+from worker.cli.doctor import examine
 from worker.config import WorkerConfig
 from worker.control.enroll import Membership, find_work_address, join
-from worker.doctor import examine
 
 ENDED, EARLY, WRONG = "ended on", "is not valid before", "another coordinator runs there"
 Issue = Callable[[], Identity]

@@ -16,9 +16,10 @@ from rich.console import Console
 from protos import atoll_control_pb2 as pb
 from protos.credentials import Authority, fingerprint, new_token
 from tests.test_worker_cli import Entry, config_for
-from worker import cli, doctor
+from worker.cli import doctor
+from worker.cli import main as cli
+from worker.cli.doctor import Mark, Report, examine, show
 from worker.control.enroll import join
-from worker.doctor import Mark, Report, examine, show
 from worker.machine import device as probe
 
 

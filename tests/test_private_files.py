@@ -14,9 +14,9 @@ from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.journal import Journal, Record
 from protos.private_files import private_file, private_folder, state_folder, write_private
 from worker.apps.store import AppStore
+from worker.cli.running import only_one
 from worker.config import make_config, remember
 from worker.data.registry import add_dataset
-from worker.running import only_one
 
 KNOWN = ("identity",)
 

@@ -25,7 +25,8 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, presented_in, server_credentials
 from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
-from worker import cli, running
+from worker.cli import main as cli
+from worker.cli import running
 from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
 from worker.control.calls import answer
 from worker.control.enroll import join

@@ -22,8 +22,8 @@ from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.flower.launcher import AppCommand
 from tests.flower_apps import accept, command, restart_coordinator, run, write_app
-from worker import cli
 from worker.apps.store import AppStore
+from worker.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = ROOT / "examples" / "flower_digits"

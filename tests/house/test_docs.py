@@ -17,7 +17,7 @@ from coordinator.cli import main as cli
 from coordinator.planning import planner
 from coordinator.planning.costs import fleet_file
 from protos import telemetry
-from worker import cli as worker_cli
+from worker.cli import main as worker_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -20,7 +20,8 @@ from atoll.errors import AtollError
 from protos import PROTOCOL_VERSION, leaving
 from protos.app_bundle import parse_pairs
 from protos.installation import check_installation
-from worker import cli_apps, cli_data
+from worker.cli import apps as cli_apps
+from worker.cli import data as cli_data
 from worker.config import (
     WorkerConfig,
     default_state_dir,
@@ -219,7 +220,7 @@ def doctor(
     json: AsJson = False,
 ) -> int:
     """Check this machine and its way to the coordinator before joining; changes nothing."""
-    from worker.doctor import examine, show
+    from worker.cli.doctor import examine, show
 
     config = _config(
         {
@@ -245,7 +246,7 @@ def doctor(
 @app.command(epilog="Example: atoll-worker leave")
 def leave(state_dir: StateDir = None, json: AsJson = False) -> int:
     """Ask the worker that runs on this machine to leave its fleet, like Ctrl+C in its terminal."""
-    from worker.running import ask_to_leave
+    from worker.cli.running import ask_to_leave
 
     process = ask_to_leave(state_dir or default_state_dir())
     if json:
@@ -262,7 +263,7 @@ def status(
 ) -> int:
     """Say which coordinator this machine joined, as whom, and whether a worker runs now."""
     from protos.credentials import Identity
-    from worker.running import running_process
+    from worker.cli.running import running_process
 
     folder = state_dir or default_state_dir()
     identity = Identity.load(folder / "identity")
@@ -325,8 +326,8 @@ def _config(given: dict[str, Any]) -> WorkerConfig:
 
 
 def _run_daemon(config: WorkerConfig) -> int:
+    from worker.cli.running import only_one
     from worker.daemon import Daemon
-    from worker.running import only_one
 
     if config.insecure:
         err.print("--insecure: no TLS, anybody on this network may read and change what is sent")

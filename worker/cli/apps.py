@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from worker.apps.store import AppStore
+from worker.cli.running import say_consent_changed
 from worker.config import default_state_dir
-from worker.running import say_consent_changed
 
 if TYPE_CHECKING:
     from worker.apps.store import KnownApp

@@ -1,0 +1,1 @@
+"""The `atoll-worker` command, one group of commands a file."""
