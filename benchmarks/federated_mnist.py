@@ -8,7 +8,7 @@ Setting (papers/federated.md 0): 6,000 random training images (``--full``: all 6
 NIID-Bench's Dirichlet(0.1), 5 of them a round, 40 rounds, one local epoch, batch 64, SGD lr 0.02 momentum
 0.9, a LeNet-size net of 44,426 weights, accuracy on 4,000 test images (``--full``: 10,000) after each round.
 A seed decides images, split, initial weights, participants and sample order, alike for every rule.
-Training is the product's: captured op-DAGs, ``worker.federated.trainer``, ``strategies``; only the network is left
+Training is the product's: captured op-DAGs, the worker's trainer and ``strategies``; only the network is left
 out. Lab time is a model, told by ``Links``: participants train and send at once, the slowest one counts.
 """
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # One file of each package that a namesake is unlikely to have.
 OWN_FILES = {
     "atoll": "opdag.py",
-    "coordinator": "client.py",
-    "worker": "stage.py",
+    "coordinator": "scheduler.py",
+    "worker": "workbench.py",
     "protos": "installation.py",
     "strategies": "__init__.py",
     "compressors": "__init__.py",

@@ -14,15 +14,16 @@ from atoll.compression import ADATOPK, AUTO, Compression
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StageSpec
+from coordinator.config import Adaptation
 from coordinator.pipeline import link_policy
-from coordinator.pipeline.link_moves import MOVES, Link, Phase, Sample, Settings, Sign, measure, sign_of
+from coordinator.pipeline.link_moves import MOVES, Link, Phase, Sample, Sign, measure, sign_of
 from coordinator.pipeline.link_policy import CAPS, Decision, State, Watch
 from coordinator.planning.auto_codecs import specs_for
 from coordinator.planning.ratios import FINE_RATIOS, assumed_ratio
 from tests.test_ratios import chain, values
 
 PAIR = ("a", "b")
-SETTINGS = Settings()
+SETTINGS = Adaptation()
 DENSE_BYTES = 2_000_000  # a step
 COMPUTE_S = 0.4
 MICRO = 4

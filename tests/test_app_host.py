@@ -21,7 +21,7 @@ from worker.apps import run as app_run
 from worker.apps.host import AppHost, _check_names
 from worker.apps.run import Around, HostedRun
 from worker.apps.store import AppStore
-from worker.checkpoint import BlobCache
+from worker.blobs import BlobCache
 from worker.config import WorkerConfig
 
 PROJECT = """

@@ -15,9 +15,9 @@ from torch import Tensor
 from atoll.errors import BadFrame, ConnectionFailed, StorageError
 from atoll.opdag import StateMeta, TensorMeta
 from compressors.container import Stored
-from worker import checkpoint
+from worker import blobs
+from worker.blobs import BlobCache, Chunk, download, load, upload, upload_file
 from worker.cancel import Cancel, Cancelled
-from worker.checkpoint import BlobCache, Chunk, download, load, upload, upload_file
 
 VALUE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 STATE = StateMeta(TensorMeta((2, 3), "float32"), requires_grad=True)
@@ -88,13 +88,13 @@ def store() -> Store:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr(blobs, "RETRY_FIRST_S", 0.0)
 
 
 def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) -> None:
     snapshot = {"w": {"value": VALUE, "exp_avg": VALUE * 2, "step": torch.tensor(3.0)}}
     names = upload(store, snapshot, Cancel())
-    download(store, cache, {names["w"]: checkpoint.most_bytes(STATE)}, Cancel())
+    download(store, cache, {names["w"]: blobs.most_bytes(STATE)}, Cancel())
     found = load(cache, "w", names["w"], STATE)
     assert {key: torch.equal(found[key], value) for key, value in snapshot["w"].items()} == {
         "value": True,
@@ -122,7 +122,7 @@ def test_a_new_file_goes_up_without_a_question_and_another_time_with_one(
 def test_a_new_file_that_was_cut_off_goes_on_where_it_was(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(blobs, "CHUNK_BYTES", 40)
     name, data = blob()
     path = tmp_path / "update"
     path.write_bytes(data)
@@ -226,7 +226,7 @@ def test_an_upload_sends_only_what_the_store_lacks(store: Store) -> None:
 
 
 def test_an_upload_goes_on_where_it_was_cut_off(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(blobs, "CHUNK_BYTES", 40)
     store.break_after = 2
     names = upload(store, {"a": {"value": VALUE}}, Cancel())
     assert store.received == len(store.blobs[names["a"]])
@@ -245,8 +245,8 @@ def test_a_full_store_is_reported(store: Store) -> None:
 
 
 def test_an_upload_keeps_to_its_rate() -> None:
-    pace = checkpoint._Pace(100.0)
+    pace = blobs._Pace(100.0)
     assert pace.delay_s(50) == 0.0
     assert pace.delay_s(50) == pytest.approx(0.5, abs=0.05)
     assert pace.delay_s(50) == pytest.approx(1.0, abs=0.05)
-    assert checkpoint._Pace(None).delay_s(10**9) == 0.0
+    assert blobs._Pace(None).delay_s(10**9) == 0.0

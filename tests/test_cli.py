@@ -407,7 +407,7 @@ def test_a_model_too_large_for_the_fleet_says_by_how_much(
 
 def test_nothing_heavy_is_imported_before_a_command_needs_it() -> None:
     heavy = "{'torch', 'matplotlib', 'scipy', 'networkx', 'sqlalchemy'}"
-    code = f"import sys, coordinator.cli; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
+    code = f"import sys, coordinator.cli.main; sys.exit(' '.join({heavy} & set(sys.modules)) or 0)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from coordinator.cli.demo.processes import DemoFailed, LogReader, Processes
+from coordinator.cli.demo.run import play, training_progress
+from coordinator.cli.demo.scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
+from coordinator.cli.demo.shown import Shown
 from coordinator.cli.format import plain
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
-from coordinator.demo.processes import DemoFailed, LogReader, Processes
-from coordinator.demo.run import play, training_progress
-from coordinator.demo.scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
-from coordinator.demo.shown import Shown
 from coordinator.planning.costs.fleet_file import read_fleet
 from coordinator.planning.planner import make_plan
 from examples import demo
@@ -309,7 +309,7 @@ def test_an_interrupt_while_a_process_starts_comes_once_it_is_noted(tmp_path: Pa
 def test_a_process_that_does_not_leave_when_asked_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.demo.processes.LEAVE_S", 0.0)
+    monkeypatch.setattr("coordinator.cli.demo.processes.LEAVE_S", 0.0)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\n" + STAYS
     stand = Stand(join=deaf)
     with Processes(tmp_path, stand) as processes:

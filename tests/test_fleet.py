@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
-from coordinator.membership.link_table import LinkTable
+from coordinator.membership.link_table import LinkTable, measured_fleet
 from coordinator.planning.costs.codec_costs import DEFAULT_SPEEDS, speed_of
-from coordinator.planning.costs.fleet import TCP_SHARE, Device, Fleet
+from coordinator.planning.costs.fleet import TCP_SHARE, Device
 from coordinator.planning.costs.fleet_file import parse_fleet, read_fleet
 from coordinator.planning.costs.network import LinkEstimate
 from tests.fleets import random_fleet, two_islands
@@ -135,7 +135,7 @@ def test_a_live_fleet_uses_what_was_measured_and_a_home_line_where_nothing_was()
     table = LinkTable()
     table.probed("a", "b", 50e6, 0.02)
     devices = [Device(name, 2**30) for name in "abc"]
-    fleet = Fleet.measured(devices, table, unknown=LinkEstimate(7e6, 0.05))
+    fleet = measured_fleet(devices, table, unknown=LinkEstimate(7e6, 0.05))
     assert fleet.bandwidth_bps[0, 1] == fleet.bandwidth_bps[1, 0] == 50e6
     assert fleet.bandwidth_bps[0, 2] == 7e6
     assert fleet.latency_s[2, 1] == 0.05
@@ -153,7 +153,7 @@ def test_what_training_got_of_a_line_is_planned_with_and_what_a_probe_showed_bou
     table = LinkTable()
     table.probed("a", "b", 80e6, 0.02)
     table.dragged(("a", "b"), 1.0, 1.0, 1.05)
-    fleet = Fleet.measured([Device("a", 1), Device("b", 1)], table)
+    fleet = measured_fleet([Device("a", 1), Device("b", 1)], table)
     assert fleet.probed is not None
     assert fleet.probed.bandwidth_bps[0, 1] == pytest.approx(1.05 * fleet.bandwidth_bps[0, 1])
     assert fleet.subset(["b", "a"]).probed is not None

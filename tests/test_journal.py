@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import StorageError, UsageError
-from coordinator.storage.journal import Journal, Record
+from coordinator.messages.facts import Record
+from coordinator.storage.journal import Journal
 
 
 def test_records_are_replayed_in_order(tmp_path: Path) -> None:
@@ -23,7 +24,8 @@ def test_records_are_replayed_in_order(tmp_path: Path) -> None:
 
 def test_a_record_survives_a_killed_process(tmp_path: Path) -> None:
     script = (
-        "import os, sys, signal; from pathlib import Path; from coordinator.storage.journal import Journal, Record;"
+        "import os, sys, signal; from pathlib import Path;"
+        "from coordinator.messages.facts import Record; from coordinator.storage.journal import Journal;"
         "j = Journal(Path(sys.argv[1])); j.append([Record('kept', 1.0, {'n': 7})]);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -23,8 +23,8 @@ from strategies import make_strategy
 from strategies.files import broadcast_arrays, lossy_names, parted, update_metas
 from tests.test_checkpoint import Store
 from tests.test_trainer import BATCH, SGD, Small, arrays
+from worker.blobs import BlobCache
 from worker.cancel import Cancel, Cancelled
-from worker.checkpoint import BlobCache
 from worker.federated.broadcasts import ModelRef
 from worker.federated.client_state import MAX_JOBS, ClientStore
 from worker.federated.participation import EvaluateOrder, Joining, Participation, Site, TrainOrder, Update
@@ -351,7 +351,7 @@ def test_a_store_that_stays_away_is_an_error_and_not_for_ever(
 ) -> None:
     server = Server(tmp_path / "server")
     client = joined(server, tmp_path / "w")
-    monkeypatch.setattr("worker.checkpoint.RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr("worker.blobs.RETRY_FIRST_S", 0.0)
 
     def away(chunks: object) -> None:
         raise ConnectionFailed("reset")

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import StorageError
+from coordinator.messages.facts import Record
 from coordinator.storage.blob_store import BlobStore
-from coordinator.storage.journal import Journal, Record
+from coordinator.storage.journal import Journal
 from protos.private_files import private_file, private_folder, state_folder, write_private
 from worker.apps.store import AppStore
 from worker.cli.running import only_one

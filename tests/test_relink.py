@@ -24,6 +24,7 @@ from coordinator.messages.facts import (
     from_record,
     to_record,
 )
+from coordinator.messages.facts import Record as JournalRecord
 from coordinator.messages.instructions import CommitStep, Relink
 from coordinator.messages.jobs import JobState
 from coordinator.pipeline import machine, relink
@@ -40,7 +41,6 @@ from coordinator.pipeline.machine import (
 from coordinator.services.views import job_update
 from coordinator.services.wire import to_worker
 from coordinator.storage.graph_store import GraphStore
-from coordinator.storage.journal import Record as JournalRecord
 from tests.test_rounds import STAGES, commits, plan, ready, step, training
 from tests.test_scheduler import World, spec
 

@@ -18,10 +18,9 @@ from coordinator.membership import member
 from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import Fact, Ledger, from_record, to_record
+from coordinator.messages.facts import Fact, Ledger, Record, from_record, to_record
 from coordinator.pipeline import machine
 from coordinator.scheduler import Scheduler
-from coordinator.storage.journal import Record
 
 HASH = "ab" * 32
 OPS = {"sig1": 10**6, "sig2": 10**6}

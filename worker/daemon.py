@@ -26,7 +26,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
 from worker.apps.host import AppHost
-from worker.checkpoint import BlobCache
+from worker.blobs import BlobCache
 from worker.config import WorkerConfig, remember
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import BlobsOverGrpc, data_fetch

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
 from atoll.rehearse import RehearsalLimits, rehearse
-from worker import checkpoint
+from worker import blobs
+from worker.blobs import BlobCache, BlobPort
 from worker.cancel import Cancel
-from worker.checkpoint import BlobCache, BlobPort
 from worker.config import WorkerConfig
 from worker.data.registry import open_dataset
 from worker.federated.participation import Site
@@ -178,14 +178,14 @@ def _tensors(assignment: Assignment, around: Surroundings, cancel: Cancel) -> di
     wanted: dict[str, int] = {}
     for name in names:
         blob = assignment.tensors[name]
-        wanted[blob] = max(wanted.get(blob, 0), checkpoint.most_bytes(assignment.states[name]))
+        wanted[blob] = max(wanted.get(blob, 0), blobs.most_bytes(assignment.states[name]))
 
     def progress(_: int) -> None:
         around.progress.tick()
 
-    checkpoint.download(around.blobs, around.cache, wanted, cancel, progress)
+    blobs.download(around.blobs, around.cache, wanted, cancel, progress)
     return {
-        name: checkpoint.load(around.cache, name, assignment.tensors[name], assignment.states[name])
+        name: blobs.load(around.cache, name, assignment.tensors[name], assignment.states[name])
         for name in names
     }
 

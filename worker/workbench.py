@@ -16,14 +16,14 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
-from worker import checkpoint
+from worker import blobs
 from worker.cancel import Cancel, Cancelled
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
 from worker.loading import Surroundings, connect_one, load
 from worker.machine import op_timing
-from worker.machine.device import measure_link, used_memory_bytes
+from worker.machine.device import used_memory_bytes
 from worker.machine.malloc import give_back
 from worker.session import events, instructions, wire_federated
 from worker.session import wire as messages
@@ -44,6 +44,7 @@ log = structlog.get_logger()
 
 OPS_BUDGET_S = 60.0
 OPS_BYTES_SHARE = 0.75  # of the memory budget, for one op: an idle worker holds nothing else
+MIN_PROBE_BYTES = 64 << 10
 PROBE_CONNECT_S = 10.0
 WATCH_S = 1.0  # between two looks at what computes
 Task = Callable[[Cancel], None]
@@ -399,7 +400,7 @@ class Workbench:
         job, version = assignment.job, assignment.version
         try:
             rate = self._around.config.max_upload_bytes_per_s
-            tensors = checkpoint.upload(self._around.blobs, snapshot, cancel, rate)
+            tensors = blobs.upload(self._around.blobs, snapshot, cancel, rate)
         except AtollError as error:
             log.warning("state.not_stored", job=job, step=step, reason=str(error))
             message = messages.state_stored(job, version, step, {}, str(error))
@@ -443,7 +444,9 @@ class Workbench:
         network = self._around.network
         try:
             connect_one(network, peer, target.addresses, target.dial, PROBE_CONNECT_S)
-            rtt_s, rate_bps = measure_link(network, peer, target.seconds, target.max_bytes)
+            rtt_s = network.rtt(peer)
+            if target.max_bytes:  # 0 asks for the round trip alone
+                rate_bps = network.bandwidth(peer, target.seconds, max(target.max_bytes, MIN_PROBE_BYTES))
         except AtollError as failed:
             error = str(failed)
         self._post(events.Probed(messages.link_probed(request, peer, rtt_s, rate_bps, error)))

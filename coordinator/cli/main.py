@@ -17,8 +17,8 @@ import atoll
 from atoll.errors import UsageError
 from coordinator.cli import admin, codecs, flower, submit
 from coordinator.cli import data as cli_data
-from coordinator.cli import demo as cli_demo
 from coordinator.cli import jobs as cli_jobs
+from coordinator.cli.demo import command as cli_demo
 from coordinator.cli.options import EXIT_CODES, AsJson, Trace, UseProxy, err, out, print_json, run
 from protos import PROTOCOL_VERSION, leaving
 from protos.installation import check_installation
@@ -124,7 +124,3 @@ def _checked() -> int:
         err.print(f"error: {error}", soft_wrap=True)
         return error.exit_code
     return run(app)
-
-
-if __name__ == "__main__":
-    main()

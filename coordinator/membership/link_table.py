@@ -14,10 +14,15 @@ from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from coordinator.planning.costs.fleet import UNKNOWN, Fleet
 from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from coordinator.planning.costs.fleet import Device
 
 PROBE_WEIGHT = 0.5  # a probe fills the link on purpose: trust it
 GOODPUT_WEIGHT = 0.1  # training's own traffic may be limited by the sender (decentralized.md 1.5)
@@ -235,3 +240,27 @@ def _uplink_name(members: frozenset[str], sites: Mapping[str, str]) -> str:
     named = {sites.get(w, "") for w in members}
     only = named.pop() if len(named) == 1 else ""
     return only if only and len(members) > 1 else "+".join(sorted(members)[:3])
+
+
+def measured_fleet(
+    devices: Sequence[Device],
+    table: LinkTable,
+    uplinks: Sequence[Uplink] = (),
+    unknown: LinkEstimate = UNKNOWN,
+) -> Fleet:
+    """Return the live fleet: estimates of ``table``, ``unknown`` where a pair was never probed; rates
+    as training's messages get them.
+    """
+    n = len(devices)
+    bandwidth, latency = np.full((n, n), np.inf), np.zeros((n, n))
+    alone = bandwidth.copy()
+    for i, a in enumerate(devices):
+        for j, b in enumerate(devices):
+            if i != j:
+                link = table.get(a.worker, b.worker) or unknown
+                drag = table.drag((a.worker, b.worker))
+                bandwidth[i, j], latency[i, j] = link.bandwidth_bps / drag, link.latency_s
+                alone[i, j] = link.bandwidth_bps
+    dragged = tuple(map(table.dragged_line, uplinks))
+    probed = Fleet(tuple(devices), alone, latency, tuple(uplinks))
+    return Fleet(tuple(devices), bandwidth, latency, dragged, probed=probed)

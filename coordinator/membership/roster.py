@@ -12,7 +12,7 @@ from atoll.plan import LinkPrediction
 from coordinator.config import Liveness, Probing
 from coordinator.membership import member as members
 from coordinator.membership.link_probing import LinkProbing
-from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step
+from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.member import Member, Phase
 from coordinator.membership.op_probing import OpProbing
 from coordinator.messages.events import Goodput, Introduction, StepReady
@@ -86,7 +86,7 @@ class Worker:
     aside: str = ""  # why no plan uses it; a new process starts clean
     computing: Ratio = field(default_factory=partial(Ratio, leaps=True))
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
-    message_costs: Ratio = field(default_factory=Ratio)  # what messages take around the actions
+    handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
@@ -179,7 +179,7 @@ class Roster:
         """
         devices = [self._device(worker, precision, flops or {}) for worker in workers]
         sites = {worker: self.workers[worker].introduction.site for worker in workers}
-        return Fleet.measured(devices, self.links.table, self.links.uplinks(sites))
+        return measured_fleet(devices, self.links.table, self.links.uplinks(sites))
 
     def fleet_for(self, job: str, workers: list[str], precision: str, flops: Mapping[str, int]) -> Fleet:
         """The same for a plan that will run; what it takes is compared with these figures."""

@@ -15,12 +15,20 @@ from typing import Any, get_type_hints
 from atoll.errors import StorageError
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Mask, Plan
-from coordinator.storage.journal import Record
 from protos.convert import decode, encode
 
 ENDED = ("finished", "failed", "cancelled")
 STATE, MODEL = "federated/state", "federated/model"
 """Where the checkpoint of a federated job has the server's state and the newest global model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event: what kind, when (seconds since the epoch), and its JSON-able content."""
+
+    kind: str
+    at_s: float
+    payload: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,13 @@ import numpy as np
 
 from atoll.compression import LOSSLESS
 from atoll.job import JobSpec
+from coordinator.config import Adaptation
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
 from coordinator.messages.events import LinksChosen, LinksFailed
 from coordinator.messages.jobs import JobState, Relinked
 from coordinator.pipeline import link_policy, relink
-from coordinator.pipeline.link_moves import Sample, Settings
+from coordinator.pipeline.link_moves import Sample
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.network import Pair
 from protos.telemetry import Event as Name
@@ -38,7 +39,7 @@ class Adapting:
     """``of``: the state of every job that adapts; ``watched``: what the guard has seen of the others."""
 
     roster: Roster
-    settings: Settings
+    settings: Adaptation
     emit: Callable[[do.Instruction], None]
     of: dict[str, link_policy.State] = field(default_factory=dict)
     watched: dict[str, link_policy.Watch] = field(default_factory=dict)

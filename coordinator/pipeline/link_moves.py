@@ -5,7 +5,7 @@ smoothed in the logarithm; three samples in a row on one side of it replace it, 
 falls to a tenth is followed in three steps and noise of +-15 % moves nothing. Where a rate is less
 than thought although the quickest bytes were carried as fast as thought, the others waited for an end
 that was out of processor time, not for the line: then the quickest tell it. Messages shorter
-than ``Settings.telling_s`` or half a round trip are bound by latency: they bound the rate from
+than ``Adaptation.telling_s`` or half a round trip are bound by latency: they bound the rate from
 below and cannot show that a link got faster. A link that is silent in this way is asked by
 spending more on it: its rate is taken for a little higher, so its ratio falls. Either the larger
 messages then show the rate, or the step suffers and the old figure returns, for twice as long.
@@ -19,34 +19,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
 
+from coordinator.config import Adaptation
 from coordinator.membership.link_table import MAX_BANDWIDTH_BPS, MIN_BANDWIDTH_BPS
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """When a change counts."""
-
-    change: float = 0.2  # against what the codecs were chosen for
-    weight: float = 0.25  # of one sample in the smoothed rate
-    jump: float = 0.25  # samples this far off, all on one side, ...
-    jump_samples: int = 3  # ... so many in a row, are a new rate, not noise
-    telling_s: float = 0.02  # a message must keep the line at work so long to tell its rate
-    overhead_share: float = 0.25  # of that time: the most a message may wait for other than the line
-    sample_bytes: int = 64 * 1024  # steps that carry less are taken together
-    effect_steps: int = 3  # from a decision to the first step with its codecs
-    distance_steps: int = 6  # between decisions: the rest is for seeing what the last one did
-    probe_after_steps: int = 6
-    probe_growth: tuple[float, ...] = (1.15, 1.25, 1.5, 2.0)
-    probe_wait_most_steps: int = 256
-    fruitless_most: int = 5  # probes in a row that changed no codec: nothing can be spent
-    suffers: float = 0.1  # of the step time: more than this is too much for a probe
-    free: float = 0.03  # less than this is no price at all
-    gap: float = 0.02  # loss without codecs over loss through them, less one
-    gap_cap: float = 0.7  # of the largest ratio in use
-
-    def __post_init__(self) -> None:
-        if not (0 < self.change < 1 and 0 < self.weight <= 1 and self.gap > 0 and 0 < self.gap_cap < 1):
-            raise ValueError(f"{self}: shares lie between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +75,7 @@ class Link:
 # ---------------------------------------------------------------- measuring
 
 
-def measure(link: Link, sample: Sample, settings: Settings) -> tuple[Link, bool]:
+def measure(link: Link, sample: Sample, settings: Adaptation) -> tuple[Link, bool]:
     """The link with a step's transfers taken in, and whether they were enough to count."""
     n_bytes, busy_s = link.n_bytes + sample.n_bytes, link.busy_s + sample.busy_s
     messages = link.messages + max(1, sample.messages)
@@ -125,7 +99,7 @@ def measure(link: Link, sample: Sample, settings: Settings) -> tuple[Link, bool]
     return replace(taken, n_bytes=0, busy_s=0.0, messages=0, quickest_bps=0.0), True
 
 
-def _smoothed(link: Link, rate: float, settings: Settings) -> tuple[float, tuple[float, ...]]:
+def _smoothed(link: Link, rate: float, settings: Adaptation) -> tuple[float, tuple[float, ...]]:
     """The smoothed rate, and the samples that may become a new one."""
     known = link.rate_bps
     if known is None:
@@ -140,7 +114,7 @@ def _smoothed(link: Link, rate: float, settings: Settings) -> tuple[float, tuple
     return known * math.exp(settings.weight * max(-far, min(far, off))), odd
 
 
-def sign_of(link: Link, sample: Sample, settings: Settings) -> Sign:
+def sign_of(link: Link, sample: Sample, settings: Adaptation) -> Sign:
     """What the link's rate says against ``assumed_bps``."""
     if link.rate_bps is None:
         return Sign.SILENT
@@ -164,7 +138,7 @@ class Sight:
 
     step: int
     sample: Sample
-    settings: Settings
+    settings: Adaptation
     suffers: str  # why the step is said to suffer, "" when it does not
     free: bool  # the step takes no longer than usual, as far as can be told
 

@@ -18,12 +18,12 @@ from statistics import median
 from atoll.compression import ADATOPK, AUTO
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
+from coordinator.config import Adaptation
 from coordinator.pipeline.link_moves import (
     MOVES,
     Link,
     Phase,
     Sample,
-    Settings,
     Sight,
     Sign,
     measure,
@@ -76,7 +76,7 @@ def begin(assumed_bps: Mapping[Pair, float], step: int = 0, cap: float | None = 
 
 
 def observe(
-    state: State, step: int, step_s: float, samples: Mapping[Pair, Sample], settings: Settings
+    state: State, step: int, step_s: float, samples: Mapping[Pair, Sample], settings: Adaptation
 ) -> tuple[State, Decision | None]:
     """Take in committed step ``step``; a Decision when codecs should be chosen anew."""
     links = dict(state.links)
@@ -103,7 +103,7 @@ def observe(
 
 
 def _moves(
-    state: State, step: int, samples: Mapping[Pair, Sample], counted: set[Pair], settings: Settings
+    state: State, step: int, samples: Mapping[Pair, Sample], counted: set[Pair], settings: Adaptation
 ) -> tuple[dict[Pair, Link], dict[Pair, str]]:
     suffers, links, reasons = _suffers(state, settings), dict(state.links), {}
     free = bool(state.recent_s) and not _longer(state, settings.free)
@@ -135,7 +135,7 @@ def proven(state: State) -> dict[Pair, float]:
     }
 
 
-def _suffers(state: State, settings: Settings) -> str:
+def _suffers(state: State, settings: Adaptation) -> str:
     """Why steps take longer than usual, "" where they do not or it cannot be said yet."""
     if len(state.recent_s) < settings.jump_samples or not _longer(state, settings.suffers):
         return ""
@@ -146,7 +146,7 @@ def _longer(state: State, share: float) -> bool:
     return state.usual_s is not None and median(state.recent_s) > state.usual_s * (1.0 + share)
 
 
-def _learnt(state: State, settings: Settings) -> State:
+def _learnt(state: State, settings: Adaptation) -> State:
     """Without a probe under way, the step time of the newest codecs is the usual one."""
     probing = any(link.phase is Phase.PROBING for link in state.links.values())
     if probing or len(state.recent_s) < settings.jump_samples:
@@ -158,7 +158,7 @@ def _learnt(state: State, settings: Settings) -> State:
     return replace(state, usual_s=now_s)
 
 
-def answered(state: State, step: int, changed: bool, settings: Settings) -> State:
+def answered(state: State, step: int, changed: bool, settings: Adaptation) -> State:
     """The planner has chosen for a Decision: whether anything that matters is another now.
 
     Where nothing is, the next decision need not wait; and a link on which more was to be spent
@@ -225,7 +225,7 @@ def evaluated(
     loss: float,
     coded_loss: float,
     largest_ratio: float,
-    settings: Settings,
+    settings: Adaptation,
     caps: Sequence[float] = CAPS[AUTO],
 ) -> tuple[State, Decision | None]:
     """The guard: the held-out loss without codecs and through them, after ``step`` steps.
@@ -245,7 +245,7 @@ def evaluated(
     return capped, Decision(rates, dict.fromkeys(capped.links, reason), reason, cap)
 
 
-def watched(watch: Watch, loss: float, coded_loss: float, settings: Settings) -> tuple[Watch, str]:
+def watched(watch: Watch, loss: float, coded_loss: float, settings: Adaptation) -> tuple[Watch, str]:
     """The guard where the owner named the codec, which stays: what is wrong, "" where it was said.
 
     Once said it is not said again until the gap has fallen to half the bound.
@@ -256,7 +256,7 @@ def watched(watch: Watch, loss: float, coded_loss: float, settings: Settings) ->
 
 
 def _judged(
-    gaps: tuple[float, ...], loss: float, coded_loss: float, settings: Settings
+    gaps: tuple[float, ...], loss: float, coded_loss: float, settings: Adaptation
 ) -> tuple[tuple[float, ...], str]:
     """The newest three gaps, and what is wrong with them, "" where nothing is."""
     if not (math.isfinite(loss) and math.isfinite(coded_loss) and coded_loss > 0):
@@ -271,7 +271,7 @@ def _judged(
     return gaps, f"{losses}: a gap of {gap:.1%}, {why}"
 
 
-def _lower(ratio: float, caps: Sequence[float], settings: Settings) -> float:
+def _lower(ratio: float, caps: Sequence[float], settings: Adaptation) -> float:
     """What a ratio that costs too much is capped at."""
     cap = ratio * settings.gap_cap
     return cap if cap >= caps[0] else max((c for c in caps if c < LOWER * ratio), default=1.0)

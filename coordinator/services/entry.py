@@ -1,7 +1,6 @@
 """The Entry service: a join token for a certificate, and a greeting that needs neither.
 
-Calls come here once ``coordinator.services.access`` has found that their token opens; what is raised here it tells
-the caller.
+Calls come here once ``access`` has found that their token opens; what is raised here it tells the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import structlog
 
 import atoll
 from atoll.errors import ProtocolMismatch, StorageError
-from coordinator.storage.journal import Record
+from coordinator.messages.facts import Record
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc

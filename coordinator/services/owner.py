@@ -14,14 +14,13 @@ from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from atoll.job import DataSpec, JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
-from coordinator.messages.facts import STATE
+from coordinator.messages.facts import STATE, Record
 from coordinator.pipeline import machine
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.services.refusals import refuse
 from coordinator.services.views import job_update, link_statuses, worker_status
 from coordinator.shell import Shell
-from coordinator.storage.journal import Record
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb

@@ -15,7 +15,7 @@ from protos.credentials import matching_hash, secret_hash, token_id
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
-    from coordinator.storage.journal import Record
+    from coordinator.messages.facts import Record
 
 MAX_TOKENS = 10_000
 MAX_NAME_CHARS = 100

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
 from atoll.errors import AtollError, StorageError, UsageError
+from coordinator.messages.facts import Record
 from protos.private_files import private_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
 MAX_RECORD_BYTES = 64 << 20
 _CHECKPOINT_PAGES = 64
@@ -37,15 +37,6 @@ _EVENTS = sa.Table(
     sa.Column("payload", sa.Text, nullable=False),
 )
 _WRITTEN = ("at_s", "kind", "payload")  # the database counts the numbers
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One event: what kind, when (seconds since the epoch), and its JSON-able content."""
-
-    kind: str
-    at_s: float
-    payload: Mapping[str, Any]
 
 
 class Journal:

@@ -96,7 +96,7 @@ def test_pure_cores_touch_no_clock_thread_file_or_socket(name: str) -> None:
 
 def test_the_daemon_and_the_command_start_without_torch() -> None:
     code = (
-        "import sys, coordinator.server, coordinator.cli, coordinator.client.client;"
+        "import sys, coordinator.server, coordinator.cli.main, coordinator.client.client;"
         "sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -43,7 +43,8 @@ def test_one_file_alone_imports_flowers_insides() -> None:
 def test_everything_but_the_flower_adapters_starts_without_flower_and_ray() -> None:
     code = (
         "import sys; sys.modules['flwr'] = sys.modules['ray'] = None;"
-        "import coordinator.cli, coordinator.client.client, coordinator.server, worker.cli, worker.daemon;"
+        "import coordinator.cli.main, coordinator.client.client, coordinator.server;"
+        "import worker.cli.main, worker.daemon;"
         "import strategies, compressors.catalogue, protos.convert, atoll"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -18,8 +18,8 @@ def test_the_project_file_names_the_six_packages_and_both_commands() -> None:
     found = project["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {name.removesuffix("*") for name in found} == SIX
     assert project["project"]["scripts"] == {
-        "atoll": "coordinator.cli:main",
-        "atoll-worker": "worker.cli:main",
+        "atoll": "coordinator.cli.main:main",
+        "atoll-worker": "worker.cli.main:main",
     }
     assert project["project"]["license"] == "Apache-2.0"
 
@@ -73,7 +73,7 @@ def test_the_demo_runs_from_the_wheel_alone(wheel: zipfile.ZipFile, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert "2 stages on 2 workers" in done.stdout
     assert "all checks hold" in done.stdout
-    module = "import coordinator.demo.run, sys; sys.stdout.write(coordinator.demo.run.__file__)"
+    module = "import coordinator.cli.demo.run, sys; sys.stdout.write(coordinator.cli.demo.run.__file__)"
     found = subprocess.run(
         [sys.executable, "-P", "-c", module], env=environment, capture_output=True, text=True
     )

@@ -21,7 +21,7 @@ from protos.app_words import clean
 from worker.apps.parts import Parts
 from worker.apps.run import Around, HostedRun
 from worker.apps.store import AppStore
-from worker.checkpoint import BlobCache
+from worker.blobs import BlobCache
 from worker.control.stream import ATTEND, Stream
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import grpc
 from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
-from worker.checkpoint import ATTEMPTS, CHUNK_BYTES, RETRY_FIRST_S, RETRY_MOST_S, BlobCache, Chunk
+from worker.blobs import ATTEMPTS, CHUNK_BYTES, RETRY_FIRST_S, RETRY_MOST_S, BlobCache, Chunk
 from worker.control.calls import as_atoll_error
 
 if TYPE_CHECKING:

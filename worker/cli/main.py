@@ -377,7 +377,3 @@ def main() -> NoReturn:
     # Its own lines about refused handshakes would stand before our errors, which say what to do.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     leaving.leave(run())
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ import grpc
 
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from worker.checkpoint import Chunk
+from worker.blobs import Chunk
 from worker.control.calls import as_atoll_error
 from worker.stage.feed import Arrived, Fetch
 
@@ -20,7 +20,7 @@ CALL_TIMEOUT_S = 30.0
 
 
 class BlobsOverGrpc:
-    """``checkpoint.BlobPort`` over one channel."""
+    """``blobs.BlobPort`` over one channel."""
 
     def __init__(self, channel: grpc.Channel, metadata: Sequence[tuple[str, str]], address: str) -> None:
         self._stub: Any = rpc.BlobsStub(channel)

@@ -10,7 +10,7 @@
 
 TYPE is what the field must be in the end: a dtype, and the shape of one sample in brackets. Values are
 converted to it and refused where they do not fit. What SOURCE means depends on the file's format
-(``worker.data.sources``); transforms are those of ``worker.data.transforms``. Nothing here is code of the owner's.
+(``sources``); transforms are those of ``transforms``. Nothing here is code of the owner's.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ import structlog
 from atoll.errors import BadFrame, StorageError
 from compressors.container import is_coded, most_file_bytes, read_dense, write_dense
 from compressors.model_file import read_delta, read_model
-from worker import checkpoint
+from worker import blobs
 
 if TYPE_CHECKING:
     from compressors.container import Metas
+    from worker.blobs import BlobCache, BlobPort
     from worker.cancel import Cancel
-    from worker.checkpoint import BlobCache, BlobPort
 
 log = structlog.get_logger()
 
@@ -109,7 +109,7 @@ class Models:
             self._progress()
 
         wanted = {blob: most_file_bytes(self._expected)}
-        checkpoint.download(self._port, self._blobs, wanted, cancel, progress)
+        blobs.download(self._port, self._blobs, wanted, cancel, progress)
         return self._blobs.path(blob)
 
     def _path(self, name: str) -> Path:

@@ -29,7 +29,7 @@ from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.returned import check_returned
-from worker import checkpoint
+from worker import blobs
 from worker.federated.broadcasts import ModelRef, Models
 from worker.federated.client_state import MAX_BYTES, ClientStore
 from worker.federated.floors import check_held_out, check_job
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from compressors.container import Stored
     from strategies.base import ClientUpdate
     from strategies.layout import Array
+    from worker.blobs import BlobCache, BlobPort
     from worker.cancel import Cancel
-    from worker.checkpoint import BlobCache, BlobPort
 
 SECRET_FILE = "secret"  # noqa: S105 - a file's name
 SECRET_BYTES = 32
@@ -216,7 +216,7 @@ class Participation:
         # The first may be one that was sent before this process began.
         site, new = self._site, self._last_sent is not None and order.round > self._last_sent
         self._last_sent = order.round
-        sent = checkpoint.upload_file(
+        sent = blobs.upload_file(
             site.blobs,
             path,
             stored,
@@ -295,11 +295,11 @@ def _tensors(joining: Joining, site: Site, cancel: Cancel) -> dict[str, Tensor]:
     wanted: dict[str, int] = {}
     for name in names:
         blob = joining.tensors[name]
-        wanted[blob] = max(wanted.get(blob, 0), checkpoint.most_bytes(joining.states[name]))
-    checkpoint.download(site.blobs, site.cache, wanted, cancel, lambda _: site.tick())
+        wanted[blob] = max(wanted.get(blob, 0), blobs.most_bytes(joining.states[name]))
+    blobs.download(site.blobs, site.cache, wanted, cancel, lambda _: site.tick())
     found = {}
     for name in names:
-        loaded = checkpoint.load(site.cache, name, joining.tensors[name], joining.states[name])
+        loaded = blobs.load(site.cache, name, joining.tensors[name], joining.states[name])
         found[name] = loaded["value"]
     return found
 

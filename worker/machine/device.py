@@ -1,4 +1,4 @@
-"""What this machine is: device facts for the planner, a few rates for people, link measurements."""
+"""What this machine is: device facts for the planner, a few rates for people."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ from worker.machine.cpu import usable
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
-    from worker.transport.network import PeerNetwork
 
 RESERVE_SHARE = 0.15  # of free memory, left to the machine's owner unless --memory says otherwise
 CPU_MATMUL = 512
 CUDA_MATMUL = 4096
 COPY_BYTES = 64 << 20
 RATE_SECONDS = 0.3
-MIN_PROBE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +113,6 @@ def device_rates(
     product_s = _median_s(lambda: torch.mm(left, right, out=out), device, seconds, clock)
     copy_s = _median_s(lambda: target.copy_(source), device, seconds, clock)
     return DeviceRates(2 * size**3 / product_s / 1e9, 2 * COPY_BYTES / copy_s / 1e9)
-
-
-def measure_link(network: PeerNetwork, peer: str, seconds: float, max_bytes: int) -> tuple[float, float]:
-    """(round trip in seconds, payload bits per second from here to ``peer``).
-
-    ``max_bytes`` 0 asks for the round trip alone; the rate is then 0. Raises ConnectionFailed or
-    PeerLost.
-    """
-    rtt_s = network.rtt(peer)
-    if not max_bytes:
-        return rtt_s, 0.0
-    rate_bps = network.bandwidth(peer, seconds, max(max_bytes, MIN_PROBE_BYTES))
-    return rtt_s, rate_bps
 
 
 def outbound_host(toward: str, port: int) -> str:

@@ -55,7 +55,7 @@ MAX_LANES = 32
 """Open streams of one peer, with those that broke unnoticed: all that were accepted share a thread."""
 SPARE_ROUNDS = 30
 """Of pings: a spare connection gets one in so many, one in 15 s, which keeps routers' mappings alive and its
-round trip known (``worker.transport.lateness``: half a minute). One in 8 were half of all pings of six homes."""
+round trip known (``lateness``: half a minute). One in 8 were half of all pings of six homes."""
 
 
 class _Refused(AtollError):

@@ -1,6 +1,6 @@
 """What arrived on one stream and is not acknowledged yet.
 
-An acknowledgement by itself costs either side as much as a message of data (``worker.transport.bundle``). What
+An acknowledgement by itself costs either side as much as a message of data (``bundle``). What
 a sender does not wait for therefore travels with the next data that goes the other way, which in a
 pipeline is hardly ever far off; every arrival is noted with its time, so that the sender's estimates
 are those of an answer at once. No socket, clock or thread here: times come in as arguments.

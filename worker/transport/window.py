@@ -3,7 +3,7 @@
 window = rate * (gain * (rtt + slack) + late), two short chunks at least; rate = largest delivery rate
 of the last second or ten round trips, or what one of the last sixteen short bursts had on the whole;
 rtt = smallest of the last half minute; late = what acknowledgements waited for behind the other
-direction's data (``worker.transport.lateness``). A gain above one keeps the pipe full and finds a link that grew;
+direction's data (``lateness``). A gain above one keeps the pipe full and finds a link that grew;
 all the rest stays out of socket buffers, where a late gradient could not overtake it. The delivery rate,
 no larger than the rate at which the same bytes were sent, after BBR (Cardwell 2016, section 4.1; the
 bound: draft-cheng-iccrg-delivery-rate-estimation). Times come in as arguments.

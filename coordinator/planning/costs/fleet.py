@@ -1,9 +1,8 @@
 """The machines a plan may use: devices in join order, the links between them, shared uplinks.
 
-A Fleet is a value: the live one is built from probes (``Fleet.measured``), one described in a
-file by ``coordinator.planning.costs.fleet_file.read_fleet``. A transfer from a to b passes, first in first out,
-every uplink that has a but not b (upwards), every one that has b but not a (downwards), and the
-pair's own rate; it arrives one latency later.
+A Fleet is a value: the live one is built from probes, one described in a file by ``fleet_file.read_fleet``.
+A transfer from a to b passes, first in first out, every uplink that has a but not b (upwards), every one that
+has b but not a (downwards), and the pair's own rate; it arrives one latency later.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from coordinator.membership.link_table import LinkTable
 from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
@@ -34,8 +32,7 @@ class Device:
     """One worker as the planner sees it.
 
     Seconds of an op: ``timings[signature]`` where it was probed, else the analytic fallback of
-    ``coordinator.planning.costs.op_seconds`` from the rates; both times ``scale``, what training measured over
-    what was predicted.
+    ``op_seconds`` from the rates; both times ``scale``, what training measured over what was predicted.
     """
 
     worker: str
@@ -84,30 +81,6 @@ class Fleet:
         n = len(self.devices)
         if self.bandwidth_bps.shape != (n, n) or self.latency_s.shape != (n, n):
             raise ValueError(f"{n} devices need {n} x {n} link matrices")
-
-    @classmethod
-    def measured(
-        cls,
-        devices: Sequence[Device],
-        table: LinkTable,
-        uplinks: Sequence[Uplink] = (),
-        unknown: LinkEstimate = UNKNOWN,
-    ) -> Fleet:
-        """The live fleet: estimates of ``table``, ``unknown`` where a pair was never probed; rates
-        as training's messages get them."""
-        n = len(devices)
-        bandwidth, latency = np.full((n, n), np.inf), np.zeros((n, n))
-        alone = bandwidth.copy()
-        for i, a in enumerate(devices):
-            for j, b in enumerate(devices):
-                if i != j:
-                    link = table.get(a.worker, b.worker) or unknown
-                    drag = table.drag((a.worker, b.worker))
-                    bandwidth[i, j], latency[i, j] = link.bandwidth_bps / drag, link.latency_s
-                    alone[i, j] = link.bandwidth_bps
-        dragged = tuple(map(table.dragged_line, uplinks))
-        probed = cls(tuple(devices), alone, latency, tuple(uplinks))
-        return cls(tuple(devices), bandwidth, latency, dragged, probed=probed)
 
     @cached_property
     def index(self) -> dict[str, int]:

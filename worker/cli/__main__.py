@@ -1,0 +1,5 @@
+"""Run the command as ``python -m worker.cli``."""
+
+from worker.cli.main import main
+
+main()
