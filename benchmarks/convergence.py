@@ -40,9 +40,9 @@ from atoll.program import stage_programs
 from benchmarks.convergence_report import report, show
 from benchmarks.harness import ROOT, execute, fitting, machine, parser
 from coordinator.capture.capture import Captured, capture
+from coordinator.client.fleet_file import parse_fleet
 from coordinator.client.job_file import load_job
 from coordinator.planning.costs.codec_costs import load_bytes
-from coordinator.planning.costs.fleet_file import parse_fleet
 from coordinator.planning.planner import make_plan
 from coordinator.planning.problem import Candidate, Problem
 from coordinator.planning.ratios import uniform

@@ -21,9 +21,9 @@ from coordinator.cli.demo.run import play, training_progress
 from coordinator.cli.demo.scene import Lender, Outcome, Scene, check, next_steps, small_scene, summary
 from coordinator.cli.demo.shown import Shown
 from coordinator.cli.format import plain
+from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
-from coordinator.planning.costs.fleet_file import read_fleet
 from coordinator.planning.planner import make_plan
 from examples import demo
 from lab.loopback import LoopbackLab

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from atoll.errors import UsageError
+from coordinator.client.fleet_file import parse_fleet, read_fleet
 from coordinator.membership.link_table import LinkTable, measured_fleet
 from coordinator.planning.costs.codec_costs import DEFAULT_SPEEDS, speed_of
 from coordinator.planning.costs.fleet import TCP_SHARE, Device
-from coordinator.planning.costs.fleet_file import parse_fleet, read_fleet
 from coordinator.planning.costs.network import LinkEstimate
 from tests.fleets import random_fleet, two_islands
 

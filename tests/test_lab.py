@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from atoll.errors import NotEnoughMemory, UsageError
 from benchmarks.adaptive_compression import CASES
+from coordinator.client.fleet_file import parse_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
-from coordinator.planning.costs.fleet_file import parse_fleet
 from coordinator.planning.planner import make_plan
 from lab import cpu, tun
 from lab.check import PORT, check, measure_pair

@@ -115,8 +115,8 @@ def _cut(job: Job) -> Job:
 def _local_plan(
     job: Job, fleet: Path, partitioner: str, schedule: str, quiet: bool
 ) -> tuple[Plan, Mapping[str, str]]:
+    from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
-    from coordinator.planning.costs.fleet_file import read_fleet
     from coordinator.planning.planner import make_plan
 
     described = read_fleet(fleet)

@@ -1,8 +1,10 @@
 """Imports point down, the pure cores stay pure, and the daemon starts without torch."""
 
 import ast
+import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,21 +20,15 @@ PURE = [
     "atoll/plan.py",
     "atoll/program.py",
     "atoll/microbatch.py",
-    "coordinator/planning/costs/op_seconds.py",
-    "coordinator/membership/link_table.py",
-    "coordinator/planning/clusters.py",
-    "coordinator/planning/planner.py",
-    "coordinator/planning/costs/timeline.py",
-    "coordinator/membership/member.py",
-    "coordinator/pipeline/machine.py",
+    "coordinator/config.py",
     "coordinator/scheduler.py",
+    "coordinator/planning",
+    "coordinator/messages",
+    "coordinator/membership",
+    "coordinator/pipeline",
+    "coordinator/federated",
     "coordinator/client/chrome_trace.py",
-    "coordinator/planning/op_fence.py",
-    "coordinator/planning/chain.py",
-    "coordinator/planning/costs/lower_bound.py",
-    "worker/session/machine.py",
-    "worker/session/events.py",
-    "worker/session/instructions.py",
+    "worker/session",
     "protos/convert.py",
     "protos/convert_graph.py",
     "protos/convert_job.py",
@@ -40,6 +36,11 @@ PURE = [
     "protos/telemetry.py",
     "protos/bounds.py",
 ]
+"""Files, and wings with every file in them, that touch no clock, thread, file or socket."""
+HALLS = {
+    "coordinator": {"__init__", "server", "shell", "scheduler", "config"},
+    "worker": {"__init__", "daemon", "workbench", "loading", "config", "cancel", "spans", "blobs"},
+}
 IMPURE = {
     "socket", "threading", "asyncio", "time", "random", "os", "subprocess", "grpc", "torch",
     "multiprocessing", "tempfile", "shutil", "sqlite3", "sqlalchemy",
@@ -88,10 +89,78 @@ def test_imports_point_down(package: str) -> None:
     assert wrong == []
 
 
+def _pure_files(root: Path, name: str) -> list[Path]:
+    return sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
+
+
+def _impurities(root: Path, name: str) -> list[str]:
+    return [
+        f"{path.relative_to(root)} imports {module}"
+        for path in _pure_files(root, name)
+        for module in _loaded(path)
+        if module.partition(".")[0] in IMPURE
+    ]
+
+
 @pytest.mark.parametrize("name", PURE)
 def test_pure_cores_touch_no_clock_thread_file_or_socket(name: str) -> None:
-    found = {module.partition(".")[0] for module in _loaded(ROOT / name)} & IMPURE
-    assert found == set()
+    assert _pure_files(ROOT, name)
+    assert _impurities(ROOT, name) == []
+
+
+def test_a_clock_in_a_pure_wing_is_caught(tmp_path: Path) -> None:
+    wing = tmp_path / "coordinator" / "planning" / "costs"
+    wing.mkdir(parents=True)
+    (wing / "honest.py").write_text("import math\n")
+    (wing / "clocked.py").write_text("try:\n    from time import monotonic\nfinally:\n    pass\n")
+    assert _impurities(tmp_path, "coordinator/planning") == [
+        "coordinator/planning/costs/clocked.py imports time"
+    ]
+
+
+@pytest.mark.parametrize("package", HALLS)
+def test_only_the_hall_stands_directly_in_a_package(package: str) -> None:
+    assert {path.stem for path in (ROOT / package).glob("*.py")} == HALLS[package]
+
+
+@pytest.mark.parametrize("package", HALLS)
+def test_every_wing_says_in_a_sentence_what_it_is(package: str) -> None:
+    for init in (ROOT / package).rglob("*/__init__.py"):
+        assert ast.get_docstring(ast.parse(init.read_text())), init
+
+
+def _contracts() -> list[dict[str, object]]:
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    return [contract for contract in linter["contracts"] if contract["type"] == "layers"]
+
+
+@pytest.mark.parametrize("package", HALLS)
+def test_every_wing_stands_in_a_contract(package: str) -> None:
+    [layers] = [c["layers"] for c in _contracts() if str(c["name"]).endswith(f"wings of the {package}")]
+    assert isinstance(layers, list)
+    named = {name.strip() for layer in layers for name in str(layer).split("|")}
+    parts = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")} | HALLS[package]
+    assert named == {f"{package}.{part}" for part in parts - {"__init__"}}
+
+
+def test_a_wing_that_imports_upward_is_caught(tmp_path: Path) -> None:
+    for package in LEVELS:
+        for source in (ROOT / package).rglob("*.py"):
+            copy = tmp_path / source.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(source.read_bytes())
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    with (tmp_path / "coordinator" / "messages" / "jobs.py").open("a") as planted:
+        planted.write("\n\ndef upward() -> None:\n    from coordinator.pipeline import machine  # noqa\n")
+    with (tmp_path / "worker" / "links" / "timed.py").open("a") as planted:
+        planted.write("\nfrom worker.session import events  # noqa\n")
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "coordinator.messages is not allowed to import coordinator.pipeline" in done.stdout
+    assert "worker.links is not allowed to import worker.session" in done.stdout
+    assert "1 kept, 2 broken" in done.stdout
 
 
 def test_the_daemon_and_the_command_start_without_torch() -> None:

@@ -14,8 +14,8 @@ from atoll.data import ByteText, Rows
 from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
 from compressors.catalogue import CODECS, Use
 from coordinator.cli import main as cli
+from coordinator.client import fleet_file
 from coordinator.planning import planner
-from coordinator.planning.costs import fleet_file
 from protos import telemetry
 from worker.cli import main as worker_cli
 
