@@ -43,7 +43,7 @@ from coordinator.capture.capture import Captured, capture
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.client.job_file import load_job
 from coordinator.planning.costs.codec_costs import load_bytes
-from coordinator.planning.planner import make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Candidate, Problem
 from coordinator.planning.ratios import uniform
 from lab.fleet import fleet_of
@@ -97,7 +97,15 @@ class Experiment:
         self.fleet = parse_fleet(tomllib.loads(fleet_of(read_scenario(scenario))))
         planned = replace(self.training, compress=f"adatopk:{ratio:g}")
         self.plan = make_plan(
-            "convergence", 1, self.captured.train, self.captured.evaluation, planned, self.fleet, "op_fence"
+            PlanRequest(
+                "convergence",
+                1,
+                self.captured.train,
+                self.captured.evaluation,
+                planned,
+                self.fleet,
+                "op_fence",
+            )
         )
         devices = tuple(self.fleet.index[stage.worker] for stage in self.plan.stages)
         self.candidate = Candidate(devices, tuple(stage.start for stage in self.plan.stages))

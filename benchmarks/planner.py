@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from atoll.job import TrainingSpec
 from benchmarks.harness import execute
 from coordinator.planning.clusters import groups
-from coordinator.planning.planner import make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from tests.dags import gpt_like
 from tests.fleets import islands, random_fleet
 
@@ -46,7 +46,7 @@ def measure(seed: int, n_islands: int, size: int, layers: int, memory_mib: float
     begin = time.perf_counter()
     found = groups(fleet.effective_bps)
     grouped = time.perf_counter()
-    plan = make_plan("bench", 1, dag, None, TrainingSpec(1, n_micro), fleet)
+    plan = make_plan(PlanRequest("bench", 1, dag, None, TrainingSpec(1, n_micro), fleet))
     done = time.perf_counter()
     assert plan.prediction is not None
     right = len(found) == n_islands and all(len({home[d] for d in group}) == 1 for group in found)

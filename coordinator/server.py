@@ -32,7 +32,6 @@ from coordinator.apps.service import NodeApps, OwnerApps
 from coordinator.client.endpoint import address_text
 from coordinator.config import CoordinatorConfig
 from coordinator.messages.facts import Ledger, from_record
-from coordinator.scheduler import Scheduler
 from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
 from coordinator.services.doors import Door, StageData
@@ -41,7 +40,7 @@ from coordinator.services.prometheus import Exporter
 from coordinator.services.register import Register
 from coordinator.services.sweep import sweep_for_ever
 from coordinator.services.work import WorkService
-from coordinator.shell import Shell
+from coordinator.shell import Shell, scheduler_for
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.data_provider import DataProvider
 from coordinator.storage.graph_store import GraphStore
@@ -112,7 +111,7 @@ class Server:
         self.authority = None if config.insecure else Authority.open(config.state_dir / "ca")
         self.shell = Shell(
             config,
-            Scheduler(config, self.ledger, self._clock()),
+            scheduler_for(config, self.ledger, self._clock()),
             self.journal,
             self.blobs,
             GraphStore(self.blobs),

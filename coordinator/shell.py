@@ -22,12 +22,14 @@ from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.aggregation.supervisor import Aggregators
 from coordinator.config import CoordinatorConfig
+from coordinator.federated.driver import FederatedDriver
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import Fact, JobEnded, to_record
-from coordinator.pipeline import machine
+from coordinator.messages.facts import Fact, JobEnded, Ledger, to_record
+from coordinator.messages.jobs import ENDED
+from coordinator.pipeline.driver import PipelineDriver
 from coordinator.planning.new_codecs import respec
-from coordinator.planning.planner import make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import GraphStore
@@ -91,6 +93,11 @@ class _Posted:
     event: ev.Event
     at: float
     done: asyncio.Future[None] | None
+
+
+def scheduler_for(config: CoordinatorConfig, ledger: Ledger, now_s: float) -> Scheduler:
+    """Return a scheduler of every kind of job that there is."""
+    return Scheduler(config, ledger, now_s, (PipelineDriver, FederatedDriver))
 
 
 @dataclass(slots=True)
@@ -229,7 +236,7 @@ class Shell:
             return None
         if self._unwritten:
             self._unwritten += facts
-            return StorageError(self.scheduler.storage or "the journal cannot be written")
+            return StorageError(self.scheduler.effects.storage or "the journal cannot be written")
         try:
             self.journal.append([to_record(fact, now_s) for fact in facts])
         except StorageError as error:
@@ -347,16 +354,18 @@ class Shell:
         def work() -> Plan:
             graphs = self.graphs.graphs(spec.dag_hash, spec.eval_dag_hash)
             plan = make_plan(
-                request.job,
-                request.version,
-                graphs.train,
-                graphs.evaluation,
-                spec.training,
-                request.fleet,
-                spec.partitioner,
-                spec.schedule,
-                dag_hash=spec.dag_hash,
-                eval_dag_hash=spec.eval_dag_hash,
+                PlanRequest(
+                    request.job,
+                    request.version,
+                    graphs.train,
+                    graphs.evaluation,
+                    spec.training,
+                    request.fleet,
+                    spec.partitioner,
+                    spec.schedule,
+                    dag_hash=spec.dag_hash,
+                    eval_dag_hash=spec.eval_dag_hash,
+                )
             )
             if request.job not in self.inquiries:
                 self.graphs.programs(plan)
@@ -426,7 +435,7 @@ class Shell:
 
     def restored(self, records: int) -> None:
         """Log what a replay brought back."""
-        jobs = [s.phase for s in self.scheduler.jobs.values() if s.phase not in machine.ENDED]
+        jobs = [s.phase for s in self.scheduler.jobs.values() if s.phase not in ENDED]
         log.info(Name.JOURNAL_REPLAYED.value, records=records, unfinished_jobs=len(jobs))
 
 

@@ -23,7 +23,7 @@ class Event(StrEnum):
     TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
-    WORKER_SET_ASIDE = "worker.set_aside"
+    WORKER_QUARANTINED = "worker.quarantined"
     WORKER_KICKED = "worker.kicked"
     WORKER_LOG = "worker.log"
     SESSION_OPENED = "session.opened"

@@ -19,7 +19,7 @@ from benchmarks.commit import WIDTH, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.messages import events as ev
 from coordinator.server import Running
-from coordinator.services.blob_rights import Accounts, Allowance, ClientRole, StageRole, needed, role_of
+from coordinator.services.blob_rights import Accounts, Allowance, ClientRole, StageRole, role_of
 from coordinator.services.sweep import sweep
 from protos import atoll_control_pb2 as pb
 from tests.patience import HUNG_S
@@ -101,7 +101,7 @@ def test_a_clients_role_is_one_update_and_the_broadcast_of_its_round() -> None:
     assert model is not None
     assert role.named() == {*spec().tensors.values(), model.full.hash}
     assert role.allowance().blobs == 1
-    assert model.full.hash in needed(world.scheduler)
+    assert model.full.hash in world.scheduler.blobs_in_flight()
     world.says("w1", ev.Leaving("its owner needs the machine"))
     assert role_of(world.scheduler, NO_GRAPHS, "w1") is None
     assert role_of(world.scheduler, NO_GRAPHS, "nobody") is None

@@ -11,7 +11,7 @@ from coordinator.planning.costs.codec_costs import load_bytes
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.timeline import simulate
 from coordinator.planning.new_codecs import respec, step_with
-from coordinator.planning.planner import make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Candidate, Depth, Problem
 from tests.dags import chain_dag, gpt_like
 from tests.event_sim import step_seconds
@@ -22,7 +22,7 @@ GPT = gpt_like(4)
 
 def plan_for(compress, fleet=None, dag=GPT, partitioner="op_fence", n_micro=8):
     training = TrainingSpec(10, n_micro, compress=compress)
-    return make_plan("job", 1, dag, None, training, fleet or two_islands(), partitioner)
+    return make_plan(PlanRequest("job", 1, dag, None, training, fleet or two_islands(), partitioner))
 
 
 VARIES = 1.03

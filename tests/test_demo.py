@@ -24,7 +24,7 @@ from coordinator.cli.format import plain
 from coordinator.client.fleet_file import read_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
-from coordinator.planning.planner import make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from examples import demo
 from lab.loopback import LoopbackLab
 from protos import atoll_control_pb2 as pb
@@ -99,7 +99,7 @@ def test_neither_worker_of_the_small_demo_holds_its_model_and_both_together_do(t
         devices = [f'[[device]]\nname = "w{at}"\nmemory_mib = {mib}\n' for at in range(count)]
         (tmp_path / "fleet.toml").write_text("".join(devices))
         fleet = read_fleet(tmp_path / "fleet.toml")
-        plan = make_plan("plan", 1, graphs.dag, graphs.eval_dag, job.training, fleet)
+        plan = make_plan(PlanRequest("plan", 1, graphs.dag, graphs.eval_dag, job.training, fleet))
         assert plan.prediction is not None
         stages[count] = [stage.memory_bytes for stage in plan.prediction.stages]
     assert len(stages[2]) == 2

@@ -58,7 +58,7 @@ def test_a_scrape_holds_every_metric_with_its_labels(tmp_path: Path) -> None:
         owner.watch(job, lambda update: update.step == HELD_STEP)
         assert running.server is not None
         assert running.server.exporter is not None
-        running.call(lambda server: server.shell.scheduler.dropped.update(StepReady=2))
+        running.call(lambda server: server.shell.scheduler.effects.dropped.update(StepReady=2))
         found = _scraped(running.server.exporter.port)
     for metric in telemetry.METRICS:
         assert metric.name in found, metric.name

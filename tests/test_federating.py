@@ -292,7 +292,7 @@ def test_only_federated_jobs_resume_federated_ones() -> None:
     world = Fleet()
     world.submit(what=spec())
     plain = replace(spec(), federated=None, data=DataSpec((), 8, 1), resume_of="job-1")
-    assert "only one of them is federated" in (world.scheduler.refusal(plain) or "")
+    assert "a job of another kind" in (world.scheduler.refusal(plain) or "")
     other = replace(spec(strategy="scaffold"), resume_of="job-1")
     assert "take the same strategy" in (world.scheduler.refusal(other) or "")
 

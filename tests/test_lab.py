@@ -24,7 +24,7 @@ from benchmarks.adaptive_compression import CASES
 from coordinator.client.fleet_file import parse_fleet
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import capture_graphs
-from coordinator.planning.planner import make_plan
+from coordinator.planning.planner import PlanRequest, make_plan
 from lab import cpu, tun
 from lab.check import PORT, check, measure_pair
 from lab.doors import Door
@@ -159,7 +159,7 @@ def test_two_islands_force_the_demo_model_over_both_islands(sequences: int) -> N
     job = dataclasses.replace(demo, example_inputs=inputs)
     world = read_scenario("two_islands")
     fleet = parse_fleet(tomllib.loads(fleet_of(world)))
-    plan = make_plan("demo", 1, capture_graphs(job).dag, None, job.training, fleet, "op_fence")
+    plan = make_plan(PlanRequest("demo", 1, capture_graphs(job).dag, None, job.training, fleet, "op_fence"))
     used = {world.host(worker).group for stage in plan.stages for worker in stage.workers}
     assert len(plan.stages) >= 3
     assert used == {"fast", "slow"}
@@ -185,8 +185,8 @@ def test_the_memory_of_a_benchmarks_scenario_forces_its_model_over_every_side(sc
     for group in groups:
         side = fleet.subset([name for name in world.join_order if world.host(name).group == group])
         with pytest.raises(NotEnoughMemory):
-            make_plan("one side", 1, dag, None, job.training, side, "op_fence")
-    plan = make_plan("both sides", 1, dag, None, job.training, fleet, "op_fence")
+            make_plan(PlanRequest("one side", 1, dag, None, job.training, side, "op_fence"))
+    plan = make_plan(PlanRequest("both sides", 1, dag, None, job.training, fleet, "op_fence"))
     assert {world.host(stage.worker).group for stage in plan.stages} == groups
 
 

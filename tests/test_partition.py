@@ -13,7 +13,7 @@ from coordinator.planning.baselines import layer_starts
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.op_fence import Effort
-from coordinator.planning.planner import make_plan, plan_candidates
+from coordinator.planning.planner import PlanRequest, make_plan, plan_candidates
 from coordinator.planning.problem import Candidate, Depth, Problem
 from tests.dags import chain_dag, gpt_like
 from tests.fleets import eight_hosts, random_fleet, two_islands
@@ -22,7 +22,7 @@ TRAINING = TrainingSpec(10, 8)
 
 
 def plan_for(dag, fleet, partitioner="op_fence", schedule="auto", training=TRAINING):
-    return make_plan("job", 1, dag, dag, training, fleet, partitioner, schedule)
+    return make_plan(PlanRequest("job", 1, dag, dag, training, fleet, partitioner, schedule))
 
 
 def best_of_all(problem: Problem) -> float:
@@ -222,7 +222,7 @@ def test_evaluation_that_no_cut_can_follow_is_a_note_and_not_an_error():
         ops.append(replace(node, args=args))
     eval_dag = replace(dag, ops=tuple(ops), training=False)
     fleet = two_islands(memory_mib=400)
-    plan = make_plan("job", 1, dag, eval_dag, TRAINING, fleet, "even")
+    plan = make_plan(PlanRequest("job", 1, dag, eval_dag, TRAINING, fleet, "even"))
     assert all(s.eval_start == s.eval_stop == 0 for s in plan.stages)
     assert any("no evaluation" in note for note in plan.prediction.notes)
 
@@ -231,7 +231,7 @@ def test_evaluation_ops_run_where_their_parameters_are():
     for seed in range(8):
         dag = chain_dag(seed, 30, skips=0.3, tied=True)
         fewer = replace(dag, training=False)
-        plan = make_plan("job", 1, dag, fewer, TRAINING, random_fleet(seed, 4), "even")
+        plan = make_plan(PlanRequest("job", 1, dag, fewer, TRAINING, random_fleet(seed, 4), "even"))
         for stage in plan.stages:
             held = {
                 a.name

@@ -14,6 +14,7 @@ from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Mask
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, StageFailed, StateStored
 from coordinator.messages.facts import (
     Ledger,
@@ -26,11 +27,10 @@ from coordinator.messages.facts import (
 )
 from coordinator.messages.facts import Record as JournalRecord
 from coordinator.messages.instructions import CommitStep, Relink
-from coordinator.messages.jobs import JobState
-from coordinator.pipeline import machine, relink
-from coordinator.pipeline.machine import (
+from coordinator.messages.jobs import (
     Dropped,
     FromStage,
+    JobState,
     LinksDue,
     Phase,
     Point,
@@ -38,6 +38,8 @@ from coordinator.pipeline.machine import (
     Relinked,
     ToStages,
 )
+from coordinator.pipeline import relink
+from coordinator.pipeline.driver import PipelineDriver
 from coordinator.services.views import job_update
 from coordinator.services.wire import to_worker
 from coordinator.storage.graph_store import GraphStore
@@ -48,9 +50,9 @@ COARSE = (LinkSpec(0, 1, "topk", 16.0, reason="thin"), LinkSpec(1, 0, "topk", 16
 FINE = (LinkSpec(0, 1, "fp16"), LinkSpec(1, 0, "bf16"))
 
 
-def round_of(state: JobState, version: int = 0) -> tuple[JobState, list[machine.Todo]]:
+def round_of(state: JobState, version: int = 0) -> tuple[JobState, list[jobs.Todo]]:
     """Every stage reports the step in flight, under the version that it runs with."""
-    todo: list[machine.Todo] = []
+    todo: list[jobs.Todo] = []
     at = state.step
     for stage in range(STAGES):
         state, todo = step(state, ready(stage, at, version=version or state.version))
@@ -65,7 +67,7 @@ def wishing(links: tuple[LinkSpec, ...] = COARSE, **changes: Any) -> JobState:
     return state
 
 
-def said(links: tuple[LinkSpec, ...] = COARSE, **changes: Any) -> tuple[JobState, list[machine.Todo]]:
+def said(links: tuple[LinkSpec, ...] = COARSE, **changes: Any) -> tuple[JobState, list[jobs.Todo]]:
     """A commit has carried the change."""
     return round_of(wishing(links, **changes))
 
@@ -151,9 +153,9 @@ def test_a_change_that_no_step_would_see_is_not_said() -> None:
 
 def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
     state, _ = said()
-    state, _ = step(state, machine.StageLost("w1 is lost"))
+    state, _ = step(state, jobs.StageLost("w1 is lost"))
     assert (state.relink, state.wanted, state.version) == (None, None, 2)
-    for event in (machine.Picked("go"), machine.Profiled(), machine.Planned(plan(3))):
+    for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(3))):
         state, _ = step(state, event)
     assert (state.version, state.lineage) == (3, ((3, 0),))
     late, todo = step(state, ready(0, 2, version=1))
@@ -162,18 +164,18 @@ def test_a_lost_stage_ends_the_change_and_uses_its_version_up() -> None:
 
 
 def test_a_wish_is_forgotten_with_its_plan() -> None:
-    state, _ = step(wishing(), machine.StageLost("w1 is lost"))
+    state, _ = step(wishing(), jobs.StageLost("w1 is lost"))
     assert (state.wanted, state.version) == (None, 1)
 
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_cancelling_and_diverging_end_a_job_whose_links_were_about_to_change(pending: bool) -> None:
     state = said()[0] if pending else wishing()
-    over, _ = step(state, machine.Cancelled("by the owner"))
+    over, _ = step(state, jobs.Cancelled("by the owner"))
     assert (over.phase, over.wanted, over.relink) == (Phase.CANCELLED, None, None)
     over, todo = step(state, ready(2, state.step, loss=math.nan))
     assert (over.phase, over.wanted, over.relink) == (Phase.FAILED, None, None)
-    assert any(isinstance(t, machine.ReleaseAll) for t in todo)
+    assert any(isinstance(t, jobs.ReleaseAll) for t in todo)
 
 
 def test_a_restarted_coordinator_goes_on_above_every_version_that_was_said() -> None:
@@ -380,6 +382,12 @@ def test_plans_to_come_start_from_what_training_measured() -> None:
     assert table.estimates["a", "b"].bandwidth_bps == pytest.approx(5e6, rel=0.05)
 
 
+def pipeline(world: World) -> PipelineDriver:
+    driver = world.scheduler.driver_of("job-1")
+    assert isinstance(driver, PipelineDriver)
+    return driver
+
+
 def guarded(
     links: tuple[LinkSpec, ...] = COARSE,
     compress: str = "auto:32",
@@ -399,7 +407,7 @@ def guarded(
     state = world.state()
     assert state.plan is not None
     stages = tuple(replace(s, eval_stop=1) for s in state.plan.stages)
-    world.scheduler.jobs["job-1"] = replace(state, plan=replace(state.plan, stages=stages))
+    pipeline(world).jobs["job-1"] = replace(state, plan=replace(state.plan, stages=stages))
     world.steps(5)
     assert all(m.evaluate_coded for _, m in world.messages(do.CommitStep)[-2:])
     world.says("b", EvalReady("job-1", 1, 4, 4.2, 4.0))
@@ -427,7 +435,7 @@ def test_the_guards_cap_outlives_a_lost_stage_and_a_restart_of_the_coordinator()
     again.join("a", "b")
     again.wait(0.5, ("a", "b"))
     assert again.planned_with == "auto:11.2"
-    assert again.scheduler.adapting.of["job-1"].cap == pytest.approx(11.2)
+    assert pipeline(again).adapting.of["job-1"].cap == pytest.approx(11.2)
     again.load()
     again.mbit = 5.0
     again.steps(20)

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from atoll.job import DataSpec, JobSpec, Optimizer, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Plan, StageSpec
+from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
 from coordinator.messages.instructions import CommitStep, DiscardStep, StartStep
+from coordinator.messages.jobs import Dropped, FromStage, JobState, Phase, Record, ReleaseAll, ToStages
 from coordinator.pipeline import machine
-from coordinator.pipeline.machine import Dropped, FromStage, JobState, Phase, Record, ReleaseAll, ToStages
 
 HASH = "ab" * 32
 STAGES = 3
@@ -34,13 +35,13 @@ def plan(version: int = 1, n_stages: int = STAGES) -> Plan:
     return Plan("j", version, HASH, HASH, "even", ScheduleName.GPIPE, 2, stages)
 
 
-def step(state: JobState, event: machine.Event, now_s: float = 1.0) -> machine.Outcome:
+def step(state: JobState, event: jobs.Event, now_s: float = 1.0) -> machine.Outcome:
     return machine.step(state, event, now_s)
 
 
 def loading(**changes: Any) -> JobState:
     state = JobState("j", spec(**changes), Checkpoint(0, {"w0": HASH, "w1": HASH, "w2": HASH}), 0.0)
-    for event in (machine.Picked("go"), machine.Profiled(), machine.Planned(plan())):
+    for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan())):
         state, _ = step(state, event)
     return state
 
@@ -58,16 +59,16 @@ def ready(stage: int, at: int, **changes: Any) -> FromStage:
     return FromStage(stage, StepReady(**{"job": "j", "version": 1, "step": at, "loss": loss, **changes}))
 
 
-def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[machine.Todo]]:
+def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[jobs.Todo]]:
     """Every stage reports the step in flight."""
-    todo: list[machine.Todo] = []
+    todo: list[jobs.Todo] = []
     at = state.step
     for stage in range(STAGES):
         state, todo = step(state, ready(stage, at), now_s)
     return state, todo
 
 
-def commits(todo: list[machine.Todo]) -> list[CommitStep]:
+def commits(todo: list[jobs.Todo]) -> list[CommitStep]:
     return [t.message for t in todo if isinstance(t, ToStages) and isinstance(t.message, CommitStep)]
 
 
@@ -108,8 +109,8 @@ def evaluated_after(state: JobState) -> list[int]:
 def linked(codec: str, at: int = 0, **changes: Any) -> JobState:
     """Training from step ``at`` on with that codec between the first two stages."""
     state = JobState("j", spec(**{"steps": 90, **changes}), Checkpoint(at, {}), 0.0)
-    planned = machine.Planned(replace(plan(), links=(LinkSpec(0, 1, codec, 8.0),)))
-    for event in (machine.Picked("go"), machine.Profiled(), planned):
+    planned = jobs.Planned(replace(plan(), links=(LinkSpec(0, 1, codec, 8.0),)))
+    for event in (jobs.Picked("go"), jobs.Profiled(), planned):
         state, _ = step(state, event)
     for stage in range(STAGES):
         state, _ = step(state, FromStage(stage, Loaded("j", 1)))
@@ -252,11 +253,11 @@ def test_a_lost_stage_pauses_the_job_and_the_next_plan_goes_on_from_the_checkpoi
     for stage in range(STAGES):
         state, _ = step(state, stored(stage, 1))
     state, _ = committed(state)
-    state, todo = step(state, machine.StageLost("w1 is lost: silent for 2.1 s"))
+    state, todo = step(state, jobs.StageLost("w1 is lost: silent for 2.1 s"))
     assert state.phase is Phase.PAUSED
     assert "goes on from step 2" in state.reason
     assert todo == [ReleaseAll("w1 is lost: silent for 2.1 s")]
-    for event in (machine.Picked("go"), machine.Profiled(), machine.Planned(plan(2, 2))):
+    for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(2, 2))):
         state, _ = step(state, event)
     assert (state.phase, state.version, state.step) == (Phase.LOADING, 2, 2)
     late, todo = step(state, ready(0, 3))
@@ -270,7 +271,7 @@ def test_a_stage_that_always_fails_fails_the_job() -> None:
         state, _ = step(state, FromStage(0, StageFailed("j", version - 1, 0, "out of memory")))
         if state.phase is Phase.FAILED:
             break
-        for event in (machine.Picked("go"), machine.Profiled(), machine.Planned(plan(version))):
+        for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(version))):
             state, _ = step(state, event)
     assert state.phase is Phase.FAILED
     assert "out of memory" in state.reason
@@ -278,17 +279,17 @@ def test_a_stage_that_always_fails_fails_the_job() -> None:
 
 
 def test_an_older_plan_version_is_our_own_mistake() -> None:
-    state, _ = step(training(), machine.StageLost("x"))
-    for event in (machine.Picked("go"), machine.Profiled()):
+    state, _ = step(training(), jobs.StageLost("x"))
+    for event in (jobs.Picked("go"), jobs.Profiled()):
         state, _ = step(state, event)
     with pytest.raises(LookupError, match="plan 1 after plan 1"):
-        step(state, machine.Planned(plan(1)))
+        step(state, jobs.Planned(plan(1)))
 
 
 def test_cancelling_twice_is_cancelling_once() -> None:
-    state, todo = step(training(), machine.Cancelled("by the owner"))
+    state, todo = step(training(), jobs.Cancelled("by the owner"))
     assert (state.phase, len(todo)) == (Phase.CANCELLED, 2)
-    assert step(state, machine.Cancelled("again")) == (state, [])
+    assert step(state, jobs.Cancelled("again")) == (state, [])
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12), st.floats(1e-3, 1e3), st.data())
@@ -305,7 +306,7 @@ def test_the_clip_coefficient_does_not_depend_on_the_cut(
 
 def test_clipping_uses_the_norm_over_all_stages() -> None:
     state = training(optimizer=Optimizer(clip_norm=1.0))
-    todo: list[machine.Todo] = []
+    todo: list[jobs.Todo] = []
     for stage in range(STAGES):
         state, todo = step(state, ready(stage, 0, square_norms=(3.0,)))
     assert commits(todo)[0].gradient_scale == pytest.approx(1 / 3, rel=1e-5)
@@ -323,7 +324,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=60))
-def test_whatever_stages_say_steps_are_committed_in_order_and_once(events: list[machine.Event]) -> None:
+def test_whatever_stages_say_steps_are_committed_in_order_and_once(events: list[jobs.Event]) -> None:
     state = training(eval_every=2, eval_batches=1, checkpoint_every=2)
     seen: list[int] = []
     for event in events:

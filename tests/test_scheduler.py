@@ -18,9 +18,9 @@ from coordinator.membership import member
 from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages import jobs
 from coordinator.messages.facts import Fact, Ledger, Record, from_record, to_record
-from coordinator.pipeline import machine
-from coordinator.scheduler import Scheduler
+from coordinator.shell import scheduler_for
 
 HASH = "ab" * 32
 OPS = {"sig1": 10**6, "sig2": 10**6}
@@ -54,7 +54,7 @@ class World:
     altered: Callable[[Plan, do.MakePlan], Plan] = lambda plan, request: plan  # what the planner makes
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config, self.ledger, self.now_s)
+        self.scheduler = scheduler_for(self.config, self.ledger, self.now_s)
 
     def handle(self, event: ev.Event) -> list[do.Instruction]:
         """Handle an event and everything that follows from it at once."""
@@ -119,7 +119,7 @@ class World:
     def submit(self, job: str = "job-1", what: JobSpec | None = None) -> None:
         self.handle(ev.Submitted(job, "", what or spec(), OPS))
 
-    def state(self, job: str = "job-1") -> machine.JobState:
+    def state(self, job: str = "job-1") -> jobs.JobState:
         return self.scheduler.jobs[job]
 
     def load(self, job: str = "job-1") -> None:
@@ -144,7 +144,7 @@ class World:
         self.join("a", "b", "c")
         self.submit()
         self.load()
-        assert self.state().phase is machine.Phase.TRAINING
+        assert self.state().phase is jobs.Phase.TRAINING
         return self
 
     def messages(self, kind: type) -> list[tuple[str, Any]]:
@@ -174,7 +174,7 @@ def test_the_other_end_of_a_probe_is_told_before_it() -> None:
 def test_without_workers_a_job_waits_and_says_how_to_help() -> None:
     world = World()
     world.submit()
-    assert world.state().phase is machine.Phase.QUEUED
+    assert world.state().phase is jobs.Phase.QUEUED
     assert "atoll-worker join" in world.state().reason
 
 
@@ -184,18 +184,18 @@ def test_a_fleet_that_does_not_suffice_is_named_and_tried_again_when_it_grows() 
     world.submit()
     assert "stage 1 lacks 3.0 GiB" in world.state().reason
     world.wait(1.0, ("a",))
-    assert world.state().phase is machine.Phase.QUEUED
+    assert world.state().phase is jobs.Phase.QUEUED
     world.join("b")
-    assert world.state().phase is machine.Phase.LOADING
+    assert world.state().phase is jobs.Phase.LOADING
 
 
 def test_a_second_job_waits_for_the_first_and_follows_it() -> None:
     world = World().training()
     world.submit("job-2")
-    assert world.state("job-2").phase is machine.Phase.QUEUED
+    assert world.state("job-2").phase is jobs.Phase.QUEUED
     assert world.state("job-2").reason.startswith("waits for job-1")
     world.handle(ev.CancelAsked("job-1"))
-    assert world.state("job-2").phase is machine.Phase.LOADING
+    assert world.state("job-2").phase is jobs.Phase.LOADING
 
 
 def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
@@ -204,7 +204,7 @@ def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
     world.handle(ev.SessionClosed("b", world.sessions["b"]))
     world.wait(0.5, ("a", "c"))
     state = world.state()
-    assert (state.phase, state.version, state.step) == (machine.Phase.LOADING, 2, 0)
+    assert (state.phase, state.version, state.step) == (jobs.Phase.LOADING, 2, 0)
     assert world.holders() == ["a", "c"]
     assert (
         "a",
@@ -225,7 +225,7 @@ def test_our_own_stall_kills_nobody() -> None:
     world.wait(0.5, ("a", "b", "c"))
     world.now_s += 30.0
     world.handle(ev.Tick())
-    assert world.state().phase is machine.Phase.TRAINING
+    assert world.state().phase is jobs.Phase.TRAINING
 
 
 def test_a_worker_that_reconnects_at_once_keeps_its_stage_and_hears_the_commit_again() -> None:
@@ -235,7 +235,7 @@ def test_a_worker_that_reconnects_at_once_keeps_its_stage_and_hears_the_commit_a
     world.sent.clear()
     world.join("b")
     assert [(w, m.step) for w, m in world.messages(do.CommitStep)] == [("b", 0)]
-    assert world.state().phase is machine.Phase.TRAINING
+    assert world.state().phase is jobs.Phase.TRAINING
 
 
 def test_a_restarted_process_does_not_inherit_its_ghosts_stage() -> None:
@@ -252,7 +252,7 @@ def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
     world.handle(ev.Arrived("nobody", 1, ev.StepReady("job-1", 1, 0, 1.0)))
     world.says("c", ev.StepReady("job-1", 1, 0, 1.0))
     assert world.state() == before
-    assert sum(world.scheduler.dropped.values()) == 3
+    assert sum(world.scheduler.effects.dropped.values()) == 3
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,10 @@ def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
     world.now_s += 0.1
     world.ready("a", **changes)
     worker = world.scheduler.roster.workers["a"]
-    assert words in worker.aside
-    assert worker.reason.startswith("set aside")
+    assert words in worker.quarantined
+    assert worker.reason.startswith("quarantined")
     assert world.holders() == ["b", "c"]
-    assert world.state().phase is machine.Phase.LOADING
+    assert world.state().phase is jobs.Phase.LOADING
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_busy_seconds_may_be_more_than_the_step_by_what_a_quota_lends() -> None:
 def test_a_probe_faster_than_any_network_sets_its_worker_aside() -> None:
     world = World(bandwidth_bps=1e15)
     world.join("a", "b")
-    assert "bit/s" in world.scheduler.roster.workers["a"].aside
+    assert "bit/s" in world.scheduler.roster.workers["a"].quarantined
 
 
 def test_a_worker_that_never_answers_a_probe_does_not_hold_up_the_fleet() -> None:
@@ -334,7 +334,7 @@ def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late(
     for _ in range(16):
         world.handle(ev.Uploading("a"))
         world.wait(0.25, ("b", "c"))
-    assert world.state().phase is machine.Phase.TRAINING
+    assert world.state().phase is jobs.Phase.TRAINING
     world.wait(2.25, ("b", "c"))  # nothing comes any more
     assert "silent for 2" in world.scheduler.roster.workers["a"].member.reason
     assert world.state().version == 2
@@ -346,7 +346,7 @@ def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late(
 def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:
     world = World().training()
     world.says("a", ev.StageFailed("job-1", 1, 0, "link broke", lost_peer="b"))
-    assert world.state().phase is machine.Phase.PAUSED
+    assert world.state().phase is jobs.Phase.PAUSED
     world.wait(2.75, ("a", "b", "c"))
     assert world.state().version == 2
 
@@ -354,10 +354,10 @@ def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:
 def test_a_full_disk_pauses_jobs_with_the_reason_and_ends_by_itself() -> None:
     world = World().training()
     world.handle(ev.StorageFailed("the disk under /state is full"))
-    assert world.state().phase is machine.Phase.PAUSED
+    assert world.state().phase is jobs.Phase.PAUSED
     assert "is full" in world.state().reason
     world.handle(ev.StorageRecovered())
-    assert world.state().phase is machine.Phase.LOADING
+    assert world.state().phase is jobs.Phase.LOADING
 
 
 def store(world: World, step: int) -> None:
@@ -394,14 +394,14 @@ def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkp
     store(world, 0)
     world.step()
     again = World(ledger=world.ledger, now_s=500.0)
-    assert again.state().phase is machine.Phase.PAUSED
+    assert again.state().phase is jobs.Phase.PAUSED
     again.join("c", "b")
     again.wait(0.5, ("b", "c"))
-    assert again.state().phase is machine.Phase.PAUSED
+    assert again.state().phase is jobs.Phase.PAUSED
     again.join("a")
     again.wait(0.5, ("a", "b", "c"))
     state = again.state()
-    assert (state.phase, state.version, state.step) == (machine.Phase.LOADING, 2, 1)
+    assert (state.phase, state.version, state.step) == (jobs.Phase.LOADING, 2, 1)
 
 
 def test_a_worker_that_still_holds_a_stage_is_released_before_it_is_measured() -> None:
@@ -427,7 +427,7 @@ def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
     world.load()
     world.step()
     store(world, 0)
-    assert world.state().phase is machine.Phase.FINISHED
+    assert world.state().phase is jobs.Phase.FINISHED
     more = replace(spec(steps=3), resume_of="job-1")
     assert world.scheduler.refusal(more) is None
     assert "raise --steps" in (world.scheduler.refusal(replace(spec(steps=1), resume_of="job-1")) or "")
@@ -597,10 +597,10 @@ def test_shrunk_messages_do_not_make_a_fast_line_look_slow() -> None:
 def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> None:
     roster = Roster(Liveness(), Probing())
     roster.open("a", 1, introduction("a"), 0.0)
-    (fresh,) = roster.fleet_for("job", ["a"], "fp32", {}).devices
+    (fresh,) = roster.fleet_for("job", ["a"], "fp32").devices
     for measured_s in (0.2, 0.4):
         roster.handled("job", "a", 0.4, measured_s)
-    (device,) = roster.fleet_for("job", ["a"], "fp32", {}).devices
+    (device,) = roster.fleet_for("job", ["a"], "fp32").devices
     assert (fresh.handling_scale, device.handling_scale) == (1.0, pytest.approx(0.75))
     roster.handled("job", "a", 0.3, 0.3)  # as foretold: nothing to learn
     assert roster.workers["a"].handling.value == pytest.approx(0.75)

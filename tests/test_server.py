@@ -344,7 +344,7 @@ def test_impossible_figures_set_a_worker_aside_and_the_job_goes_on(stack: ExitSt
     update = owner.watch(owner.submit(steps=10))
     assert (update.state, update.step, update.plan_version) == ("finished", 10, 2), update.reason
     workers = {w.name: w for w in owner.call("Status", pb.StatusRequest()).workers}
-    assert [name for name, worker in workers.items() if "set aside" in worker.reason] == liars
+    assert [name for name, worker in workers.items() if "quarantined" in worker.reason] == liars
     assert "-1 s of forward" in workers[liars[0]].reason
     assert workers[liars[0]].worker not in {stage.worker for stage in update.stages}
 

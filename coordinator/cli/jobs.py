@@ -117,7 +117,7 @@ def _local_plan(
 ) -> tuple[Plan, Mapping[str, str]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
-    from coordinator.planning.planner import make_plan
+    from coordinator.planning.planner import PlanRequest, make_plan
 
     described = read_fleet(fleet)
     with telling(quiet) as tell:
@@ -125,16 +125,18 @@ def _local_plan(
         graphs = capture_graphs(job)
         tell(f"planning {len(graphs.dag.ops)} ops on {len(described.devices)} devices")
         found = make_plan(
-            "plan",
-            1,
-            graphs.dag,
-            graphs.eval_dag if job.training.eval_batches else None,
-            job.training,
-            described,
-            partitioner,
-            schedule,
-            dag_hash=graphs.blob.hash,
-            eval_dag_hash=graphs.eval_blob.hash,
+            PlanRequest(
+                "plan",
+                1,
+                graphs.dag,
+                graphs.eval_dag if job.training.eval_batches else None,
+                job.training,
+                described,
+                partitioner,
+                schedule,
+                dag_hash=graphs.blob.hash,
+                eval_dag_hash=graphs.eval_blob.hash,
+            )
         )
     return found, {device.worker: device.label for device in described.devices}
 

@@ -1,4 +1,4 @@
-"""Federated jobs in the scheduler: workers for them, their machines' wishes as instructions.
+"""The driver of federated jobs: workers for them, and what their machines want as instructions.
 
 Beside the pipeline's path: no profiling, no plan. A worker that takes part is reserved (a member
 that is assigned), so no plan uses it; a worker takes part in one job at a time. Pure.
@@ -6,7 +6,7 @@ that is assigned), so no plan uses it; a worker takes part in one job at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,10 @@ from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
 from coordinator.federated.selection import selector_from_json
 from coordinator.federated.state import VERSION, FederationState
 from coordinator.membership import member as members
-from coordinator.membership.roster import Roster
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import STATE, JobRecord, RoundClosed
 from coordinator.messages.jobs import (
-    ENDED,
     PREPARING,
     Broken,
     Cancelled,
@@ -37,43 +35,45 @@ from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
     from atoll.federated import DatasetFacts, FederatedSpec
+    from atoll.job import JobSpec
     from atoll.opdag import TensorMeta
-    from coordinator.messages.facts import Fact
-    from coordinator.messages.jobs import JobState
+    from coordinator.config import CoordinatorConfig
+    from coordinator.membership.effects import Effects
+    from coordinator.membership.measuring import Measuring
 
 NO_STAGE = -1
 RESTART_GRACE_S = 15.0  # for the clients of a running job to come back after our restart
 
 
 @dataclass(slots=True)
-class Hooks:
-    """What the scheduler does for federated jobs."""
+class FederatedDriver:
+    """All federated jobs; beyond ``config.concurrent_federations`` they wait in the queue."""
 
-    emit: Callable[[do.Instruction], None]
-    record: Callable[[Fact], None]
-    send: Callable[[str, do.Message], None]
-    log: Callable[..., None]
-    drop: Callable[[str, str, str], None]
-    move: Callable[[str, members.Event], None]
-    label: Callable[[str], str]
-    shown: Callable[[JobState], None]  # the job's face has changed
-
-
-@dataclass(slots=True)
-class Federating:
-    """All federated jobs of a coordinator. ``at_once``: further ones wait in the queue."""
-
-    roster: Roster
-    hooks: Hooks
-    at_once: int
+    config: CoordinatorConfig
+    effects: Effects
+    measuring: Measuring
     jobs: dict[str, FederationState] = field(default_factory=dict)
     unfit: dict[str, dict[str, str]] = field(default_factory=dict)  # job -> worker -> why not
-    _let: dict[tuple[str, str], int] = field(default_factory=dict)  # (job, worker) -> incarnation set aside
+    _let: dict[tuple[str, str], int] = field(default_factory=dict)  # (job, worker) -> incarnation let go
 
     # ------------------------------------------------------------ jobs
 
-    def restore(self, record: JobRecord, now_s: float) -> JobState:
-        """A job's machine from what the ledger knows; returns its face."""
+    def takes(self, spec: JobSpec) -> bool:
+        """Whether the job is of this kind."""
+        return spec.federated is not None
+
+    def not_resumable(self, before: JobSpec, spec: JobSpec) -> str | None:
+        """Why ``spec`` cannot go on with what ``before`` left; both are of this kind.
+
+        Its clients' optimizers begin anew in every round: only the strategy has a state.
+        """
+        held, wanted = (s.federated.rule.strategy if s.federated else "" for s in (before, spec))
+        if held == wanted:
+            return None
+        return f"{spec.resume_of} holds the state of {held}, this one {wanted}; take the same strategy"
+
+    def restore(self, record: JobRecord) -> None:
+        """Make a job's machine from what the ledger knows."""
         submitted, closed = record.submitted, record.closed[-1] if record.closed else None
         state = FederationState(
             submitted.job,
@@ -98,7 +98,7 @@ class Federating:
                 verdicts={**dict.fromkeys(closed.participants, ""), **closed.dropped},
                 clients={name: self._remembered(name, closed.participants) for name in took_part},
                 awaited=frozenset(closed.participants),
-                hold_until_s=now_s + RESTART_GRACE_S,
+                hold_until_s=self.effects.now_s + RESTART_GRACE_S,
             )
         if record.outcome:
             state = replace(state, phase=Phase(record.outcome), reason=record.reason)
@@ -106,7 +106,30 @@ class Federating:
             reason = f"the coordinator was restarted; goes on at round {state.round + 1}"
             state = replace(state, phase=Phase.PAUSED, reason=reason)
         self.jobs[state.job] = state
-        return state.face()
+        self.effects.jobs[state.job] = state.face()
+
+    def submitted(self, job: str, ops: Mapping[str, int]) -> None:
+        """Take in the ops of a new job: nothing is planned by them."""
+        self.effects.roster.ops.flops.update(ops)
+
+    def on(self, event: ev.JobEvent) -> None:
+        """Handle an event about one of these jobs."""
+        match event:
+            case ev.CancelAsked(job, reason):
+                self.step(job, Cancelled(reason))
+            case ev.JobUnreadable(job, reason):
+                self.step(job, Broken(reason))
+            case ev.AggregatorOpened() | ev.AggregatorBroke():
+                self.step(event.job, event)
+                self.effects.advance = True
+            case ev.Aggregated() | ev.CentrallyEvaluated():
+                self.step(event.job, event)
+            case _:
+                self.effects.drop(type(event).__name__, f"{event.job} is federated", event.job)
+
+    def inquired(self, event: ev.PlanAsked) -> None:
+        """Refuse to plan: nobody can ask, as clients check before."""
+        raise LookupError(f"{event.inquiry}: every client runs the whole model; there is nothing to plan")
 
     def _remembered(self, name: str, told: Mapping[str, Mapping[str, Any]]) -> fed.Client:
         figures = told.get(name, {})
@@ -121,10 +144,10 @@ class Federating:
             metrics=dict(figures.get("metrics", {})),
         )
 
-    def step(self, job: str, event: fed.Event, now_s: float) -> None:
+    def step(self, job: str, event: fed.Event) -> None:
         """Step a job's machine and carry over what it wants."""
         before = self.jobs[job]
-        state, todo = machine.step(before, event, now_s)
+        state, todo = machine.step(before, event, self.effects.now_s)
         self.jobs[job] = state
         changed = (before.phase, before.reason) != (state.phase, state.reason)
         for item in todo:
@@ -133,111 +156,113 @@ class Federating:
             level = "warning" if state.phase in (Phase.PAUSED, Phase.FAILED) else "info"
             busy = {Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING}
             quiet = {before.phase, state.phase} <= busy
-            self.hooks.log(
+            self.effects.log(
                 Name.JOB_STATE, "debug" if quiet else level, job=job, state=state.phase, reason=state.reason
             )
         told = (before.round, before.evaluation, before.central_evaluation)
         if changed or told != (state.round, state.evaluation, state.central_evaluation):
-            self.hooks.shown(state.face())
+            self._show(state)
 
-    def answered(self, event: ev.AggregatorEvent, now_s: float) -> None:
-        """The aggregator has done what it was asked."""
-        if event.job in self.jobs:
-            self.step(event.job, event, now_s)
+    def before_event(self) -> None:
+        """Learn from nothing: a round's figures are taken in with it."""
 
-    def tick(self, now_s: float) -> bool:
-        """Deadlines; whether a paused job may go on."""
+    def tick(self) -> None:
+        """Let time pass: deadlines, and paused jobs that may go on."""
         for job, state in list(self.jobs.items()):
             if not state.ended:
-                self.step(job, fed.Tick(), now_s)
+                self.step(job, fed.Tick())
         waiting = (s for s in self.jobs.values() if s.phase is Phase.PAUSED and s.not_before_s)
-        return any(now_s >= state.not_before_s for state in waiting)
+        if any(self.effects.now_s >= state.not_before_s for state in waiting):
+            self.effects.advance = True
 
-    def cancel(self, job: str, reason: str, now_s: float) -> None:
-        """Asked by its owner."""
-        self.step(job, Cancelled(reason), now_s)
-
-    def unreadable(self, job: str, reason: str, now_s: float) -> None:
-        """Its blobs cannot be read."""
-        self.step(job, Broken(reason), now_s)
-
-    def storage_failed(self, reason: str, now_s: float) -> None:
-        """Nothing can be made durable: every job stops where it is."""
+    def storage_failed(self, reason: str) -> None:
+        """Stop every job where it is: nothing can be made durable."""
         for job, state in list(self.jobs.items()):
             if not state.ended:
-                self.step(job, fed.Interrupted(reason), now_s)
+                self.step(job, fed.Interrupted(reason))
+
+    def storage_recovered(self) -> None:
+        """Go on: paused jobs do by themselves."""
+
+    def _show(self, state: FederationState) -> None:
+        """Tell those who watch the job; where its phase is another, its next part may be due."""
+        face = state.face()
+        if self.effects.jobs[face.job].phase is not face.phase:
+            self.effects.advance = True
+        self.effects.show(face)
 
     # ------------------------------------------------------------ clients
 
-    def heard(self, worker: str, message: ev.ClientMessage | ev.Loaded, now_s: float) -> None:
-        """A message of a worker about a federated job."""
-        member = self.roster.workers[worker].member
-        state = self.jobs.get(message.job)
-        if state is None or (member.job != message.job and not isinstance(message, ev.UpdateReady)):
-            self.hooks.drop(type(message).__name__, f"of {worker}, which takes no part in it", message.job)
+    def heard(self, worker: str, message: ev.JobMessage) -> None:
+        """Handle a message of a worker about one of these jobs."""
+        member = self.effects.roster.workers[worker].member
+        if member.job != message.job and not isinstance(message, ev.UpdateReady):
+            self.effects.drop(type(message).__name__, f"of {worker}, which takes no part in it", message.job)
             return
         if isinstance(message, ev.Loaded) and message.version != VERSION:
-            self.hooks.drop("Loaded", f"version {message.version} of {message.job}", message.job)
+            self.effects.drop("Loaded", f"version {message.version} of {message.job}", message.job)
             return
-        self.step(message.job, fed.FromClient(worker, message), now_s)
-
-    def back(self, worker: str, now_s: float) -> None:
-        """The same process is connected again."""
-        job = self.roster.workers[worker].member.job
-        if job in self.jobs:
-            self.step(job, fed.ClientBack(worker), now_s)
-
-    def lost(self, job: str, worker: str, reason: str, now_s: float) -> None:
-        """A client is gone, or must not be used any more."""
-        state = self.jobs.get(job)
-        if state is None:
+        if not isinstance(message, ev.ClientMessage | ev.Loaded):
+            self.effects.drop(
+                type(message).__name__, f"of {worker}: {message.job} has no stages", message.job
+            )
             return
-        self.step(job, fed.ClientLost(worker, reason), now_s)
-        if self.roster.workers[worker].member.job == job:  # it leaves, or was set aside
-            self._free(state, worker, reason)
+        self.step(message.job, fed.FromClient(worker, message))
 
-    def holds(self, job: str) -> bool:
-        """Whether a worker that says it works for ``job`` may go on."""
-        state = self.jobs.get(job)
-        return state is not None and not state.ended
+    def admitted(self, worker: str) -> None:
+        """Hear of a worker that was away: it is recruited anew."""
 
-    def takes_part(self, job: str, worker: str) -> bool:
-        """Whether ``worker`` is a client of ``job`` now."""
-        state = self.jobs.get(job)
-        return state is not None and worker in state.clients and state.clients[worker].present
+    def reconnected(self, job: str, worker: str) -> None:
+        """Repeat what was under way to a client."""
+        self.step(job, fed.ClientBack(worker))
+
+    def lost(self, job: str, worker: str, reason: str) -> None:
+        """Go on without a client that is gone, or must not be used any more."""
+        self.step(job, fed.ClientLost(worker, reason))
+        if self.effects.roster.workers[worker].member.job == job:  # it leaves, or is quarantined
+            self._free(self.jobs[job], worker, reason)
+
+    def keeps(self, job: str) -> bool:
+        """Whether a worker may go on holding the job: after our restart, until that invites it again."""
+        return not self.jobs[job].ended
+
+    def uses(self, job: str, worker: str) -> bool:
+        """Whether the worker is a client of the job now."""
+        clients = self.jobs[job].clients
+        return worker in clients and clients[worker].present
 
     # ------------------------------------------------------------ what runs next
 
-    def advance(self, pipeline: Mapping[str, JobState], now_s: float) -> None:
+    def advance(self) -> None:
         """Begin jobs whose turn it is, and give each the idle workers that hold its data."""
         alive = sorted((s for s in self.jobs.values() if not s.ended), key=lambda s: s.created_s)
         for at, state in enumerate(alive):
             if state.phase not in (Phase.QUEUED, Phase.PAUSED):
                 continue
-            if at < self.at_once:
-                if now_s >= state.not_before_s:
-                    self._begin(state, now_s)
+            if at < self.config.concurrent_federations:
+                if self.effects.now_s >= state.not_before_s:
+                    self._begin(state)
             elif state.phase is Phase.QUEUED and not state.reason.startswith("waits for "):
-                self.step(state.job, Waits(f"waits for {alive[0].job}"), now_s)
+                self.step(state.job, Waits(f"waits for {alive[0].job}"))
         # A plan in the making counts on the workers that were idle when it was begun.
-        if any(s.phase in PREPARING for s in pipeline.values()):
+        if any(s.phase in PREPARING for s in self.effects.jobs.values()):
             return
         for state in alive:
-            self._recruit(state.job, now_s)
+            self._recruit(state.job)
 
-    def _begin(self, state: FederationState, now_s: float) -> None:
+    def _begin(self, state: FederationState) -> None:
         """Its clients may still be here, after a pause; those answer at once."""
-        self.step(state.job, fed.Begin(), now_s)
+        self.step(state.job, fed.Begin())
         for worker, client in state.clients.items():
             if client.present and not client.out:
-                self.step(state.job, fed.ClientBack(worker), now_s)
+                self.step(state.job, fed.ClientBack(worker))
 
-    def _recruit(self, job: str, now_s: float) -> None:
-        for worker in self.roster.idle():
+    def _recruit(self, job: str) -> None:
+        for worker in self.effects.roster.idle():
             state = self.jobs[job]
             if state.ended or not state.opened:
                 return
-            known = self.roster.workers[worker]
+            known = self.effects.roster.workers[worker]
             if self._let.get((job, worker)) == known.member.incarnation or state.bars(worker):
                 continue
             facts = next((d for d in known.introduction.datasets if d.name == state.federated.data), None)
@@ -247,34 +272,34 @@ class Federating:
             if wrong is not None:
                 self._turn_down(job, worker, wrong)
                 continue
-            self.hooks.move(worker, members.AssignedTo(job, NO_STAGE))
-            trip = self.roster.ops.rtt_s.get(worker)
+            self.effects.move(worker, members.AssignedTo(job, NO_STAGE))
+            trip = self.effects.roster.ops.rtt_s.get(worker)
             latency_s = min(trip) / 2 if trip else 0.0
-            self.step(job, fed.Invited(worker, facts.n_samples, latency_s), now_s)
+            self.step(job, fed.Invited(worker, facts.n_samples, latency_s))
 
     def _turn_down(self, job: str, worker: str, why: str) -> None:
         known = self.unfit.setdefault(job, {})
         if known.get(worker) != why:
             known[worker] = why
-            self.hooks.log(Name.CLIENT_UNFIT, "warning", job=job, worker=worker, reason=why)
+            self.effects.log(Name.CLIENT_UNFIT, "warning", job=job, worker=worker, reason=why)
 
     # ------------------------------------------------------------ what a machine wants
 
     def _obey(self, state: FederationState, todo: fed.Todo) -> None:
-        hooks, job = self.hooks, state.job
+        effects, job = self.effects, state.job
         match todo:
             case Record(fact):
-                hooks.record(fact)
+                effects.record(fact)
             case fed.Say(worker, message):
-                hooks.send(worker, message)
+                effects.send(worker, message)
             case fed.Invite(worker):
-                hooks.send(worker, do.Participate(job, VERSION, state.spec, dict(state.spec.tensors)))
+                effects.send(worker, do.Participate(job, VERSION, state.spec, dict(state.spec.tensors)))
             case fed.Let(worker, reason):
                 self._release(state, worker, reason)
             case fed.Open(at_round, blob):
-                hooks.emit(do.OpenAggregator(job, state.spec, at_round, blob, max(1, len(state.clients))))
+                effects.emit(do.OpenAggregator(job, state.spec, at_round, blob, max(1, len(state.clients))))
             case fed.Aggregate():
-                hooks.emit(
+                effects.emit(
                     do.AggregateRound(
                         job,
                         todo.round,
@@ -287,26 +312,26 @@ class Federating:
                     )
                 )
             case fed.EvaluateCentrally(at_round):
-                hooks.emit(do.EvaluateModel(job, at_round))
+                effects.emit(do.EvaluateModel(job, at_round))
             case fed.Close():
-                hooks.emit(do.CloseAggregator(job))
+                effects.emit(do.CloseAggregator(job))
             case fed.Forget(blobs):
                 # A client may name any blob as its update; what a job still needs is not its to delete.
-                if unneeded := tuple(blob for blob in blobs if blob not in self.in_flight()):
-                    hooks.emit(do.DropBlobs(unneeded))
+                if unneeded := tuple(blob for blob in blobs if blob not in self.blobs_in_flight()):
+                    effects.emit(do.DropBlobs(unneeded))
             case fed.Without(at_round, worker, reason):
-                hooks.log(
+                effects.log(
                     Name.CLIENT_DROPPED, "warning", job=job, round=at_round, worker=worker, reason=reason
                 )
             case fed.Closed(fact):
                 self._say_closed(state, fact)
             case Point(step, name, value):
-                hooks.emit(do.Measured(job, step, name, value))
+                effects.emit(do.Measured(job, step, name, value))
             case Dropped(why):
-                hooks.drop("client message", why, job)
+                effects.drop("client message", why, job)
 
-    def in_flight(self) -> set[str]:
-        """Blobs that rounds under way rest on; those of closed rounds the ledger knows."""
+    def blobs_in_flight(self) -> set[str]:
+        """Return the blobs that rounds under way rest on; those of closed rounds the ledger knows."""
         found: set[str] = set()
         for state in self.jobs.values():
             if state.ended:
@@ -319,8 +344,8 @@ class Federating:
 
     def _say_closed(self, state: FederationState, fact: RoundClosed) -> None:
         told = fact.participants
-        self.hooks.emit(do.SweepBlobs())
-        self.hooks.log(
+        self.effects.emit(do.SweepBlobs())
+        self.effects.log(
             Name.ROUND_CLOSED,
             job=fact.job,
             round=fact.round,
@@ -335,7 +360,7 @@ class Federating:
 
     def _release(self, state: FederationState, worker: str, reason: str) -> None:
         for name in [worker] if worker else list(state.clients):
-            known = self.roster.workers.get(name)
+            known = self.effects.roster.workers.get(name)
             if known is None or known.member.job != state.job:
                 continue
             if worker:
@@ -343,8 +368,8 @@ class Federating:
             self._free(state, name, reason)
 
     def _free(self, state: FederationState, worker: str, reason: str) -> None:
-        self.hooks.send(worker, do.ReleaseStage(state.job, VERSION, reason))
-        self.hooks.move(worker, members.Released(f"released by {state.job}"))
+        self.effects.send(worker, do.ReleaseStage(state.job, VERSION, reason))
+        self.effects.move(worker, members.Released(f"released by {state.job}"))
 
 
 def misfit(
@@ -374,6 +399,3 @@ def _goes_into(stored: str, taken: str) -> bool:
         return np.can_cast(np.dtype(stored), np.dtype(taken), "safe")
     except TypeError:  # bfloat16
         return False
-
-
-__all__ = ["ENDED", "Federating", "Hooks", "misfit"]

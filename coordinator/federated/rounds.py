@@ -71,7 +71,7 @@ def strike(state: FederationState, worker: str, reason: str) -> Outcome:
     strikes = client.strikes + 1
     if strikes < MAX_STRIKES:
         return with_client(state, replace(client, strikes=strikes)), []
-    out = f"set aside after {strikes} rounds in a row without a usable update, the last: {reason}"
+    out = f"quarantined after {strikes} rounds in a row without a usable update, the last: {reason}"
     barred = replace(client, strikes=strikes, out=out, barred=True)
     return with_client(state, barred), [Let(worker, out)]
 

@@ -33,6 +33,7 @@ class OpProbing:
     failed: dict[tuple[str, str], set[str]] = field(default_factory=dict)
     requests: dict[int, OpsRequest] = field(default_factory=dict)
     rtt_s: dict[str, list[float]] = field(default_factory=dict)
+    flops: dict[str, int] = field(default_factory=dict)  # forward, of every op that any job showed
 
     def missing(self, worker: str, precision: str, signatures: Iterable[str]) -> tuple[str, ...]:
         """Signatures that this worker has neither timed nor failed to time."""

@@ -83,7 +83,7 @@ class Worker:
     member: Member
     introduction: Introduction
     session: int | None
-    aside: str = ""  # why no plan uses it; a new process starts clean
+    quarantined: str = ""  # why no plan uses it; a new process starts clean
     computing: Ratio = field(default_factory=partial(Ratio, leaps=True))
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
     handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
@@ -93,11 +93,11 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        return self.member.phase is Phase.POOL and not self.aside and self.session is not None
+        return self.member.phase is Phase.POOL and not self.quarantined and self.session is not None
 
     @property
     def reason(self) -> str:
-        return f"set aside: {self.aside}" if self.aside else self.member.reason
+        return f"quarantined: {self.quarantined}" if self.quarantined else self.member.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Roster:
             return None
         before = known.member
         if introduction.incarnation != before.incarnation:
-            known.aside = ""
+            known.quarantined = ""
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
         known.introduction, known.session = introduction, session
         return before
@@ -172,16 +172,16 @@ class Roster:
         """Changes whenever the set of usable workers does."""
         return frozenset((w, x.member.incarnation, x.idle) for w, x in self.workers.items() if x.idle)
 
-    def fleet(self, workers: list[str], precision: str, flops: Mapping[str, int] | None = None) -> Fleet:
+    def fleet(self, workers: list[str], precision: str) -> Fleet:
         """The planner's view of ``workers`` with the newest figures.
 
-        ``flops`` of known ops turn what was timed into a rate for those that could not be.
+        FLOPs of known ops turn what was timed into a rate for those that could not be.
         """
-        devices = [self._device(worker, precision, flops or {}) for worker in workers]
+        devices = [self._device(worker, precision) for worker in workers]
         sites = {worker: self.workers[worker].introduction.site for worker in workers}
         return measured_fleet(devices, self.links.table, self.links.uplinks(sites))
 
-    def fleet_for(self, job: str, workers: list[str], precision: str, flops: Mapping[str, int]) -> Fleet:
+    def fleet_for(self, job: str, workers: list[str], precision: str) -> Fleet:
         """The same for a plan that will run; what it takes is compared with these figures."""
         self.planned[job] = Planned(
             {worker: self.workers[worker].computing.value for worker in workers},
@@ -189,12 +189,12 @@ class Roster:
             {worker: self.workers[worker].handling.value for worker in workers},
             {(a, b): self.links.table.drag((a, b)) for a in workers for b in workers if a != b},
         )
-        return self.fleet(workers, precision, flops)
+        return self.fleet(workers, precision)
 
-    def _device(self, worker: str, precision: str, flops: Mapping[str, int]) -> Device:
+    def _device(self, worker: str, precision: str) -> Device:
         known = self.workers[worker]
         timings = self.ops.timings.get((worker, precision), {})
-        rate = flops_of(timings, flops)
+        rate = flops_of(timings, self.ops.flops)
         return Device(
             worker=worker,
             memory_limit_bytes=known.introduction.memory_limit_bytes,

@@ -190,7 +190,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A message that broke a bound; its sender is set aside."""
+    """A message that broke a bound; its sender is quarantined."""
 
     reason: str
 
@@ -212,7 +212,8 @@ PeerMessage = (
     | Malformed
 )
 ClientMessage = UpdateReady | ClientEvaluated | ClientFailed
-JobMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
+StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
+JobMessage = StageMessage | ClientMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +380,19 @@ class PlanAsked:
 class CancelAsked:
     job: str
     reason: str = "cancelled by the owner"
+
+
+JobEvent = (
+    JobRead
+    | JobUnreadable
+    | PlanMade
+    | PlanFailed
+    | LinksChosen
+    | LinksFailed
+    | CancelAsked
+    | AggregatorEvent
+)
+"""About one job, whatever its kind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,44 +1,398 @@
-"""What a worker is told when it is given a stage. Pure."""
+"""The driver of jobs that are cut into stages: from events to their machines, and what those want.
+
+A job waits for its turn, is profiled and planned on the idle fleet, and holds the plan's workers until
+it ends or loses one. Pure.
+"""
 
 from __future__ import annotations
 
-from atoll.plan import Plan
-from coordinator.membership.roster import Roster
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from coordinator.membership import member as members
+from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.jobs import JobState
+from coordinator.messages.facts import CheckpointStored, JobRecord, RatioCapped
+from coordinator.messages.jobs import (
+    ENDED,
+    FEDERATING,
+    PREPARING,
+    RUNNING,
+    STEPPING,
+    WAITING,
+    AssignAll,
+    Broken,
+    Cancelled,
+    Dropped,
+    Event,
+    FromStage,
+    JobState,
+    LinksDue,
+    Phase,
+    Picked,
+    Planned,
+    Point,
+    Profiled,
+    Record,
+    ReleaseAll,
+    StageLost,
+    Todo,
+    ToStages,
+    Waits,
+)
+from coordinator.pipeline import machine
+from coordinator.pipeline.assigning import assignment, stage_of
+from coordinator.pipeline.calibration import learn
+from coordinator.pipeline.link_adaptation import Adapting, capped
+from coordinator.pipeline.profiling import Hold, Profiling
+from coordinator.pipeline.relink import changes, current
+from coordinator.planning.ratios import label
+from protos.telemetry import Event as Name
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from atoll.job import JobSpec
+    from coordinator.config import CoordinatorConfig
+    from coordinator.membership.effects import Effects
+    from coordinator.membership.measuring import Measuring
+
+RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
 
 
-def stage_of(state: JobState, worker: str) -> int | None:
-    """The stage that ``worker`` holds, None when it holds none."""
-    for at, spec in enumerate(state.plan.stages if state.plan else ()):
-        if spec.worker == worker:
-            return at
-    return None
+@dataclass(slots=True)
+class PipelineDriver:
+    """All jobs of this kind."""
 
+    config: CoordinatorConfig
+    effects: Effects
+    measuring: Measuring
+    jobs: dict[str, JobState] = field(default_factory=dict)
+    profiling: Profiling = field(init=False)
+    adapting: Adapting = field(init=False)
+    _committed: JobState | None = None  # after its newest step, not learned from yet
 
-def assignment(state: JobState, stage: int, roster: Roster) -> do.AssignStage:
-    """A stage of the adopted plan, with where its tensors are and whom it talks to."""
-    assert state.plan is not None  # noqa: S101 - a plan was adopted
-    neighbours = _neighbours(state.plan, stage)
-    peers = tuple(
-        _peer(roster, state.plan.stages[stage].worker, at, spec.worker, stage)
-        for at, spec in enumerate(state.plan.stages)
-        if at in neighbours
-    )
-    return do.AssignStage(
-        state.job, state.spec, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers
-    )
+    def __post_init__(self) -> None:
+        self.profiling = Profiling(self.effects, self.measuring)
+        self.adapting = Adapting(self.effects, self.config.adaptation)
 
+    # ------------------------------------------------------------ jobs
 
-def _neighbours(plan: Plan, stage: int) -> set[int]:
-    """Stages that this one exchanges tensors with; two that accept no connections may be in one
-    plan as long as nothing goes between them. A plan that names no links may use any."""
-    ends = [{link.source, link.target} for link in plan.links] or [set(range(len(plan.stages)))]
-    return set().union(*(pair for pair in ends if stage in pair)) - {stage}
+    def takes(self, spec: JobSpec) -> bool:
+        """Whether the job is of this kind."""
+        return spec.federated is None
 
+    def not_resumable(self, before: JobSpec, spec: JobSpec) -> str | None:
+        """Why ``spec`` cannot go on with what ``before`` left; both are of this kind."""
+        held, wanted = before.training.optimizer.name, spec.training.optimizer.name
+        if held == wanted:
+            return None
+        return f"{spec.resume_of} holds the state of {held}, this one {wanted}; take the same optimizer"
 
-def _peer(roster: Roster, me: str, at: int, peer: str, stage: int) -> do.StagePeer:
-    """The lower stage dials where both can be reached, else whoever can reach the other."""
-    mine, theirs = roster.addresses(me, peer), roster.addresses(peer, me)
-    dial = bool(theirs) and (stage < at or not mine)
-    return do.StagePeer(at, peer, theirs, dial)
+    def restore(self, record: JobRecord) -> None:
+        """Make a job's machine from what the ledger knows."""
+        job, checkpoint = record.submitted.job, record.last_checkpoint
+        state = JobState(
+            job,
+            record.submitted.spec,
+            checkpoint,
+            record.submitted.created_s,
+            version=record.version,
+            step=checkpoint.step,
+            plan=record.plan,
+            loss=record.loss,
+            eval_loss=record.eval_loss,
+        )
+        if record.outcome:
+            state = replace(state, phase=Phase(record.outcome), reason=record.reason, step=record.steps)
+        elif record.version:
+            reason = f"the coordinator was restarted; goes on from step {checkpoint.step}"
+            state = replace(state, phase=Phase.PAUSED, reason=reason)
+            workers = frozenset(s.worker for s in record.plan.stages) if record.plan else frozenset()
+            self.profiling.holds[job] = Hold(self.effects.now_s + RESTART_GRACE_S, workers)
+        self._put(state)
+
+    def _put(self, state: JobState) -> None:
+        self.jobs[state.job] = self.effects.jobs[state.job] = state
+
+    def submitted(self, job: str, ops: Mapping[str, int]) -> None:
+        """Take in the ops of a new job."""
+        self.profiling.know(job, ops)
+
+    def on(self, event: ev.JobEvent) -> None:
+        """Handle an event about one of these jobs."""
+        match event:
+            case ev.JobRead(job, ops):
+                self.profiling.know(job, ops)
+            case ev.JobUnreadable(job, reason):
+                self._step(job, Broken(reason))
+            case ev.CancelAsked(job, reason):
+                self._step(job, Cancelled(reason))
+            case ev.PlanMade():
+                self._plan_made(event)
+            case ev.PlanFailed():
+                self._plan_failed(event)
+            case ev.LinksChosen():
+                self._links_chosen(event)
+            case ev.LinksFailed():
+                self.adapting.failed(event)
+            case _:
+                self.effects.drop(type(event).__name__, f"{event.job} is cut into stages", event.job)
+
+    def inquired(self, event: ev.PlanAsked) -> None:
+        """Plan a job of this kind for somebody who does not want it run."""
+        self.profiling.inquire(event.inquiry, event.spec, event.ops)
+
+    def _plan_made(self, event: ev.PlanMade) -> None:
+        if not self.profiling.awaited(event.job, event.attempt):
+            return
+        plan, idle = event.plan, set(self.effects.roster.idle())
+        missing = [s.worker for s in plan.stages if s.worker not in idle]
+        if missing or self.effects.storage:
+            why = self.effects.storage or f"{missing[0]} went away while the plan was made"
+            self._step(event.job, Waits(why))
+            return
+        self.effects.log(
+            Name.PLAN_MADE,
+            job=event.job,
+            version=plan.version,
+            stages=len(plan.stages),
+            predicted_s=plan.prediction.step_s if plan.prediction else None,
+        )
+        self._step(event.job, Planned(plan))
+
+    def _plan_failed(self, event: ev.PlanFailed) -> None:
+        if not self.profiling.awaited(event.job, event.attempt):
+            return
+        self.effects.log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
+        if event.hopeless:
+            self._step(event.job, Broken(event.reason))
+            return
+        self.profiling.wait_for_change(event.job)
+        self._step(event.job, Waits(f"waits for a fleet that suffices: {event.reason}"))
+
+    def _links_chosen(self, event: ev.LinksChosen) -> None:
+        state = self.jobs[event.job]
+        if state.phase not in STEPPING:
+            return
+        wish = self.adapting.chosen(state, event)
+        if wish is not None:
+            self._step(event.job, wish)
+
+    # ------------------------------------------------------------ workers
+
+    def uses(self, job: str, worker: str) -> bool:
+        """Whether the worker holds a stage of the job."""
+        return stage_of(self.jobs[job], worker) is not None
+
+    def keeps(self, job: str) -> bool:
+        """Whether a worker that is not this job's may go on holding it: never."""
+        return False
+
+    def admitted(self, worker: str) -> None:
+        """Release the stage that a worker which was away may still hold: it would refuse to be measured."""
+        for state in self.jobs.values():
+            if state.phase not in ENDED and stage_of(state, worker) is not None:
+                reason = "the stage was taken back while you were away"
+                self.effects.send(worker, do.ReleaseStage(state.job, state.version, reason))
+
+    def reconnected(self, job: str, worker: str) -> None:
+        """Repeat what was under way to a worker; its own last words it repeats itself."""
+        state = self.jobs[job]
+        stage = stage_of(state, worker)
+        if stage is None:
+            return
+        if state.phase is Phase.LOADING and stage not in state.loaded:
+            self.effects.send(worker, assignment(state, stage, self.effects.roster))
+        elif state.phase in STEPPING and state.last_commit is None:
+            self.effects.send(worker, do.StartStep(state.job, state.version, state.step))
+        elif state.last_commit is not None:
+            self.effects.send(worker, state.last_commit)
+
+    def lost(self, job: str, worker: str, reason: str) -> None:
+        """Go on without a worker that is gone, or must not be used any more."""
+        state = self.jobs[job]
+        if state.phase in RUNNING and stage_of(state, worker) is not None:
+            self._step(job, StageLost(reason))
+
+    def heard(self, worker: str, message: ev.JobMessage) -> None:
+        """Handle a message of a worker about one of these jobs."""
+        state = self.jobs[message.job]
+        if not isinstance(message, ev.StageMessage):
+            self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
+            return
+        if isinstance(message, ev.StepReady):
+            elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
+            wrong = self.effects.roster.judge(worker, message, elapsed_s)
+            if wrong is not None:
+                self.effects.quarantine(worker, wrong)
+                return
+        stage = stage_of(state, worker)
+        if stage is None:
+            why = f"of {worker}, which holds no stage of {message.job}"
+            self.effects.drop(type(message).__name__, why)
+            return
+        if isinstance(message, ev.StageFailed) and message.lost_peer and current(state, message.version):
+            # Who is to blame shows within the time in which the dead are noticed.
+            until_s = self.effects.now_s + self.config.liveness.dead_after_s
+            self.profiling.holds[state.job] = Hold(until_s, unless_gone=message.lost_peer)
+        if isinstance(message, ev.StateStored) and not message.tensors.keys() <= state.spec.tensors.keys():
+            odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
+            self.effects.quarantine(worker, f"{worker} stored {odd!r}, which {state.job} does not have")
+            return
+        self._step(message.job, FromStage(stage, message))
+        if self.jobs[message.job].step > state.step:
+            self._committed = self.jobs[message.job]
+
+    # ------------------------------------------------------------ time and storage
+
+    def before_event(self) -> None:
+        """Learn from the last committed step: at the next event, as workers wait for the commit."""
+        state, self._committed = self._committed, None
+        if state is not None:
+            self.adapting.committed(state)
+            learn(self.effects.roster, state, follows=state.job in self.adapting.of)
+
+    def tick(self) -> None:
+        """Let time pass."""
+        self.profiling.end_holds()
+
+    def storage_failed(self, reason: str) -> None:
+        """Stop every job where it is: nothing can be made durable."""
+        for state in list(self.jobs.values()):
+            if state.phase in RUNNING:
+                self._step(state.job, StageLost(reason))
+            elif state.phase not in ENDED:
+                self._step(state.job, Waits(reason))
+
+    def storage_recovered(self) -> None:
+        """Plan those anew that had to stop."""
+        self.profiling.anything_changed()
+
+    def blobs_in_flight(self) -> set[str]:
+        """Return the blobs that checkpoints under way rest on; those of stored ones the ledger knows."""
+        return {
+            blob
+            for state in self.jobs.values()
+            for parts in state.stores.values()
+            for tensors in parts.values()
+            for blob in tensors.values()
+        }
+
+    # ------------------------------------------------------------ what runs next
+
+    def advance(self) -> None:
+        """Pick jobs while there is room, measure what they need, plan them."""
+        busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
+        waiting = [s for s in self.jobs.values() if s.phase in WAITING]
+        for state in sorted(waiting, key=lambda s: s.created_s):
+            if len(busy) < self.config.concurrent_jobs and self._may_start(state):
+                self._step(state.job, Picked("measuring devices and links"))
+                busy.append(self.jobs[state.job])
+            elif len(busy) >= self.config.concurrent_jobs and state.phase is Phase.QUEUED:
+                first = busy[0]
+                reason = f"waits for {first.job} ({first.phase.value}, step {first.step} of {first.steps})"
+                if not state.reason.startswith(f"waits for {first.job} "):
+                    self._step(state.job, Waits(reason))
+        self._prepare()
+
+    def _may_start(self, state: JobState) -> bool:
+        if not self.effects.roster.idle():
+            reason = "no worker is in the pool; start some with `atoll-worker join`"
+            if reason not in state.reason:
+                prefix = f"{state.reason}; " if state.phase is Phase.PAUSED else ""
+                self._step(state.job, Waits(prefix + reason))
+            return False
+        return self.profiling.may_plan(state.job)
+
+    def _prepare(self) -> None:
+        training = any(s.phase in RUNNING | FEDERATING for s in self.effects.jobs.values())
+        for state in list(self.jobs.values()):
+            if state.phase is Phase.PROFILING and self.profiling.profiled(state.job, state.spec, training):
+                self._step(state.job, Profiled())
+                cap = self.effects.ledger.jobs[state.job].cap
+                self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap))
+        self.profiling.answer_inquiries(training)
+        if not training:
+            self.measuring.measure_links(fresh=False)
+
+    # ------------------------------------------------------------ a job's machine
+
+    def _step(self, job: str, event: Event) -> None:
+        """Step a job's machine and carry out what it wants."""
+        before = self.jobs[job]
+        state, todo = machine.step(before, event, self.effects.now_s)
+        self._put(state)
+        for item in todo:
+            self._obey(before if state.plan is None else state, item)
+        both_step = before.phase in STEPPING and state.phase in STEPPING
+        changed = (before.phase, before.reason) != (state.phase, state.reason)
+        if changed:
+            level = "warning" if state.phase in (Phase.PAUSED, Phase.FAILED) else "info"
+            level = "debug" if both_step else level
+            self.effects.log(Name.JOB_STATE, level, job=job, state=state.phase, reason=state.reason)
+        if before.phase is not state.phase and not both_step:
+            self.effects.advance = True
+        if changed or before.step != state.step or before.eval_loss != state.eval_loss:
+            self.effects.emit(do.Notify(job))
+        if before.awaiting_eval is not None and state.awaiting_eval is None:
+            self._evaluated(state)
+        if state.phase in ENDED:
+            self.adapting.over(job)
+
+    def _evaluated(self, state: JobState) -> None:
+        at_end = state.phase is Phase.STORING
+        if at_end or state.phase in STEPPING:
+            cap = self.adapting.evaluated(state, at_end)
+            if cap is not None:
+                self.effects.record(RatioCapped(state.job, state.step, cap))
+
+    def _obey(self, state: JobState, todo: Todo) -> None:
+        match todo:
+            case Record(fact):
+                self.effects.record(fact)
+                if isinstance(fact, CheckpointStored):
+                    self.effects.emit(do.SweepBlobs())
+            case ToStages(message, stage):
+                for at, spec in enumerate(state.plan.stages if state.plan else ()):
+                    if stage is None or stage == at:
+                        self.effects.send(spec.worker, message)
+            case LinksDue():
+                self._links_due(state, todo)
+            case AssignAll():
+                self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
+                self._assign(state)
+            case ReleaseAll(reason):
+                self._release(state, reason)
+            case Point(step, name, value):
+                self.effects.emit(do.Measured(state.job, step, name, value))
+            case Dropped(why):
+                self.effects.drop("stage message", why, state.job)
+
+    def _assign(self, state: JobState) -> None:
+        for stage, spec in enumerate(state.plan.stages if state.plan else ()):
+            self.effects.move(spec.worker, members.AssignedTo(state.job, stage))
+            self.effects.send(spec.worker, assignment(state, stage, self.effects.roster))
+
+    def _release(self, state: JobState, reason: str) -> None:
+        for spec in state.plan.stages if state.plan else ():
+            worker = self.effects.roster.workers.get(spec.worker)
+            if worker is not None and worker.member.job == state.job:
+                self.effects.send(spec.worker, do.ReleaseStage(state.job, state.version, reason))
+                self.effects.move(spec.worker, members.Released(f"released by {state.job}"))
+
+    def _links_due(self, state: JobState, due: LinksDue) -> None:
+        """Log once for each link that changes: from what, to what, from which step on, and why."""
+        stages = state.plan.stages if state.plan else ()
+        for (source, target), (was, new) in changes(due.before, due.relink.links).items():
+            self.effects.log(
+                Name.LINK_CHANGED,
+                job=state.job,
+                source=stages[source].worker,
+                target=stages[target].worker,
+                before=label(was),
+                after=label(new),
+                first_step=due.relink.first_step,
+                version=due.relink.version,
+                reason=new.reason,
+            )

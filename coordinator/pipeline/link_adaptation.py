@@ -1,12 +1,12 @@
 """Running jobs whose links follow what training measures: from reports to a wish for other codecs.
 
 ``adapt`` decides, the planner chooses (``ChooseLinks``, in a thread), ``rounds`` carries it out;
-this keeps one state a job between them. Pure; its requests go out through ``emit``.
+this keeps one state a job between them. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from atoll.compression import LOSSLESS
 from atoll.job import JobSpec
 from coordinator.config import Adaptation
-from coordinator.membership.roster import Roster
+from coordinator.membership.effects import Effects
 from coordinator.messages import instructions as do
 from coordinator.messages.events import LinksChosen, LinksFailed
 from coordinator.messages.jobs import JobState, Relinked
@@ -38,9 +38,8 @@ class _Asked:
 class Adapting:
     """``of``: the state of every job that adapts; ``watched``: what the guard has seen of the others."""
 
-    roster: Roster
+    effects: Effects
     settings: Adaptation
-    emit: Callable[[do.Instruction], None]
     of: dict[str, link_policy.State] = field(default_factory=dict)
     watched: dict[str, link_policy.Watch] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)
@@ -75,7 +74,7 @@ class Adapting:
 
     def _remember(self, state: link_policy.State) -> None:
         """Plans to come, of this job or another, start from what training shows."""
-        table = self.roster.links.table
+        table = self.effects.roster.links.table
         for pair, bps in link_policy.proven(state).items():
             if pair in table.estimates:
                 table.believe(pair, bps)
@@ -117,25 +116,25 @@ class Adapting:
             f"--compress auto or a milder codec than {asked}"
         )
         fields = {"step": state.step, "reason": reason}
-        self.emit(do.Log(Name.LINKS_JUDGED.value, "warning", state.job, fields))
+        self.effects.log(Name.LINKS_JUDGED, "warning", state.job, **fields)
 
     def _decided(self, state: JobState, decision: link_policy.Decision | None) -> None:
         if decision is None or state.plan is None:
             return
-        self.emit(
+        self.effects.emit(
             do.Log(
                 Name.LINKS_JUDGED.value, "info", state.job, {"step": state.step, "reason": decision.reason}
             )
         )
         workers = tuple(stage.worker for stage in state.plan.stages)
-        if any(worker not in self.roster.workers for worker in workers):
+        if any(worker not in self.effects.roster.workers for worker in workers):
             return  # it is being lost; the next plan is made with the newest figures anyway
         self._attempts += 1
         self._asked[state.job] = _Asked(self._attempts, decision, workers)
         training = capped(state.spec, decision.cap).training
-        fleet = self.roster.fleet(list(workers), training.precision.value)
+        fleet = self.effects.roster.fleet(list(workers), training.precision.value)
         fleet = believing(fleet, decision.rates_bps)
-        self.emit(do.ChooseLinks(state.job, self._attempts, state.plan, training, fleet))
+        self.effects.emit(do.ChooseLinks(state.job, self._attempts, state.plan, training, fleet))
 
     def chosen(self, state: JobState, event: LinksChosen) -> Relinked | None:
         """What the job's machine shall be told; None when nothing that matters is another."""
@@ -164,7 +163,7 @@ class Adapting:
         asked = self._asked.get(event.job)
         if asked is not None and asked.attempt == event.attempt:
             del self._asked[event.job]
-            self.emit(do.Log(Name.PLAN_FAILED.value, "warning", event.job, {"reason": event.reason}))
+            self.effects.emit(do.Log(Name.PLAN_FAILED.value, "warning", event.job, {"reason": event.reason}))
 
     def measured_bps(self, job: str, pair: Pair) -> float:
         """What training shows of a link, else what was probed; 0 where nothing is known."""
@@ -172,12 +171,12 @@ class Adapting:
         link = known.links.get(pair) if known is not None else None
         if link is not None and link.rate_bps is not None:
             return link.rate_bps
-        estimate = self.roster.links.table.get(*pair)
+        estimate = self.effects.roster.links.table.get(*pair)
         return estimate.bandwidth_bps if estimate is not None else 0.0
 
     def _known_bps(self, pair: Pair) -> float:
         """What a plan was made with: the pair's own rate or a shared uplink's, whichever is less."""
-        fleet = self.roster.fleet(list(pair), "fp32")
+        fleet = self.effects.roster.fleet(list(pair), "fp32")
         return float(fleet.effective_bps[0, 1])
 
 

@@ -25,7 +25,6 @@ from coordinator.messages.facts import (
 from coordinator.messages.instructions import CommitStep, DiscardStep, Relink, StartStep
 from coordinator.messages.jobs import (
     ENDED,
-    FEDERATING,
     PREPARING,
     RUNNING,
     STEPPING,
@@ -47,44 +46,11 @@ from coordinator.messages.jobs import (
     ReleaseAll,
     Relinked,
     StageLost,
-    StepPhase,
     Todo,
     ToStages,
     Waits,
 )
 from coordinator.pipeline import link_policy, relink
-
-__all__ = [
-    "ENDED",
-    "FEDERATING",
-    "PREPARING",
-    "RUNNING",
-    "STEPPING",
-    "WAITING",
-    "AssignAll",
-    "Broken",
-    "Cancelled",
-    "Dropped",
-    "Event",
-    "FromStage",
-    "JobState",
-    "LinksDue",
-    "Phase",
-    "Picked",
-    "Planned",
-    "Point",
-    "Profiled",
-    "Record",
-    "ReleaseAll",
-    "Relinked",
-    "StageLost",
-    "StepPhase",
-    "ToStages",
-    "Todo",
-    "Waits",
-    "clip_scale",
-    "step",
-]
 
 RECENT = 21  # step times kept for medians
 CHECKPOINT_EVERY_S = 300.0  # where the job does not say: a lost worker costs at most this much work

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atoll.compression import AUTO, OFF, Compression
@@ -54,37 +54,39 @@ REPEATING_GAINS = 0.9  # of the step: hooks, which the estimate leaves out, take
 JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
 
-def make_plan(
-    job_id: str,
-    version: int,
-    dag: OpDag,
-    eval_dag: OpDag | None,
-    training: TrainingSpec,
-    fleet: Fleet,
-    partitioner: str = "op_fence",
-    schedule: str = "auto",
-    *,
-    dag_hash: str = "",
-    eval_dag_hash: str = "",
-    wire: Wire | None = None,
-    effort: Effort | None = None,
-) -> Plan:
-    """The best Plan that ``partitioner`` finds, with its Prediction.
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is to be planned: a job's graphs, and the fleet that may run them."""
+
+    job: str
+    version: int
+    dag: OpDag
+    eval_dag: OpDag | None  # None: nothing is evaluated
+    training: TrainingSpec
+    fleet: Fleet
+    partitioner: str = "op_fence"
+    schedule: str = "auto"
+    dag_hash: str = ""
+    eval_dag_hash: str = ""
+    wire: Wire | None = None  # None: the codecs that ``training.compress`` asks for
+
+
+def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
+    """Return the best Plan that the request's partitioner finds, with its Prediction.
 
     Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
     """
-    given = _problem(dag, training, fleet, schedule, wire)
-    problem, best, why = _within_memory(given, partitioner, effort or Effort())
-    plan = _bare_plan(problem, best, job_id, version, partitioner, (dag_hash, eval_dag_hash))
+    problem, best, why = _within_memory(_problem(request), request.partitioner, effort or Effort())
+    plan = _bare_plan(problem, best, request)
     notes = [why] if why else []
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
         notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weights' gradients")
-    if eval_dag is not None:
-        plan, note = _with_evaluation(plan, dag, eval_dag, training)
+    if request.eval_dag is not None:
+        plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []
-    reasons = left_out(problem, best) if partitioner == "op_fence" else _unused(problem, best)
+    reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
-    validate(plan, dag)
+    validate(plan, request.dag)
     return plan
 
 
@@ -250,27 +252,22 @@ def _needed(problem: Problem, scored: Scored, work: Workload) -> Workload:
     return once.undisturbed(once.workload(scored.candidate, scored.depths, scored.specs))
 
 
-def _problem(dag: OpDag, training: TrainingSpec, fleet: Fleet, schedule: str, wire: Wire | None) -> Problem:
+def _problem(request: PlanRequest) -> Problem:
+    training, schedule = request.training, request.schedule
     if schedule not in SCHEDULES:
         raise UsageError(f"schedule {schedule!r}; choose {', '.join(SCHEDULES)}")
-    if not fleet.devices:
+    if not request.fleet.devices:
         raise NoWorkers("no worker has joined: 0 in the pool; start one with `atoll-worker join HOST:PORT`")
-    if not dag.ops:
+    if not request.dag.ops:
         raise PlanError("the model has no ops: nothing to plan")
     check_compression(training.compression)
     wanted = None if schedule == "auto" else ScheduleName(schedule)
     recompute = Recompute.OFF if training.recompute is Recompute.AUTO else training.recompute
-    return Problem(dag, training, fleet, wanted, wire or Wire(), training.compression, recompute)
+    wire = request.wire or Wire()
+    return Problem(request.dag, training, request.fleet, wanted, wire, training.compression, recompute)
 
 
-def _bare_plan(
-    problem: Problem,
-    best: Scored,
-    job_id: str,
-    version: int,
-    partitioner: str,
-    hashes: tuple[str, str],
-) -> Plan:
+def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
     candidate = best.candidate
     stages = tuple(
         StageSpec(a, b, 0, 0, (problem.fleet.devices[d].worker,), *depth)
@@ -282,11 +279,11 @@ def _bare_plan(
     specs = {(spec.source, spec.target): spec for spec in best.specs}
     links = tuple(specs.get(pair, LinkSpec(*pair)) for pair in work.routes)
     return Plan(
-        job_id,
-        version,
-        hashes[0],
-        hashes[1],
-        partitioner,
+        request.job,
+        request.version,
+        request.dag_hash,
+        request.eval_dag_hash,
+        request.partitioner,
         best.schedule,
         problem.n_micro,
         stages,

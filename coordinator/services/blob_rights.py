@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
 from atoll.opdag import DTYPE_BYTES
-from coordinator.pipeline.driver import stage_of
-from coordinator.pipeline.machine import ENDED
+from coordinator.federated.driver import FederatedDriver
+from coordinator.messages.jobs import ENDED
+from coordinator.pipeline.assigning import stage_of
+from coordinator.pipeline.driver import PipelineDriver
 from coordinator.storage.graph_store import leaf_metas
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta
     from coordinator.federated.state import FederationState
-    from coordinator.pipeline.machine import JobState
+    from coordinator.messages.jobs import JobState
     from coordinator.scheduler import Scheduler
     from coordinator.storage.graph_store import GraphStore
 
@@ -97,24 +99,16 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
     """What ``worker`` does now; None where no job uses it."""
     known = scheduler.roster.workers.get(worker)
     job = known.member.job if known is not None else ""
-    state = scheduler.jobs.get(job)
-    if state is None or state.phase in ENDED:
+    driver = scheduler.driver_of(job)
+    if driver is None or scheduler.jobs[job].phase in ENDED or not driver.uses(job, worker):
         return None
-    federation = scheduler.federating.jobs.get(job)
-    if federation is not None:
-        return ClientRole(federation) if scheduler.federating.takes_part(job, worker) else None
-    stage = stage_of(state, worker)
-    return StageRole(state, stage, graphs) if stage is not None else None
-
-
-def needed(scheduler: Scheduler) -> set[str]:
-    """Every blob that a journalled fact or a step or round under way rests on."""
-    found = scheduler.ledger.referenced_blobs() | scheduler.federating.in_flight()
-    for state in scheduler.jobs.values():
-        for parts in state.stores.values():
-            for tensors in parts.values():
-                found |= set(tensors.values())
-    return found - {""}
+    match driver:
+        case FederatedDriver():
+            return ClientRole(driver.jobs[job])
+        case PipelineDriver():
+            stage = stage_of(driver.jobs[job], worker)
+            return StageRole(driver.jobs[job], stage, graphs) if stage is not None else None
+    raise LookupError(f"{job}: no rights are known for what {type(driver).__name__} drives")
 
 
 @dataclass(slots=True)

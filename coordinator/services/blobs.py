@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from atoll.errors import AccessDenied, AtollError, StorageError
-from coordinator.services.blob_rights import Accounts, Role, needed, role_of
+from coordinator.services.blob_rights import Accounts, Role, role_of
 from coordinator.services.refusals import refuse
 from coordinator.services.work import worker_of
 from protos import atoll_control_pb2 as pb
@@ -85,7 +85,7 @@ class WorkerRights(Rights):
             return
         shell, role = self._shell, await self._role(context)
         most = await _guarded(role.allowance, context)
-        settled = needed(shell.scheduler)
+        settled = shell.scheduler.blobs_in_flight()
         try:
             away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled)
         except AtollError as error:

@@ -15,7 +15,7 @@ from atoll.job import DataSpec, JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
 from coordinator.messages.facts import STATE, Record
-from coordinator.pipeline import machine
+from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.services.refusals import refuse
@@ -110,7 +110,7 @@ class OwnerService(rpc.OwnerServicer):
 
     async def _planned(self, spec: JobSpec) -> Plan:
         shell = self._shell
-        if not any(not w.member.gone and not w.aside for w in shell.scheduler.roster.workers.values()):
+        if not any(not w.member.gone and not w.quarantined for w in shell.scheduler.roster.workers.values()):
             raise NoWorkers("no worker is in the pool; start some with `atoll-worker join`")
         dags = spec.dag_hash, spec.eval_dag_hash
         graphs = await asyncio.to_thread(shell.graphs.graphs, *dags)
@@ -154,7 +154,7 @@ class OwnerService(rpc.OwnerServicer):
             yield update
             if cursor < total:
                 continue
-            if state.phase in machine.ENDED:
+            if state.phase in ENDED:
                 return
             await asyncio.sleep(UPDATE_EVERY_S)
             try:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from atoll.errors import UsageError
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
-from coordinator.pipeline.machine import RUNNING
+from coordinator.messages.jobs import RUNNING
 from coordinator.services.views import carried
 from protos import telemetry
 
@@ -62,7 +62,7 @@ class Exporter:
         yield rates
         yield self._ratios()
         dropped = CounterMetricFamily(telemetry.DROPPED.name, telemetry.DROPPED.help, labels=["kind"])
-        for kind, number in list(scheduler.dropped.items()):
+        for kind, number in list(scheduler.effects.dropped.items()):
             dropped.add_metric([kind], number)
         yield dropped
 

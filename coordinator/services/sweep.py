@@ -11,7 +11,6 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from coordinator.services.blob_rights import needed
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ EVERY_S = 3600.0
 
 async def sweep(shell: Shell) -> tuple[int, int]:
     """Once; how many files went, and their bytes."""
-    keep = needed(shell.scheduler)
+    keep = shell.scheduler.blobs_in_flight()
     # Files have the time of the machine's own clock.
     before_s = time.time() - shell.config.unneeded_blob_s
     swept, freed = await asyncio.to_thread(shell.blobs.sweep, keep, before_s)

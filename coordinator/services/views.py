@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from atoll.plan import LinkSpec
+from coordinator.federated.driver import FederatedDriver
 from coordinator.membership.roster import Worker, flops_of
-from coordinator.pipeline.machine import ENDED, JobState
+from coordinator.messages.jobs import ENDED, JobState
+from coordinator.pipeline.driver import PipelineDriver
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
@@ -50,9 +52,10 @@ def job_update(
         update.eta_s = step_s * (state.steps - state.step)
         if step_s > 0:
             update.samples_per_s = state.spec.data.batch * state.spec.training.n_micro / step_s
-    if job in scheduler.federating.jobs:
+    driver = scheduler.driver_of(job)
+    if isinstance(driver, FederatedDriver):
         update.ClearField("samples_per_s")
-        update.federated.CopyFrom(federated_status(scheduler.federating, job))
+        update.federated.CopyFrom(federated_status(driver, job))
     if state.plan is not None:
         if with_plan:
             update.plan.CopyFrom(to_proto(state.plan))
@@ -76,7 +79,8 @@ def _stages(state: JobState, step_s: float | None) -> Iterable[pb.StageStatus]:
 
 def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     """What each link carried in the last committed step, and under which codec and why."""
-    if state.plan is None:
+    driver = scheduler.driver_of(state.job)
+    if state.plan is None or not isinstance(driver, PipelineDriver):
         return
     step_s = state.step_times_s[-1] if state.step_times_s else 0.0
     stage_of = {stage.worker: at for at, stage in enumerate(state.plan.stages)}
@@ -96,7 +100,7 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
                 ratio=spec.ratio,
                 reason=spec.reason,
                 dense_bytes_per_step=link.dense_bytes,
-                measured_bps=scheduler.adapting.measured_bps(state.job, (source, link.peer)),
+                measured_bps=driver.adapting.measured_bps(state.job, (source, link.peer)),
             )
 
 
@@ -136,7 +140,7 @@ def _device(worker: Worker) -> pb.DeviceFacts:
 
 def _gflops(scheduler: Scheduler, name: str) -> float:
     known = [t for (worker, _), t in scheduler.roster.ops.timings.items() if worker == name]
-    return max((flops_of(timings, scheduler.preparer.flops) for timings in known), default=0.0)
+    return max((flops_of(timings, scheduler.roster.ops.flops) for timings in known), default=0.0)
 
 
 def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:

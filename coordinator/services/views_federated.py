@@ -9,16 +9,16 @@ from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
 
 if TYPE_CHECKING:
-    from coordinator.federated.driver import Federating
+    from coordinator.federated.driver import FederatedDriver
     from coordinator.federated.state import Client, Evaluation, FederationState
 
 GONE, OUT, LOADING, READY = "gone", "left out", "loading", "ready"
 TRAINING, TRAINED, EVALUATING, DROPPED, UNFIT = "training", "trained", "evaluating", "dropped", "unfit"
 
 
-def federated_status(federating: Federating, job: str) -> pb.FederatedStatus:
+def federated_status(driver: FederatedDriver, job: str) -> pb.FederatedStatus:
     """One federated job as `atoll watch` shows it."""
-    state = federating.jobs[job]
+    state = driver.jobs[job]
     times = sorted(state.round_times_s)
     status = pb.FederatedStatus(
         strategy=state.federated.rule.strategy,
@@ -32,7 +32,7 @@ def federated_status(federating: Federating, job: str) -> pb.FederatedStatus:
         round_s=times[len(times) // 2] if times else None,
         pace=state.pace,
     )
-    unfit = federating.unfit.get(job, {})
+    unfit = driver.unfit.get(job, {})
     status.clients.extend(
         pb.ClientStatus(worker=worker, state=UNFIT, reason=why) for worker, why in sorted(unfit.items())
     )

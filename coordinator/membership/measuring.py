@@ -1,0 +1,146 @@
+"""Measuring the fleet: which ops and links are timed when, and what the answers are worth. Pure.
+
+Workers time the ops that jobs showed, idle ones measure the links between them; requests go out
+through ``Effects``, one worker never does both at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+
+from coordinator.config import Probing
+from coordinator.membership.effects import Effects
+from coordinator.membership.link_probing import LinkRequest
+from coordinator.membership.link_table import judge_timing
+from coordinator.membership.op_probing import RTT_SAMPLES, OpsRequest
+from coordinator.messages import instructions as do
+from coordinator.messages.events import LinkProbed, OpsProbed
+from protos.telemetry import Event as Name
+
+
+@dataclass(slots=True)
+class Measuring:
+    """Requests under way to workers, numbered."""
+
+    config: Probing
+    effects: Effects
+    _requests: int = 0
+
+    def greet(self, worker: str) -> None:
+        """Learn the round trip to a new worker from requests that it answers at once."""
+        if len(self.effects.roster.ops.rtt_s.get(worker, ())) < RTT_SAMPLES:
+            self._ask_ops(worker, "", "fp32", ())
+
+    def expire(self) -> None:
+        """Give up on late answers."""
+        roster, now_s = self.effects.roster, self.effects.now_s
+        late_links, late_ops = roster.links.expire(now_s), roster.ops.expire(now_s)
+        if late_links or late_ops:
+            self.effects.advance = True
+
+    # ------------------------------------------------------------ ops
+
+    def measure_ops(self, job: str, precision: str, signatures: Iterable[str]) -> bool:
+        """Have every idle worker time the ops it has not timed yet; True when none is awaited."""
+        ops, signatures, done = self.effects.roster.ops, tuple(signatures), True
+        for worker in self.effects.roster.idle():
+            if ops.asked(worker):
+                done = False
+                continue
+            missing = ops.missing(worker, precision, signatures)
+            if missing:
+                done = False
+                self._ask_ops(worker, job, precision, missing[: self.config.ops_per_request])
+        return done
+
+    def _ask_ops(self, worker: str, job: str, precision: str, signatures: tuple[str, ...]) -> None:
+        self._requests += 1
+        now_s = self.effects.now_s
+        within_s = self.config.ops_answer_within_s if signatures else self.config.answer_within_s
+        self.effects.roster.ops.requests[self._requests] = OpsRequest(
+            worker, job, precision, signatures, now_s, now_s + within_s
+        )
+        self.effects.emit(do.SendTo(worker, do.ProbeOpsOf(self._requests, job, signatures, precision)))
+
+    def ops_probed(self, worker: str, message: OpsProbed) -> None:
+        """Take in a worker's timings; impossible ones quarantine it."""
+        self.effects.advance = True
+        request = self._answered(worker, message)
+        if request is None:
+            return
+        ops = self.effects.roster.ops
+        for signature, (forward_s, backward_s) in message.timings.items():
+            for seconds in (forward_s, backward_s):
+                wrong = judge_timing(worker, f"op {signature}", seconds, ops.flops.get(signature, 0))
+                if wrong is not None:
+                    ops.timings.pop((worker, request.precision), None)
+                    self.effects.quarantine(worker, wrong)
+                    return
+        self.effects.log(
+            Name.OPS_PROBED, worker=worker, ops=len(message.timings), error=message.error, job=request.job
+        )
+
+    def _answered(self, worker: str, message: OpsProbed) -> OpsRequest | None:
+        """Return the request for ops that this answers, None when there is none any more."""
+        ops = self.effects.roster.ops
+        request = ops.requests.get(message.request)
+        if request is None or request.worker != worker:
+            return None
+        del ops.requests[message.request]
+        if not request.signatures:
+            if not message.error:
+                ops.rtt_s.setdefault(worker, []).append(max(0.0, self.effects.now_s - request.sent_s))
+                self.greet(worker)
+            return None
+        asked = set(request.signatures)
+        known = ops.timings.setdefault((worker, request.precision), {})
+        for signature, (forward_s, backward_s) in message.timings.items():
+            if signature in asked and isfinite(forward_s) and isfinite(backward_s):
+                known[signature] = (forward_s, backward_s)
+        # What it could not time is estimated from FLOPs and bytes.
+        ops.give_up(request)
+        return request
+
+    # ------------------------------------------------------------ links
+
+    def measure_links(self, *, fresh: bool) -> bool:
+        """Start the measurements that the idle fleet needs next; True when none is needed."""
+        roster, now_s = self.effects.roster, self.effects.now_s
+        idle = roster.idle()
+        if any(roster.ops.asked(worker) for worker in idle):
+            return False  # timing and sending would slow each other
+        sites = {worker: roster.workers[worker].introduction.site for worker in idle}
+        for measurement in roster.links.due(idle, roster.connectable, now_s, fresh, sites):
+            first = self._requests + 1
+            self._requests += len(measurement.pairs)
+            for request in roster.links.begin(measurement, first, now_s):
+                self._ask_link(request)
+        return not roster.links.busy
+
+    def _ask_link(self, request: LinkRequest) -> None:
+        """Have one end expect the other, as workers refuse strangers, then measure."""
+        source, target = request.source, request.target
+        theirs = self.effects.roster.addresses(target, source)
+        ours = self.effects.roster.addresses(source, target)
+        expect = do.ExpectPeer(source, ours, dial=not theirs)
+        most = self.config.max_bytes if request.rate else 0
+        probe = do.ProbeLinkTo(request.request, target, theirs, bool(theirs), self.config.seconds, most)
+        self.effects.emit(do.SendTo(target, expect))
+        self.effects.emit(do.SendTo(source, probe))
+
+    def link_probed(self, worker: str, message: LinkProbed) -> None:
+        """Take in a link's measurement; an impossible one quarantines who reports it."""
+        wrong = self.effects.roster.links.answered(worker, message, self.effects.now_s)
+        if wrong is not None:
+            self.effects.quarantine(worker, wrong)
+        self.effects.log(
+            Name.LINK_PROBED,
+            source=worker,
+            target=message.peer,
+            bandwidth_bps=round(message.bandwidth_bps) if isfinite(message.bandwidth_bps) else 0,
+            rtt_s=message.rtt_s,
+            error=message.error,
+        )
+        self.effects.advance = True
