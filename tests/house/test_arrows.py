@@ -20,6 +20,7 @@ PURE = [
     "atoll/plan.py",
     "atoll/program.py",
     "atoll/microbatch.py",
+    "atoll/transitions.py",
     "coordinator/config.py",
     "coordinator/scheduler.py",
     "coordinator/planning",
