@@ -12,9 +12,9 @@ reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
+from atoll.transitions import Transitions
 from coordinator.federated.metrics import (
     CENTRAL,
     evaluation_points,
@@ -63,10 +63,12 @@ from coordinator.federated.state import (
 from coordinator.messages.events import (
     Aggregated,
     AggregatorBroke,
+    AggregatorEvent,
     AggregatorOpened,
     CentrallyEvaluated,
     ClientEvaluated,
     ClientFailed,
+    ClientMessage,
     Loaded,
     UpdateReady,
 )
@@ -77,6 +79,10 @@ MAX_FIGURE = 1e100  # a loss or metric; times the most samples, summed over all 
 MAX_FAILURES = 3  # of the aggregator, without a closed round in between
 STORAGE_RETRY_S = 5.0
 GATHER_S = 60.0  # at most, for clients that still load, once there are enough others
+
+_WAITING = (Phase.QUEUED, Phase.PAUSED)
+_ALIVE = (*_WAITING, *sorted(FEDERATING))
+TRANSITIONS: Transitions[FederationState, [float], Outcome] = Transitions(Phase, Event)
 
 
 def step(state: FederationState, event: Event, now_s: float) -> Outcome:
@@ -91,7 +97,7 @@ def step(state: FederationState, event: Event, now_s: float) -> Outcome:
         client = state.clients.get(event.worker)
         if transition is None or client is None or not client.present:
             return _unheard(state, event, kind.__name__)
-    elif transition is None and isinstance(event, _ANSWERS):
+    elif transition is None and isinstance(event, AggregatorEvent):
         return state, [Dropped(f"{kind.__name__} while {state.phase.value}")]
     if transition is None:
         raise LookupError(f"{state.job}: {kind.__name__} while {state.phase.value} ({state.reason})")
@@ -101,14 +107,15 @@ def step(state: FederationState, event: Event, now_s: float) -> Outcome:
 # ---------------------------------------------------------------- who is here
 
 
-def _begin(state: FederationState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*_WAITING)
+def _begin(state: FederationState, event: Begin, now_s: float) -> Outcome:
     gathering = replace(state, phase=Phase.GATHERING, reason="starting the aggregator")
     return gathering, [Open(state.round, state.state)]
 
 
-def _opened(state: FederationState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*FEDERATING)
+def _opened(state: FederationState, event: AggregatorOpened, now_s: float) -> Outcome:
     """The aggregator is there, perhaps anew: what it was about to do it is asked again."""
-    assert isinstance(event, AggregatorOpened)  # noqa: S101 - the table says so
     if event.round != state.round:
         return state, [Dropped(f"the aggregator opened at round {event.round}, this is {state.round}")]
     model = state.model if state.model and state.model.full == event.model else Model(event.model)
@@ -123,8 +130,8 @@ def _opened(state: FederationState, event: Event, now_s: float) -> Outcome:
     return after[0], [*before, *after[1]]
 
 
-def _broke(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, AggregatorBroke)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*FEDERATING)
+def _broke(state: FederationState, event: AggregatorBroke, now_s: float) -> Outcome:
     if event.storage:
         paused, todo = _interrupt(state, Interrupted(event.reason), now_s)
         return replace(paused, not_before_s=now_s + STORAGE_RETRY_S), todo
@@ -161,9 +168,9 @@ def _blame(state: FederationState, worker: str, reason: str) -> Outcome:
     return after, todo if after.ended else [*todo, Open(after.round, after.state)]
 
 
-def _invite(state: FederationState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*FEDERATING)
+def _invite(state: FederationState, event: Invited, now_s: float) -> Outcome:
     """What it registered decides how much it weighs: more than the owner lets count is turned down."""
-    assert isinstance(event, Invited)  # noqa: S101 - the table says so
     known = state.clients.get(event.worker) or Client(event.worker, event.n_samples)
     # Its strikes stay: a client is who its certificate says, however often its process starts anew.
     client = replace(
@@ -186,17 +193,17 @@ def _invite(state: FederationState, event: Event, now_s: float) -> Outcome:
     return with_client(state, client), [Invite(event.worker)]
 
 
-def _back(state: FederationState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*FEDERATING)
+def _back(state: FederationState, event: ClientBack, now_s: float) -> Outcome:
     """It answers Loaded at once where it still holds the job; then the rest is said again."""
-    assert isinstance(event, ClientBack)  # noqa: S101 - the table says so
     client = state.clients.get(event.worker)
     if client is None or not client.present:
         return state, []
     return with_client(state, replace(client, loaded=False)), [Invite(event.worker)]
 
 
-def _loaded(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromClient)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*FEDERATING)
+def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> Outcome:
     worker = event.worker
     here = with_client(state, replace(state.clients[worker], loaded=True))
     todo: list[Todo] = []
@@ -214,8 +221,8 @@ def _loaded(state: FederationState, event: Event, now_s: float) -> Outcome:
     return here, todo
 
 
-def _lose(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, ClientLost)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*FEDERATING)
+def _lose(state: FederationState, event: ClientLost, now_s: float) -> Outcome:
     client = state.clients.get(event.worker)
     if client is None or not client.present:
         return state, []
@@ -223,10 +230,9 @@ def _lose(state: FederationState, event: Event, now_s: float) -> Outcome:
     return _without(gone, event.worker, f"lost: {event.reason}", now_s)
 
 
-def _fail_client(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromClient)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*FEDERATING)
+def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s: float) -> Outcome:
     report = event.message
-    assert isinstance(report, ClientFailed)  # noqa: S101 - the table says so
     client = state.clients[event.worker]
     reason = f"failed: {report.reason}"
     if report.during == "load":
@@ -264,10 +270,9 @@ def _without(state: FederationState, worker: str, reason: str, now_s: float) -> 
 # ---------------------------------------------------------------- updates
 
 
-def _updated(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromClient)  # noqa: S101 - the table says so
+@TRANSITIONS.on(Phase.TRAINING)
+def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: float) -> Outcome:
     worker, update = event.worker, event.message
-    assert isinstance(update, UpdateReady)  # noqa: S101 - the table says so
     if worker in state.updates:
         return state, [Dropped(f"{worker} says round {update.round} twice")]
     if update.round != state.round or worker not in state.chosen or worker in state.dropped:
@@ -325,7 +330,7 @@ def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome
     return state, todo
 
 
-def _unheard(state: FederationState, event: FromClient, kind: str) -> Outcome:
+def _unheard(state: FederationState, event: FromClient[Loaded | ClientMessage], kind: str) -> Outcome:
     """What came while nobody listens for it; an update still gets its answer."""
     if isinstance(event.message, UpdateReady) and not state.ended and event.worker in state.clients:
         if event.message.update in {u.update for u in state.updates.values()}:
@@ -334,8 +339,8 @@ def _unheard(state: FederationState, event: FromClient, kind: str) -> Outcome:
     return state, [Dropped(f"{kind} of {event.worker} while {state.phase.value}")]
 
 
-def _aggregated(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Aggregated)  # noqa: S101 - the table says so
+@TRANSITIONS.on(Phase.AGGREGATING)
+def _aggregated(state: FederationState, event: Aggregated, now_s: float) -> Outcome:
     if (event.round, event.attempt) != (state.round, state.attempt):
         return state, [Dropped(f"a sum of round {event.round}, attempt {event.attempt}")]
     todo: list[Todo] = []
@@ -358,10 +363,9 @@ def _aggregated(state: FederationState, event: Event, now_s: float) -> Outcome:
 # ---------------------------------------------------------------- evaluation
 
 
-def _client_evaluated(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromClient)  # noqa: S101 - the table says so
+@TRANSITIONS.on(Phase.EVALUATING)
+def _client_evaluated(state: FederationState, event: FromClient[ClientEvaluated], now_s: float) -> Outcome:
     worker, report = event.worker, event.message
-    assert isinstance(report, ClientEvaluated)  # noqa: S101 - the table says so
     if report.round != state.round or worker not in state.asked:
         return state, [Dropped(f"evaluation of round {report.round} by {worker}, this is {state.round}")]
     client = state.clients[worker]
@@ -383,8 +387,8 @@ def _client_evaluated(state: FederationState, event: Event, now_s: float) -> Out
     return evaluated_if_complete(heard, now_s)
 
 
-def _centrally_evaluated(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, CentrallyEvaluated)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*FEDERATING)
+def _centrally_evaluated(state: FederationState, event: CentrallyEvaluated, now_s: float) -> Outcome:
     if not state.central or event.round != state.round:
         return state, [Dropped(f"a central evaluation of round {event.round}, this is {state.round}")]
     heard, told = replace(state, central=False), list[Todo]()
@@ -404,7 +408,8 @@ def _centrally_evaluated(state: FederationState, event: Event, now_s: float) -> 
 # ---------------------------------------------------------------- time, interruptions and ends
 
 
-def _tick(state: FederationState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*FEDERATING)
+def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
     if state.phase is Phase.GATHERING:
         return gather(state, now_s) if state.opened else (state, [])
     if now_s < state.due_s:
@@ -425,14 +430,14 @@ def _tick(state: FederationState, event: Event, now_s: float) -> Outcome:
     return state, []
 
 
-def _wait(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Waits)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_WAITING, Phase.GATHERING)
+def _wait(state: FederationState, event: Waits, now_s: float) -> Outcome:
     return replace(state, reason=event.reason), []
 
 
-def _interrupt(state: FederationState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*_ALIVE)
+def _interrupt(state: FederationState, event: Interrupted, now_s: float) -> Outcome:
     """The round in flight begins again afterwards; clients that have their update answer with it."""
-    assert isinstance(event, Interrupted)  # noqa: S101 - the table says so
     paused = replace(
         state,
         phase=Phase.PAUSED,
@@ -448,52 +453,29 @@ def _interrupt(state: FederationState, event: Event, now_s: float) -> Outcome:
     return paused, []
 
 
-def _cancel(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Cancelled)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_ALIVE)
+def _cancel(state: FederationState, event: Cancelled, now_s: float) -> Outcome:
     return end(state, Phase.CANCELLED, event.reason)
 
 
-def _break(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Broken)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_ALIVE)
+def _break(state: FederationState, event: Broken, now_s: float) -> Outcome:
     return end(state, Phase.FAILED, event.reason)
 
 
-def _nothing(state: FederationState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*ENDED)
+def _already_over(state: FederationState, event: Cancelled, now_s: float) -> Outcome:
     return state, []
 
 
-def _remember_lost(state: FederationState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, ClientLost)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_WAITING, *ENDED)
+def _nothing(state: FederationState, event: ClientBack | Tick, now_s: float) -> Outcome:
+    return state, []
+
+
+@TRANSITIONS.on(*_WAITING, *ENDED)
+def _remember_lost(state: FederationState, event: ClientLost, now_s: float) -> Outcome:
     client = state.clients.get(event.worker)
     if client is None:
         return state, []
     return with_client(state, replace(client, present=False, loaded=False, model="")), []
-
-
-Transition = Callable[[FederationState, Event, float], Outcome]
-_ANSWERS = AggregatorOpened | AggregatorBroke | Aggregated | CentrallyEvaluated
-_WAITING = (Phase.QUEUED, Phase.PAUSED)
-_ALIVE = (*_WAITING, *sorted(FEDERATING))
-TRANSITIONS: dict[tuple[Phase, type], Transition] = {
-    **{(phase, Begin): _begin for phase in _WAITING},
-    **{(phase, Waits): _wait for phase in (*_WAITING, Phase.GATHERING)},
-    **{(phase, AggregatorOpened): _opened for phase in FEDERATING},
-    **{(phase, AggregatorBroke): _broke for phase in FEDERATING},
-    **{(phase, Invited): _invite for phase in FEDERATING},
-    **{(phase, ClientBack): _back for phase in FEDERATING},
-    **{(phase, ClientBack): _nothing for phase in (*_WAITING, *ENDED)},
-    **{(phase, ClientLost): _lose for phase in FEDERATING},
-    **{(phase, ClientLost): _remember_lost for phase in (*_WAITING, *ENDED)},
-    **{(phase, Loaded): _loaded for phase in FEDERATING},
-    **{(phase, ClientFailed): _fail_client for phase in FEDERATING},
-    (Phase.TRAINING, UpdateReady): _updated,
-    (Phase.AGGREGATING, Aggregated): _aggregated,
-    (Phase.EVALUATING, ClientEvaluated): _client_evaluated,
-    **{(phase, CentrallyEvaluated): _centrally_evaluated for phase in FEDERATING},
-    **{(phase, Tick): _tick for phase in FEDERATING},
-    **{(phase, Tick): _nothing for phase in (*_WAITING, *ENDED)},
-    **{(phase, Interrupted): _interrupt for phase in _ALIVE},
-    **{(phase, Cancelled): _cancel for phase in _ALIVE},
-    **{(phase, Cancelled): _nothing for phase in ENDED},
-    **{(phase, Broken): _break for phase in _ALIVE},
-}

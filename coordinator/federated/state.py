@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from atoll.federated import FederatedSpec
 from atoll.job import JobSpec
@@ -15,7 +15,7 @@ from coordinator.messages.events import (
     AggregatorOpened,
     CentrallyEvaluated,
     ClientEvaluated,
-    ClientFailed,
+    ClientMessage,
     Loaded,
     UpdateReady,
 )
@@ -71,6 +71,8 @@ class Evaluation:
 
 # ---------------------------------------------------------------- events
 
+MessageT = TypeVar("MessageT", bound=Loaded | ClientMessage, covariant=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Invited:
@@ -82,11 +84,11 @@ class Invited:
 
 
 @dataclass(frozen=True, slots=True)
-class FromClient:
+class FromClient(Generic[MessageT]):
     """A message of a worker that takes part."""
 
     worker: str
-    message: Loaded | UpdateReady | ClientEvaluated | ClientFailed
+    message: MessageT
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ Event = (
     | Aggregated
     | CentrallyEvaluated
     | Invited
-    | FromClient
+    | FromClient[Loaded | ClientMessage]
     | ClientBack
     | ClientLost
     | Tick

@@ -7,10 +7,10 @@ we made ourselves raises. Source of the roles: FusionAI (papers/decentralized.md
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from atoll.transitions import Transitions
 from coordinator.config import Liveness
 
 _HISTORY = 8
@@ -112,6 +112,10 @@ class Member:
         return self.phase in GONE
 
 
+_LIVE = frozenset(Phase) - GONE
+TRANSITIONS: Transitions[Member, [float, Liveness], Member] = Transitions(Phase, Event)
+
+
 def joined(worker: str, incarnation: int, now_s: float) -> Member:
     """A worker seen for the first time, or again after it was gone."""
     return Member(worker, Phase.JOINED, "session opened", incarnation, now_s, now_s)
@@ -144,9 +148,9 @@ def _to(member: Member, phase: Phase, reason: str, now_s: float) -> Member:
     return replace(member, phase=phase, reason=reason, since_s=now_s, history=history)
 
 
-def _rejoin(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+@TRANSITIONS.on(*Phase)
+def _rejoin(member: Member, event: Joined, now_s: float, timing: Liveness) -> Member:
     """The same process is back and keeps its place; another one replaces its ghost."""
-    assert isinstance(event, Joined)  # noqa: S101 - the table says so
     if event.incarnation != member.incarnation or member.gone:
         fresh = joined(member.worker, event.incarnation, now_s)
         same = event.incarnation == member.incarnation
@@ -158,29 +162,34 @@ def _rejoin(member: Member, event: Event, now_s: float, timing: Liveness) -> Mem
     return back
 
 
-def _admit(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+@TRANSITIONS.on(Phase.JOINED)
+def _admit(member: Member, event: Admitted, now_s: float, timing: Liveness) -> Member:
     return _to(member, Phase.POOL, "in the backup pool", now_s)
 
 
-def _hear(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+@TRANSITIONS.on(*_LIVE)
+def _hear(member: Member, event: Heard, now_s: float, timing: Liveness) -> Member:
     heard = replace(member, seen_s=now_s)
     if member.phase is Phase.SUSPECT and member.lost_s is None:
         return _to(heard, member.before, "heard again", now_s)
     return heard
 
 
-def _lose_connection(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+@TRANSITIONS.on(*_LIVE - {Phase.DRAINING})
+def _lose_connection(member: Member, event: ConnectionLost, now_s: float, timing: Liveness) -> Member:
     lost = replace(member, lost_s=now_s)
     if member.phase is Phase.SUSPECT:
         return lost
     return _to(replace(lost, before=member.phase), Phase.SUSPECT, "connection lost", now_s)
 
 
-def _leave_by_disconnecting(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+@TRANSITIONS.on(Phase.DRAINING)
+def _leave_by_disconnecting(member: Member, event: ConnectionLost, now_s: float, timing: Liveness) -> Member:
     return _to(member, Phase.LEFT, f"left: {member.reason}", now_s)
 
 
-def _watch(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+@TRANSITIONS.on(*_LIVE)
+def _watch(member: Member, event: Tick, now_s: float, timing: Liveness) -> Member:
     """Suspect before dead: a re-plan costs more than one late heartbeat."""
     if member.lost_s is not None and now_s - member.lost_s > timing.return_within_s:
         away_s = now_s - member.lost_s
@@ -195,15 +204,16 @@ def _watch(member: Member, event: Event, now_s: float, timing: Liveness) -> Memb
     return member
 
 
-def _assign(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
-    assert isinstance(event, AssignedTo)  # noqa: S101 - the table says so
+@TRANSITIONS.on(Phase.POOL, Phase.ASSIGNED)
+def _assign(member: Member, event: AssignedTo, now_s: float, timing: Liveness) -> Member:
+    # An assigned one gets the next version of its job's plan.
     placed = replace(member, job=event.job, stage=event.stage)
     what = f"stage {event.stage} of {event.job}" if event.stage >= 0 else f"takes part in {event.job}"
     return _to(placed, Phase.ASSIGNED, what, now_s)
 
 
-def _release(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
-    assert isinstance(event, Released)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*Phase)
+def _release(member: Member, event: Released, now_s: float, timing: Liveness) -> Member:
     free = replace(member, job="", stage=-1)
     if member.phase is Phase.SUSPECT:
         before = Phase.POOL if member.before is Phase.ASSIGNED else member.before
@@ -215,38 +225,19 @@ def _release(member: Member, event: Event, now_s: float, timing: Liveness) -> Me
     return free
 
 
-def _drain(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
-    assert isinstance(event, LeavingSaid)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_LIVE - {Phase.DRAINING})
+def _drain(member: Member, event: LeavingSaid, now_s: float, timing: Liveness) -> Member:
     reason = event.reason or "asked to leave"
     if member.job:
         return _to(member, Phase.DRAINING, reason, now_s)
     return _to(member, Phase.LEFT, f"left: {reason}", now_s)
 
 
-def _kick(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
-    assert isinstance(event, Kicked)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_LIVE)
+def _kick(member: Member, event: Kicked, now_s: float, timing: Liveness) -> Member:
     return _to(member, Phase.LEFT, f"kicked: {event.reason}", now_s)
 
 
-def _nothing(member: Member, event: Event, now_s: float, timing: Liveness) -> Member:
+@TRANSITIONS.on(*GONE)
+def _nothing(member: Member, event: Tick | ConnectionLost | Kicked, now_s: float, timing: Liveness) -> Member:
     return member
-
-
-Transition = Callable[[Member, Event, float, Liveness], Member]
-_LIVE = (Phase.JOINED, Phase.POOL, Phase.ASSIGNED, Phase.SUSPECT, Phase.DRAINING)
-TRANSITIONS: dict[tuple[Phase, type], Transition] = {
-    **{(phase, Joined): _rejoin for phase in Phase},
-    (Phase.JOINED, Admitted): _admit,
-    **{(phase, Heard): _hear for phase in _LIVE},
-    **{(phase, Tick): _watch for phase in _LIVE},
-    **{(phase, Tick): _nothing for phase in GONE},
-    **{(phase, ConnectionLost): _lose_connection for phase in _LIVE},
-    **{(phase, ConnectionLost): _nothing for phase in GONE},
-    (Phase.DRAINING, ConnectionLost): _leave_by_disconnecting,
-    (Phase.POOL, AssignedTo): _assign,
-    (Phase.ASSIGNED, AssignedTo): _assign,  # the next version of its job's plan
-    **{(phase, Released): _release for phase in Phase},
-    **{(phase, LeavingSaid): _drain for phase in _LIVE if phase is not Phase.DRAINING},
-    **{(phase, Kicked): _kick for phase in _LIVE},
-    **{(phase, Kicked): _nothing for phase in GONE},
-}

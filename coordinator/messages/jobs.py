@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
-from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from coordinator.messages.events import StageMessage, StepReady
 from coordinator.messages.facts import Checkpoint, Fact
 from coordinator.messages.instructions import CommitStep, DiscardStep, Relink, StartStep
+
+MessageT = TypeVar("MessageT", bound=StageMessage, covariant=True)
 
 
 class Phase(StrEnum):
@@ -74,11 +77,11 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class FromStage:
+class FromStage(Generic[MessageT]):
     """A message of the worker that holds ``stage`` under the current plan."""
 
     stage: int
-    message: Loaded | StepReady | EvalReady | StateStored | StageFailed
+    message: MessageT
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,9 @@ class Relinked:
     reason: str
 
 
-Event = Picked | Waits | Profiled | Planned | FromStage | StageLost | Cancelled | Broken | Relinked
+Event = (
+    Picked | Waits | Profiled | Planned | FromStage[StageMessage] | StageLost | Cancelled | Broken | Relinked
+)
 
 # ---------------------------------------------------------------- what is to be done
 

@@ -9,10 +9,11 @@ message carries (job, plan version, step); what does not match is dropped and co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
+from atoll.transitions import Transitions
+from coordinator.messages.events import EvalReady, Loaded, StageFailed, StageMessage, StateStored, StepReady
 from coordinator.messages.facts import (
     Checkpoint,
     CheckpointStored,
@@ -60,6 +61,8 @@ SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
 
 Outcome = tuple[JobState, list[Todo]]
+_ALIVE = frozenset(Phase) - ENDED
+TRANSITIONS: Transitions[JobState, [float], Outcome] = Transitions(Phase, Event)
 
 
 def step(state: JobState, event: Event, now_s: float) -> Outcome:
@@ -95,7 +98,7 @@ def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
     return min(1.0, clip_norm / (math.sqrt(total) + _CLIP_EPS))
 
 
-def _stale(state: JobState, event: FromStage) -> str | None:
+def _stale(state: JobState, event: FromStage[StageMessage]) -> str | None:
     message = event.message
     assigned = state.lineage[0][0] if state.lineage else state.version
     version = assigned if isinstance(message, Loaded) else _version_at(state, message.step)
@@ -115,13 +118,13 @@ def _version_at(state: JobState, step: int) -> int:
 # ---------------------------------------------------------------- preparing
 
 
-def _pick(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Picked)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*WAITING)
+def _pick(state: JobState, event: Picked, now_s: float) -> Outcome:
     return replace(state, phase=Phase.PROFILING, reason=event.reason), []
 
 
-def _wait(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Waits)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*WAITING, *PREPARING)
+def _wait(state: JobState, event: Waits, now_s: float) -> Outcome:
     phase = state.phase if state.phase in WAITING else _waiting_phase(state)
     return replace(state, phase=phase, reason=event.reason), []
 
@@ -130,13 +133,14 @@ def _waiting_phase(state: JobState) -> Phase:
     return Phase.PAUSED if state.version else Phase.QUEUED
 
 
-def _profiled(state: JobState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(Phase.PROFILING)
+def _profiled(state: JobState, event: Profiled, now_s: float) -> Outcome:
     return replace(state, phase=Phase.PLANNING, reason="computing a plan"), []
 
 
-def _adopt(state: JobState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(Phase.PLANNING)
+def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
     """A new plan version fences off everything that an older one still sends."""
-    assert isinstance(event, Planned)  # noqa: S101 - the table says so
     plan = event.plan
     if plan.version <= state.version:
         raise LookupError(f"{state.job}: plan {plan.version} after plan {state.version}")
@@ -163,8 +167,8 @@ def _adopt(state: JobState, event: Event, now_s: float) -> Outcome:
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
 
 
-def _load(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+@TRANSITIONS.on(Phase.LOADING)
+def _load(state: JobState, event: FromStage[Loaded], now_s: float) -> Outcome:
     if event.stage in state.loaded:
         return state, [Dropped(f"stage {event.stage} reports loading twice")]
     loaded = state.loaded | {event.stage}
@@ -187,10 +191,9 @@ def _load(state: JobState, event: Event, now_s: float) -> Outcome:
 # ---------------------------------------------------------------- steps
 
 
-def _ready(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*STEPPING)
+def _ready(state: JobState, event: FromStage[StepReady], now_s: float) -> Outcome:
     report = event.message
-    assert isinstance(report, StepReady)  # noqa: S101 - the table says so
     if report.step != state.step:
         return state, _late(state, event.stage, report.step)
     if event.stage in state.ready:
@@ -275,8 +278,8 @@ def _change_links(state: JobState, change: Relink | None) -> list[Todo]:
     return [Record(fact), LinksDue(state.plan.links, change, reason)]
 
 
-def _relink(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Relinked)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*STEPPING)
+def _relink(state: JobState, event: Relinked, now_s: float) -> Outcome:
     return relink.want(state, event), []
 
 
@@ -308,10 +311,9 @@ def _diverged(state: JobState, stage: int, report: StepReady) -> Outcome:
     return ended, [ToStages(discard), *todo]
 
 
-def _evaluated(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+@TRANSITIONS.on(Phase.EVALUATING)
+def _evaluated(state: JobState, event: FromStage[EvalReady], now_s: float) -> Outcome:
     report = event.message
-    assert isinstance(report, EvalReady)  # noqa: S101 - the table says so
     # Workers name the step after which they evaluate by its index, counted from 0.
     done = report.step + 1
     if report.loss is None:
@@ -326,11 +328,10 @@ def _evaluated(state: JobState, event: Event, now_s: float) -> Outcome:
     return settled, [Record(Evaluated(state.job, done, report.loss)), *points, *todo]
 
 
-def _stored(state: JobState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*STEPPING, Phase.STORING)
+def _stored(state: JobState, event: FromStage[StateStored], now_s: float) -> Outcome:
     """A checkpoint is one only when every stage's tensors are in the store: manifest last."""
-    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
     report = event.message
-    assert isinstance(report, StateStored)  # noqa: S101 - the table says so
     done = report.step + 1
     if report.error:
         return _interrupt(state, f"stage {event.stage} could not store its state: {report.error}", True)
@@ -376,18 +377,17 @@ def _gap(state: JobState) -> str:
 # ---------------------------------------------------------------- interruptions and ends
 
 
-def _fail_stage(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, FromStage)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*RUNNING)
+def _fail_stage(state: JobState, event: FromStage[StageFailed], now_s: float) -> Outcome:
     report = event.message
-    assert isinstance(report, StageFailed)  # noqa: S101 - the table says so
     worker = state.plan.stages[event.stage].worker if state.plan else ""
     lost = f" (lost {report.lost_peer})" if report.lost_peer else ""
     reason = f"stage {event.stage} on {worker} failed: {report.reason}{lost}"
     return _interrupt(state, reason, blamed=not report.lost_peer)
 
 
-def _lose(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, StageLost)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*RUNNING)
+def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
     return _interrupt(state, event.reason, blamed=False)
 
 
@@ -417,35 +417,16 @@ def _end(state: JobState, phase: Phase, reason: str) -> Outcome:
     return ended, [Record(JobEnded(state.job, phase.value, reason)), ReleaseAll(reason)]
 
 
-def _cancel(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Cancelled)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_ALIVE)
+def _cancel(state: JobState, event: Cancelled, now_s: float) -> Outcome:
     return _end(state, Phase.CANCELLED, event.reason)
 
 
-def _break(state: JobState, event: Event, now_s: float) -> Outcome:
-    assert isinstance(event, Broken)  # noqa: S101 - the table says so
+@TRANSITIONS.on(*_ALIVE)
+def _break(state: JobState, event: Broken, now_s: float) -> Outcome:
     return _end(state, Phase.FAILED, event.reason)
 
 
-def _already_over(state: JobState, event: Event, now_s: float) -> Outcome:
+@TRANSITIONS.on(*ENDED)
+def _already_over(state: JobState, event: Cancelled, now_s: float) -> Outcome:
     return state, []
-
-
-Transition = Callable[[JobState, Event, float], Outcome]
-_ALIVE = tuple(phase for phase in Phase if phase not in ENDED)
-TRANSITIONS: dict[tuple[Phase, type], Transition] = {
-    **{(phase, Picked): _pick for phase in WAITING},
-    **{(phase, Waits): _wait for phase in WAITING | PREPARING},
-    (Phase.PROFILING, Profiled): _profiled,
-    (Phase.PLANNING, Planned): _adopt,
-    (Phase.LOADING, Loaded): _load,
-    **{(phase, StepReady): _ready for phase in STEPPING},
-    **{(phase, Relinked): _relink for phase in STEPPING},
-    (Phase.EVALUATING, EvalReady): _evaluated,
-    **{(phase, StateStored): _stored for phase in (*STEPPING, Phase.STORING)},
-    **{(phase, StageFailed): _fail_stage for phase in RUNNING},
-    **{(phase, StageLost): _lose for phase in RUNNING},
-    **{(phase, Cancelled): _cancel for phase in _ALIVE},
-    **{(phase, Cancelled): _already_over for phase in ENDED},
-    **{(phase, Broken): _break for phase in _ALIVE},
-}

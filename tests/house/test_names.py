@@ -94,3 +94,17 @@ def test_every_package_and_module_says_what_it_is() -> None:
     assert [
         str(p.relative_to(ROOT)) for p in _sources() if ast.get_docstring(ast.parse(p.read_text())) is None
     ] == []
+
+
+def test_the_scheduler_names_no_kind_of_job() -> None:
+    text = (ROOT / "coordinator" / "scheduler.py").read_text().lower()
+    kinds = ("pipeline", "federat", "stage", "round", "client", "aggregat")
+    allowed = {"releasestage"}  # the message by which a worker lets go of whatever it holds
+    words = set(re.findall(r"[a-z_]+", text)) - allowed
+    assert {word for word in words if any(kind in word for kind in kinds)} - {"round"} == set()
+
+
+def test_no_handler_of_an_event_asserts_what_its_table_says() -> None:
+    for package in ("coordinator", "worker"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert "the table says so" not in path.read_text(), path
