@@ -348,7 +348,7 @@ def test_an_update_that_kills_or_hangs_the_process_is_named(
     script = tmp_path / "odd.py"
     script.write_text(
         "import os, time\n"
-        "from coordinator import aggregating, server_half\n"
+        "from coordinator.aggregation import process, server_half\n"
         "judged = server_half.ServerHalf._judged\n"
         "def odd(self, client, told, at_round):\n"
         "    if client == 'killer':\n"
@@ -357,7 +357,7 @@ def test_an_update_that_kills_or_hangs_the_process_is_named(
         "        time.sleep(1)\n"
         "    return judged(self, client, told, at_round)\n"
         "server_half.ServerHalf._judged = odd\n"
-        "aggregating.main()\n"
+        "process.main()\n"
     )
     monkeypatch.setattr(supervisor, "COMMAND", (str(script),))
     asyncio.run(_break(made(tmp_path)))

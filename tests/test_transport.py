@@ -539,7 +539,7 @@ PEER = """
 import sys
 from pathlib import Path
 from protos.credentials import Identity
-from worker.transport import PeerNetwork, TransportConfig
+from worker.transport.network import PeerNetwork, TransportConfig
 identity = Identity.load(Path(sys.argv[1]))
 network = PeerNetwork(identity, None, config=TransportConfig(silence_s=60))
 network.dial("w-b", [("127.0.0.1", int(sys.argv[2]))], 120)
