@@ -145,6 +145,7 @@ def _device(worker: Worker) -> pb.DeviceFacts:
         python_version=i.python_version,
         atoll_version=i.atoll_version,
         platform=i.platform,
+        instructions=i.instructions,
     )
 
 

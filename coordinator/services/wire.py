@@ -47,6 +47,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         python_version=clean(device.python_version, 60),
         atoll_version=clean(device.atoll_version, 60),
         platform=clean(device.platform, 200),
+        instructions=clean(device.instructions, 60),
         addresses=tuple(
             (a.host and bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
             for a in bounds.count("peer addresses", m.peer_addresses, MAX_ADDRESSES)
