@@ -9,7 +9,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "decisions"
 
 
 def decisions() -> dict[str, str]:
-    """Return file name -> title ("001: ..."), by number. ValueError for a file without its number and title."""
+    """Return file name -> title ("001: ..."). ValueError for a file without its number and title."""
     return {path.name: _title(path) for path in sorted(FOLDER.glob("[0-9]*.md"))}
 
 

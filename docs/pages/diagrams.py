@@ -18,7 +18,7 @@ MACHINES = {
     "session": "worker.session.machine",
 }
 """Names of machines in the docs -> modules whose ``TRANSITIONS`` maps (phase, event) to a handler."""
-FROM_MANY = 5  # phases from which an event leads to one phase: drawn as one arrow
+FROM_MANY = 5  # phases from which an event leads to one phase: said in a note, not drawn as so many arrows
 
 Table = Mapping[tuple[Enum, type], Callable[..., Any]]
 
@@ -65,9 +65,14 @@ def diagram(transitions: Table) -> str:
     """Return a mermaid diagram: an arrow for each change of phase, with the events that can cause it."""
     found = arrows(transitions)
     lines = ["stateDiagram-v2", f"    [*] --> {_id(phases(found)[0])}"]
-    lines += [f"    state {_quoted(phase.value)} as {_id(phase)}" for phase in phases(found)]
+    lines += [f'    state "{phase.value}" as {_id(phase)}' for phase in phases(found)]
+    going = {arrow.before for arrow in found if arrow.after is not arrow.before}
     for sources, after, events in _grouped(found):
-        lines += _drawn(sources, after, events)
+        if len(sources) == 1:
+            lines.append(f"    {_id(sources[0])} --> {_id(after)}: {', '.join(events)}")
+        else:
+            origin = _any_of(sources, going - {after})
+            lines.append(f"    note right of {_id(after)} : {', '.join(events)} from {origin}")
     return "\n".join(lines)
 
 
@@ -85,20 +90,15 @@ def _grouped(found: list[Arrow]) -> Iterator[tuple[list[Enum], Enum, list[str]]]
         yield list(part), after, sorted(events)
 
 
-def _drawn(sources: list[Enum], after: Enum, events: list[str]) -> Iterator[str]:
-    source = _id(sources[0])
-    if len(sources) > 1:
-        source = "from_" + "_".join(map(_id, sources))
-        yield f"    state {_quoted(', '.join(str(phase.value) for phase in sources))} as {source}"
-    yield f"    {source} --> {_id(after)}: {', '.join(events)}"
+def _any_of(sources: list[Enum], going: set[Enum]) -> str:
+    rest = [str(phase.value) for phase in type(sources[0]) if phase in going - set(sources)]
+    if len(rest) > len(sources):
+        return ", ".join(str(phase.value) for phase in sources)
+    return f"any phase but {', '.join(rest)}" if rest else "any phase that goes on"
 
 
 def _id(phase: Enum) -> str:
     return phase.name.lower()
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
 
 
 def rows(transitions: Table) -> str:

@@ -1,9 +1,9 @@
 """Phases that a handler of a state machine can lead to, read from its source.
 
-A handler maps a state and an event to the next state, mostly by ``replace(state, phase=Phase.X)``. Its source
-is walked with the state's phase known: tests of the phase are decided, both sides of any other test are taken,
-calls of the project's own functions are followed. A value is the set of phases that it, or a state that it
-stands for, can have; ``UNKNOWN`` is in it where the source does not show.
+A handler maps a state and an event to the next state, mostly by ``replace(state, phase=Phase.X)``. Its
+source is walked with the state's phase known: tests of the phase are decided, both sides of any other test
+are taken, calls of the project's own functions are followed. A value is the set of phases that it, or a
+state that it stands for, can have; ``UNKNOWN`` is in it where the source does not show one.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import click
 import typer
@@ -78,7 +77,9 @@ def _parameter(parameter: click.Parameter) -> tuple[str, str, str]:
 
 
 def _strategies_page() -> str:
-    parts = [_head("Strategies", "Which one when, and what they reach: [federated training](../federated.md).")]
+    parts = [
+        _head("Strategies", "Which one when, and what they reach: [federated training](../federated.md).")
+    ]
     for name, kind in STRATEGIES.items():
         parts.append(f"## `{name}`\n\n{_sentence([kind.FACTS.summary])} Source: {kind.FACTS.source}.")
         parts.append(_module_text(kind))
@@ -140,7 +141,9 @@ def _metrics_page() -> str:
 
 
 def _settings_page(title: str, about: str, kinds: Iterable[type]) -> str:
-    return "\n\n".join((_head(title, about), *(f"## `{k.__name__}`\n\n{_doc(k)}\n\n{_settings(k)}" for k in kinds)))
+    return "\n\n".join(
+        (_head(title, about), *(f"## `{k.__name__}`\n\n{_doc(k)}\n\n{_settings(k)}" for k in kinds))
+    )
 
 
 def _settings(kind: type) -> str:
@@ -219,7 +222,9 @@ PAGES: dict[str, Callable[[], str]] = {
         "Job file", "How to write one: [job files](../job-files.md).", JOB_FILE
     ),
     "reference/configuration.md": lambda: _settings_page(
-        "Configuration", "Bounds and intervals of the two daemons; options of their commands set some.", PROCESSES
+        "Configuration",
+        "Bounds and intervals of the two daemons; options of their commands set some.",
+        PROCESSES,
     ),
     "reference/strategies.md": _strategies_page,
     "reference/codecs.md": _codecs_page,
