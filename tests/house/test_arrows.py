@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {"atoll": 0, "protos": 1, "strategies": 2, "compressors": 2, "coordinator": 3, "worker": 3}
-BESIDE = ("lab", "benchmarks", "examples", "tests")
+BESIDE = ("lab", "benchmarks", "examples", "docs", "tests")
 PURE = [
     "atoll/job.py",
     "atoll/opdag.py",
