@@ -90,6 +90,16 @@ def test_imports_point_down(package: str) -> None:
     assert wrong == []
 
 
+def test_no_codec_that_a_policy_chooses_needs_one_of_contrib() -> None:
+    wrong = [
+        f"{path.name} imports {name}"
+        for path in sorted((ROOT / "compressors").glob("*.py"))
+        for name in _all_imports(path)
+        if name.startswith("compressors.contrib") and path.name != "catalogue.py"
+    ]
+    assert wrong == []
+
+
 def _pure_files(root: Path, name: str) -> list[Path]:
     return sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / name]
 
