@@ -13,13 +13,12 @@ from atoll.errors import (
     BadFrame,
     ConnectionFailed,
     JobFailed,
-    NotEnoughMemory,
     PlanError,
     ProtocolMismatch,
     StorageError,
     UsageError,
 )
-from coordinator.client.calls import ERROR_NAME, Patience, told
+from coordinator.client.calls import Patience
 from coordinator.client.client import Client, connect
 from coordinator.client.endpoint import Endpoint, find_endpoint, parse_address, remember
 from coordinator.client.transfer import LocalBlob
@@ -27,6 +26,7 @@ from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.credentials import Authority, new_token
 from tests.fake_owner import FakeOwnerServer, Script
+from tests.test_grpc_errors import Refused
 
 
 def _quick() -> Patience:
@@ -163,49 +163,16 @@ def test_the_servers_words_cannot_move_the_cursor(script: Script, client: Client
         client.status()
 
 
-class _Refused(grpc.RpcError, grpc.Call):  # type: ignore[misc]
-    """An error as the library raises it, with the class name that the server sent along."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.FAILED_PRECONDITION
-
-    def details(self) -> str:
-        return "words"
-
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ((ERROR_NAME, self.name),)
-
-    def initial_metadata(self) -> None: ...
-    def is_active(self) -> bool:
-        return False
-
-    def time_remaining(self) -> None: ...
-    def cancel(self) -> bool:
-        return False
-
-    def add_callback(self, callback: object) -> bool:
-        return False
-
-
-def test_the_server_may_name_the_exact_error() -> None:
-    assert type(told(_Refused("NotEnoughMemory"), "lab:1")) is NotEnoughMemory
-    assert type(told(_Refused("print"), "lab:1")) is PlanError
-
-
 def test_patience_ends() -> None:
     now = [0.0]
     patience = Patience(10.0, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
-    error = _Refused("x")
-    error.code = lambda: grpc.StatusCode.UNAVAILABLE  # type: ignore[method-assign]
+    error = Refused(grpc.StatusCode.UNAVAILABLE)
 
     def try_for_ever() -> None:
         for _ in range(1000):
             patience.failed(error)
 
-    with pytest.raises(_Refused):
+    with pytest.raises(Refused):
         try_for_ever()
     assert 10.0 <= now[0] <= 12.0
 

@@ -16,10 +16,11 @@ from io import BytesIO
 import grpc
 
 from atoll.errors import AtollError, BadFrame, JobFailed
-from coordinator.client.calls import RETRY_FOR_S, passing, told
+from coordinator.client.calls import RETRY_FOR_S, calling, passing
 from coordinator.client.endpoint import Endpoint
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
+from protos.grpc_errors import to_atoll_error
 
 CHUNK_BYTES = 1 << 20
 END_WITHIN_S = 1.0
@@ -86,7 +87,9 @@ class AppLink:
                 failing_since_s = failing_since_s or time.monotonic()
                 lasting_s = time.monotonic() - failing_since_s
                 if not opened or not passing(error) or lasting_s > RETRY_FOR_S:
-                    self._end(told(error, self._endpoint.address, self._endpoint.token))
+                    token = self._endpoint.token
+                    ca_pem = token.ca_pem if token else None
+                    self._end(to_atoll_error(error, self._endpoint.address, ca_pem, lines=True))
                     return
             except AtollError as error:
                 self._end(error)
@@ -115,10 +118,8 @@ class AppLink:
     def put(self, parts: Mapping[str, bytes]) -> int:
         """Send parts from memory, a piece at a time; returns the bytes. Raises as any call."""
         if parts:
-            try:
+            with calling(self._endpoint.address, self._endpoint.token):
                 rpc.AppsStub(self._bulk).PutParts(self._chunks(parts), metadata=self._metadata)
-            except grpc.RpcError as error:
-                raise told(error, self._endpoint.address, self._endpoint.token) from None
         return sum(len(data) for data in parts.values())
 
     def _chunks(self, parts: Mapping[str, bytes]) -> Iterator[pb.PartChunk]:
@@ -135,7 +136,7 @@ class AppLink:
         if not wanted:
             return found
         buffer, digest = BytesIO(), hashlib.sha256()
-        try:
+        with calling(self._endpoint.address, self._endpoint.token):
             for chunk in rpc.AppsStub(self._bulk).GetParts(request, metadata=self._metadata):
                 size = wanted.get(chunk.hash)
                 if size != chunk.size or chunk.offset != buffer.tell():
@@ -149,8 +150,6 @@ class AppLink:
                         raise BadFrame(f"part {chunk.hash[:12]} arrived damaged: its sha256 differs")
                     found[chunk.hash] = buffer.getvalue()
                     buffer, digest = BytesIO(), hashlib.sha256()
-        except grpc.RpcError as error:
-            raise told(error, self._endpoint.address, self._endpoint.token) from None
         if len(found) != len(wanted):
             raise BadFrame(f"{len(found)} of {len(wanted)} parts arrived")
         return found

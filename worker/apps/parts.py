@@ -12,8 +12,8 @@ import grpc
 from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
+from protos.grpc_errors import to_atoll_error
 from worker.blobs import ATTEMPTS, CHUNK_BYTES, RETRY_FIRST_S, RETRY_MOST_S, BlobCache, Chunk
-from worker.control.calls import as_atoll_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,7 +139,7 @@ class Parts:
     def _told(self, error: grpc.RpcError) -> AtollError:
         if getattr(error, "code", lambda: None)() is grpc.StatusCode.CANCELLED:
             return ConnectionFailed("the transfer was stopped")
-        return as_atoll_error(error, self._address)
+        return to_atoll_error(error, self._address)
 
 
 def _chunks(run: int, files: Mapping[str, Path], cancel: Cancel) -> Iterator[pb.PartChunk]:

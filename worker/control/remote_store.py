@@ -9,8 +9,8 @@ import grpc
 
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.grpc_errors import to_atoll_error
 from worker.blobs import Chunk
-from worker.control.calls import as_atoll_error
 from worker.stage.feed import Arrived, Fetch
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class BlobsOverGrpc:
             for chunk in call:
                 yield Chunk(chunk.hash, chunk.size, chunk.offset, chunk.data)
         except grpc.RpcError as error:
-            raise as_atoll_error(error, self._address) from None
+            raise to_atoll_error(error, self._address) from None
         finally:
             call.cancel()
 
@@ -42,7 +42,7 @@ class BlobsOverGrpc:
         try:
             reply = self._stub.Missing(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise as_atoll_error(error, self._address) from None
+            raise to_atoll_error(error, self._address) from None
         return {blob.hash: blob.offset for blob in reply.blobs}
 
     def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
@@ -61,7 +61,7 @@ class BlobsOverGrpc:
         except grpc.RpcError as error:
             if failure:
                 raise failure[0] from None
-            raise as_atoll_error(error, self._address) from None
+            raise to_atoll_error(error, self._address) from None
         return frozenset(blob.hash for blob in reply.blobs)
 
 
@@ -78,7 +78,7 @@ def data_fetch(channel: grpc.Channel, metadata: Sequence[tuple[str, str]], addre
             for b in call:
                 yield Arrived(b.step, b.micro, b.input, b.dtype, tuple(b.shape), b.data)
         except grpc.RpcError as error:
-            raise as_atoll_error(error, address) from None
+            raise to_atoll_error(error, address) from None
         finally:
             call.cancel()
 
