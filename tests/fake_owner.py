@@ -146,6 +146,7 @@ class _Blobs(_Service, rpc.BlobsServicer):
 
     def Put(self, request_iterator: Iterator[pb.BlobChunk], context: Context) -> pb.BlobList:
         self.admit("Put", context)
+        whole: list[pb.BlobRef] = []
         for count, chunk in enumerate(request_iterator):
             if self.breaks(count):
                 context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
@@ -156,7 +157,8 @@ class _Blobs(_Service, rpc.BlobsServicer):
             if len(held) == chunk.size:
                 assert hashlib.sha256(held).hexdigest() == chunk.hash
                 self.script.blobs[chunk.hash] = self.script.partial.pop(chunk.hash)
-        return pb.BlobList()
+                whole.append(pb.BlobRef(hash=chunk.hash))
+        return pb.BlobList(blobs=whole)
 
     def Get(self, request: pb.BlobList, context: Context) -> Iterator[pb.BlobChunk]:
         self.admit("Get", context)

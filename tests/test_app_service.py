@@ -20,7 +20,6 @@ from benchmarks.fake_worker import FakeWorker
 from coordinator.apps import hub as app_desk
 from coordinator.apps import runs as app_runs
 from coordinator.apps.parts import PartStore
-from coordinator.client.calls import told
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running, Server, serve
 from coordinator.services import work as sessions
@@ -28,6 +27,7 @@ from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import atoll_control_pb2 as control
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
+from protos.grpc_errors import to_atoll_error
 from tests.patience import HUNG_S
 
 BUNDLE = b"no app, but bytes"
@@ -83,7 +83,7 @@ class Stream:
         with pytest.raises(grpc.RpcError) as caught:
             for _ in self.call:
                 pass
-        return told(caught.value, "test")
+        return to_atoll_error(caught.value, "test")
 
     def close(self) -> None:
         self._queue.put(None)
@@ -158,7 +158,7 @@ class Node:
 def refused(call: Callable[[], Any]) -> AtollError:
     with pytest.raises(grpc.RpcError) as caught:
         call()
-    return told(caught.value, "test")
+    return to_atoll_error(caught.value, "test")
 
 
 def test_only_the_owners_token_opens_a_run(stack: ExitStack, running: Running) -> None:

@@ -15,8 +15,10 @@ from torch import Tensor
 from atoll.errors import BadFrame, ConnectionFailed, StorageError
 from atoll.opdag import StateMeta, TensorMeta
 from compressors.container import Stored
+from protos import retries
+from protos.blob_transfer import Chunk
 from worker import blobs
-from worker.blobs import BlobCache, Chunk, download, load, upload, upload_file
+from worker.blobs import BlobCache, download, load, upload_file, upload_tensors
 from worker.cancel import Cancel, Cancelled
 
 VALUE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -88,12 +90,12 @@ def store() -> Store:
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "RETRY_FIRST_S", 0.0)
+    monkeypatch.setattr(retries, "PAUSE_FIRST_S", 0.0)
 
 
 def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) -> None:
     snapshot = {"w": {"value": VALUE, "exp_avg": VALUE * 2, "step": torch.tensor(3.0)}}
-    names = upload(store, snapshot, Cancel())
+    names = upload_tensors(store, snapshot, Cancel())
     download(store, cache, {names["w"]: blobs.most_bytes(STATE)}, Cancel())
     found = load(cache, "w", names["w"], STATE)
     assert {key: torch.equal(found[key], value) for key, value in snapshot["w"].items()} == {
@@ -218,9 +220,9 @@ def test_a_file_that_does_not_hold_the_declared_tensor_is_refused(
 
 
 def test_an_upload_sends_only_what_the_store_lacks(store: Store) -> None:
-    first = upload(store, {"a": {"value": VALUE}}, Cancel())
+    first = upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
     before = store.received
-    second = upload(store, {"a": {"value": VALUE}, "b": {"value": VALUE + 1}}, Cancel())
+    second = upload_tensors(store, {"a": {"value": VALUE}, "b": {"value": VALUE + 1}}, Cancel())
     assert second["a"] == first["a"]
     assert store.received - before == len(store.blobs[second["b"]])
 
@@ -228,12 +230,12 @@ def test_an_upload_sends_only_what_the_store_lacks(store: Store) -> None:
 def test_an_upload_goes_on_where_it_was_cut_off(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "CHUNK_BYTES", 40)
     store.break_after = 2
-    names = upload(store, {"a": {"value": VALUE}}, Cancel())
+    names = upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
     assert store.received == len(store.blobs[names["a"]])
 
 
 def test_equal_tensors_are_stored_once(store: Store) -> None:
-    names = upload(store, {"a": {"value": VALUE}, "b": {"value": VALUE.clone()}}, Cancel())
+    names = upload_tensors(store, {"a": {"value": VALUE}, "b": {"value": VALUE.clone()}}, Cancel())
     assert names["a"] == names["b"]
     assert len(store.blobs) == 1
 
@@ -241,7 +243,7 @@ def test_equal_tensors_are_stored_once(store: Store) -> None:
 def test_a_full_store_is_reported(store: Store) -> None:
     store.full = True
     with pytest.raises(StorageError, match="disk is full"):
-        upload(store, {"a": {"value": VALUE}}, Cancel())
+        upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
 
 
 def test_an_upload_keeps_to_its_rate() -> None:

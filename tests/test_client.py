@@ -6,6 +6,7 @@ import grpc
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from tenacity import Retrying
 
 from atoll.errors import (
     AccessDenied,
@@ -13,24 +14,22 @@ from atoll.errors import (
     BadFrame,
     ConnectionFailed,
     JobFailed,
-    NotEnoughMemory,
     PlanError,
     ProtocolMismatch,
     StorageError,
     UsageError,
 )
-from coordinator.client.calls import ERROR_NAME, Patience, told
 from coordinator.client.client import Client, connect
 from coordinator.client.endpoint import Endpoint, find_endpoint, parse_address, remember
-from coordinator.client.transfer import LocalBlob
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.credentials import Authority, new_token
+from protos.retries import retrying, stop_after_pauses
 from tests.fake_owner import FakeOwnerServer, Script
 
 
-def _quick() -> Patience:
-    return Patience(limit_s=5.0, sleep=lambda seconds: None)
+def _quick() -> Retrying:
+    return retrying(stop_after_pauses(5.0), sleep=lambda seconds: None)
 
 
 @pytest.fixture
@@ -46,12 +45,8 @@ def server(script: Script) -> Iterator[FakeOwnerServer]:
 
 @pytest.fixture
 def client(server: FakeOwnerServer) -> Iterator[Client]:
-    with Client(server.endpoint, patience=_quick) as client:
+    with Client(server.endpoint, attempts=_quick) as client:
         yield client
-
-
-def _blob(data: bytes) -> LocalBlob:
-    return LocalBlob.of(lambda: data)
 
 
 # ---------------------------------------------------------------- finding the coordinator
@@ -161,98 +156,6 @@ def test_the_servers_words_cannot_move_the_cursor(script: Script, client: Client
     script.refuse["Status"] = (grpc.StatusCode.NOT_FOUND, "no job\x1b[2J\u202e\nat all")
     with pytest.raises(UsageError, match=r"^no job \[2J \nat all$"):
         client.status()
-
-
-class _Refused(grpc.RpcError, grpc.Call):  # type: ignore[misc]
-    """An error as the library raises it, with the class name that the server sent along."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.FAILED_PRECONDITION
-
-    def details(self) -> str:
-        return "words"
-
-    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ((ERROR_NAME, self.name),)
-
-    def initial_metadata(self) -> None: ...
-    def is_active(self) -> bool:
-        return False
-
-    def time_remaining(self) -> None: ...
-    def cancel(self) -> bool:
-        return False
-
-    def add_callback(self, callback: object) -> bool:
-        return False
-
-
-def test_the_server_may_name_the_exact_error() -> None:
-    assert type(told(_Refused("NotEnoughMemory"), "lab:1")) is NotEnoughMemory
-    assert type(told(_Refused("print"), "lab:1")) is PlanError
-
-
-def test_patience_ends() -> None:
-    now = [0.0]
-    patience = Patience(10.0, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
-    error = _Refused("x")
-    error.code = lambda: grpc.StatusCode.UNAVAILABLE  # type: ignore[method-assign]
-
-    def try_for_ever() -> None:
-        for _ in range(1000):
-            patience.failed(error)
-
-    with pytest.raises(_Refused):
-        try_for_ever()
-    assert 10.0 <= now[0] <= 12.0
-
-
-# ---------------------------------------------------------------- blobs
-
-
-def test_only_missing_blobs_are_sent_and_an_interrupted_one_goes_on(script: Script, client: Client) -> None:
-    data = bytes(range(256)) * 20_000
-    have, new = _blob(b"already there"), _blob(data)
-    script.blobs[have.hash] = b"already there"
-    script.partial[new.hash] = data[:3_000_000]
-    seen: list[tuple[int, int]] = []
-    sent = client._transfers.upload([have, new, new], lambda done, total: seen.append((done, total)))
-    assert script.blobs[new.hash] == data
-    assert sent == len(data) - 3_000_000
-    assert seen[0] == (3_000_013, len(data) + 13)
-    assert seen[-1][0] == seen[-1][1]
-
-
-def test_an_upload_survives_a_restart_of_the_coordinator(script: Script, client: Client) -> None:
-    script.fail_first = {"Missing": 2, "Put": 1}
-    script.break_after_chunks = 2
-    blob = _blob(bytes(5_000_000))
-    client._transfers.upload([blob])
-    assert len(script.blobs[blob.hash]) == 5_000_000
-
-
-def test_a_full_disk_ends_the_upload_with_the_servers_words(script: Script, client: Client) -> None:
-    script.refuse["Put"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "the disk is full")
-    with pytest.raises(StorageError, match="disk is full"):
-        client._transfers.upload([_blob(b"x")])
-
-
-def test_a_download_goes_on_where_it_broke_and_empty_blobs_arrive(script: Script, client: Client) -> None:
-    parts = [bytes([n]) * 2500 for n in range(3)] + [b""]
-    hashes = [hashlib.sha256(part).hexdigest() for part in parts]
-    script.blobs = dict(zip(hashes, parts, strict=True))
-    script.break_after_chunks = 4
-    assert [data for _, data in client._transfers.download(hashes)] == parts
-
-
-def test_a_damaged_blob_is_refused(script: Script, client: Client) -> None:
-    name = hashlib.sha256(b"right").hexdigest()
-    script.blobs[name] = b"wrong"
-    with pytest.raises(StorageError, match="copy is damaged"):
-        list(client._transfers.download([name]))
 
 
 # ---------------------------------------------------------------- jobs

@@ -23,7 +23,6 @@ from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import OpDag, StateMeta, TensorMeta
 from benchmarks.commit import WIDTH, chain, submission, upload
 from benchmarks.fake_worker import FakeWorker
-from coordinator.client.calls import told
 from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.server import Running, Server, Started, serve
@@ -39,6 +38,7 @@ from protos.credentials import (
     name_options,
     new_token,
 )
+from protos.grpc_errors import to_atoll_error
 from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
 
@@ -127,7 +127,7 @@ def refused(call: Callable[[], Any]) -> Exception:
     """The error of atoll.errors that a refused call stands for."""
     with pytest.raises(grpc.RpcError) as caught:
         call()
-    return told(caught.value, "test")
+    return to_atoll_error(caught.value, "test")
 
 
 def eventually(check: Callable[[], bool]) -> None:

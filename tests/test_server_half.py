@@ -107,7 +107,7 @@ def made(folder: Path, **options: Any) -> Server:
     store = BlobStore(folder / "blobs")
     job = prepared(**options)
     for blob in job.blobs:
-        store.put(blob.read())
+        store.put(b"".join(blob.read(0)))
     return Server(store, job, folder)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
-from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMismatch
+from atoll.errors import AccessDenied, AtollError, ConnectionFailed, JobFailed, NoWorkers, ProtocolMismatch
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.grpc_errors import ERROR_NAME
 from tests.patience import HUNG_S
 from worker.control.stream import Stream
 
@@ -146,7 +147,6 @@ def test_a_coordinator_that_ends_the_session_is_no_error(session: Callable[..., 
     ("code", "kind"),
     [
         (grpc.StatusCode.PERMISSION_DENIED, AccessDenied),
-        (grpc.StatusCode.FAILED_PRECONDITION, ProtocolMismatch),
         (grpc.StatusCode.UNAVAILABLE, ConnectionFailed),
     ],
 )
@@ -162,6 +162,20 @@ def test_a_refusal_says_why(
     assert "not this one" in str(error)
 
 
+@pytest.mark.parametrize("kind", [ProtocolMismatch, NoWorkers, JobFailed])
+def test_a_refusal_is_of_the_class_that_the_coordinator_named(
+    session: Callable[..., Session], kind: type[AtollError]
+) -> None:
+    def refuse(_: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        context.set_trailing_metadata(((ERROR_NAME, kind.__name__),))
+        context.abort(grpc.StatusCode.ABORTED, "not this one")
+        yield from ()
+
+    error = session(refuse).end()
+    assert type(error) is kind
+    assert str(error) == "not this one"
+
+
 def test_nobody_there_is_an_error() -> None:
     ends: queue.Queue[AtollError | None] = queue.Queue()
     stream = Stream(
@@ -169,7 +183,7 @@ def test_nobody_there_is_an_error() -> None:
     )
     error = ends.get(timeout=HUNG_S)
     assert isinstance(error, ConnectionFailed)
-    assert "127.0.0.1:9 does not answer" in str(error)
+    assert "no coordinator answers at 127.0.0.1:9" in str(error)
     stream.close()
 
 

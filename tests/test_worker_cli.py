@@ -150,7 +150,7 @@ def test_another_protocol_version_says_which_side_to_update(entry: Entry, tmp_pa
 
 def test_nobody_answering_names_the_address(entry: Entry, tmp_path: Path):
     entry.server.stop(None).wait()
-    with pytest.raises(ConnectionFailed, match=rf"127\.0\.0\.1:{entry.port} does not answer"):
+    with pytest.raises(ConnectionFailed, match=rf"no coordinator answers at 127\.0\.0\.1:{entry.port}"):
         join(config_for(entry, tmp_path, entry.token), never)
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from tenacity import Retrying, stop_after_attempt
 
-from atoll.errors import BadFrame, ConnectionFailed, StorageError
+from atoll.errors import BadFrame, StorageError
 from atoll.execute import DTYPES
+from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
+from protos.retries import retrying
 from worker.cancel import Cancel
 
 if TYPE_CHECKING:
@@ -32,36 +35,7 @@ CHUNK_BYTES = 1 << 17
 
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
 STATE_KEYS = 3  # optimizer tensors beside the value, at most, each float32 of the value's shape
-ATTEMPTS = 8
-RETRY_FIRST_S = 0.2
-RETRY_MOST_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Bytes [offset, offset + data) of a blob of ``size`` bytes."""
-
-    hash: str
-    size: int
-    offset: int
-    data: bytes
-
-
-class BlobPort(Protocol):
-    """The blob store as a worker sees it; every method raises ConnectionFailed when cut off and
-    StorageError when the store refuses."""
-
-    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
-        """Chunks of each (hash, offset) in turn."""
-        ...
-
-    def missing(self, hashes: list[str]) -> dict[str, int]:
-        """Hash -> bytes already there, of those that are not whole."""
-        ...
-
-    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
-        """Store what is not there yet; which blobs have become whole, or were."""
-        ...
+ATTEMPTS = 8  # in a row without a new byte
 
 
 class BlobCache:
@@ -88,6 +62,10 @@ class BlobCache:
             return None
         part = path.with_suffix(".part")
         return part.stat().st_size if part.is_file() else 0
+
+    def lacking(self, names: Iterable[str]) -> list[tuple[str, int]]:
+        """Blobs that are not whole here, each with how many of its bytes are."""
+        return [(name, held) for name in names if (held := self.held(name)) is not None]
 
     def write(self, chunk: Chunk) -> None:
         """Append a chunk; a blob's last chunk verifies it. BadFrame when the hash differs."""
@@ -123,6 +101,11 @@ class BlobCache:
                 path.unlink(missing_ok=True)
 
 
+def attempts(cancel: Cancel) -> Retrying:
+    """Attempts of a transfer, up to ATTEMPTS in a row; Cancelled as soon as that is set in a pause."""
+    return retrying(stop_after_attempt(ATTEMPTS), cancel.wait)
+
+
 def download(
     port: BlobPort,
     cache: BlobCache,
@@ -135,26 +118,14 @@ def download(
     Resumes after a lost connection; ConnectionFailed after ATTEMPTS without a new byte.
     """
     cache.trim(wanted)
-    failures = 0
-    while True:
-        lacking = [(name, offset) for name in wanted if (offset := cache.held(name)) is not None]
-        if not lacking:
-            return
-        try:
-            for chunk in port.get(lacking):
-                cancel.check()
-                if chunk.size > wanted.get(chunk.hash, -1):
-                    raise BadFrame(
-                        f"blob {chunk.hash[:12]} of {chunk.size} bytes; at most {wanted.get(chunk.hash)} fit"
-                    )
-                cache.write(chunk)
-                progress(len(chunk.data))
-                failures = 0
-        except ConnectionFailed:
-            failures += 1
-            if failures >= ATTEMPTS:
-                raise
-            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
+    for chunk in fetch(port.get, partial(cache.lacking, wanted), attempts(cancel)):
+        cancel.check()
+        if chunk.size > wanted.get(chunk.hash, -1):
+            raise BadFrame(
+                f"blob {chunk.hash[:12]} of {chunk.size} bytes; at most {wanted.get(chunk.hash)} fit"
+            )
+        cache.write(chunk)
+        progress(len(chunk.data))
 
 
 def most_bytes(state: StateMeta) -> int:
@@ -182,7 +153,7 @@ def load(cache: BlobCache, name: str, blob: str, state: StateMeta) -> dict[str, 
     return tensors
 
 
-def upload(
+def upload_tensors(
     port: BlobPort,
     snapshot: Mapping[str, Mapping[str, Tensor]],
     cancel: Cancel,
@@ -192,28 +163,13 @@ def upload(
 
     Raises StorageError (a full store), ConnectionFailed after ATTEMPTS, Cancelled.
     """
-    blobs: dict[str, bytes] = {}
-    names: dict[str, str] = {}
+    blobs: dict[str, LocalBlob] = {}
     for name, tensors in sorted(snapshot.items()):
         cancel.check()
         data = save({key: value.contiguous() for key, value in sorted(tensors.items())})
-        names[name] = hashlib.sha256(data).hexdigest()
-        blobs[names[name]] = data
-    pace = _Pace(max_bytes_per_s)
-    failures = 0
-    while True:
-        try:
-            missing = port.missing(list(blobs))
-            if not missing:
-                return names
-            if missing.keys() <= set(port.put(_chunks(blobs, missing, cancel, pace))):
-                return names
-            failures += 1  # a store that never has it must not be asked for ever
-        except ConnectionFailed:
-            failures += 1
-            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
-        if failures >= ATTEMPTS:
-            raise ConnectionFailed(f"{len(blobs)} blobs could not be stored in {ATTEMPTS} attempts")
+        blobs[name] = LocalBlob.of(partial(bytes, data), CHUNK_BYTES)
+    upload(port, blobs.values(), attempts(cancel), before=_paced(cancel, max_bytes_per_s))
+    return {name: blob.hash for name, blob in blobs.items()}
 
 
 def upload_file(
@@ -227,35 +183,15 @@ def upload_file(
     new: bool = False,
 ) -> int:
     """Store a file that is too large for memory; returns the bytes that travelled, 0 when the store had
-    it. ``new``: it cannot have it, so that question's round trip is saved. Raises as ``upload``."""
-    pace, failures, sent = _Pace(max_bytes_per_s), 0, 0
-
-    def chunks(offset: int) -> Iterator[Chunk]:
-        nonlocal sent
-        with path.open("rb") as file:
-            file.seek(offset)
-            while piece := file.read(CHUNK_BYTES):
-                cancel.wait(pace.delay_s(len(piece)))
-                yield Chunk(stored.hash, stored.size, file.tell() - len(piece), piece)
-                sent += len(piece)
-                progress()
-
-    while True:
-        try:
-            missing = {stored.hash: 0} if new else port.missing([stored.hash])
-            if stored.hash not in missing:
-                return sent
-            new = False
-            if stored.hash in port.put(chunks(min(missing[stored.hash], stored.size))):
-                return sent
-            failures += 1
-        except ConnectionFailed:
-            failures += 1
-            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
-        if failures >= ATTEMPTS:
-            raise ConnectionFailed(
-                f"an update of {stored.size} bytes could not be stored in {ATTEMPTS} attempts"
-            )
+    it. ``new``: it cannot have it, so that question's round trip is saved. Raises as ``upload_tensors``."""
+    return upload(
+        port,
+        [LocalBlob.of_file(path, stored.hash, stored.size, CHUNK_BYTES)],
+        attempts(cancel),
+        lambda done, total: progress(),
+        before=_paced(cancel, max_bytes_per_s),
+        new=new,
+    )
 
 
 def tensor_bytes(snapshot: Mapping[str, Mapping[str, Tensor]]) -> int:
@@ -280,17 +216,10 @@ class _Pace:
         return begin - now
 
 
-def _chunks(
-    blobs: Mapping[str, bytes], missing: Mapping[str, int], cancel: Cancel, pace: _Pace
-) -> Iterator[Chunk]:
-    for name, offset in missing.items():
-        data = blobs.get(name)
-        if data is None:
-            continue
-        for at in range(min(offset, len(data)), len(data), CHUNK_BYTES):
-            piece = data[at : at + CHUNK_BYTES]
-            cancel.wait(pace.delay_s(len(piece)))
-            yield Chunk(name, len(data), at, piece)
+def _paced(cancel: Cancel, max_bytes_per_s: float | None) -> Callable[[int], None]:
+    """Wait as long as the rate demands; raises Cancelled."""
+    pace = _Pace(max_bytes_per_s)
+    return lambda nbytes: cancel.wait(pace.delay_s(nbytes))
 
 
 def _sha256(path: Path) -> str:

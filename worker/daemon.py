@@ -24,12 +24,13 @@ from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMis
 from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
+from protos.blob_transfer import BlobsOverGrpc
 from protos.convert_federated import dataset_to_proto
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache
 from worker.config import WorkerConfig, remember
 from worker.control.enroll import find_work_address, join
-from worker.control.remote_store import BlobsOverGrpc, data_fetch
+from worker.control.remote_store import data_fetch
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.loading import Surroundings, connect_one

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from atoll.errors import AtollError
 from atoll.rehearse import RehearsalLimits, rehearse
+from protos.blob_transfer import BlobPort
 from worker import blobs
-from worker.blobs import BlobCache, BlobPort
+from worker.blobs import BlobCache
 from worker.cancel import Cancel
 from worker.config import WorkerConfig
 from worker.data.registry import open_dataset

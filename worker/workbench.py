@@ -400,7 +400,7 @@ class Workbench:
         job, version = assignment.job, assignment.version
         try:
             rate = self._around.config.max_upload_bytes_per_s
-            tensors = blobs.upload(self._around.blobs, snapshot, cancel, rate)
+            tensors = blobs.upload_tensors(self._around.blobs, snapshot, cancel, rate)
         except AtollError as error:
             log.warning("state.not_stored", job=job, step=step, reason=str(error))
             message = messages.state_stored(job, version, step, {}, str(error))

@@ -20,22 +20,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
-import grpc
-
 import atoll
 from atoll.errors import BadFrame, JobFailed, ProtocolMismatch
 from atoll.plan import Plan
-from coordinator.client.calls import Patience, calling
+from coordinator.client.calls import calling, patiently
 from coordinator.client.chrome_trace import TraceSpan
 from coordinator.client.endpoint import Endpoint, find_endpoint
-from coordinator.client.transfer import Progress, Transfers, silent
+from coordinator.client.transfer import Progress, download, silent
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.app_words import clean
+from protos.blob_transfer import BlobsOverGrpc, upload
 from protos.convert import from_proto, to_proto
+from protos.retries import progressed
 
 if TYPE_CHECKING:
+    from tenacity import Retrying
+
     from atoll.job import TrainingSpec
     from coordinator.client.prepare import Graphs, Prepared
 
@@ -66,21 +68,21 @@ class Exported:
 class Client:
     """One owner's connection to one coordinator; close it, or use it in ``with``.
 
-    ``timeout_s`` bounds each short call, ``patience`` how long a lost coordinator is waited for
+    ``timeout_s`` bounds each short call, ``attempts`` how long a lost coordinator is waited for
     by calls that go on afterwards (uploads, downloads, ``watch``).
     """
 
     def __init__(
-        self, endpoint: Endpoint, timeout_s: float = 10.0, patience: Callable[[], Patience] = Patience
+        self, endpoint: Endpoint, timeout_s: float = 10.0, attempts: Callable[[], Retrying] = patiently
     ) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
-        self._patience = patience
+        self._attempts = attempts
         self._channel = endpoint.channel()
         self._metadata = endpoint.metadata()
         self._owner = rpc.OwnerStub(self._channel)
         self._entry = rpc.EntryStub(self._channel)
-        self._transfers = Transfers(self._channel, self._metadata, endpoint.address, patience)
+        self._blobs = BlobsOverGrpc(self._channel, self._metadata, endpoint.address)
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +113,7 @@ class Client:
 
     def upload(self, prepared: Prepared, progress: Progress = silent) -> int:
         """Send the blobs the coordinator lacks; returns the bytes sent. May be repeated."""
-        return self._transfers.upload(prepared.blobs, progress)
+        return upload(self._blobs, prepared.blobs, self._attempts(), progress)
 
     def submit(
         self, prepared: Prepared, progress: Progress = silent, submission: str | None = None
@@ -131,7 +133,7 @@ class Client:
         timeout_s: float = 600.0,
     ) -> LivePlan:
         """What the coordinator would do with this model on its fleet now; nothing is started."""
-        self._transfers.upload([graphs.blob, graphs.eval_blob])
+        upload(self._blobs, [graphs.blob, graphs.eval_blob], self._attempts())
         request = pb.PlanRequest(
             dag_hash=graphs.blob.hash,
             eval_dag_hash=graphs.eval_blob.hash,
@@ -152,18 +154,13 @@ class Client:
 
     def watch(self, job: str) -> Iterator[pb.JobUpdate]:
         """Updates of a job until it ends; goes on after a restart of the coordinator."""
-        patience = self._patience()
-        while True:
-            with calling(self.endpoint.address):
-                try:
-                    for update in self._owner.Watch(pb.JobRequest(job=job), metadata=self._metadata):
-                        patience.success()
-                        yield update
-                        if update.state in ENDED:
-                            return
-                    return
-                except grpc.RpcError as error:
-                    patience.failed(error)
+        for attempt in self._attempts():
+            with attempt, calling(self.endpoint.address):
+                for update in self._owner.Watch(pb.JobRequest(job=job), metadata=self._metadata):
+                    progressed(attempt)
+                    yield update
+                    if update.state in ENDED:
+                        return
 
     def wait(self, job: str) -> pb.JobUpdate:
         """The job's last update, once it has ended; JobFailed unless it finished."""
@@ -210,7 +207,7 @@ class Client:
 
     def _counted(self, hashes: list[str], progress: Progress) -> Iterator[tuple[str, bytes]]:
         progress(0, len(hashes))
-        for number, found in enumerate(self._transfers.download(hashes), 1):
+        for number, found in enumerate(download(self._blobs, hashes, self._attempts()), 1):
             yield found
             progress(number, len(hashes))
 
@@ -257,13 +254,10 @@ class Client:
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """Repeat a call that may be repeated while the coordinator is away."""
-        patience = self._patience()
-        with calling(self.endpoint.address):
-            while True:
-                try:
-                    return call()
-                except grpc.RpcError as error:
-                    patience.failed(error)
+        for attempt in self._attempts():
+            with attempt, calling(self.endpoint.address):
+                return call()
+        raise AssertionError("the last attempt returns or raises")
 
 
 def connect(

@@ -24,9 +24,10 @@ from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture
 from coordinator.capture.self_check import self_check
 from coordinator.capture.torch_export import meta_of
-from coordinator.client.transfer import LocalBlob
+from coordinator.client.transfer import PIECE_BYTES
 from coordinator.federated.checks import check_federated, check_inputs, check_spec, check_wrapped
 from coordinator.planning.ratios import check_compression
+from protos.blob_transfer import LocalBlob
 from protos.convert import dag_bytes
 from strategies import make_strategy
 from strategies.returned import check_returned
@@ -53,7 +54,7 @@ class Graphs:
     def of(cls, captured: Captured) -> Graphs:
         """The graphs of a capture."""
         dag, eval_dag = captured.train, captured.evaluation
-        blobs = [LocalBlob.of(partial(dag_bytes, found)) for found in (dag, eval_dag)]
+        blobs = [LocalBlob.of(partial(dag_bytes, found), PIECE_BYTES) for found in (dag, eval_dag)]
         return cls(dag, eval_dag, *blobs)
 
 
@@ -241,11 +242,11 @@ def _tensor_blob(tensor: torch.Tensor) -> LocalBlob:
     def read() -> bytes:
         return safetensors.torch.save({VALUE: tensor.detach().cpu().contiguous()})
 
-    return LocalBlob.of(read)
+    return LocalBlob.of(read, PIECE_BYTES)
 
 
 def _array_blob(array: Array) -> LocalBlob:
     def read() -> bytes:
         return safetensors.numpy.save({VALUE: np.ascontiguousarray(array)})
 
-    return LocalBlob.of(read)
+    return LocalBlob.of(read, PIECE_BYTES)

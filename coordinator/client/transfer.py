@@ -1,20 +1,18 @@
-"""Content-addressed blobs between the owner's machine and the coordinator, resumable both ways."""
+"""Blobs from the coordinator into the owner's memory, one at a time and checked."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-import grpc
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
-from coordinator.client.calls import Patience, calling
-from protos import atoll_control_pb2 as pb
-from protos import atoll_control_pb2_grpc as rpc
+from protos.blob_transfer import BLOBS_A_REQUEST, BlobPort, Chunk, fetch
 
-CHUNK_BYTES = 1 << 20
-BLOBS_A_REQUEST = 10_000
+if TYPE_CHECKING:
+    from tenacity import Retrying
+
+PIECE_BYTES = 1 << 20  # of what is uploaded, in one message
 MAX_BLOB_BYTES = 64 << 30
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -23,113 +21,29 @@ def silent(done_bytes: int, total_bytes: int) -> None:
     """A Progress that shows nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalBlob:
-    """Bytes to upload, made when they are needed so that a large model is not held twice."""
+def download(port: BlobPort, hashes: Sequence[str], attempts: Retrying) -> Iterator[tuple[str, bytes]]:
+    """Each blob's bytes in turn, checked against its hash; goes on after a lost connection.
 
-    hash: str
-    size: int
-    read: Callable[[], bytes]
+    StorageError when what arrives is not what the hash says.
+    """
+    remaining = list(hashes)
+    held = bytearray()
 
-    @classmethod
-    def of(cls, read: Callable[[], bytes]) -> LocalBlob:
-        """The blob that ``read`` returns; it must return the same bytes every time."""
-        data = read()
-        return cls(hashlib.sha256(data).hexdigest(), len(data), read)
+    def lacking() -> list[tuple[str, int]]:
+        asked = remaining[:BLOBS_A_REQUEST]
+        return [(name, len(held) if at == 0 else 0) for at, name in enumerate(asked)]
 
-
-class Transfers:
-    """Uploads and downloads over one channel, with the owner's credentials."""
-
-    def __init__(
-        self,
-        channel: grpc.Channel,
-        metadata: Sequence[tuple[str, str]],
-        address: str,
-        patience: Callable[[], Patience] = Patience,
-    ) -> None:
-        self._stub = rpc.BlobsStub(channel)
-        self._metadata = tuple(metadata)
-        self._address = address
-        self._patience = patience
-
-    def upload(self, blobs: Sequence[LocalBlob], progress: Progress = silent) -> int:
-        """Send what the coordinator lacks, from where an earlier upload ended; bytes sent.
-
-        ConnectionFailed when it stays unreachable, StorageError when its disk is full.
-        """
-        by_hash = {blob.hash: blob for blob in blobs}
-        total = sum(blob.size for blob in by_hash.values())
-        patience = self._patience()
-        sent = 0
-
-        def chunks(missing: Mapping[str, int]) -> Iterator[pb.BlobChunk]:
-            nonlocal sent
-            done = total - sum(by_hash[name].size - offset for name, offset in missing.items())
-            progress(done, total)
-            for name, offset in missing.items():
-                data = by_hash[name].read()
-                for start in range(offset, max(len(data), 1), CHUNK_BYTES):
-                    piece = data[start : start + CHUNK_BYTES]
-                    yield pb.BlobChunk(hash=name, size=len(data), offset=start, data=piece)
-                    sent += len(piece)
-                    done += len(piece)
-                    progress(done, total)
-
-        with calling(self._address):
-            while True:
-                try:
-                    missing = self._missing(list(by_hash.values()))
-                    if not missing:
-                        progress(total, total)
-                        return sent
-                    self._stub.Put(chunks(missing), metadata=self._metadata)
-                    patience.success()
-                except grpc.RpcError as error:
-                    patience.failed(error)
-
-    def _missing(self, blobs: Sequence[LocalBlob]) -> dict[str, int]:
-        """Hash -> bytes already there, of the blobs that are not whole at the coordinator."""
-        found: dict[str, int] = {}
-        known = {blob.hash: blob.size for blob in blobs}
-        for first in range(0, len(blobs), BLOBS_A_REQUEST):
-            part = blobs[first : first + BLOBS_A_REQUEST]
-            request = pb.BlobList(blobs=[pb.BlobRef(hash=b.hash, size=b.size) for b in part])
-            reply = self._stub.Missing(request, metadata=self._metadata, timeout=60.0)
-            found |= {b.hash: min(b.offset, known[b.hash]) for b in reply.blobs if b.hash in known}
-        return found
-
-    def download(self, hashes: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-        """Each blob's bytes in turn, checked against its hash; goes on after a lost connection.
-
-        StorageError when what arrives is not what the hash says.
-        """
-        remaining = list(hashes)
-        held = bytearray()
-        patience = self._patience()
-        while remaining:
-            request = pb.BlobList(
-                blobs=[
-                    pb.BlobRef(hash=name, offset=len(held) if index == 0 else 0)
-                    for index, name in enumerate(remaining[:BLOBS_A_REQUEST])
-                ]
-            )
-            with calling(self._address):
-                try:
-                    for chunk in self._stub.Get(request, metadata=self._metadata):
-                        patience.success()
-                        _take_in(held, chunk, remaining[0])
-                        if len(held) == chunk.size:
-                            yield remaining[0], _verified(bytes(held), remaining[0])
-                            remaining.pop(0)
-                            held.clear()
-                            if not remaining:
-                                return
-                except grpc.RpcError as error:
-                    patience.failed(error)
+    for chunk in fetch(port.get, lacking, attempts):
+        if not remaining:
+            return
+        _take_in(held, chunk, remaining[0])
+        if len(held) == chunk.size:
+            yield remaining[0], _verified(bytes(held), remaining[0])
+            remaining.pop(0)
+            held.clear()
 
 
-def _take_in(held: bytearray, chunk: pb.BlobChunk, expected: str) -> None:
+def _take_in(held: bytearray, chunk: Chunk, expected: str) -> None:
     """Append a chunk, or raise StorageError when it is not the next one of ``expected``."""
     fits = chunk.offset == len(held) and len(held) + len(chunk.data) <= chunk.size <= MAX_BLOB_BYTES
     stuck = not chunk.data and len(held) < chunk.size

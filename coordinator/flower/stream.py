@@ -9,21 +9,22 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
+from typing import TYPE_CHECKING
 
-import grpc
-
-from atoll.errors import AtollError, BadFrame, JobFailed
-from coordinator.client.calls import RETRY_FOR_S, passing, told
+from atoll.errors import AtollError, BadFrame, ConnectionFailed, JobFailed
+from coordinator.client.calls import PAUSE_MOST_S, RETRY_FOR_S, calling
 from coordinator.client.endpoint import Endpoint
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
+from protos.retries import progressed, retrying, stop_after_pauses
+
+if TYPE_CHECKING:
+    from tenacity import AttemptManager
 
 CHUNK_BYTES = 1 << 20
 END_WITHIN_S = 1.0
-_BACKOFF_MOST_S = 2.0
 
 
 class AppLink:
@@ -44,6 +45,7 @@ class AppLink:
         self._metadata = endpoint.metadata()
         self._queue: queue.SimpleQueue[pb.FromApp | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._opened = False
         self._thread = threading.Thread(target=self._run, name="atoll-app-link", daemon=True)
 
     def start(self) -> None:
@@ -68,41 +70,39 @@ class AppLink:
     # ------------------------------------------------------------ the stream
 
     def _run(self) -> None:
-        opened, failing_since_s, pause_s = False, 0.0, 0.1
-        while True:
-            messages = self._queue
-            request = pb.AppOpen(resume=opened)
-            request.MergeFrom(self._opening)
-            try:
-                for message in rpc.AppsStub(self._channel).Run(
-                    self._outgoing(request, messages), metadata=self._metadata
-                ):
-                    opened, failing_since_s, pause_s = True, 0.0, 0.1
-                    if message.HasField("ended"):
-                        raise JobFailed(f"the coordinator ended this run: {message.ended.reason}")
-                    self._received(message)
-                raise JobFailed("the coordinator ended this run's stream; see its log")
-            except grpc.RpcError as error:
-                failing_since_s = failing_since_s or time.monotonic()
-                lasting_s = time.monotonic() - failing_since_s
-                if not opened or not passing(error) or lasting_s > RETRY_FOR_S:
-                    self._end(told(error, self._endpoint.address, self._endpoint.token))
-                    return
-            except AtollError as error:
-                self._end(error)
-                return
-            finally:
-                messages.put(None)  # its sender waits no longer
-            if self._stopping.wait(pause_s):
-                return
-            pause_s = min(_BACKOFF_MOST_S, 2 * pause_s)
-            # What was queued for the broken stream is said anew where it still matters.
-            self._queue = queue.SimpleQueue()
-            self._reopened()
+        patience = stop_after_pauses(RETRY_FOR_S)
+        attempts = retrying(lambda state: not self._opened or patience(state), self._pause, PAUSE_MOST_S)
+        try:
+            for attempt in attempts:
+                if self._opened:
+                    # What was queued for the broken stream is said anew where it still matters.
+                    self._queue = queue.SimpleQueue()
+                    self._reopened()
+                with attempt, calling(self._endpoint.address, self._endpoint.token):
+                    self._converse(attempt)
+        except AtollError as error:
+            if not self._stopping.is_set():
+                self._lost(error)
 
-    def _end(self, error: AtollError) -> None:
-        if not self._stopping.is_set():
-            self._lost(error)
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.wait(seconds):
+            raise ConnectionFailed("closed while the coordinator was away")
+
+    def _converse(self, attempt: AttemptManager) -> None:
+        messages = self._queue
+        request = pb.AppOpen(resume=self._opened)
+        request.MergeFrom(self._opening)
+        stub = rpc.AppsStub(self._channel)
+        try:
+            for message in stub.Run(self._outgoing(request, messages), metadata=self._metadata):
+                self._opened = True
+                progressed(attempt)
+                if message.HasField("ended"):
+                    raise JobFailed(f"the coordinator ended this run: {message.ended.reason}")
+                self._received(message)
+            raise JobFailed("the coordinator ended this run's stream; see its log")
+        finally:
+            messages.put(None)  # its sender waits no longer
 
     @staticmethod
     def _outgoing(first: pb.AppOpen, messages: queue.SimpleQueue[pb.FromApp | None]) -> Iterator[pb.FromApp]:
@@ -115,10 +115,8 @@ class AppLink:
     def put(self, parts: Mapping[str, bytes]) -> int:
         """Send parts from memory, a piece at a time; returns the bytes. Raises as any call."""
         if parts:
-            try:
+            with calling(self._endpoint.address, self._endpoint.token):
                 rpc.AppsStub(self._bulk).PutParts(self._chunks(parts), metadata=self._metadata)
-            except grpc.RpcError as error:
-                raise told(error, self._endpoint.address, self._endpoint.token) from None
         return sum(len(data) for data in parts.values())
 
     def _chunks(self, parts: Mapping[str, bytes]) -> Iterator[pb.PartChunk]:
@@ -135,7 +133,7 @@ class AppLink:
         if not wanted:
             return found
         buffer, digest = BytesIO(), hashlib.sha256()
-        try:
+        with calling(self._endpoint.address, self._endpoint.token):
             for chunk in rpc.AppsStub(self._bulk).GetParts(request, metadata=self._metadata):
                 size = wanted.get(chunk.hash)
                 if size != chunk.size or chunk.offset != buffer.tell():
@@ -149,8 +147,6 @@ class AppLink:
                         raise BadFrame(f"part {chunk.hash[:12]} arrived damaged: its sha256 differs")
                     found[chunk.hash] = buffer.getvalue()
                     buffer, digest = BytesIO(), hashlib.sha256()
-        except grpc.RpcError as error:
-            raise told(error, self._endpoint.address, self._endpoint.token) from None
         if len(found) != len(wanted):
             raise BadFrame(f"{len(found)} of {len(wanted)} parts arrived")
         return found

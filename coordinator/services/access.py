@@ -21,10 +21,10 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
-from coordinator.services.refusals import refuse
 from coordinator.services.work import host_of, worker_of
 from protos.app_words import Budget
 from protos.credentials import presented_in, secret_hash
+from protos.grpc_errors import refuse
 from protos.telemetry import Event
 
 if TYPE_CHECKING:

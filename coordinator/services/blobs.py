@@ -11,17 +11,17 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc
-
-from atoll.errors import AccessDenied, AtollError, StorageError
+from atoll.errors import AccessDenied, AtollError, ConnectionFailed, UsageError
 from coordinator.services.blob_rights import Accounts, Role, role_of
-from coordinator.services.refusals import refuse
 from coordinator.services.work import worker_of
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.grpc_errors import refuse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterator
+
+    import grpc
 
     from atoll.job import JobSpec
     from coordinator.shell import Shell
@@ -97,8 +97,7 @@ class WorkerRights(Rights):
         role = role_of(self._shell.scheduler, self._shell.graphs, worker_of(context, self._insecure))
         if role is None:
             # A moment later it may have one again: after our restart, or once its connection is back.
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "no job uses this worker now; try again")
-            raise AssertionError("abort returned")
+            await refuse(context, ConnectionFailed("no job uses this worker now; try again"))
         return role
 
 
@@ -170,7 +169,7 @@ class DataService(rpc.DataServicer):
         """The named inputs of some steps, in (step, micro, input) order."""
         spec = self._spec_of(request.job)
         if spec is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no job {request.job[:80]!r} is running")
+            await refuse(context, UsageError(f"no job {request.job[:80]!r} is running"))
         served: Iterator[pb.Batch] = (
             pb.Batch(
                 step=b.step, micro=b.micro, input=b.input, dtype=str(b.array.dtype), shape=b.array.shape,
@@ -186,10 +185,8 @@ class DataService(rpc.DataServicer):
 
 async def _bounded(request: pb.BlobList, context: Context) -> None:
     if len(request.blobs) > MAX_BLOBS_A_REQUEST:
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT,
-            f"{len(request.blobs)} blobs in one request; ask for at most {MAX_BLOBS_A_REQUEST}",
-        )
+        words = f"{len(request.blobs)} blobs in one request; ask for at most {MAX_BLOBS_A_REQUEST}"
+        await refuse(context, UsageError(words))
 
 
 async def _all_of(names: Collection[str], known: Collection[str], what: str, context: Context) -> None:
@@ -200,10 +197,8 @@ async def _all_of(names: Collection[str], known: Collection[str], what: str, con
 
 
 async def _guarded(work: Callable[[], T], context: Context) -> T:
-    """Run disk work in a thread; our own errors end the call with their message."""
+    """Run disk work in a thread; our own errors end the call."""
     try:
         return await asyncio.to_thread(work)
-    except StorageError as error:
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
     except AtollError as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        await refuse(context, error)

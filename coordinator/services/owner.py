@@ -18,7 +18,6 @@ from coordinator.messages.facts import STATE, Record
 from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
-from coordinator.services.refusals import refuse
 from coordinator.services.views import job_update, link_statuses, worker_status
 from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
@@ -27,6 +26,7 @@ from protos import atoll_job_pb2 as job_pb
 from protos.app_words import clean
 from protos.convert import from_proto, to_proto
 from protos.credentials import Authority, JoinToken, new_token
+from protos.grpc_errors import refuse
 from protos.telemetry import Event
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ import grpc
 import structlog
 
 import atoll
-from atoll.errors import AccessDenied, AtollError, BadFrame, ProtocolMismatch
+from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.services.refusals import refuse
 from coordinator.services.resolving import resolved
 from coordinator.services.wire import introduction_from, message_from, probe_ops_message, to_worker
 from coordinator.shell import Outbox, Shell
@@ -25,6 +24,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.app_words import Budget, clean
 from protos.credentials import peer_name
+from protos.grpc_errors import refuse
 from protos.telemetry import Event
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class WorkService(rpc.WorkServicer):
             log.info(Event.SESSION_CLOSED.value, worker=worker, session=outbox.session, reason=outbox.reason)
         if outbox.replaced:
             # A worker opens its next session after the end of the last: who still listens is another process.
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REPLACED)
+            await refuse(context, AccessDenied(REPLACED))
         if outbox.overdue:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, outbox.reason)
+            await refuse(context, ConnectionFailed(outbox.reason))
 
     async def _admit(
         self, worker: str, requests: AsyncIterator[pb.FromWorker], context: Context

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ import grpc
 from atoll.errors import AtollError, BadFrame, ConnectionFailed
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
-from worker.blobs import ATTEMPTS, CHUNK_BYTES, RETRY_FIRST_S, RETRY_MOST_S, BlobCache, Chunk
-from worker.control.calls import as_atoll_error
+from protos.blob_transfer import Chunk, fetch
+from protos.grpc_errors import to_atoll_error
+from worker.blobs import CHUNK_BYTES, BlobCache, attempts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,55 +71,38 @@ class Parts:
     def fetch(self, run: int, wanted: Mapping[str, int], cancel: Cancel) -> int:
         """Bring parts (hash -> bytes) into the cache; returns the bytes that travelled.
 
-        Goes on after a lost connection; ConnectionFailed after ATTEMPTS without a new byte.
+        Goes on after a lost connection; ConnectionFailed after so many attempts without a new byte.
         """
         self.cache.trim(wanted)
-        failures = travelled = 0
-        while True:
-            lacking = [(name, held) for name in wanted if (held := self.cache.held(name)) is not None]
-            if not lacking:
-                return travelled
-            request = pb.PartList(run=run, parts=[pb.Part(hash=n, offset=held) for n, held in lacking])
-            try:
-                for chunk in self._watched(self._stub.GetNodeParts(request, metadata=self._metadata)):
-                    cancel.check()
-                    if chunk.size != wanted.get(chunk.hash, -1):
-                        raise BadFrame(
-                            f"part {chunk.hash[:12]} has {chunk.size} bytes, announced were "
-                            f"{wanted.get(chunk.hash)}"
-                        )
-                    self.cache.write(Chunk(chunk.hash, chunk.size, chunk.offset, chunk.data))
-                    travelled += len(chunk.data)
-                    failures = 0
-            except ConnectionFailed:
-                failures = self._failed(failures, cancel)
+        travelled = 0
+        for chunk in fetch(partial(self._get, run), partial(self.cache.lacking, wanted), attempts(cancel)):
+            cancel.check()
+            if chunk.size != wanted.get(chunk.hash, -1):
+                raise BadFrame(
+                    f"part {chunk.hash[:12]} has {chunk.size} bytes, announced were {wanted.get(chunk.hash)}"
+                )
+            self.cache.write(chunk)
+            travelled += len(chunk.data)
+        return travelled
 
     def send(self, run: int, files: Mapping[str, Path], cancel: Cancel) -> int:
         """Send whole files under their hashes; returns the bytes. Errors as ``fetch``."""
-        failures = 0
-        while files:
-            try:
+        for attempt in attempts(cancel) if files else ():
+            with attempt:
                 future = self._stub.PutNodeParts.future(_chunks(run, files, cancel), metadata=self._metadata)
                 with self._lock:
                     self._call = future
                 self._result(future)
-                return sum(path.stat().st_size for path in files.values())
-            except ConnectionFailed:
-                failures = self._failed(failures, cancel)
-        return 0
+        return sum(path.stat().st_size for path in files.values())
 
-    def _failed(self, failures: int, cancel: Cancel) -> int:
-        cancel.check()
-        if failures + 1 >= ATTEMPTS:
-            raise ConnectionFailed(f"{self._address} could not be reached in {ATTEMPTS} attempts")
-        cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0**failures))
-        return failures + 1
-
-    def _watched(self, call: Any) -> Iterator[pb.PartChunk]:
+    def _get(self, run: int, lacking: list[tuple[str, int]]) -> Iterator[Chunk]:
+        request = pb.PartList(run=run, parts=[pb.Part(hash=name, offset=held) for name, held in lacking])
+        call = self._stub.GetNodeParts(request, metadata=self._metadata)
         with self._lock:
             self._call = call
         try:
-            yield from call
+            for chunk in call:
+                yield Chunk(chunk.hash, chunk.size, chunk.offset, chunk.data)
         except grpc.RpcError as error:
             raise self._told(error) from None
         finally:
@@ -139,7 +124,7 @@ class Parts:
     def _told(self, error: grpc.RpcError) -> AtollError:
         if getattr(error, "code", lambda: None)() is grpc.StatusCode.CANCELLED:
             return ConnectionFailed("the transfer was stopped")
-        return as_atoll_error(error, self._address)
+        return to_atoll_error(error, self._address)
 
 
 def _chunks(run: int, files: Mapping[str, Path], cancel: Cancel) -> Iterator[pb.PartChunk]:

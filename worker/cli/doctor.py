@@ -23,7 +23,8 @@ from protos import atoll_control_pb2_grpc as rpc
 from protos.app_words import clean
 from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
-from worker.control.calls import as_atoll_error, open_channel
+from protos.grpc_errors import to_atoll_error
+from worker.control.calls import open_channel
 from worker.control.enroll import greet
 from worker.machine.device import Device, device_rates, find_device, versions
 
@@ -278,7 +279,7 @@ def _measure_rates(config: WorkerConfig, report: Report, stub: Any, token: JoinT
             size = int(min(MOST_BYTES, max(FIRST_BYTES, first_bps / 8 * RATE_SECONDS)))
             rate_bps = size * 8 / max(measure(stub, metadata, size) - rtt_s, 1e-4)
         except grpc.RpcError as error:
-            raise as_atoll_error(error, config.entry_address) from None
+            raise to_atoll_error(error, config.entry_address) from None
         report.figures[f"{name}_bps"] = rate_bps
         found = f"{rate_bps / 1e6:.1f} Mbit/s ({size / 2**20:.1f} MiB)"
         if name == "up" and rate_bps < SLOW_UPLINK_BPS:
@@ -328,7 +329,7 @@ def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToke
                 pb.ReachRequest(port=port), timeout=ECHO_TIMEOUT_S, metadata=token.metadata if token else ()
             )
         except grpc.RpcError as error:
-            raise as_atoll_error(error, config.entry_address) from None
+            raise to_atoll_error(error, config.entry_address) from None
     report.figures["inbound_reachable"] = bool(reply.reachable)
     if reply.reachable:
         report.add("inbound", Mark.OK, f"the coordinator reaches {clean(reply.host, 60)}:{port}")

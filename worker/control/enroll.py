@@ -25,8 +25,9 @@ from protos.credentials import (
     signing_request,
     verify_certificate,
 )
+from protos.grpc_errors import to_atoll_error
 from worker.config import WorkerConfig, join_address
-from worker.control.calls import answer, as_atoll_error, open_channel
+from worker.control.calls import answer, open_channel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -117,7 +118,7 @@ def greet(
     try:
         reply: pb.HelloReply = answer(stub.Hello.future(request, timeout=timeout_s), stopped)
     except grpc.RpcError as error:
-        raise as_atoll_error(error, address, ca_pem) from None
+        raise to_atoll_error(error, address, ca_pem) from None
     took_s = time.perf_counter() - started_s
     if reply.protocol != PROTOCOL_VERSION:
         raise ProtocolMismatch(
@@ -179,7 +180,7 @@ def _enter(
         call = stub.Enroll.future(request, timeout=CALL_TIMEOUT_S, metadata=token.metadata if token else ())
         enrolled: pb.EnrollReply = answer(call, stopped)
     except grpc.RpcError as error:
-        raise as_atoll_error(error, config.entry_address) from None
+        raise to_atoll_error(error, config.entry_address) from None
     address = join_address(config.host, enrolled.work_port or reply.work_port)
     if ca is None:
         return Membership(enrolled.worker, None, address, offset_s)

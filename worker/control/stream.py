@@ -18,7 +18,7 @@ import grpc
 from atoll.errors import AtollError, ConnectionFailed
 from protos import atoll_apps_pb2 as apps_pb
 from protos import atoll_control_pb2 as pb
-from worker.control.calls import as_atoll_error
+from protos.grpc_errors import to_atoll_error
 from worker.transport.grpc_streams import DialledWire
 
 if TYPE_CHECKING:
@@ -132,4 +132,4 @@ class Stream:
         call = self._wire.call
         if call is None or call.is_active():  # what came could not be handled here
             return ConnectionFailed(f"the session with {self._address} ended: {self._why}")
-        return None if call.code() is grpc.StatusCode.OK else as_atoll_error(call, self._address)
+        return None if call.code() is grpc.StatusCode.OK else to_atoll_error(call, self._address)

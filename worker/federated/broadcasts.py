@@ -21,7 +21,8 @@ from worker import blobs
 
 if TYPE_CHECKING:
     from compressors.container import Metas
-    from worker.blobs import BlobCache, BlobPort
+    from protos.blob_transfer import BlobPort
+    from worker.blobs import BlobCache
     from worker.cancel import Cancel
 
 log = structlog.get_logger()

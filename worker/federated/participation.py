@@ -43,9 +43,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compressors.container import Stored
+    from protos.blob_transfer import BlobPort
     from strategies.base import ClientUpdate
     from strategies.layout import Array
-    from worker.blobs import BlobCache, BlobPort
+    from worker.blobs import BlobCache
     from worker.cancel import Cancel
 
 SECRET_FILE = "secret"  # noqa: S105 - a file's name

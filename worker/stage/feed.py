@@ -22,14 +22,13 @@ from atoll.execute import DTYPES
 from atoll.indices import Range, index_ranges
 from atoll.opdag import DTYPE_BYTES, FLOATING
 from atoll.value_guards import out_of_range, sound_bools
+from protos.retries import progressed, retrying
 from worker.cancel import Cancel
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta, TensorMeta
     from atoll.program import StageProgram
 
-RETRY_FIRST_S = 0.2
-RETRY_MOST_S = 5.0
 POLL_S = 0.2
 
 
@@ -131,29 +130,29 @@ class Feed:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        failures = 0
-        while True:
+        try:
+            for attempt in retrying(sleep=self._pause):
+                with attempt:
+                    while (step := self._due()) is not None:
+                        self._fetch_step(step)
+                        progressed(attempt)
+        except AtollError as error:
             with self._changed:
-                while not self._closed and (
-                    self._next >= self._oldest + self._window or self._next >= self._steps
-                ):
-                    self._changed.wait()
-                if self._closed:
-                    return
-                step = self._next
-            try:
-                self._fetch_step(step)
-                failures = 0
-            except ConnectionFailed:
-                failures += 1
-                with self._changed:
-                    pause = min(RETRY_MOST_S, RETRY_FIRST_S * 2.0 ** min(failures, 16))
-                    self._changed.wait_for(lambda: self._closed, pause)
-            except AtollError as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
+                self._error = error
+                self._changed.notify_all()
+
+    def _due(self) -> int | None:
+        """The step to fetch next, once there is room for it; None when closed."""
+        with self._changed:
+            while not self._closed and (
+                self._next >= self._oldest + self._window or self._next >= self._steps
+            ):
+                self._changed.wait()
+            return None if self._closed else self._next
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, seconds)
 
     def _fetch_step(self, step: int) -> None:
         for arrived in self._fetch(False, tuple(self._rules), step, 1):
@@ -181,11 +180,10 @@ def held_out(
         for _ in range(n_batches):
             yield {}
         return
-    done, failures = 0, 0
-    while done < n_batches:
-        cancel.check()
-        current: dict[str, Tensor] = {}
-        try:
+    done = 0
+    for attempt in retrying(sleep=cancel.wait):
+        with attempt:
+            current: dict[str, Tensor] = {}
             for arrived in fetch(True, tuple(rules), 0, 1):
                 cancel.check()
                 if arrived.micro < done:
@@ -193,12 +191,10 @@ def held_out(
                 current[arrived.input] = _checked(arrived, rules)
                 if len(current) == len(rules):
                     yield current
-                    done, current, failures = done + 1, {}, 0
+                    done, current = done + 1, {}
+                    progressed(attempt)
             if done < n_batches:
                 raise BadFrame(f"held-out data has {done} micro-batches, {n_batches} are declared")
-        except ConnectionFailed:
-            failures += 1
-            cancel.wait(min(RETRY_MOST_S, RETRY_FIRST_S * 2.0 ** min(failures, 16)))
 
 
 def _checked(arrived: Arrived, rules: Mapping[str, InputRule]) -> Tensor:

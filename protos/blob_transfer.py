@@ -1,0 +1,204 @@
+"""Content-addressed blobs to and from the coordinator's store, resumable both ways.
+
+Of a blob that broke off only the rest travels. Memory holds a piece at a time of what is read from files;
+where blobs go, and how much of each is there, is the caller's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+
+from atoll.errors import ConnectionFailed
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.grpc_errors import to_atoll_error
+from protos.retries import progressed
+
+if TYPE_CHECKING:
+    from tenacity import AttemptManager, Retrying
+
+BLOBS_A_REQUEST = 10_000
+CALL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [offset, offset + len(data)) of a blob of ``size`` bytes."""
+
+    hash: str
+    size: int
+    offset: int
+    data: bytes
+
+
+class BlobPort(Protocol):
+    """The blob store as its users see it; every method raises ConnectionFailed when cut off and StorageError
+    when the store refuses."""
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        """Chunks of each (hash, offset) in turn."""
+        ...
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        """Hash -> bytes already there, of those that are not whole."""
+        ...
+
+    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
+        """Store what is not there yet; which blobs have become whole, or were."""
+        ...
+
+
+class BlobsOverGrpc:
+    """``BlobPort`` over one channel, with the caller's credentials."""
+
+    def __init__(self, channel: grpc.Channel, metadata: Sequence[tuple[str, str]], address: str) -> None:
+        self._stub: Any = rpc.BlobsStub(channel)
+        self._metadata, self._address = metadata, address
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        request = pb.BlobList(blobs=[pb.BlobRef(hash=name, offset=offset) for name, offset in wanted])
+        call = self._stub.Get(request, metadata=self._metadata)
+        try:
+            for chunk in call:
+                yield Chunk(chunk.hash, chunk.size, chunk.offset, chunk.data)
+        except grpc.RpcError as error:
+            raise to_atoll_error(error, self._address) from None
+        finally:
+            call.cancel()
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for first in range(0, len(hashes), BLOBS_A_REQUEST):
+            part = hashes[first : first + BLOBS_A_REQUEST]
+            request = pb.BlobList(blobs=[pb.BlobRef(hash=name) for name in part])
+            try:
+                reply = self._stub.Missing(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+            except grpc.RpcError as error:
+                raise to_atoll_error(error, self._address) from None
+            found |= {blob.hash: blob.offset for blob in reply.blobs}
+        return found
+
+    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
+        failure: list[BaseException] = []
+
+        def messages() -> Iterator[pb.BlobChunk]:
+            try:
+                for c in chunks:
+                    yield pb.BlobChunk(hash=c.hash, size=c.size, offset=c.offset, data=c.data)
+            except BaseException as error:
+                failure.append(error)  # grpc would only say that iterating failed
+                raise
+
+        try:
+            reply = self._stub.Put(messages(), metadata=self._metadata)
+        except grpc.RpcError as error:
+            if failure:
+                raise failure[0] from None
+            raise to_atoll_error(error, self._address) from None
+        return frozenset(blob.hash for blob in reply.blobs)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBlob:
+    """A blob to upload, read when it is needed: ``read(offset)`` gives its bytes from there on in pieces."""
+
+    hash: str
+    size: int
+    read: Callable[[int], Iterable[bytes]]
+
+    @classmethod
+    def of(cls, read: Callable[[], bytes], piece_bytes: int) -> LocalBlob:
+        """The blob that ``read`` returns; it must return the same bytes every time."""
+        data = read()
+
+        def pieces(offset: int) -> Iterator[bytes]:
+            data = read()
+            for at in range(offset, max(len(data), 1), piece_bytes):
+                yield data[at : at + piece_bytes]
+
+        return cls(hashlib.sha256(data).hexdigest(), len(data), pieces)
+
+    @classmethod
+    def of_file(cls, path: Path, name: str, size: int, piece_bytes: int) -> LocalBlob:
+        """The blob in a file whose hash is known."""
+
+        def pieces(offset: int) -> Iterator[bytes]:
+            with path.open("rb") as file:
+                file.seek(offset)
+                while piece := file.read(piece_bytes):
+                    yield piece
+
+        return cls(name, size, pieces)
+
+
+def upload(
+    port: BlobPort,
+    blobs: Iterable[LocalBlob],
+    attempts: Retrying,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    before: Callable[[int], None] = lambda nbytes: None,
+    new: bool = False,
+) -> int:
+    """Send what the store lacks, from where an earlier upload ended; returns the bytes that travelled.
+
+    ``progress(bytes done, bytes in all)`` is called as it goes, ``before(nbytes)`` in front of every piece.
+    ``new``: the store cannot have any of them, so that question's round trip is saved. Raises StorageError
+    (a full store) and ConnectionFailed, and what ``before`` raises.
+    """
+    by_hash = {blob.hash: blob for blob in blobs}
+    total = sum(blob.size for blob in by_hash.values())
+    sent = furthest = 0
+
+    def chunks(missing: Mapping[str, int], attempt: AttemptManager) -> Iterator[Chunk]:
+        nonlocal sent, furthest
+        done = total - sum(by_hash[name].size - offset for name, offset in missing.items())
+        progress(done, total)
+        for name, offset in missing.items():
+            for piece in by_hash[name].read(offset):
+                before(len(piece))
+                yield Chunk(name, by_hash[name].size, offset, piece)
+                offset += len(piece)
+                sent += len(piece)
+                done += len(piece)
+                progress(done, total)
+                if done > furthest:
+                    furthest = done
+                    progressed(attempt)
+
+    for attempt in attempts:
+        with attempt:
+            found = dict.fromkeys(by_hash, 0) if new else port.missing(list(by_hash))
+            new = False
+            missing = {h: min(offset, by_hash[h].size) for h, offset in found.items() if h in by_hash}
+            if missing and not missing.keys() <= set(port.put(chunks(missing, attempt))):
+                # A store that never has it must not be asked for ever.
+                raise ConnectionFailed(f"the store did not keep {len(missing)} blobs that were sent")
+    progress(total, total)
+    return sent
+
+
+def fetch(
+    get: Callable[[list[tuple[str, int]]], Iterable[Chunk]],
+    lacking: Callable[[], list[tuple[str, int]]],
+    attempts: Retrying,
+) -> Iterator[Chunk]:
+    """Yield chunks until ``lacking()``, pairs of a hash and the bytes that are there, is empty.
+
+    Goes on after a lost connection; ConnectionFailed after so many attempts without a new chunk. What
+    arrives is not checked here.
+    """
+    for attempt in attempts:
+        with attempt:
+            while wanted := lacking():
+                for chunk in get(wanted):
+                    yield chunk
+                    progressed(attempt)
+                if lacking() == wanted:
+                    raise ConnectionFailed(f"the store sent nothing of {len(wanted)} blobs")
