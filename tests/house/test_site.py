@@ -144,7 +144,7 @@ def test_a_diagram_has_an_arrow_for_each_change_that_can_be_reached() -> None:
         "    red --> green: Switched",
         "    green --> red: Switched",
     ]
-    assert "| green | `Lifted` | the phase before |" in diagrams.rows(LAMP)
+    assert "| green | `Lifted` | depends on the state |" in diagrams.rows(LAMP)
 
 
 @pytest.mark.parametrize("name", diagrams.MACHINES)
