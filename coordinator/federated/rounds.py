@@ -338,6 +338,8 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
     """Go on once every evaluation is there that the next round must wait for."""
     if state.asked or waits_for_owner(state):
         return state, []
+    if state.asking and len(state.ready) < least(state):  # those who were asked are gone
+        return gather(replace(state, asking=False, hold_until_s=now_s), now_s)
     if state.asking:
         return choose(state, now_s)
     todo: list[Todo] = []

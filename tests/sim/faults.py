@@ -169,11 +169,11 @@ class LossyWeather(Fault):
 
 @dataclass(frozen=True)
 class Repeats(Fault):
-    """A third of all messages arrives once more, up to seconds later: no peer is trusted not to do that."""
+    """Half of all messages arrive once more, up to seconds later: no peer is trusted not to do that."""
 
     def strike(self, world: World) -> None:
-        world.network.repeats = 0.33
-        world.clock.after(self.seconds, lambda: setattr(world.network, "repeats", 0.0))
+        world.network.repeats = 0.5
+        world.clock.after(4 * self.seconds, lambda: setattr(world.network, "repeats", 0.0))
 
 
 WEIGHTS: dict[type[Fault], int] = {

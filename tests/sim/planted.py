@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.federated import machine as federated
 from coordinator.federated.state import FederationState, FromClient
-from coordinator.messages import instructions as do
+from coordinator.messages import batch as batches
 from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
@@ -72,20 +72,12 @@ def stale_version_accepted(patch: pytest.MonkeyPatch) -> None:
 
 def fact_after_consequence(patch: pytest.MonkeyPatch) -> None:
     """Workers hear of what is written afterwards."""
-    honest_do, honest_handle = Coordinator._do, Coordinator._handle
 
     def bug(self: Coordinator) -> None:
-        handle, caused = self.scheduler.handle, list[Sequence[do.Instruction]]()
-        self.scheduler.handle = lambda event, now_s: caused.append(handle(event, now_s)) or caused[-1]  # type: ignore
-        try:
-            honest_handle(self)
-        finally:
-            del self.scheduler.handle
-        for instructions in caused:
-            for instruction in instructions:
-                if isinstance(instruction, do.SendTo) and isinstance(instruction.message, do.CommitStep):
-                    self.performed(instruction)
-                    honest_do(self, instruction)
+        batch, self._events = self._events, []
+        caused = [self.scheduler.handle(event, self.clock.now_s) for event in batch]
+        self._perform(caused, durable=True)
+        self.after(self.folder.write_s, lambda: self._write(batches.facts(caused)))
 
     patch.setattr(Coordinator, "_handle", bug)
 
