@@ -58,7 +58,7 @@ FATAL = (AccessDenied, ProtocolMismatch)
 EXPECTED_DIAL_S = 10.0
 STEP_PHASES = frozenset(
     {machine.Phase.TRAINING, machine.Phase.WAITING, machine.Phase.APPLYING, machine.Phase.EVALUATING}
-    | {machine.Phase.TAKING_PART, machine.Phase.LEARNING, machine.Phase.TESTING}
+    | {machine.Phase.ENROLLED, machine.Phase.TRAINING_ROUND, machine.Phase.EVALUATING_ROUND}
 )
 
 
