@@ -8,21 +8,27 @@ PACKAGES := atoll coordinator worker protos strategies compressors lab
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
 BENCHMARKS := oracle planner transport messages commit codecs lossless_real sparse_formats gpu prediction \
 	pipeline_vs_torch schedules two_parts adaptive_compression link_adaptation vs_flower convergence \
-	federated_bandwidth federated_mnist
+	federated_bandwidth federated_mnist code_lines
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
 TEST_PROCESSES ?= 2
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+# One wing's tests, of each package that has a wing of this name: make test WING=planning, or WING=worker/links.
+WING ?=
+FOLDERS := $(if $(WING),$(wildcard tests/$(WING)/ tests/*/$(WING)/),tests)
+WINGS := $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard coordinator/*/__init__.py worker/*/__init__.py)))))
+DOCS_STAMP := $(VENV)/.docs-installed
 
-.PHONY: help venv demo test test-all fuzz check format bench protos clean
+.PHONY: help venv demo test test-all folders fuzz check format bench protos docs clean
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
-	@echo "make test      the default tests (make test-all: the slow ones too)"
+	@echo "make test      the default tests (make test-all: the slow ones too); of one wing: WING=planning"
 	@echo "make fuzz      hostile ops through a worker's own path for an hour (FUZZ='--seconds 60 --op lstm')"
 	@echo "make check     formatting, lint, types and the arrows between packages"
 	@echo "make bench     every benchmark, figures on the last line of each; what needs root or a GPU says so"
+	@echo "make docs      the site, in build/site"
 	@echo "make venv      only set up $(VENV)"
 	@echo "make protos    regenerate the wire schema's code"
 	@echo "make clean     remove what was built, $(VENV) too"
@@ -46,11 +52,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(TEST_ENV) $(BIN)/python -m examples.demo
 
-test: $(STAMP)
-	$(PYTEST) -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu"
+folders:
+	@test -n "$(FOLDERS)" || { echo "no folder tests/*/$(WING); the wings are: $(WINGS)"; exit 1; }
 
-test-all: $(STAMP)
-	$(PYTEST)
+test: folders $(STAMP)
+	$(PYTEST) -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu" $(FOLDERS)
+
+test-all: folders $(STAMP)
+	$(PYTEST) $(FOLDERS)
 
 FUZZ ?= --seconds 3600
 fuzz: $(STAMP)
@@ -60,7 +69,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(foreach package,$(PACKAGES),-p $(package))
-	$(BIN)/mypy -p benchmarks -p examples
+	$(BIN)/mypy -p benchmarks -p examples -p docs.pages
 	$(BIN)/lint-imports
 
 format: $(STAMP)
@@ -76,6 +85,14 @@ bench: $(STAMP)
 protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. \
 		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy $(PROTOS)
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "installing the site's tools"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -37,6 +37,15 @@ class StageSpec:
         return self.workers[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one worker of a plan runs; its number among the plan's places is the worker's rank."""
+
+    worker: str
+    stage: int
+    replica: int
+
+
 class Mask(StrEnum):
     """Which elements of a gradient a sparse codec sends back over the link that carried its value."""
 
@@ -110,6 +119,21 @@ class Plan:
     left_out: tuple[tuple[str, str], ...] = ()  # (worker, why)
     prediction: Prediction | None = field(default=None, compare=False)
     recompute: Recompute = Recompute.OFF  # decided: never AUTO
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every worker's place by rank: replica after replica, the stages of each in their order."""
+        replicas = max((len(stage.workers) for stage in self.stages), default=0)
+        return tuple(
+            Place(stage.workers[replica], at, replica)
+            for replica in range(replicas)
+            for at, stage in enumerate(self.stages)
+            if replica < len(stage.workers)
+        )
+
+    def rank_of(self, worker: str) -> int | None:
+        """Return the rank that ``worker`` has, None when the plan does not use it."""
+        return next((rank for rank, place in enumerate(self.places) if place.worker == worker), None)
 
     def actions(self, stage: int) -> tuple[Action, ...]:
         """What stage ``stage`` runs in a step, in order."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from compressors import acp_sgd, make_compressor
+from compressors import make_compressor
 from compressors.base import meta_of
-from compressors.factors import orthonormal, sketch
-from compressors.gaussian_k import GaussianK
+from compressors.contrib import acp_sgd
+from compressors.contrib.factors import orthonormal, sketch
+from compressors.contrib.gaussian_k import GaussianK
 from compressors.indices import decode_positions, encode_positions
 from compressors.packing import empty, flat
 from compressors.random_k import draw_positions

@@ -1,7 +1,7 @@
 """Tensor -> Packet -> tensor: how a link spends its bytes.
 
-A new codec: its file, one entry in ``catalogue.py``, one line in docs/compression.md; the
-conformance tests find it. Importing this package alone does not load torch.
+A new codec: its file (in ``contrib/`` until a policy chooses it), one entry in ``catalogue.py``, one line
+in docs/compression.md; the conformance tests find it. Importing this package alone does not load torch.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from atoll.plan import LinkSpec, Plan
 from coordinator.aggregation.supervisor import Aggregators
 from coordinator.config import CoordinatorConfig
 from coordinator.federated.driver import FederatedDriver
+from coordinator.messages import batch as batches
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import Fact, JobEnded, Ledger, to_record
@@ -42,17 +43,6 @@ BATCH = 256
 RETRY_STORAGE_S = 1.0
 COMMITS_KEPT = 64
 CLOSE_WITHIN_S = 5.0  # to say what is queued to a worker whose session ends; it may have stopped reading
-_FOR_PEOPLE = (do.Measured, do.Notify, do.Log, do.SweepBlobs)
-_CONSEQUENCES = (
-    do.CommitStep,
-    do.StartStep,
-    do.AssignStage,
-    do.Participate,
-    do.TrainRound,
-    do.EvaluateRound,
-    do.RoundTaken,
-)
-
 log = structlog.get_logger()
 
 
@@ -191,17 +181,15 @@ class Shell:
                 # Our own mistake: say so, and keep serving everybody else.
                 log.exception("scheduler.broke", event_kind=type(posted.event).__name__)
                 _resolve(posted, error)
-        facts = [i.fact for _, instructions in todo for i in instructions if isinstance(i, do.Journal)]
+        caused = [instructions for _, instructions in todo]
+        facts = batches.facts(caused)
         failure = self._write(facts, now_s)
-        later: list[do.Instruction] = []
         for posted, instructions in todo:
-            for instruction in instructions:
-                if isinstance(instruction, _FOR_PEOPLE):
-                    later.append(instruction)
-                elif failure is None or not _consequence(instruction):
-                    self._attempt(instruction, now_s)
+            for instruction in batches.consequences(instructions, durable=failure is None):
+                self._attempt(instruction, now_s)
             _resolve(posted, failure if any(isinstance(i, do.Journal) for i in instructions) else None)
             self._note_commit(posted, instructions)
+        later = batches.words(caused)
         ended = [fact.job for fact in facts if isinstance(fact, JobEnded)]
         if later or ended:
             # What people read waits until the sessions have begun to say what workers wait for.
@@ -298,8 +286,6 @@ class Shell:
                 self.aggregators.close(job)
             case do.DropBlobs(blobs):
                 self._spawn(self._drop_blobs(blobs))
-            case do.Journal():
-                pass  # written before anything of its batch was carried out
 
     def _send(self, worker: str, message: do.Message) -> None:
         outbox = self.outboxes.get(worker)
@@ -437,11 +423,6 @@ class Shell:
         """Log what a replay brought back."""
         jobs = [s.phase for s in self.scheduler.jobs.values() if s.phase not in ENDED]
         log.info(Name.JOURNAL_REPLAYED.value, records=records, unfinished_jobs=len(jobs))
-
-
-def _consequence(instruction: do.Instruction) -> bool:
-    """Whether a worker would act on facts that are not on the disk."""
-    return isinstance(instruction, do.SendTo) and isinstance(instruction.message, _CONSEQUENCES)
 
 
 def _resolve(posted: _Posted, failure: Exception | None) -> None:

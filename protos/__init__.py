@@ -2,7 +2,7 @@
 
 import os
 
-PROTOCOL_VERSION = 2  # join tokens travel in metadata, before any message
+PROTOCOL_VERSION = 3  # workers report the instruction set that they compute with
 
 # gRPC's event engine reads sockets in threads of its own and wakes ours for each message. Without it the
 # thread that waits for messages reads the socket: between workers a quarter less CPU time a message and 15 %

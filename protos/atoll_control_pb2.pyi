@@ -209,6 +209,7 @@ class DeviceFacts(_message.Message):
     PLATFORM_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
     QUOTA_PERIOD_S_FIELD_NUMBER: _builtins.int
+    INSTRUCTIONS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """cpu | cuda"""
     model: _builtins.str
@@ -225,6 +226,8 @@ class DeviceFacts(_message.Message):
     """CPU cores that the worker may use at once; less than 1 under a quota, ..."""
     quota_period_s: _builtins.float
     """... which counts anew this often; 0 without one"""
+    instructions: _builtins.str
+    """of the CPU that torch uses, such as AVX2: with them, results are the same bits"""
     def __init__(
         self,
         *,
@@ -239,10 +242,11 @@ class DeviceFacts(_message.Message):
         platform: _builtins.str = ...,
         cores: _builtins.float = ...,
         quota_period_s: _builtins.float = ...,
+        instructions: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "platform", b"platform", "python_version", b"python_version", "quota_period_s", b"quota_period_s", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["atoll_version", b"atoll_version", "cores", b"cores", "instructions", b"instructions", "kind", b"kind", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "platform", b"platform", "python_version", b"python_version", "quota_period_s", b"quota_period_s", "threads", b"threads", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,8 +31,8 @@ from compressors.base import (
     meta_of,
     parse_packet,
 )
-from compressors.chain import Chain, KeepLargest, Zstd
-from compressors.chunk_topk import ChunkTopK
+from compressors.contrib.chain import Chain, KeepLargest, Zstd
+from compressors.contrib.chunk_topk import ChunkTopK
 from compressors.error_feedback import ErrorFeedback
 from compressors.random_k import RandomK
 from compressors.topk import TopK

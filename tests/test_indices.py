@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
 from compressors.bits import Ints, pack, pack_ones, packed_bytes, unpack, unpack_ones
+from compressors.contrib.ranking import decode_ranks, encode_ranks, plan_ranks
 from compressors.indices import (
     INDEX_CODECS,
     MAX_POSITIONS,
@@ -23,7 +24,6 @@ from compressors.indices import (
     max_encoded_bytes,
     rice_parameter,
 )
-from compressors.ranking import decode_ranks, encode_ranks, plan_ranks
 
 NAMES = [codec.name for codec in INDEX_CODECS]
 PARTIAL = [name for name in NAMES if name != "all"]

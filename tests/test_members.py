@@ -56,7 +56,7 @@ def test_a_worker_without_a_stage_may_be_silent_longer() -> None:
 
 def test_a_suspect_that_is_heard_again_keeps_its_stage() -> None:
     member = after((0.0, Admitted()), (0.0, AssignedTo("j", 2)), (1.6, Tick()), (1.7, Heard()))
-    assert (member.phase, member.job, member.stage) == (Phase.ASSIGNED, "j", 2)
+    assert (member.phase, member.job, member.rank) == (Phase.ASSIGNED, "j", 2)
 
 
 def test_a_broken_connection_is_death_unless_it_returns_at_once() -> None:

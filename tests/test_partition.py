@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from atoll.device_class import DeviceClass
 from atoll.errors import NotEnoughMemory, NoWorkers, UsageError
 from atoll.job import Precision, Recompute, TrainingSpec
 from atoll.microbatch import ScheduleName
@@ -339,3 +340,14 @@ def test_only_what_fits_no_other_way_recomputes_more():
 def with_memory(fleet: Fleet, n_bytes: int) -> Fleet:
     devices = tuple(replace(device, memory_limit_bytes=n_bytes) for device in fleet.devices)
     return replace(fleet, devices=devices)
+
+
+def test_a_plan_over_two_classes_of_devices_says_that_it_is_not_bit_equal_elsewhere():
+    fleet = two_islands()
+    classes = [DeviceClass("cpu AVX2", "2.13.0", 1 + at % 2) for at in range(len(fleet.devices))]
+    devices = tuple(replace(d, device_class=c) for d, c in zip(fleet.devices, classes, strict=True))
+    mixed = plan_for(chain_dag(3, 12), replace(fleet, devices=devices), "even").prediction.notes
+    assert any("cpu AVX2, torch 2.13.0, 1 thread; cpu AVX2, torch 2.13.0, 2 threads" in n for n in mixed)
+    alike = tuple(replace(d, device_class=classes[0]) for d in fleet.devices)
+    same = plan_for(chain_dag(3, 12), replace(fleet, devices=alike), "even").prediction.notes
+    assert not any("classes of devices" in note for note in same)

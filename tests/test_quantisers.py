@@ -14,6 +14,8 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors import make_compressor, rates
 from compressors.base import Packet
+from compressors.contrib.planes import Planes
+from compressors.contrib.stochastic import Dice, Rounder
 from compressors.packing import (
     CHUNK,
     empty,
@@ -26,8 +28,6 @@ from compressors.packing import (
     require_length,
     write_floats,
 )
-from compressors.planes import Planes
-from compressors.stochastic import Dice, Rounder
 from tests.codec_cases import FLOATS, normal, round_trip
 
 GOLDEN = [9661, 24876, 60747, 5725, 47552, 3968]

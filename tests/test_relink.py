@@ -29,14 +29,14 @@ from coordinator.messages.facts import Record as JournalRecord
 from coordinator.messages.instructions import CommitStep, Relink
 from coordinator.messages.jobs import (
     Dropped,
-    FromStage,
+    FromRank,
     JobState,
     LinksDue,
     Phase,
     Point,
     Record,
     Relinked,
-    ToStages,
+    ToRanks,
 )
 from coordinator.pipeline import relink
 from coordinator.pipeline.driver import PipelineDriver
@@ -80,7 +80,7 @@ def test_the_next_commit_says_it_two_steps_ahead_after_it_is_on_the_disk() -> No
     facts = [t.fact for t in todo if isinstance(t, Record)]
     assert LinksChanged("j", 2, 3, COARSE, "measured 5 Mbit/s, chosen for 50") in facts
     at = [type(t) for t in todo]
-    assert at.index(ToStages) > max(i for i, kind in enumerate(at) if kind is Record)
+    assert at.index(ToRanks) > max(i for i, kind in enumerate(at) if kind is Record)
     assert [t.relink for t in todo if isinstance(t, LinksDue)] == [commit.relink]
     assert state.version == 1
 
@@ -114,18 +114,18 @@ def test_what_follows_the_last_old_step_is_heard_after_the_change() -> None:
     assert state.version == 2
     assert commits(todo)[0].store
     for stage in range(STAGES):
-        state, todo = step(state, FromStage(stage, StateStored("j", 1, 2, {f"w{stage}": "ab" * 32})))
+        state, todo = step(state, FromRank(stage, StateStored("j", 1, 2, {f"w{stage}": "ab" * 32})))
     assert state.checkpoint.step == 3
-    state, todo = step(state, FromStage(2, EvalReady("j", 1, 2, 1.5)))
+    state, todo = step(state, FromRank(2, EvalReady("j", 1, 2, 1.5)))
     assert state.eval_loss == 1.5
-    broken, _ = step(state, FromStage(0, StageFailed("j", 1, 2, "could not apply")))
+    broken, _ = step(state, FromRank(0, StageFailed("j", 1, 2, "could not apply")))
     assert broken.phase is Phase.PAUSED
 
 
 def test_who_did_not_hear_the_commit_hears_the_change_with_it_again() -> None:
     state, first = said()
     _, todo = step(state, ready(1, 1))
-    again = [t.message for t in todo if isinstance(t, ToStages)]
+    again = [t.message for t in todo if isinstance(t, ToRanks)]
     assert again == commits(first)
 
 
@@ -226,7 +226,7 @@ def test_both_losses_are_asked_for_where_values_lose_precision_and_only_there() 
         state, todo = round_of(state)
         asked.append(commits(todo)[0].evaluate_coded)
     assert asked == [True, False, False, False]
-    state, todo = step(state, FromStage(2, EvalReady("j", 1, 0, 1.5, coded_loss=1.25)))
+    state, todo = step(state, FromRank(2, EvalReady("j", 1, 0, 1.5, coded_loss=1.25)))
     points = {t.name: t.value for t in todo if isinstance(t, Point)}
     assert points["eval_loss"] == 1.5
     assert points["eval_loss_coded"] == 1.25

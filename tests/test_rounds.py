@@ -17,7 +17,7 @@ from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
 from coordinator.messages.instructions import CommitStep, DiscardStep, StartStep
-from coordinator.messages.jobs import Dropped, FromStage, JobState, Phase, Record, ReleaseAll, ToStages
+from coordinator.messages.jobs import Dropped, FromRank, JobState, Phase, Record, ReleaseAll, ToRanks
 from coordinator.pipeline import machine
 
 HASH = "ab" * 32
@@ -49,14 +49,14 @@ def loading(**changes: Any) -> JobState:
 def training(**changes: Any) -> JobState:
     state = loading(**changes)
     for stage in range(STAGES):
-        state, _ = step(state, FromStage(stage, Loaded("j", 1)))
+        state, _ = step(state, FromRank(stage, Loaded("j", 1)))
     assert state.phase is Phase.TRAINING
     return state
 
 
-def ready(stage: int, at: int, **changes: Any) -> FromStage:
+def ready(stage: int, at: int, **changes: Any) -> FromRank:
     loss = 2.0 if stage == STAGES - 1 else None
-    return FromStage(stage, StepReady(**{"job": "j", "version": 1, "step": at, "loss": loss, **changes}))
+    return FromRank(stage, StepReady(**{"job": "j", "version": 1, "step": at, "loss": loss, **changes}))
 
 
 def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[jobs.Todo]]:
@@ -69,16 +69,16 @@ def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[jobs.
 
 
 def commits(todo: list[jobs.Todo]) -> list[CommitStep]:
-    return [t.message for t in todo if isinstance(t, ToStages) and isinstance(t.message, CommitStep)]
+    return [t.message for t in todo if isinstance(t, ToRanks) and isinstance(t.message, CommitStep)]
 
 
 def test_training_starts_when_every_stage_is_loaded() -> None:
     state = loading()
     for stage in (2, 0):
-        state, todo = step(state, FromStage(stage, Loaded("j", 1)))
+        state, todo = step(state, FromRank(stage, Loaded("j", 1)))
         assert todo == []
-    state, todo = step(state, FromStage(1, Loaded("j", 1)))
-    assert todo == [ToStages(StartStep("j", 1, 0))]
+    state, todo = step(state, FromRank(1, Loaded("j", 1)))
+    assert todo == [ToRanks(StartStep("j", 1, 0))]
     assert state.phase is Phase.TRAINING
 
 
@@ -102,7 +102,7 @@ def evaluated_after(state: JobState) -> list[int]:
         state, todo = committed(state)
         found += [c.step + 1 for c in commits(todo) if c.evaluate]
         if state.awaiting_eval is not None:
-            state, _ = step(state, FromStage(2, EvalReady("j", state.version, state.awaiting_eval - 1, 1.5)))
+            state, _ = step(state, FromRank(2, EvalReady("j", state.version, state.awaiting_eval - 1, 1.5)))
     return found
 
 
@@ -113,7 +113,7 @@ def linked(codec: str, at: int = 0, **changes: Any) -> JobState:
     for event in (jobs.Picked("go"), jobs.Profiled(), planned):
         state, _ = step(state, event)
     for stage in range(STAGES):
-        state, _ = step(state, FromStage(stage, Loaded("j", 1)))
+        state, _ = step(state, FromRank(stage, Loaded("j", 1)))
     return state
 
 
@@ -158,8 +158,8 @@ def test_a_report_of_another_plan_or_step_is_dropped() -> None:
 def test_who_did_not_hear_the_last_commit_is_told_again() -> None:
     state, _ = committed(training())
     state, todo = step(state, ready(1, 0))
-    assert [t for t in todo if isinstance(t, ToStages)] == [
-        ToStages(CommitStep("j", 1, 0, 1.0, store=False, evaluate=False, last=False), 1)
+    assert [t for t in todo if isinstance(t, ToRanks)] == [
+        ToRanks(CommitStep("j", 1, 0, 1.0, store=False, evaluate=False, last=False), 1)
     ]
 
 
@@ -171,7 +171,7 @@ def test_the_flags_follow_the_declared_intervals() -> None:
         seen.append(next((c.store, c.evaluate, c.last) for c in commits(todo)))
         if state.awaiting_eval is not None:
             at = state.awaiting_eval - 1
-            state, _ = step(state, FromStage(2, EvalReady("j", 1, at, 1.5)))
+            state, _ = step(state, FromRank(2, EvalReady("j", 1, at, 1.5)))
     assert seen == [
         (False, False, False),
         (False, True, False),
@@ -188,8 +188,8 @@ def test_a_plan_without_an_evaluation_cut_never_evaluates() -> None:
     assert not commits(todo)[0].evaluate
 
 
-def stored(stage: int, at: int) -> FromStage:
-    return FromStage(stage, StateStored("j", 1, at, {f"w{stage}": f"{at}{stage}" * 32}))
+def stored(stage: int, at: int) -> FromRank:
+    return FromRank(stage, StateStored("j", 1, at, {f"w{stage}": f"{at}{stage}" * 32}))
 
 
 def test_a_checkpoint_counts_only_when_every_stage_has_stored_it() -> None:
@@ -224,7 +224,7 @@ def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
     for stage in range(STAGES):
         state, _ = step(state, stored(stage, 0))
     assert state.phase is Phase.EVALUATING
-    state, todo = step(state, FromStage(2, EvalReady("j", 1, 0, 1.25)))
+    state, todo = step(state, FromRank(2, EvalReady("j", 1, 0, 1.25)))
     assert (state.phase, state.eval_loss) == (Phase.FINISHED, 1.25)
     assert any(isinstance(t, Record) and isinstance(t.fact, JobEnded) for t in todo)
     assert any(isinstance(t, ReleaseAll) for t in todo)
@@ -241,7 +241,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_job_with_its_checkpoint
     state, todo = step(state, ready(2, 1, **changes))
     assert state.phase is Phase.FAILED
     assert "last good checkpoint is of step 1" in state.reason
-    discards = [t.message for t in todo if isinstance(t, ToStages)]
+    discards = [t.message for t in todo if isinstance(t, ToRanks)]
     assert [type(d) for d in discards] == [DiscardStep]
     assert state.checkpoint.step == 1
 
@@ -268,7 +268,7 @@ def test_a_lost_stage_pauses_the_job_and_the_next_plan_goes_on_from_the_checkpoi
 def test_a_stage_that_always_fails_fails_the_job() -> None:
     state = loading()
     for version in range(2, 20):
-        state, _ = step(state, FromStage(0, StageFailed("j", version - 1, 0, "out of memory")))
+        state, _ = step(state, FromRank(0, StageFailed("j", version - 1, 0, "out of memory")))
         if state.phase is Phase.FAILED:
             break
         for event in (jobs.Picked("go"), jobs.Profiled(), jobs.Planned(plan(version))):
@@ -313,13 +313,13 @@ def test_clipping_uses_the_norm_over_all_stages() -> None:
 
 
 EVENTS = st.one_of(
-    st.builds(lambda s, v: FromStage(s, Loaded("j", v)), st.integers(0, 3), st.integers(0, 2)),
+    st.builds(lambda s, v: FromRank(s, Loaded("j", v)), st.integers(0, 3), st.integers(0, 2)),
     st.builds(
         lambda s, t, v: ready(s, t, version=v), st.integers(0, 3), st.integers(0, 4), st.integers(0, 2)
     ),
-    st.builds(lambda s, t: FromStage(s, EvalReady("j", 1, t, 1.0)), st.integers(0, 2), st.integers(0, 4)),
+    st.builds(lambda s, t: FromRank(s, EvalReady("j", 1, t, 1.0)), st.integers(0, 2), st.integers(0, 4)),
     st.builds(stored, st.integers(0, 2), st.integers(0, 4)),
-    st.builds(lambda s: FromStage(s, StageFailed("j", 1, 0, "x")), st.integers(0, 2)),
+    st.builds(lambda s: FromRank(s, StageFailed("j", 1, 0, "x")), st.integers(0, 2)),
 )
 
 

@@ -12,10 +12,10 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors import CODECS, make_compressor
 from compressors.base import Compressor, Packet, meta_of
-from compressors.chain import Chain, DefaultChain, KeepLargest, Zstd
-from compressors.chunk_topk import ChunkTopK
-from compressors.dct_topk import DctTopK
-from compressors.gaussian_k import GaussianK
+from compressors.contrib.chain import Chain, DefaultChain, KeepLargest, Zstd
+from compressors.contrib.chunk_topk import ChunkTopK
+from compressors.contrib.dct_topk import DctTopK
+from compressors.contrib.gaussian_k import GaussianK
 from compressors.random_k import RandomK, draw_positions
 from compressors.selection import all_finite
 from compressors.topk import TopK

@@ -288,6 +288,7 @@ class Daemon:
             python_version=known["python"],
             atoll_version=known["atoll"],
             platform=known["platform"],
+            instructions=device.instructions,
         )
         return pb.FromWorker(
             introduction=pb.Introduction(

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
 
-NO_STAGE = -1
 RESTART_GRACE_S = 15.0  # for the clients of a running job to come back after our restart
 
 
@@ -272,7 +271,7 @@ class FederatedDriver:
             if wrong is not None:
                 self._turn_down(job, worker, wrong)
                 continue
-            self.effects.move(worker, members.AssignedTo(job, NO_STAGE))
+            self.effects.move(worker, members.AssignedTo(job, members.NO_RANK))
             trip = self.effects.roster.ops.rtt_s.get(worker)
             latency_s = min(trip) / 2 if trip else 0.0
             self.step(job, fed.Invited(worker, facts.n_samples, latency_s))

@@ -14,6 +14,7 @@ from atoll.transitions import Transitions
 from coordinator.config import Liveness
 
 _HISTORY = 8
+NO_RANK = -1
 
 
 class Phase(StrEnum):
@@ -60,15 +61,15 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class AssignedTo:
-    """A stage of ``job`` was given to it; with stage -1 it takes part in a federated one."""
+    """``job`` has a use for it: the rank in a plan of the job's, or NO_RANK where nothing is cut."""
 
     job: str
-    stage: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """It holds no stage any more."""
+    """Its job has no use for it any more."""
 
     reason: str
 
@@ -103,7 +104,7 @@ class Member:
     since_s: float
     lost_s: float | None = None  # when its connection broke
     job: str = ""
-    stage: int = -1
+    rank: int = NO_RANK
     before: Phase = Phase.JOINED  # what it was before it became suspect
     history: tuple[tuple[float, Phase, str], ...] = ()
 
@@ -207,14 +208,14 @@ def _watch(member: Member, event: Tick, now_s: float, timing: Liveness) -> Membe
 @TRANSITIONS.on(Phase.POOL, Phase.ASSIGNED)
 def _assign(member: Member, event: AssignedTo, now_s: float, timing: Liveness) -> Member:
     # An assigned one gets the next version of its job's plan.
-    placed = replace(member, job=event.job, stage=event.stage)
-    what = f"stage {event.stage} of {event.job}" if event.stage >= 0 else f"takes part in {event.job}"
+    placed = replace(member, job=event.job, rank=event.rank)
+    what = f"rank {event.rank} of {event.job}" if event.rank != NO_RANK else f"takes part in {event.job}"
     return _to(placed, Phase.ASSIGNED, what, now_s)
 
 
 @TRANSITIONS.on(*Phase)
 def _release(member: Member, event: Released, now_s: float, timing: Liveness) -> Member:
-    free = replace(member, job="", stage=-1)
+    free = replace(member, job="", rank=NO_RANK)
     if member.phase is Phase.SUSPECT:
         before = Phase.POOL if member.before is Phase.ASSIGNED else member.before
         return replace(free, before=before)

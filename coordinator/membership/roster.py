@@ -209,6 +209,7 @@ class Roster:
             handling_scale=known.handling.value,
             coordinator=self.ops.round_trip(worker),
             codec_speeds=dict(known.introduction.codec_speeds),
+            device_class=known.introduction.device_class,
         )
 
     def codecs_timed(self, worker: str, speeds: Mapping[str, tuple[float, float]]) -> str | None:

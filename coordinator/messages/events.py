@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from atoll.device_class import DeviceClass
 from atoll.federated import DatasetFacts
 from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
@@ -46,6 +47,13 @@ class Introduction:
     codecs: tuple[str, ...] = ()
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # encode, decode bytes/s
     datasets: tuple[DatasetFacts, ...] = ()  # registered there for federated training
+    instructions: str = ""  # of the CPU that torch uses, such as AVX2
+
+    @property
+    def device_class(self) -> DeviceClass:
+        """The class of machines that compute the same bits as this one."""
+        device = f"cpu {self.instructions}" if self.kind == "cpu" else self.model
+        return DeviceClass(device, self.torch_version, self.threads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,8 @@ class ExpectPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class StagePeer:
-    stage: int
+class RankPeer:
+    rank: int
     worker: str
     addresses: Addresses
     dial: bool
@@ -60,10 +60,10 @@ class AssignStage:
     job: str
     spec: JobSpec
     plan: Plan
-    stage: int
+    rank: int
     first_step: int
     tensors: Mapping[str, str]
-    peers: tuple[StagePeer, ...]
+    peers: tuple[RankPeer, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,10 +77,10 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class FromStage(Generic[MessageT]):
-    """A message of the worker that holds ``stage`` under the current plan."""
+class FromRank(Generic[MessageT]):
+    """A message of the worker that has ``rank`` under the current plan."""
 
-    stage: int
+    rank: int
     message: MessageT
 
 
@@ -112,7 +112,7 @@ class Relinked:
 
 
 Event = (
-    Picked | Waits | Profiled | Planned | FromStage[StageMessage] | StageLost | Cancelled | Broken | Relinked
+    Picked | Waits | Profiled | Planned | FromRank[StageMessage] | StageLost | Cancelled | Broken | Relinked
 )
 
 # ---------------------------------------------------------------- what is to be done
@@ -126,16 +126,16 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class ToStages:
-    """One message to every stage, or to ``stage`` alone."""
+class ToRanks:
+    """One message to every rank of the plan, or to ``rank`` alone."""
 
     message: StartStep | CommitStep | DiscardStep
-    stage: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AssignAll:
-    """Give every stage of the plan to its worker."""
+    """Give every rank of the plan what it is to run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class LinksDue:
     reason: str
 
 
-Todo = Record | ToStages | AssignAll | ReleaseAll | Point | Dropped | LinksDue
+Todo = Record | ToRanks | AssignAll | ReleaseAll | Point | Dropped | LinksDue
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,7 @@ class JobState:
     ready: Mapping[int, StepReady] = field(default_factory=dict)
     last_commit: CommitStep | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running
-    stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(
-        default_factory=dict
-    )  # step -> stage -> ...
+    stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
     eval_loss: float | None = None
     coded_loss: float | None = None  # the same, through the links' codecs
@@ -207,8 +205,12 @@ class JobState:
     lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
 
     @property
-    def n_stages(self) -> int:
-        return len(self.plan.stages) if self.plan else 0
+    def n_ranks(self) -> int:
+        return len(self.plan.places) if self.plan else 0
+
+    def rank_of(self, worker: str) -> int | None:
+        """Return the rank that the job's plan gives a worker, None when it gives it none."""
+        return self.plan.rank_of(worker) if self.plan else None
 
     @property
     def steps(self) -> int:

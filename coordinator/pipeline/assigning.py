@@ -1,4 +1,4 @@
-"""What a worker is told when it is given a stage. Pure."""
+"""What a worker needs to know of its place in a plan, and of those whom it talks to. Pure."""
 
 from __future__ import annotations
 
@@ -8,37 +8,35 @@ from coordinator.messages import instructions as do
 from coordinator.messages.jobs import JobState
 
 
-def stage_of(state: JobState, worker: str) -> int | None:
-    """The stage that ``worker`` holds, None when it holds none."""
-    for at, spec in enumerate(state.plan.stages if state.plan else ()):
-        if spec.worker == worker:
-            return at
-    return None
-
-
-def assignment(state: JobState, stage: int, roster: Roster) -> do.AssignStage:
-    """A stage of the adopted plan, with where its tensors are and whom it talks to."""
+def assignment(state: JobState, rank: int, roster: Roster) -> do.AssignStage:
+    """Return the message that gives a rank of the adopted plan its stage."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
-    neighbours = _neighbours(state.plan, stage)
+    places, neighbours = state.plan.places, _neighbours(state.plan, rank)
     peers = tuple(
-        _peer(roster, state.plan.stages[stage].worker, at, spec.worker, stage)
-        for at, spec in enumerate(state.plan.stages)
-        if at in neighbours
+        _peer(roster, places[rank].worker, other, place.worker, rank)
+        for other, place in enumerate(places)
+        if other in neighbours
     )
     return do.AssignStage(
-        state.job, state.spec, state.plan, stage, state.step, dict(state.checkpoint.tensors), peers
+        state.job, state.spec, state.plan, rank, state.step, dict(state.checkpoint.tensors), peers
     )
 
 
-def _neighbours(plan: Plan, stage: int) -> set[int]:
-    """Stages that this one exchanges tensors with; two that accept no connections may be in one
-    plan as long as nothing goes between them. A plan that names no links may use any."""
+def _neighbours(plan: Plan, rank: int) -> set[int]:
+    """Ranks that this one exchanges tensors with: its replica's, in stages that a link joins to its own.
+
+    Two that accept no connections may be in one plan as long as nothing goes between them. A plan that
+    names no links may use any.
+    """
+    places = plan.places
+    mine = places[rank]
     ends = [{link.source, link.target} for link in plan.links] or [set(range(len(plan.stages)))]
-    return set().union(*(pair for pair in ends if stage in pair)) - {stage}
+    stages = set().union(*(pair for pair in ends if mine.stage in pair)) - {mine.stage}
+    return {at for at, place in enumerate(places) if place.replica == mine.replica and place.stage in stages}
 
 
-def _peer(roster: Roster, me: str, at: int, peer: str, stage: int) -> do.StagePeer:
-    """The lower stage dials where both can be reached, else whoever can reach the other."""
+def _peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:
+    """The lower rank dials where both can be reached, else whoever can reach the other."""
     mine, theirs = roster.addresses(me, peer), roster.addresses(peer, me)
-    dial = bool(theirs) and (stage < at or not mine)
-    return do.StagePeer(at, peer, theirs, dial)
+    dial = bool(theirs) and (my_rank < rank or not mine)
+    return do.RankPeer(rank, peer, theirs, dial)

@@ -19,11 +19,11 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     would count the same slowness twice; and other codecs than foretold may be in use by now.
     """
     prediction = state.plan.prediction if state.plan is not None else None
-    if prediction is None or len(prediction.stages) != state.n_stages or len(state.step_times_s) < 2:
+    if prediction is None or len(prediction.stages) != state.n_ranks or len(state.step_times_s) < 2:
         return  # the first step of a plan loads caches, and knows no optimizer step before it
-    usual_s = sum(told.compute_s for told in prediction.stages) / state.n_stages
-    for stage, report in state.reports.items():
-        told = prediction.stages[stage]
+    usual_s = sum(told.compute_s for told in prediction.stages) / state.n_ranks
+    for rank, report in state.reports.items():
+        told = prediction.stages[rank]
         # What a stage of a few views takes is all overhead and says nothing of larger ones.
         if told.worker in roster.workers and told.compute_s >= TELLING_SHARE * usual_s:
             measured_s = report.forward_s + report.backward_s + report.optimizer_s
@@ -39,9 +39,9 @@ def learn(roster: Roster, state: JobState, *, follows: bool) -> None:
     if follows:
         return
     foretold = _with_ends(prediction)
-    for stage, report in state.reports.items():
+    for rank, report in state.reports.items():
         for carried in report.links:
-            link = foretold.get((prediction.stages[stage].worker, carried.peer))
+            link = foretold.get((prediction.stages[rank].worker, carried.peer))
             if link is not None:
                 roster.transferred(state.job, link, carried)
 

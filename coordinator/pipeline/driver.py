@@ -25,7 +25,7 @@ from coordinator.messages.jobs import (
     Cancelled,
     Dropped,
     Event,
-    FromStage,
+    FromRank,
     JobState,
     LinksDue,
     Phase,
@@ -37,11 +37,11 @@ from coordinator.messages.jobs import (
     ReleaseAll,
     StageLost,
     Todo,
-    ToStages,
+    ToRanks,
     Waits,
 )
 from coordinator.pipeline import machine
-from coordinator.pipeline.assigning import assignment, stage_of
+from coordinator.pipeline.assigning import assignment
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.profiling import Hold, Profiling
@@ -108,7 +108,7 @@ class PipelineDriver:
         elif record.version:
             reason = f"the coordinator was restarted; goes on from step {checkpoint.step}"
             state = replace(state, phase=Phase.PAUSED, reason=reason)
-            workers = frozenset(s.worker for s in record.plan.stages) if record.plan else frozenset()
+            workers = frozenset(place.worker for place in record.plan.places) if record.plan else frozenset()
             self.profiling.holds[job] = Hold(self.effects.now_s + RESTART_GRACE_S, workers)
         self._put(state)
 
@@ -147,7 +147,7 @@ class PipelineDriver:
         if not self.profiling.awaited(event.job, event.attempt):
             return
         plan, idle = event.plan, set(self.effects.roster.idle())
-        missing = [s.worker for s in plan.stages if s.worker not in idle]
+        missing = [place.worker for place in plan.places if place.worker not in idle]
         if missing or self.effects.storage:
             why = self.effects.storage or f"{missing[0]} went away while the plan was made"
             self._step(event.job, Waits(why))
@@ -183,7 +183,7 @@ class PipelineDriver:
 
     def uses(self, job: str, worker: str) -> bool:
         """Whether the worker holds a stage of the job."""
-        return stage_of(self.jobs[job], worker) is not None
+        return self.jobs[job].rank_of(worker) is not None
 
     def keeps(self, job: str) -> bool:
         """Whether a worker that is not this job's may go on holding it: never."""
@@ -192,18 +192,18 @@ class PipelineDriver:
     def admitted(self, worker: str) -> None:
         """Release the stage that a worker which was away may still hold: it would refuse to be measured."""
         for state in self.jobs.values():
-            if state.phase not in ENDED and stage_of(state, worker) is not None:
+            if state.phase not in ENDED and state.rank_of(worker) is not None:
                 reason = "the stage was taken back while you were away"
                 self.effects.send(worker, do.ReleaseStage(state.job, state.version, reason))
 
     def reconnected(self, job: str, worker: str) -> None:
         """Repeat what was under way to a worker; its own last words it repeats itself."""
         state = self.jobs[job]
-        stage = stage_of(state, worker)
-        if stage is None:
+        rank = state.rank_of(worker)
+        if rank is None:
             return
-        if state.phase is Phase.LOADING and stage not in state.loaded:
-            self.effects.send(worker, assignment(state, stage, self.effects.roster))
+        if state.phase is Phase.LOADING and rank not in state.loaded:
+            self.effects.send(worker, assignment(state, rank, self.effects.roster))
         elif state.phase in STEPPING and state.last_commit is None:
             self.effects.send(worker, do.StartStep(state.job, state.version, state.step))
         elif state.last_commit is not None:
@@ -212,7 +212,7 @@ class PipelineDriver:
     def lost(self, job: str, worker: str, reason: str) -> None:
         """Go on without a worker that is gone, or must not be used any more."""
         state = self.jobs[job]
-        if state.phase in RUNNING and stage_of(state, worker) is not None:
+        if state.phase in RUNNING and state.rank_of(worker) is not None:
             self._step(job, StageLost(reason))
 
     def heard(self, worker: str, message: ev.JobMessage) -> None:
@@ -227,9 +227,9 @@ class PipelineDriver:
             if wrong is not None:
                 self.effects.quarantine(worker, wrong)
                 return
-        stage = stage_of(state, worker)
-        if stage is None:
-            why = f"of {worker}, which holds no stage of {message.job}"
+        rank = state.rank_of(worker)
+        if rank is None:
+            why = f"of {worker}, which has no rank in {message.job}"
             self.effects.drop(type(message).__name__, why)
             return
         if isinstance(message, ev.StageFailed) and message.lost_peer and current(state, message.version):
@@ -240,7 +240,7 @@ class PipelineDriver:
             odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
             self.effects.quarantine(worker, f"{worker} stored {odd!r}, which {state.job} does not have")
             return
-        self._step(message.job, FromStage(stage, message))
+        self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
 
@@ -353,10 +353,10 @@ class PipelineDriver:
                 self.effects.record(fact)
                 if isinstance(fact, CheckpointStored):
                     self.effects.emit(do.SweepBlobs())
-            case ToStages(message, stage):
-                for at, spec in enumerate(state.plan.stages if state.plan else ()):
-                    if stage is None or stage == at:
-                        self.effects.send(spec.worker, message)
+            case ToRanks(message, rank):
+                for at, place in enumerate(state.plan.places if state.plan else ()):
+                    if rank is None or rank == at:
+                        self.effects.send(place.worker, message)
             case LinksDue():
                 self._links_due(state, todo)
             case AssignAll():
@@ -370,16 +370,16 @@ class PipelineDriver:
                 self.effects.drop("stage message", why, state.job)
 
     def _assign(self, state: JobState) -> None:
-        for stage, spec in enumerate(state.plan.stages if state.plan else ()):
-            self.effects.move(spec.worker, members.AssignedTo(state.job, stage))
-            self.effects.send(spec.worker, assignment(state, stage, self.effects.roster))
+        for rank, place in enumerate(state.plan.places if state.plan else ()):
+            self.effects.move(place.worker, members.AssignedTo(state.job, rank))
+            self.effects.send(place.worker, assignment(state, rank, self.effects.roster))
 
     def _release(self, state: JobState, reason: str) -> None:
-        for spec in state.plan.stages if state.plan else ():
-            worker = self.effects.roster.workers.get(spec.worker)
+        for place in state.plan.places if state.plan else ():
+            worker = self.effects.roster.workers.get(place.worker)
             if worker is not None and worker.member.job == state.job:
-                self.effects.send(spec.worker, do.ReleaseStage(state.job, state.version, reason))
-                self.effects.move(spec.worker, members.Released(f"released by {state.job}"))
+                self.effects.send(place.worker, do.ReleaseStage(state.job, state.version, reason))
+                self.effects.move(place.worker, members.Released(f"released by {state.job}"))
 
     def _links_due(self, state: JobState, due: LinksDue) -> None:
         """Log once for each link that changes: from what, to what, from which step on, and why."""

@@ -35,7 +35,7 @@ from coordinator.messages.jobs import (
     Cancelled,
     Dropped,
     Event,
-    FromStage,
+    FromRank,
     JobState,
     LinksDue,
     Phase,
@@ -48,7 +48,7 @@ from coordinator.messages.jobs import (
     Relinked,
     StageLost,
     Todo,
-    ToStages,
+    ToRanks,
     Waits,
 )
 from coordinator.pipeline import link_policy, relink
@@ -71,14 +71,14 @@ def step(state: JobState, event: Event, now_s: float) -> Outcome:
     A stage's message that the phase does not know is dropped with its reason; an event of our
     own that it does not know raises LookupError.
     """
-    kind = type(event.message) if isinstance(event, FromStage) else type(event)
+    kind = type(event.message) if isinstance(event, FromRank) else type(event)
     transition = TRANSITIONS.get((state.phase, kind))
-    if isinstance(event, FromStage):
+    if isinstance(event, FromRank):
         stale = _stale(state, event)
         if stale:
             return state, [Dropped(stale)]
         if transition is None:
-            return state, [Dropped(f"{kind.__name__} of stage {event.stage} while {state.phase.value}")]
+            return state, [Dropped(f"{kind.__name__} of rank {event.rank} while {state.phase.value}")]
     if transition is None:
         raise LookupError(f"{state.job}: {kind.__name__} while {state.phase.value} ({state.reason})")
     return transition(state, event, now_s)
@@ -98,14 +98,14 @@ def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
     return min(1.0, clip_norm / (math.sqrt(total) + _CLIP_EPS))
 
 
-def _stale(state: JobState, event: FromStage[StageMessage]) -> str | None:
+def _stale(state: JobState, event: FromRank[StageMessage]) -> str | None:
     message = event.message
     assigned = state.lineage[0][0] if state.lineage else state.version
     version = assigned if isinstance(message, Loaded) else _version_at(state, message.step)
     if message.version != version:
         return f"{type(message).__name__} of plan {message.version}, now {version}"
-    if not 0 <= event.stage < state.n_stages:
-        return f"{type(message).__name__} of stage {event.stage} of {state.n_stages}"
+    if not 0 <= event.rank < state.n_ranks:
+        return f"{type(message).__name__} of rank {event.rank} of {state.n_ranks}"
     return None
 
 
@@ -168,13 +168,13 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
 
 
 @TRANSITIONS.on(Phase.LOADING)
-def _load(state: JobState, event: FromStage[Loaded], now_s: float) -> Outcome:
-    if event.stage in state.loaded:
-        return state, [Dropped(f"stage {event.stage} reports loading twice")]
-    loaded = state.loaded | {event.stage}
-    waiting = state.n_stages - len(loaded)
+def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
+    if event.rank in state.loaded:
+        return state, [Dropped(f"rank {event.rank} reports loading twice")]
+    loaded = state.loaded | {event.rank}
+    waiting = state.n_ranks - len(loaded)
     if waiting:
-        reason = f"{waiting} of {state.n_stages} stages are loading"
+        reason = f"{waiting} of {state.n_ranks} stages are loading"
         return replace(state, loaded=loaded, reason=reason), []
     reason = f"training with plan {state.version}"
     begun = replace(
@@ -185,33 +185,33 @@ def _load(state: JobState, event: FromStage[Loaded], now_s: float) -> Outcome:
         begun_s=now_s,
         store_due_s=now_s + CHECKPOINT_EVERY_S,
     )
-    return begun, [ToStages(StartStep(state.job, state.version, state.step))]
+    return begun, [ToRanks(StartStep(state.job, state.version, state.step))]
 
 
 # ---------------------------------------------------------------- steps
 
 
 @TRANSITIONS.on(*STEPPING)
-def _ready(state: JobState, event: FromStage[StepReady], now_s: float) -> Outcome:
+def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome:
     report = event.message
     if report.step != state.step:
-        return state, _late(state, event.stage, report.step)
-    if event.stage in state.ready:
-        return state, [Dropped(f"stage {event.stage} reports step {report.step} twice")]
-    ready = {**state.ready, event.stage: report}
+        return state, _late(state, event.rank, report.step)
+    if event.rank in state.ready:
+        return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
+    ready = {**state.ready, event.rank: report}
     if not report.finite or (report.loss is not None and not math.isfinite(report.loss)):
-        return _diverged(state, event.stage, report)
-    if len(ready) < state.n_stages:
+        return _diverged(state, event.rank, report)
+    if len(ready) < state.n_ranks:
         return replace(state, ready=ready), []
     return _commit(state, ready, now_s)
 
 
-def _late(state: JobState, stage: int, reported: int) -> list[Todo]:
+def _late(state: JobState, rank: int, reported: int) -> list[Todo]:
     """A stage that asks again about the last commit did not hear it: say it again."""
     last = state.last_commit
     if last is not None and last.step == reported:
-        return [Dropped(f"stage {stage} repeats step {reported}"), ToStages(last, stage)]
-    return [Dropped(f"stage {stage} reports step {reported}, step {state.step} is in flight")]
+        return [Dropped(f"rank {rank} repeats step {reported}"), ToRanks(last, rank)]
+    return [Dropped(f"rank {rank} reports step {reported}, step {state.step} is in flight")]
 
 
 def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Outcome:
@@ -220,7 +220,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     last = done >= training.steps
     evaluate = _can_evaluate(state) and (last or _evaluation_due(state, done))
     store = last or _store_due(state, done, now_s)
-    reports = [ready[stage] for stage in range(state.n_stages)]
+    reports = [ready[rank] for rank in range(state.n_ranks)]
     norms = [square for report in reports for square in report.square_norms]
     scale = clip_scale(norms, training.optimizer.clip_norm)
     loss = next((r.loss for r in reports if r.loss is not None), math.nan)
@@ -250,7 +250,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     todo: list[Todo] = [
         Record(StepCommitted(state.job, state.version, state.step, loss, now_s)),
         *_change_links(state, change),
-        ToStages(commit),
+        ToRanks(commit),
         Point(done, "loss", loss),
         Point(done, "learning_rate", training.learning_rate(state.step)),
     ]
@@ -298,21 +298,20 @@ def _evaluation_due(state: JobState, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _diverged(state: JobState, stage: int, report: StepReady) -> Outcome:
-    worker = state.plan.stages[stage].worker if state.plan else ""
+def _diverged(state: JobState, rank: int, report: StepReady) -> Outcome:
     what = "loss" if report.loss is not None and not math.isfinite(report.loss) else "a gradient"
     reason = (
-        f"{what} became {report.loss if what == 'loss' else 'not finite'} at step {state.step + 1} on stage "
-        f"{stage} ({worker}); the last good checkpoint is of step {state.checkpoint.step}; "
+        f"{what} became {report.loss if what == 'loss' else 'not finite'} at step {state.step + 1} on "
+        f"{_place(state, rank)}; the last good checkpoint is of step {state.checkpoint.step}; "
         "lower the learning rate or set a clip norm, then submit with --resume"
     )
     discard = DiscardStep(state.job, state.version, state.step, reason)
     ended, todo = _end(state, Phase.FAILED, reason)
-    return ended, [ToStages(discard), *todo]
+    return ended, [ToRanks(discard), *todo]
 
 
 @TRANSITIONS.on(Phase.EVALUATING)
-def _evaluated(state: JobState, event: FromStage[EvalReady], now_s: float) -> Outcome:
+def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Outcome:
     report = event.message
     # Workers name the step after which they evaluate by its index, counted from 0.
     done = report.step + 1
@@ -329,21 +328,23 @@ def _evaluated(state: JobState, event: FromStage[EvalReady], now_s: float) -> Ou
 
 
 @TRANSITIONS.on(*STEPPING, Phase.STORING)
-def _stored(state: JobState, event: FromStage[StateStored], now_s: float) -> Outcome:
+def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outcome:
     """A checkpoint is one only when every stage's tensors are in the store: manifest last."""
     report = event.message
     done = report.step + 1
     if report.error:
-        return _interrupt(state, f"stage {event.stage} could not store its state: {report.error}", True)
+        return _interrupt(
+            state, f"{_place(state, event.rank)} could not store its state: {report.error}", True
+        )
     parts = state.stores.get(done)
-    if parts is None or event.stage in parts:
-        return state, [Dropped(f"stage {event.stage} stored step {done}, which nobody awaits")]
-    parts = {**parts, event.stage: report.tensors}
-    if len(parts) < state.n_stages:
+    if parts is None or event.rank in parts:
+        return state, [Dropped(f"rank {event.rank} stored step {done}, which nobody awaits")]
+    parts = {**parts, event.rank: report.tensors}
+    if len(parts) < state.n_ranks:
         return replace(state, stores={**state.stores, done: parts}), []
     tensors = dict(state.checkpoint.tensors)
-    for stage in range(state.n_stages):
-        tensors.update(parts[stage])
+    for rank in range(state.n_ranks):
+        tensors.update(parts[rank])
     # An older checkpoint that is still incomplete will never be needed.
     rest = {at: value for at, value in state.stores.items() if at > done}
     wait_s = max(CHECKPOINT_EVERY_S, STORING_SHARE * (now_s - state.storing_s))
@@ -378,17 +379,23 @@ def _gap(state: JobState) -> str:
 
 
 @TRANSITIONS.on(*RUNNING)
-def _fail_stage(state: JobState, event: FromStage[StageFailed], now_s: float) -> Outcome:
+def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> Outcome:
     report = event.message
-    worker = state.plan.stages[event.stage].worker if state.plan else ""
     lost = f" (lost {report.lost_peer})" if report.lost_peer else ""
-    reason = f"stage {event.stage} on {worker} failed: {report.reason}{lost}"
+    reason = f"{_place(state, event.rank)} failed: {report.reason}{lost}"
     return _interrupt(state, reason, blamed=not report.lost_peer)
 
 
 @TRANSITIONS.on(*RUNNING)
 def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
     return _interrupt(state, event.reason, blamed=False)
+
+
+def _place(state: JobState, rank: int) -> str:
+    """Name a rank's stage and worker for people."""
+    assert state.plan is not None  # noqa: S101 - ranks are a plan's
+    place = state.plan.places[rank]
+    return f"stage {place.stage} on {place.worker}"
 
 
 def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:

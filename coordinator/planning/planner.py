@@ -84,10 +84,23 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     if request.eval_dag is not None:
         plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []
+    notes += _mixed_classes(problem, best)
     reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
     validate(plan, request.dag)
     return plan
+
+
+def _mixed_classes(problem: Problem, best: Scored) -> list[str]:
+    """Warn where the plan's machines do not all compute the same bits."""
+    devices = (problem.fleet.devices[at] for at in best.candidate.devices)
+    classes = sorted({str(device.device_class) for device in devices if device.device_class is not None})
+    if len(classes) < 2:
+        return []
+    return [
+        f"{len(classes)} classes of devices ({'; '.join(classes)}): a run on other machines agrees within "
+        "rounding, not bit for bit"
+    ]
 
 
 def _within_memory(given: Problem, partitioner: str, effort: Effort) -> tuple[Problem, Scored, str]:

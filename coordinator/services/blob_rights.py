@@ -18,7 +18,6 @@ from atoll.errors import StorageError
 from atoll.opdag import DTYPE_BYTES
 from coordinator.federated.driver import FederatedDriver
 from coordinator.messages.jobs import ENDED
-from coordinator.pipeline.assigning import stage_of
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.storage.graph_store import leaf_metas
 
@@ -106,8 +105,11 @@ def role_of(scheduler: Scheduler, graphs: GraphStore, worker: str) -> Role | Non
         case FederatedDriver():
             return ClientRole(driver.jobs[job])
         case PipelineDriver():
-            stage = stage_of(driver.jobs[job], worker)
-            return StageRole(driver.jobs[job], stage, graphs) if stage is not None else None
+            state = driver.jobs[job]
+            rank = state.rank_of(worker)
+            if state.plan is None or rank is None:
+                return None
+            return StageRole(state, state.plan.places[rank].stage, graphs)
     raise LookupError(f"{job}: no rights are known for what {type(driver).__name__} drives")
 
 

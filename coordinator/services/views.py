@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from atoll.plan import LinkSpec
 from coordinator.federated.driver import FederatedDriver
+from coordinator.membership.member import Member
 from coordinator.membership.roster import Worker, flops_of
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.driver import PipelineDriver
@@ -65,12 +66,12 @@ def job_update(
 
 
 def _stages(state: JobState, step_s: float | None) -> Iterable[pb.StageStatus]:
-    for at, stage in enumerate(state.plan.stages if state.plan else ()):
+    for at, place in enumerate(state.plan.places if state.plan else ()):
         report = state.reports.get(at)
         busy_s = report.forward_s + report.backward_s + report.optimizer_s if report else 0.0
         yield pb.StageStatus(
-            stage=at,
-            worker=stage.worker,
+            stage=place.stage,
+            worker=place.worker,
             busy_share=min(1.0, busy_s / step_s) if step_s else 0.0,
             forward_s=report.forward_s if report else 0.0,
             backward_s=report.backward_s if report else 0.0,
@@ -83,16 +84,17 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     if state.plan is None or not isinstance(driver, PipelineDriver):
         return
     step_s = state.step_times_s[-1] if state.step_times_s else 0.0
-    stage_of = {stage.worker: at for at, stage in enumerate(state.plan.stages)}
+    places = state.plan.places
+    stage_of = {place.worker: place.stage for place in places}
     specs = {(link.source, link.target): link for link in state.plan.links}
     for at, report in sorted(state.reports.items()):
-        source = state.plan.stages[at].worker
+        mine = places[at]
         for link in report.links:
             if not link.n_bytes:
                 continue
-            spec = specs.get((at, stage_of.get(link.peer, at)), LinkSpec(at, at))
+            spec = specs.get((mine.stage, stage_of.get(link.peer, mine.stage)), LinkSpec(0, 0))
             yield pb.LinkRate(
-                source=source,
+                source=mine.worker,
                 target=link.peer,
                 bps=link.n_bytes * 8 / step_s if step_s > 0 else 0.0,
                 bytes_per_step=link.n_bytes,
@@ -100,7 +102,7 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
                 ratio=spec.ratio,
                 reason=spec.reason,
                 dense_bytes_per_step=link.dense_bytes,
-                measured_bps=driver.adapting.measured_bps(state.job, (source, link.peer)),
+                measured_bps=driver.adapting.measured_bps(state.job, (mine.worker, link.peer)),
             )
 
 
@@ -115,12 +117,20 @@ def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerSta
         reason=worker.reason,
         device=_device(worker),
         job=member.job,
-        stage=member.stage,
+        stage=_stage_of(scheduler, member),
         gflops=_gflops(scheduler, name),
         seen_s_ago=max(0.0, now_s - member.seen_s),
         site=i.site,
         address=next((f"{host}:{port}" for host, port in i.addresses + i.nearby), ""),
     )
+
+
+def _stage_of(scheduler: Scheduler, member: Member) -> int:
+    """Return the stage that a member's rank runs, -1 where its job is not cut into stages."""
+    state = scheduler.jobs.get(member.job)
+    if state is None or state.plan is None or state.plan.rank_of(member.worker) is None:
+        return -1
+    return state.plan.places[member.rank].stage
 
 
 def _device(worker: Worker) -> pb.DeviceFacts:
@@ -135,6 +145,7 @@ def _device(worker: Worker) -> pb.DeviceFacts:
         python_version=i.python_version,
         atoll_version=i.atoll_version,
         platform=i.platform,
+        instructions=i.instructions,
     )
 
 

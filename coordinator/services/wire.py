@@ -47,6 +47,7 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         python_version=clean(device.python_version, 60),
         atoll_version=clean(device.atoll_version, 60),
         platform=clean(device.platform, 200),
+        instructions=clean(device.instructions, 60),
         addresses=tuple(
             (a.host and bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
             for a in bounds.count("peer addresses", m.peer_addresses, MAX_ADDRESSES)
@@ -310,7 +311,8 @@ def _commit(message: do.CommitStep) -> pb.StepCommit:
 
 
 def _assign(message: do.AssignStage, graphs: GraphStore) -> pb.Assign:
-    plan, stage = message.plan, message.stage
+    plan, places = message.plan, message.plan.places
+    stage = places[message.rank].stage
     both = graphs.programs(plan)
     found = graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
     mine = (both.train[stage], *both.evaluation[stage : stage + 1])
@@ -322,7 +324,8 @@ def _assign(message: do.AssignStage, graphs: GraphStore) -> pb.Assign:
         program=to_proto(both.train[stage]),
         plan=to_proto(plan),
         peers=[
-            pb.StagePeer(stage=p.stage, peer=_peer(p.worker, p.addresses), dial=p.dial) for p in message.peers
+            pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p.addresses), dial=p.dial)
+            for p in message.peers
         ],
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         metas=state_to_proto(states),

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = {"atoll": 0, "protos": 1, "strategies": 2, "compressors": 2, "coordinator": 3, "worker": 3}
-BESIDE = ("lab", "benchmarks", "examples", "tests")
+BESIDE = ("lab", "benchmarks", "examples", "docs", "tests")
 PURE = [
     "atoll/job.py",
     "atoll/opdag.py",
@@ -87,6 +87,16 @@ def test_imports_point_down(package: str) -> None:
             up = other in LEVELS and other != package and LEVELS[other] >= LEVELS[package]
             if up or other in BESIDE:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+
+
+def test_no_codec_that_a_policy_chooses_needs_one_of_contrib() -> None:
+    wrong = [
+        f"{path.name} imports {name}"
+        for path in sorted((ROOT / "compressors").glob("*.py"))
+        for name in _all_imports(path)
+        if name.startswith("compressors.contrib") and path.name != "catalogue.py"
+    ]
     assert wrong == []
 
 

@@ -16,6 +16,7 @@ from compressors.catalogue import CODECS, Use
 from coordinator.cli import main as cli
 from coordinator.client import fleet_file
 from coordinator.planning import planner
+from docs.pages import reference
 from protos import telemetry
 from worker.cli import main as worker_cli
 
@@ -151,14 +152,24 @@ def test_every_codec_has_a_row_in_the_table_that_says_what_it_is_valid_for(name:
 
 
 def test_links_between_the_docs_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    made = {DOCS / page for page in (*reference.PAGES, "decisions/index.md")}
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
         for page in pages
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
         if "://" not in target and not (page.parent / target).exists()
+        if (page.parent / target).resolve() not in made
     ]
     assert broken == []
+
+
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    named = re.findall(
+        r"`([\w./]+(?:\.py|\.proto|\.md|\.toml|\.txt|/))`", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert len(named) > 40
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
 
 
 def test_decisions_are_numbered_without_a_gap() -> None:

@@ -18,6 +18,7 @@ PACKAGES = (
     "lab",
     "benchmarks",
     "examples",
+    "docs",
 )
 MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 80

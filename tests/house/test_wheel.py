@@ -24,6 +24,12 @@ def test_the_project_file_names_the_six_packages_and_both_commands() -> None:
     assert project["project"]["license"] == "Apache-2.0"
 
 
+def test_every_package_has_its_types_and_ships_the_marker() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["*"]
+    assert [top for top in sorted(SIX) if not (ROOT / top / "py.typed").is_file()] == []
+
+
 def test_every_dependency_has_a_lower_bound_and_a_tested_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tested = {
@@ -58,7 +64,8 @@ def test_the_wheel_holds_exactly_the_six_packages(wheel: zipfile.ZipFile) -> Non
     names = wheel.namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == SIX
-    assert {"protos/atoll_job.proto", "protos/atoll_control.proto", "atoll/py.typed"} <= set(names)
+    assert {"protos/atoll_job.proto", "protos/atoll_control.proto"} <= set(names)
+    assert {f"{top}/py.typed" for top in SIX} <= set(names)
     assert not [name for name in names if "test" in name.lower().split("/")]
     sources = {str(p.relative_to(ROOT)) for top in SIX for p in (ROOT / top).rglob("*.py")}
     assert sources <= set(names)

@@ -39,6 +39,7 @@ class Device:
     threads: int
     memory_bytes: int  # physically there
     memory_limit_bytes: int  # the planner's budget
+    instructions: str = ""  # of the CPU, as torch uses them: results depend on them
 
     @property
     def torch_device(self) -> torch.device:
@@ -139,9 +140,8 @@ def _cpu(config: WorkerConfig, threads: int) -> Device:
     memory = psutil.virtual_memory()
     total = min(int(memory.total), _cgroup_limit() or int(memory.total))
     free = min(int(memory.available), total)
-    return Device(
-        "cpu", 0, _cpu_model(), threads, total, _limit(config.memory_bytes, free, total, "this machine")
-    )
+    limit = _limit(config.memory_bytes, free, total, "this machine")
+    return Device("cpu", 0, _cpu_model(), threads, total, limit, torch.backends.cpu.get_cpu_capability())
 
 
 def _limit(wanted: int, free: int, total: int, where: str) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from atoll.device_class import DeviceClass
 from coordinator.planning.costs.network import LinkEstimate, Uplink
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Device:
     coordinator: LinkEstimate = UNKNOWN
     # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    device_class: DeviceClass | None = None  # None: not known, of a fleet described in a file
 
     @property
     def label(self) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.errors import BadFrame
+from compressors.contrib.planes import Planes
+from compressors.contrib.stochastic import Rounder
 from compressors.fixed_rate import FixedRate
 from compressors.packing import Bytes, read_floats, write_floats
-from compressors.planes import Planes
 from compressors.rates import CHUNK, SCALE_BYTES, terngrad_bytes
-from compressors.stochastic import Rounder
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
 from compressors.catalogue import codec
-from compressors.factors import (
+from compressors.contrib.factors import (
     Matrix,
     dense_payload,
     dense_tensor,
@@ -35,8 +35,8 @@ from compressors.factors import (
     sketch,
     unpack,
 )
+from compressors.contrib.ranks import FACTOR_BYTES, acp_rank, gradient_matrix
 from compressors.packing import flat, read_params, require_float_packet, require_floats, zeros
-from compressors.ranks import FACTOR_BYTES, acp_rank, gradient_matrix
 
 START_SEED = 0x4143502D534744
 _STEP = struct.Struct("!Q")

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from atoll.errors import BadFrame
+from compressors.contrib.stochastic import Dice
 from compressors.fixed_rate import FixedRate
 from compressors.packing import Bytes, read_floats, write_floats
 from compressors.rates import CHUNK, natural_bytes
-from compressors.stochastic import Dice
 
 _MANTISSA_BITS = 23
 _INFINITE = 255 << _MANTISSA_BITS

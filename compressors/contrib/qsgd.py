@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from compressors.blocks import BlockScaler, multiply
+from compressors.contrib.planes import Planes
+from compressors.contrib.stochastic import Rounder
 from compressors.fixed_rate import FixedRate
 from compressors.packing import Bytes, read_floats, write_floats
-from compressors.planes import Planes
 from compressors.rates import CHUNK, MAX_RATIO_8_BIT, QSGD_BUCKET, qsgd_bytes
-from compressors.stochastic import Rounder
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from compressors.blocks import BlockScaler, multiply
+from compressors.contrib.planes import Planes
 from compressors.fixed_rate import FixedRate
 from compressors.packing import Bytes, Floats, read_floats, write_floats
-from compressors.planes import Planes
 from compressors.rates import CHUNK, INT4_BLOCK, int4_bytes
 
 if TYPE_CHECKING:

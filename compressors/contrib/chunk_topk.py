@@ -20,19 +20,13 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
 from compressors.bits import Ints, as_bytes
+from compressors.contrib.ranking import RankPlan, decode_ranks, encode_ranks, plan_ranks
+from compressors.contrib.sizes import CHUNK, chunk_bytes, chunk_kept, chunks_of
 from compressors.indices import decode_positions, encode_positions, expected_bytes, max_bytes
 from compressors.packing import Floats, require_floats
-from compressors.ranking import RankPlan, decode_ranks, encode_ranks, plan_ranks
 from compressors.selection import bits_of, largest_in_rows, values_at
 from compressors.sparse import Scattered
-from compressors.sparse_sizes import (
-    CHUNK,
-    VALUE_CODECS,
-    chunk_bytes,
-    chunk_kept,
-    chunks_of,
-    value_bytes,
-)
+from compressors.sparse_sizes import VALUE_CODECS, value_bytes
 from compressors.values import decode_values, encode_values
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, State, meta_of
 from compressors.catalogue import codec
-from compressors.factors import (
+from compressors.contrib.factors import (
     Matrix,
     dense_payload,
     dense_tensor,
@@ -30,8 +30,8 @@ from compressors.factors import (
     sketch,
     unpack,
 )
+from compressors.contrib.ranks import gradient_matrix, powersgd_rank
 from compressors.packing import flat, require_float_packet, require_floats, zeros
-from compressors.ranks import gradient_matrix, powersgd_rank
 
 START_SEED = 0x506F776572534744
 

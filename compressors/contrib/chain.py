@@ -33,10 +33,11 @@ from atoll.opdag import TensorMeta
 from compressors import make_compressor
 from compressors.base import MAX_HEADER_BYTES, Buffer, Compressor, Packet, State, meta_of
 from compressors.catalogue import CODECS
+from compressors.contrib.sizes import chain_kept, chain_size
 from compressors.indices import BY_NAME, decode_positions, encode_positions, max_encoded_bytes
 from compressors.packing import flat, require_floats, zeros
 from compressors.selection import bits_of, largest_in_rows
-from compressors.sparse_sizes import chain_kept, chain_size, rows_of
+from compressors.sparse_sizes import rows_of
 
 _LENGTH = struct.Struct("<I")
 _MAX_PARTS = 16

@@ -1,0 +1,49 @@
+"""In which order the shell carries out what a batch of events caused: facts, consequences, words for people.
+
+All facts of a batch are made durable first, with one write. Where that fails, nothing is sent that a worker
+would act upon as if they were. What people read comes last: no worker waits for it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Fact
+
+FOR_PEOPLE = (do.Measured, do.Notify, do.Log, do.SweepBlobs)
+CONSEQUENCES = (
+    do.CommitStep,
+    do.StartStep,
+    do.AssignStage,
+    do.Participate,
+    do.TrainRound,
+    do.EvaluateRound,
+    do.RoundTaken,
+)
+
+Caused = Sequence[do.Instruction]
+"""By one event, in the scheduler's order."""
+
+
+def facts(batch: Iterable[Caused]) -> list[Fact]:
+    """Return what has to be durable before anything of the batch is carried out."""
+    return [i.fact for caused in batch for i in caused if isinstance(i, do.Journal)]
+
+
+def consequences(caused: Caused, *, durable: bool) -> list[do.Instruction]:
+    """Return what is to be carried out at once; without the batch's facts, what does not rest on them."""
+    return [
+        i
+        for i in caused
+        if not isinstance(i, (*FOR_PEOPLE, do.Journal)) and (durable or not _rests_on_facts(i))
+    ]
+
+
+def words(batch: Iterable[Caused]) -> list[do.Instruction]:
+    """Return what is for people alone, and may wait until the rest is under way."""
+    return [i for caused in batch for i in caused if isinstance(i, FOR_PEOPLE)]
+
+
+def _rests_on_facts(instruction: do.Instruction) -> bool:
+    return isinstance(instruction, do.SendTo) and isinstance(instruction.message, CONSEQUENCES)
