@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from atoll.errors import StorageError, UsageError
+from protos.command_line import run
 from worker.cli import main as cli
 from worker.data import registry
 from worker.data.registry import add_dataset, known_facts, list_datasets, load_dataset, open_dataset
@@ -291,17 +292,17 @@ def test_the_commands_add_list_show_and_remove(
     schema = tmp_path / "schema.txt"
     schema.write_text("# what the model wants\n\nlabel:int64=labels\n")
     add = ["data", "add", "digits", str(folder), "--schema", "image=images", "--schema-file", str(schema)]
-    assert cli.run([*add, *state]) == 0
+    assert run(cli.app, [*add, *state]) == 0
     assert "image:uint8[4,5]" in capsys.readouterr().out
-    assert cli.run(["data", "list", "--json", *state]) == 0
+    assert run(cli.app, ["data", "list", "--json", *state]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert found["name"] == "digits"
     assert found["n_samples"] == 7
-    assert cli.run(["data", "show", "digits", "--verify", *state]) == 0
+    assert run(cli.app, ["data", "show", "digits", "--verify", *state]) == 0
     assert found["sha256"] in capsys.readouterr().out
-    assert cli.run([*add, *state]) == 2
+    assert run(cli.app, [*add, *state]) == 2
     assert "--replace" in capsys.readouterr().err
-    assert cli.run(["data", "remove", "digits", *state]) == 0
-    assert cli.run(["data", "show", "digits", *state]) == 2
+    assert run(cli.app, ["data", "remove", "digits", *state]) == 0
+    assert run(cli.app, ["data", "show", "digits", *state]) == 2
     assert "no data set 'digits'" in capsys.readouterr().err
     assert (folder / "images").exists()
