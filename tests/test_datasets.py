@@ -19,7 +19,7 @@ from worker.cli import main as cli
 from worker.data import registry
 from worker.data.registry import add_dataset, known_facts, list_datasets, load_dataset, open_dataset
 from worker.data.schema import parse_field
-from worker.data.sources import CSV_ROWS
+from worker.data.sources import CSV_ROWS, Form
 from worker.data.transforms import TRANSFORMS, BadValue, parse_transform, settle
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 4, 5), np.uint8)
@@ -77,7 +77,7 @@ def test_what_leaves_the_machine_names_no_file_value_or_hash(tmp_path: Path, fol
 def test_a_torn_idx_file_is_refused_with_its_sizes(tmp_path: Path, folder: Path, cut: int) -> None:
     (folder / "images").write_bytes(idx(IMAGES)[:cut])
     with pytest.raises(UsageError, match=r"images"):
-        add_dataset(tmp_path, "digits", folder, ["image=images"], format_name="idx")
+        add_dataset(tmp_path, "digits", folder, ["image=images"], Form("idx"))
     assert list_datasets(tmp_path) == ()
     assert not list((tmp_path / "data").glob("*"))
 
@@ -91,7 +91,7 @@ def test_fields_of_unequal_length_are_refused_with_both_numbers(tmp_path: Path, 
 def test_a_schema_may_not_lead_out_of_its_folder(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "secret").write_bytes(idx(LABELS))
     with pytest.raises(UsageError, match="has no"):
-        add_dataset(tmp_path, "digits", folder, ["x=../secret"], format_name="idx")
+        add_dataset(tmp_path, "digits", folder, ["x=../secret"], Form("idx"))
 
 
 def test_safetensors_need_no_schema(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from worker.links.timed import TimedNetwork
 from worker.stage import feed
 from worker.stage.assignment import Assignment, check
 from worker.stage.op_watch import OpWatch
-from worker.stage.run import LongWait, StageRun, codecs_of
+from worker.stage.run import LongWait, Meters, StageRun, codecs_of
 from worker.stage.stage import MAX_OUTPUT_BYTES, Stage
 
 if TYPE_CHECKING:
@@ -62,10 +62,8 @@ def load(
         links,
         _feed(assignment, context),
         _held_out(assignment, context),
-        context.spans,
-        context.progress,
-        cpu=context.cpu,
-        notice=notice,
+        Meters(context.spans, context.progress, context.cpu),
+        notice,
         watches=[OpWatch(e.program, found, e) for e, found in zip(stage.executors, costs, strict=True)],
     )
     try:

@@ -63,6 +63,7 @@ def add(
     (x1..x9), number (#3) or the rest (*); text, windows:LENGTH[,STRIDE], documents:LENGTH or document.
     """
     from worker.data.registry import add_dataset
+    from worker.data.sources import Form
 
     with byte_progress(f"reading {path.name}", quiet=json) as done:
         added = add_dataset(
@@ -70,9 +71,7 @@ def add(
             name,
             path,
             [*(schema or []), *_lines(schema_file)],
-            format_name=format_name,
-            delimiter=delimiter,
-            header=not no_header,
+            Form(format_name, delimiter, not no_header),
             replace=replace,
             progress=done,
         )
