@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import BadFrame, UsageError
 from atoll.job import (
-    DataField,
-    DataSpec,
     JobSpec,
-    Layout,
     Optimizer,
     OptimizerName,
     ParamGroup,

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import atoll
+from atoll.dataset_spec import DataSpec
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
-from atoll.job import DataSpec, JobSpec, TrainingSpec
+from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
 from coordinator.messages.facts import STATE, Record

@@ -15,6 +15,7 @@ LEVELS = {"atoll": 0, "protos": 1, "strategies": 2, "compressors": 2, "coordinat
 BESIDE = ("lab", "benchmarks", "examples", "docs", "tests")
 PURE = [
     "atoll/job.py",
+    "atoll/dataset_spec.py",
     "atoll/opdag.py",
     "atoll/ops.py",
     "atoll/plan.py",

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compressors.container import Stored
-    from strategies.base import ClientUpdate
+    from strategies.values import ClientUpdate
     from worker.cancel import Cancel
     from worker.context import WorkerContext
 
