@@ -17,7 +17,7 @@ import structlog
 from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
-from protos.app_words import clean
+from protos.text_limits import clean
 from worker.apps.parts import Parts
 from worker.apps.run import AppContext, HostedRun
 from worker.apps.store import AppStore

@@ -23,7 +23,7 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
 from protos.app_pipe import Gone
-from protos.app_words import Budget, clean
+from protos.text_limits import Budget, clean
 from worker.apps.code import AppCode, unpack
 from worker.apps.parts import Parts
 from worker.apps.process import AppProcess
