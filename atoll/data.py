@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import UsageError
-from atoll.job import DataField, DataSpec, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

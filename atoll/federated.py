@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from atoll.compression import ADATOPK, AUTO, OFF, Compression
 from atoll.data import Materialised, Rows
+from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
-from atoll.job import DataSpec
 from atoll.opdag import DTYPE_BYTES
 
 if TYPE_CHECKING:

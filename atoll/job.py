@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from atoll.compression import Compression
+from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 
 if TYPE_CHECKING:
@@ -192,35 +193,6 @@ class JobSpec:
     resume_of: str = ""  # job whose last checkpoint it continues
     hidden: tuple[str, ...] = ()  # of ``tensors``: no part of the state dict, so never exported
     federated: FederatedSpec | None = None
-
-
-class Layout(StrEnum):
-    """How a sample is cut from a field's stored tensor."""
-
-    ROWS = "rows"  # stored [N, ...]; sample i is row i
-    WINDOWS = "windows"  # stored [L]; sample i is [i*stride + offset, ... + length)
-
-
-@dataclass(frozen=True, slots=True)
-class DataField:
-    """One input of the DAG: its stored tensor and how samples are cut from it."""
-
-    input: str
-    blob: str  # safetensors, key "value"; may be of a narrower dtype than the input
-    layout: Layout
-    length: int = 0  # windows only
-    stride: int = 0
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DataSpec:
-    """Materialised data: ``n_samples`` in a seeded order, ``batch`` of them a micro-batch."""
-
-    fields: tuple[DataField, ...]
-    n_samples: int
-    batch: int
-    shuffle_seed: int | None = 0  # None: in stored order
 
 
 def stepwise_groups(names: Sequence[str], optimizer: Optimizer) -> dict[str, ParamGroup]:

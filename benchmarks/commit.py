@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from atoll.job import DataField, DataSpec, JobSpec, Layout, Optimizer, TrainingSpec
+from atoll.dataset_spec import DataField, DataSpec, Layout
+from atoll.job import JobSpec, Optimizer, TrainingSpec
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, StateMeta, TensorMeta
 from benchmarks.fake_worker import FakeWorker
 from benchmarks.harness import execute

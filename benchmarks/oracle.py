@@ -140,7 +140,7 @@ def case_from(
     return Case(name, module, dag, {**dag.parameters, **dag.buffers}, tensors, training, batches)
 
 
-def run_local(case: Case, starts: Sequence[int], **options: object) -> Run:
+def run_local(case: Case, starts: Sequence[int], links: Sequence[LinkSpec] = (), **options: object) -> Run:
     """Train the case in this process, one Stage per start."""
     pipeline = LocalPipeline(
         stage_programs(case.dag, starts),
@@ -149,6 +149,7 @@ def run_local(case: Case, starts: Sequence[int], **options: object) -> Run:
         states=case.states,
         **options,  # type: ignore[arg-type]
     )
+    pipeline.relink(links)
     results = [pipeline.step(step, case.batches(step)) for step in range(case.training.steps)]
     return Run(tuple((r.loss, *r.square_norms) for r in results), pipeline.snapshot())
 

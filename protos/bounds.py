@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from typing import TypeVar
 
 from atoll.errors import BadFrame
-from protos.app_words import plain
+from protos.text_limits import plain
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")

@@ -13,9 +13,10 @@ from typing import Any, TypeVar, overload
 
 from google.protobuf.message import DecodeError, Message
 
+from atoll.dataset_spec import DataSpec
 from atoll.errors import BadFrame
 from atoll.federated import FederatedSpec
-from atoll.job import DataSpec, JobSpec, TrainingSpec
+from atoll.job import JobSpec, TrainingSpec
 from atoll.opdag import OpDag, OpNode, TensorMeta
 from atoll.plan import Plan
 from atoll.program import StageProgram

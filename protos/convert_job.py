@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import BadFrame, UsageError
 from atoll.job import (
-    DataField,
-    DataSpec,
     JobSpec,
-    Layout,
     Optimizer,
     OptimizerName,
     ParamGroup,
@@ -19,9 +17,9 @@ from atoll.job import (
 )
 from protos import atoll_job_pb2 as pb
 from protos import bounds
-from protos.app_words import clean
 from protos.bounds import Limits
 from protos.convert_federated import federated_from_proto, federated_to_proto
+from protos.text_limits import clean
 
 _MAX_SAMPLES = 2**48  # keeps every index within 64 bits
 _MAX_STEPS = 10**9

@@ -21,8 +21,8 @@ from atoll.errors import (
     StorageError,
     UsageError,
 )
-from protos.app_words import clean
 from protos.certificate_words import refused_server
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientState, ClientUpdate, Done, Phase, Scalar, ServerState
     from strategies.layout import Arrays, Layout, SlotMetas
+    from strategies.values import Broadcast, ClientState, ClientUpdate, Done, Phase, Scalar, ServerState
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whether what a peer sent is what a rule declares: names, shapes, dtypes, bounds, finite.
+"""Checks of what a peer sent against what a strategy declares: names, shapes, dtypes, bounds, finite.
 
 Every refusal is a BadUpdate that names the field and both figures, so that the round can close
 without this client and say why.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose, isfinite, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from atoll.federated import Federated
     from atoll.job import Optimizer
     from atoll.opdag import TensorMeta
-    from strategies.base import Broadcast, ClientUpdate, ServerState, Strategy
     from strategies.layout import Array, Arrays, Layout, SlotMetas, Slots
+    from strategies.values import Broadcast, ClientUpdate, Facts, Scalar, ServerState
 
 MAX_METRICS = 64
 MAX_NAME = 128
 MAX_ELEMENT = 1e18
 """Times the most samples this is still a float32, so no client alone makes a sum overflow."""
 RATE = "lr"
-"""What a rule calls the local learning rate where its clients upload it."""
+"""Name of the local learning rate where a strategy's clients upload it."""
 SAME_RATE = 1e-6  # two machines' libraries may round a schedule's cosine apart
 
 
@@ -48,8 +48,29 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+class Declares(Protocol):
+    """What a strategy says of itself, and every message is checked against; ``strategies.base.Strategy``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def core(self) -> Declares: ...
+
+    def extra_down(self, layout: Layout) -> SlotMetas: ...
+
+    def extra_up(self, layout: Layout) -> SlotMetas: ...
+
+    def scalars_up(self) -> tuple[Scalar, ...]: ...
+
+    def check(self, layout: Layout, update: ClientUpdate) -> None: ...
+
+
 def check_update(
-    rule: Strategy, layout: Layout, at_round: int, update: ClientUpdate, limits: Limits = NO_LIMITS
+    strategy: Declares, layout: Layout, at_round: int, update: ClientUpdate, limits: Limits = NO_LIMITS
 ) -> None:
     """Raise BadUpdate unless ``update`` may be counted in round ``at_round``. Both ends run it."""
     if update.round != at_round:
@@ -61,68 +82,70 @@ def check_update(
         if type(value) is not int or not 1 <= value <= most:
             raise BadUpdate(f"{value!r} {what}; a whole number from 1 to {most}")
     _check_arrays("delta", update.delta, layout.metas_of(*SHARED))
-    _check_slots(update.extra, rule.extra_up(layout))
-    _check_scalars(rule, update.scalars)
+    _check_slots(update.extra, strategy.extra_up(layout))
+    _check_scalars(strategy, update.scalars)
     _check_rate(update.scalars, limits.rate)
     if len(update.metrics) > MAX_METRICS or any(len(name) > MAX_NAME for name in update.metrics):
         raise BadUpdate(f"{len(update.metrics)} metrics; at most {MAX_METRICS}, names to {MAX_NAME} letters")
     bad = [name for name, value in update.metrics.items() if not isfinite(value)]
     if bad:
         raise BadUpdate(f"metric {bad[0]!r} is {update.metrics[bad[0]]}")
-    rule.check(layout, update)
+    strategy.check(layout, update)
     if limits.norm != float("inf"):
         norm = sqrt(sum(float(np.vdot(a, a)) for a in map(_double, update.delta.values())))
         if norm > limits.norm:
             raise BadUpdate(f"an update of norm {norm:.3g}; at most {limits.norm:.3g}")
 
 
-def check_updates(rule: Strategy, state: ServerState, updates: Sequence[ClientUpdate]) -> list[ClientUpdate]:
+def check_updates(
+    strategy: Declares, state: ServerState, updates: Sequence[ClientUpdate]
+) -> list[ClientUpdate]:
     """All of a round, in the order of their clients' names. BadUpdate names the client."""
     ordered = sorted(updates, key=lambda update: update.client)
     for at, update in enumerate(ordered):
         if at and ordered[at - 1].client == update.client:
             raise BadUpdate(f"two updates of client {update.client!r} in round {state.round}")
         try:
-            check_update(rule, state.layout, state.round, update)
+            check_update(strategy, state.layout, state.round, update)
         except BadUpdate as error:
             raise BadUpdate(f"client {update.client!r}: {error}") from None
     return ordered
 
 
-def check_optimizer(rule: Strategy, optimizer: Optimizer) -> None:
-    """UsageError where ``rule`` reads the local optimizer as SGD at one rate and it is not. Owner and
+def check_optimizer(strategy: Declares, optimizer: Optimizer) -> None:
+    """UsageError where ``strategy`` reads the local optimizer as SGD at one rate and it is not. Owner and
     clients both ask."""
-    if not rule.facts.sgd_only:
+    if not strategy.facts.sgd_only:
         return
     if optimizer.name is not OptimizerName.SGD:
         raise UsageError(
-            f"{rule.name} reads the local optimizer as SGD, the job declares {optimizer.name}; take "
+            f"{strategy.name} reads the local optimizer as SGD, the job declares {optimizer.name}; take "
             "OptimizerName.SGD or another strategy"
         )
     scaled = [group.patterns for group in optimizer.groups if group.lr_scale != 1.0 and not group.frozen]
     if scaled:
         raise UsageError(
-            f"{rule.name} reads one learning rate for all tensors, the group {scaled[0][:3]} has its own; "
-            "drop its lr_scale or take another strategy"
+            f"{strategy.name} reads one learning rate for all tensors, the group {scaled[0][:3]} has its "
+            "own; drop its lr_scale or take another strategy"
         )
 
 
-def check_feedback(rule: Strategy, federated: Federated) -> None:
-    """UsageError for a rule that itself restores what sparse updates leave out, beside error feedback."""
+def check_feedback(strategy: Declares, federated: Federated) -> None:
+    """UsageError for a strategy that itself restores what sparse updates leave out, beside error feedback."""
     lossy = not parse_uplink(federated.uplink).exact
-    if rule.core.name == "opwa" and lossy and federated.error_feedback:
+    if strategy.core.name == "opwa" and lossy and federated.error_feedback:
         raise UsageError(
             "opwa and error feedback both restore what the uplink's codec leaves out, so together it counts "
             "twice; set error_feedback=False, or take fedavg for clients that return"
         )
 
 
-def check_broadcast(rule: Strategy, layout: Layout, broadcast: Broadcast) -> None:
-    """Raise BadUpdate unless ``broadcast`` holds what ``rule`` sends down."""
+def check_broadcast(strategy: Declares, layout: Layout, broadcast: Broadcast) -> None:
+    """Raise BadUpdate unless ``broadcast`` holds what ``strategy`` sends down."""
     if broadcast.round < 0:
         raise BadUpdate(f"a broadcast of round {broadcast.round}")
     _check_arrays("weights", broadcast.weights, layout.metas_of(*SHARED, Role.TOLD))
-    _check_slots(broadcast.extra, rule.extra_down(layout))
+    _check_slots(broadcast.extra, strategy.extra_down(layout))
 
 
 def _check_slots(slots: Slots, expected: SlotMetas) -> None:
@@ -157,8 +180,8 @@ def _parts(array: Array) -> Iterator[Array]:
     return (flat[piece] for piece in pieces(flat.size))
 
 
-def _check_scalars(rule: Strategy, scalars: Mapping[str, float]) -> None:
-    expected = {scalar.name: scalar for scalar in rule.scalars_up()}
+def _check_scalars(strategy: Declares, scalars: Mapping[str, float]) -> None:
+    expected = {scalar.name: scalar for scalar in strategy.scalars_up()}
     if scalars.keys() != expected.keys():
         raise BadUpdate(f"numbers {sorted(scalars)[:4]}; expected {sorted(expected)}")
     for name, bound in expected.items():

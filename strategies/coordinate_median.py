@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from strategies.base import Facts
 from strategies.robust import CoordinateWise
+from strategies.values import Facts
 
 if TYPE_CHECKING:
     from strategies.layout import Array

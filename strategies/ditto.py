@@ -12,15 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import Facts, Phase, Uploads, Work
 from strategies.fedavg import FedAvg
 from strategies.fedprox import proximal
 from strategies.layout import SHARED
 from strategies.options import within
+from strategies.values import Facts, Phase, Uploads, Work
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientState
     from strategies.layout import Arrays, Layout
+    from strategies.values import Broadcast, ClientState
 
 PERSONAL = "personal"
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import Facts
 from strategies.fedopt import FedOpt
 from strategies.options import within
+from strategies.values import Facts
 
 if TYPE_CHECKING:
     from strategies.layout import Array

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import Facts
 from strategies.linear import Linear
 from strategies.options import within
+from strategies.values import Facts
 
 if TYPE_CHECKING:
-    from strategies.base import ServerState
     from strategies.layout import Arrays, Slots
     from strategies.sums import Sums
+    from strategies.values import ServerState
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import Facts
 from strategies.fedavg import FedAvg
 from strategies.layout import Role, zeros
 from strategies.options import within
+from strategies.values import Facts
 
 if TYPE_CHECKING:
-    from strategies.base import ServerState
     from strategies.layout import Arrays, Layout, Slots
     from strategies.sums import Sums
+    from strategies.values import ServerState
 
 MOMENTUM = "momentum"
 

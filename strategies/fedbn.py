@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from atoll.errors import UsageError
-from strategies.base import Facts
 from strategies.fedavg import FedAvg
 from strategies.layout import Role
+from strategies.values import Facts
 
 if TYPE_CHECKING:
     from strategies.layout import Layout

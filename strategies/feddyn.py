@@ -14,15 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import ClientState, Correction, Facts, Uploads, Work
 from strategies.layout import Role, zeros
 from strategies.linear import TRAINED, Linear
 from strategies.options import within
+from strategies.values import ClientState, Correction, Facts, Uploads, Work
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, Slots
     from strategies.sums import Sums
+    from strategies.values import Broadcast, ClientUpdate, ServerState
 
 DUAL = "dual"
 

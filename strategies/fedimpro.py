@@ -26,19 +26,20 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from atoll.errors import BadUpdate, UsageError
-from strategies.base import Facts, Uploads, advance
+from strategies.base import advance
 from strategies.fedavg import FedAvg
 from strategies.fedimpro_graph import check_statistics
 from strategies.layout import Role
 from strategies.options import within
 from strategies.sums import Contribution, Sums, Term
+from strategies.values import Facts, Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from atoll.flow.walk import Walked
-    from strategies.base import Broadcast, ClientState, ClientUpdate, ServerState, Work
     from strategies.layout import Array, Arrays, Layout, SlotMetas
+    from strategies.values import Broadcast, ClientState, ClientUpdate, ServerState, Work
 
 WEIGHT = "fedimpro_weight"
 COUNTS = "fedimpro_counts"

@@ -18,16 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import Correction, Facts, Scalar, Uploads, Work
 from strategies.fedavgm import FedAvgM
 from strategies.fedprox import proximal
 from strategies.linear import SAMPLES, TRAINED
 from strategies.options import within
 from strategies.sums import Contribution, Sums, Term, divided
+from strategies.values import Correction, Facts, Scalar, Uploads, Work
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientState, ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, Slots
+    from strategies.values import Broadcast, ClientState, ClientUpdate, ServerState
 
 STEPS = "effective_steps"
 WEIGHTED_STEPS = "weighted_steps"

@@ -19,9 +19,9 @@ from strategies.linear import Linear
 from strategies.options import within
 
 if TYPE_CHECKING:
-    from strategies.base import ServerState
     from strategies.layout import Array, Arrays, Layout, Slots
     from strategies.sums import Sums
+    from strategies.values import ServerState
 
 FIRST, SECOND = "first_moment", "second_moment"
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import Correction, Facts
 from strategies.fedavg import FedAvg
 from strategies.layout import Role
 from strategies.options import within
+from strategies.values import Correction, Facts
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientState
     from strategies.layout import Layout
+    from strategies.values import Broadcast, ClientState
 
 
 def proximal(layout: Layout, broadcast: Broadcast, mu: float) -> Correction:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from atoll.errors import BadUpdate
-from strategies.base import Broadcast, ClientState, ClientUpdate, Strategy
+from strategies.base import Strategy
 from strategies.layout import SHARED, Role
+from strategies.values import Broadcast, ClientState, ClientUpdate
 
 if TYPE_CHECKING:
     from atoll.opdag import TensorMeta

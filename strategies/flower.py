@@ -34,7 +34,7 @@ from atoll.errors import BadUpdate, UsageError
 from atoll.federated import COUNTED_SAMPLES, MOST_COUNTED
 from strategies import STRATEGIES, Option, make_strategy
 from strategies import flower_records as words
-from strategies.base import ServerState, Strategy
+from strategies.base import Strategy
 from strategies.checking import Limits, check_update
 from strategies.flower_client import (
     LocalWork,
@@ -46,6 +46,7 @@ from strategies.flower_client import (
 from strategies.flower_replies import Counted, common_metrics, read_reply, serves_any_client
 from strategies.flower_state import load_state, saved_state
 from strategies.layout import SHARED, Layout, Role
+from strategies.values import ServerState
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid

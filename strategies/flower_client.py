@@ -32,9 +32,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from atoll.errors import BadUpdate
 from strategies import flower_records as words
 from strategies import make_strategy
-from strategies.base import Broadcast, ClientState, ClientUpdate, Correction, Done, Strategy
+from strategies.base import Strategy
 from strategies.checking import check_broadcast, check_update
 from strategies.layout import SHARED, Layout, Role, meta_of
+from strategies.values import Broadcast, ClientState, ClientUpdate, Correction, Done
 
 if TYPE_CHECKING:
     from strategies.layout import Array as NumpyArray

@@ -11,14 +11,15 @@ from flwr.app import MetricRecord, RecordDict
 
 from atoll.errors import BadUpdate
 from strategies import flower_records as words
-from strategies.base import ClientUpdate, Strategy
+from strategies.base import Strategy
 from strategies.layout import Role
+from strategies.values import ClientUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from strategies.base import ServerState
     from strategies.layout import Array, Arrays
+    from strategies.values import ServerState
 
 IGNORED = (Role.STILL, Role.TOLD)
 """Roles of tensors that a plain ClientApp sends back and that no client changes."""

@@ -15,8 +15,9 @@ import numpy as np
 
 from atoll.errors import BadUpdate, UsageError
 from strategies import flower_records as words
-from strategies.base import ServerState, Strategy
+from strategies.base import Strategy
 from strategies.layout import SHARED, Layout, Role, meta_of
+from strategies.values import ServerState
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from atoll.errors import UsageError
-from strategies.base import Facts, Strategy, advance
+from strategies.base import Strategy, advance
 from strategies.layout import SHARED, Role
 from strategies.options import within
+from strategies.values import Facts
 
 if TYPE_CHECKING:
-    from strategies.base import ClientUpdate, ServerState
     from strategies.layout import Array
+    from strategies.values import ClientUpdate, ServerState
 
 
 @dataclass(frozen=True)

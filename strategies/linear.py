@@ -15,8 +15,8 @@ from strategies.layout import Role
 from strategies.sums import Contribution, Sums, Term, divided, total
 
 if TYPE_CHECKING:
-    from strategies.base import ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, Slots
+    from strategies.values import ClientUpdate, ServerState
 
 TRAINED, AVERAGED = "trained", "averaged"
 SAMPLES, WEIGHT = "samples", "weight"

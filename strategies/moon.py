@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from atoll.errors import UsageError
-from strategies.base import Facts, Uploads
 from strategies.fedavg import FedAvg
 from strategies.layout import SHARED, Role
+from strategies.values import Facts, Uploads
 from strategies.wrapped import NET
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientState, Work
     from strategies.layout import Arrays, Layout
+    from strategies.values import Broadcast, ClientState, Work
 
 ANCHOR, PREVIOUS = "anchor.", "previous."
 KEPT = "previous"

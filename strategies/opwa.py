@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from atoll.errors import UsageError
-from strategies.base import Facts
 from strategies.fedavg import FedAvg
 from strategies.linear import TRAINED
 from strategies.options import within
 from strategies.sums import Contribution, Sums, Term
+from strategies.values import Facts
 
 if TYPE_CHECKING:
-    from strategies.base import ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, Slots
+    from strategies.values import ClientUpdate, ServerState
 
 HOLDERS = "holders"
 

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from atoll.errors import BadUpdate, UsageError
-from strategies.base import Facts, Scalar, Uploads, Work
 from strategies.checking import RATE
 from strategies.layout import Role
 from strategies.linear import TRAINED, WEIGHT, Linear
 from strategies.options import within
 from strategies.sums import Contribution, Term
+from strategies.values import Facts, Scalar, Uploads, Work
 
 if TYPE_CHECKING:
-    from strategies.base import ClientUpdate
     from strategies.layout import Layout
+    from strategies.values import ClientUpdate
 
 LOSS = "start_loss"
 FLOOR = 1e-10

@@ -16,8 +16,8 @@ from strategies.base import Strategy, advance
 from strategies.layout import SHARED
 
 if TYPE_CHECKING:
-    from strategies.base import ClientUpdate, ServerState
     from strategies.layout import Array
+    from strategies.values import ClientUpdate, ServerState
 
 
 @dataclass(frozen=True)

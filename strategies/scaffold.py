@@ -20,14 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from strategies.base import ClientState, Correction, Facts, Uploads, Work
 from strategies.fedavg import FedAvg
 from strategies.layout import Role, zeros
 from strategies.sums import Contribution, Sums, Term
+from strategies.values import ClientState, Correction, Facts, Uploads, Work
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast, ClientUpdate, ServerState
     from strategies.layout import Arrays, Layout, SlotMetas, Slots
+    from strategies.values import Broadcast, ClientUpdate, ServerState
 
 CONTROL = "control"
 

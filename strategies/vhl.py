@@ -20,7 +20,7 @@ import numpy as np
 
 from atoll.errors import UsageError
 from strategies.around import Around
-from strategies.base import Facts, Strategy
+from strategies.base import Strategy
 from strategies.fedadam import FedAdam
 from strategies.fedavg import FedAvg
 from strategies.fedavgm import FedAvgM
@@ -29,10 +29,11 @@ from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
 from strategies.options import parsed, typed, within
 from strategies.scaffold import Scaffold
+from strategies.values import Facts
 
 if TYPE_CHECKING:
-    from strategies.base import Broadcast
     from strategies.layout import Arrays, Layout
+    from strategies.values import Broadcast
 
 MATCH = "vhl_match"
 """Buffer of the wrapper: 1 while features are matched, 0 afterwards."""

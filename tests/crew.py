@@ -20,7 +20,7 @@ from worker.links.links import Links, Network
 from worker.links.timed import TimedNetwork
 from worker.spans import Spans
 from worker.stage.assignment import Assignment, PeerLink
-from worker.stage.run import Progress, StageRun, codecs_of
+from worker.stage.run import Meters, Progress, StageRun, codecs_of
 from worker.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Crew:
         spans = Spans()
         links = Links(TimedNetwork(self.network_of(me), spans), "job", 1, codecs_of(assignment))
         self.links.append(links)
-        return StageRun(assignment, stage, links, feed, held_out, spans, Progress())
+        return StageRun(assignment, stage, links, feed, held_out, Meters(spans, Progress()))
 
     def all(self, work: str, *arguments: object, **named: object) -> list[object]:
         results: list[object] = [None] * len(self.runs)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.base import Broadcast, ClientState, ClientUpdate, Done, Phase, ServerState, Strategy
+from strategies.base import Strategy
 from strategies.layout import Layout, Role
+from strategies.values import Broadcast, ClientState, ClientUpdate, Done, Phase, ServerState
 
 Arrays = Mapping[str, NDArray[Any]]
 Gradient = Callable[[Arrays], Arrays]

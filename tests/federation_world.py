@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from atoll.dataset_spec import DataSpec
 from atoll.federated import Federated, FederatedSpec
-from atoll.job import DataSpec, JobSpec, TrainingSpec
+from atoll.job import JobSpec, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator.federated import machine
 from coordinator.federated import state as fed

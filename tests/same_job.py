@@ -148,7 +148,7 @@ from flwr.clientapp import ClientApp
 
 from atoll.sampling import epoch_batches, split
 from strategies import flower_records as words
-from strategies.base import Done
+from strategies.values import Done
 from strategies.flower import correct, local_round
 from tests import same_job
 

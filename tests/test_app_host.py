@@ -19,10 +19,10 @@ from protos import atoll_apps_pb2 as pb
 from protos.app_bundle import Bundle, make_bundle
 from worker.apps import run as app_run
 from worker.apps.host import AppHost, _check_names
-from worker.apps.run import Around, HostedRun
+from worker.apps.run import AppContext, HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
-from worker.config import WorkerConfig
+from worker.context import WorkerContext
 
 PROJECT = """
 [project]
@@ -59,7 +59,7 @@ class Started(Exception):
     """The app's code would run now."""
 
 
-class Site:
+class Hosted:
     """One run on a worker whose owner accepted what the test says."""
 
     def __init__(self, folder: Path, code: str = "client = print\n", store: AppStore | None = None) -> None:
@@ -72,10 +72,10 @@ class Site:
         self.said: list[pb.FromNode] = []
         self._heard = threading.Condition()
         config: Any = SimpleNamespace(state_dir=folder / "state", threads=0, node_config=())
-        around = Around(_config(config), self.store, self.store.is_accepted, self._say, lambda: 1)
+        context = AppContext(_worker(config), self.store, self.store.is_accepted, self._say, lambda: 1)
         app = pb.AppIdentity(hash=self.bundle.hash, size=len(self.bundle.data), client="app:client")
         parts: Any = Parts(folder / "parts", self.bundle)
-        self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, around)
+        self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, context)
 
     def _say(self, message: pb.FromNode) -> None:
         with self._heard:
@@ -88,8 +88,8 @@ class Site:
             return next(filter(wanted, self.said))
 
 
-def _config(config: Any) -> WorkerConfig:
-    return config  # type: ignore[no-any-return]
+def _worker(config: Any) -> WorkerContext:
+    return SimpleNamespace(config=config)  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -106,82 +106,82 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[pb.ChildSetup]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, started: list[pb.ChildSetup]) -> Iterator[Site]:
-    made = Site(tmp_path)
+def hosted(tmp_path: Path, started: list[pb.ChildSetup]) -> Iterator[Hosted]:
+    made = Hosted(tmp_path)
     yield made
     made.run.end("the test is over")
     made.run.join(HUNG_S)
 
 
 def test_no_message_makes_a_worker_run_what_its_owner_did_not_accept(
-    site: Site, started: list[pb.ChildSetup]
+    hosted: Hosted, started: list[pb.ChildSetup]
 ) -> None:
-    refused = site.until(lambda m: m.HasField("refused")).refused
+    refused = hosted.until(lambda m: m.HasField("refused")).refused
     assert refused.kind == pb.APP_REFUSAL_NOT_ACCEPTED
-    site.run.start(pb.AppStart(run=5, node=9))
-    site.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
-    reply = site.until(lambda m: m.HasField("reply")).reply
+    hosted.run.start(pb.AppStart(run=5, node=9))
+    hosted.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
+    reply = hosted.until(lambda m: m.HasField("reply")).reply
     assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
     assert "not accepted" in reply.reason
     assert not started
 
 
 def test_a_task_without_end_and_a_failing_disk_leave_the_run_answering(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.until(lambda m: m.HasField("refused"))
+    hosted.until(lambda m: m.HasField("refused"))
 
     def full(task: Any) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(site.run._parts, "take", full)
-    site.run.task(pb.AppTask(run=5, message="full", left_s=float("inf")))
-    assert "No space" in site.until(lambda m: m.reply.message == "full").reply.reason
+    monkeypatch.setattr(hosted.run._parts, "take", full)
+    hosted.run.task(pb.AppTask(run=5, message="full", left_s=float("inf")))
+    assert "No space" in hosted.until(lambda m: m.reply.message == "full").reply.reason
     monkeypatch.undo()
-    site.run.task(pb.AppTask(run=5, message="next", left_s=float("nan")))
-    site.until(lambda m: m.reply.message == "next")
+    hosted.run.task(pb.AppTask(run=5, message="next", left_s=float("nan")))
+    hosted.until(lambda m: m.reply.message == "next")
 
 
 def test_an_app_whose_files_changed_after_they_were_accepted_is_not_started(
-    site: Site, started: list[pb.ChildSetup]
+    hosted: Hosted, started: list[pb.ChildSetup]
 ) -> None:
-    site.until(lambda m: m.HasField("refused"))
-    folder = site.store.code_dir(site.bundle.hash)
+    hosted.until(lambda m: m.HasField("refused"))
+    folder = hosted.store.code_dir(hosted.bundle.hash)
     (folder / "app.py").chmod(0o600)
     (folder / "app.py").write_text("client = input\n")
-    site.store.accept(site.bundle.hash)
+    hosted.store.accept(hosted.bundle.hash)
     # Every start looks, not only the first: the run was loaded and its process has died.
-    site.run._standing = pb.FromNode(ready=pb.AppReady(run=5))
-    site.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
-    reply = site.until(lambda m: m.HasField("reply")).reply
+    hosted.run._standing = pb.FromNode(ready=pb.AppReady(run=5))
+    hosted.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
+    reply = hosted.until(lambda m: m.HasField("reply")).reply
     assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
     assert "'app.py' was changed" in reply.reason
     assert not started
 
 
 def test_two_apps_never_share_state_whatever_number_their_runs_have(
-    site: Site, started: list[pb.ChildSetup], tmp_path: Path
+    hosted: Hosted, started: list[pb.ChildSetup], tmp_path: Path
 ) -> None:
-    site.until(lambda m: m.HasField("refused"))
-    site.store.accept(site.bundle.hash)
-    site.run.consent_changed()
-    site.run.start(pb.AppStart(run=5, node=9))
+    hosted.until(lambda m: m.HasField("refused"))
+    hosted.store.accept(hosted.bundle.hash)
+    hosted.run.consent_changed()
+    hosted.run.start(pb.AppStart(run=5, node=9))
     other = tmp_path / "other"
     other.mkdir()
-    second = Site(other, "client = input\n", site.store)
+    second = Hosted(other, "client = input\n", hosted.store)
     second.until(lambda m: m.HasField("refused"))
     second.store.accept(second.bundle.hash)
     second.run.consent_changed()
-    for run in (site.run, second.run):
+    for run in (hosted.run, second.run):
         run.end("done")
         run.join(HUNG_S)
     first, then = (Path(setup.runs_dir) for setup in started)
     assert first != then
-    assert (first.name, then.name) == (site.bundle.hash, second.bundle.hash)
+    assert (first.name, then.name) == (hosted.bundle.hash, second.bundle.hash)
 
 
 def test_a_run_of_another_app_is_refused_while_its_number_is_taken(tmp_path: Path) -> None:
-    host = AppHost(_config(SimpleNamespace(state_dir=tmp_path, app_cache_bytes=1 << 20)))
+    host = AppHost(_worker(SimpleNamespace(state_dir=tmp_path, app_cache_bytes=1 << 20)))
     said: list[pb.FromNode] = []
     host._say = said.append  # type: ignore[method-assign]
     greeted: list[str] = []

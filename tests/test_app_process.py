@@ -19,7 +19,7 @@ from protos.app_guard import Guarded
 from tests.patience import HUNG_S
 from worker.apps import run as app_run
 from worker.apps.process import AppProcess, _environment
-from worker.apps.run import Around
+from worker.apps.run import AppContext
 from worker.apps.store import AppStore
 
 
@@ -34,16 +34,16 @@ def test_an_app_sees_no_credentials_of_its_worker(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_an_app_prints_is_cleaned_and_cannot_fill_the_log(tmp_path: Path) -> None:
-    config: Any = SimpleNamespace()
-    around = Around(config, AppStore(tmp_path), lambda name: True, lambda message: None, lambda: 1)
+    worker: Any = SimpleNamespace()
+    context = AppContext(worker, AppStore(tmp_path), lambda name: True, lambda message: None, lambda: 1)
     with capture_logs() as logged:
         for number in range(20_000):
-            around.printed("5", f"{number} " + "x" * 900)
+            context.printed("5", f"{number} " + "x" * 900)
     spent = sum(len(line["line"]) + app_run.LINE_CHARS for line in logged)
     assert 0.9 * app_run.PRINTED_CHARS < spent < 1.1 * app_run.PRINTED_CHARS
-    around.printing.take(1e9, 0.0)  # much later
+    context.printing.take(1e9, 0.0)  # much later
     with capture_logs() as logged:
-        around.printed("5", "later")
+        context.printed("5", "later")
     [line] = logged
     assert line["left_out_before"] > 19_000
     lines: list[str] = []

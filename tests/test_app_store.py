@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
+from protos.command_line import run
 from worker.apps.store import AppStore, KnownApp
 from worker.cli import main as cli
 from worker.config import WorkerConfig, make_config
@@ -56,15 +57,15 @@ def test_a_damaged_list_accepts_nothing(tmp_path: Path, text: str) -> None:
 def test_the_command_lists_accepts_and_revokes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AppStore(tmp_path).asked(KnownApp(A, "mine", "1.0", "me", 5.0))
     folder = ["--state-dir", str(tmp_path)]
-    assert cli.run(["apps", "list", "--json", *folder]) == 0
+    assert run(cli.app, ["apps", "list", "--json", *folder]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert (found["hash"], found["name"], found["accepted"]) == (A, "mine", False)
-    assert cli.run(["apps", "accept", A[:16], *folder]) == 0
+    assert run(cli.app, ["apps", "accept", A[:16], *folder]) == 0
     assert "accepted " + A in capsys.readouterr().out
-    assert cli.run(["apps", "list", *folder]) == 0
+    assert run(cli.app, ["apps", "list", *folder]) == 0
     assert "yes" in capsys.readouterr().out
-    assert cli.run(["apps", "revoke", A[:16], *folder]) == 0
-    assert cli.run(["apps", "revoke", A[:16], *folder]) == 2
+    assert run(cli.app, ["apps", "revoke", A[:16], *folder]) == 0
+    assert run(cli.app, ["apps", "revoke", A[:16], *folder]) == 2
 
 
 def test_running_apps_is_never_remembered_but_what_apps_are_told_is(tmp_path: Path) -> None:

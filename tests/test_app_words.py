@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protos.app_words import Budget, clean, plain
+from protos.text_limits import Budget, clean, plain
 
 
 @given(st.text(max_size=300), st.integers(0, 200), st.booleans())

@@ -28,7 +28,7 @@ from benchmarks.oracle import (
 from coordinator.capture.capture import capture
 from coordinator.capture.self_check import self_check
 from coordinator.cli.main import app
-from coordinator.cli.options import run
+from protos.command_line import run
 from tests.architectures import ARCHITECTURES, mixtral, qwen
 from tests.captured import Honest, honest
 from tests.test_capture import check_invariants

@@ -15,9 +15,9 @@ from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageS
 from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds, plain, share_bar, sparkline
 from coordinator.cli.main import app
-from coordinator.cli.options import run
 from coordinator.client.endpoint import parse_address
 from protos import atoll_control_pb2 as pb
+from protos.command_line import run
 from protos.convert import to_proto
 from protos.credentials import JoinToken
 from tests.fake_owner import FakeOwnerServer, Script

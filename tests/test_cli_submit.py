@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from coordinator.cli.main import app
-from coordinator.cli.options import run
 from coordinator.cli.submit import wait_for_workers
 from coordinator.client.client import Client
 from protos import atoll_control_pb2 as pb
+from protos.command_line import run
 from protos.convert import to_proto
 from tests.fake_owner import FakeOwnerServer, Script
 from tests.test_cli import JOB, _plan

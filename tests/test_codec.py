@@ -63,9 +63,9 @@ def crew_of(made: Case, links: Sequence[LinkSpec], schedule: ScheduleName = Sche
 
 def local_of(made: Case, links: Sequence[LinkSpec]) -> LocalPipeline:
     programs, evaluations = made.programs(cut_evenly(made.dag, STAGES))
-    return LocalPipeline(
-        programs, TRAINING, made.tensors, eval_programs=evaluations, states=made.states, links=links
-    )
+    pipeline = LocalPipeline(programs, TRAINING, made.tensors, eval_programs=evaluations, states=made.states)
+    pipeline.relink(links)
+    return pipeline
 
 
 def step_of(crew: Crew, step: int) -> float:

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import AtollError, BadFrame, UsageError
 from atoll.job import (
-    DataField,
-    DataSpec,
     JobSpec,
-    Layout,
     Optimizer,
     OptimizerName,
     ParamGroup,

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from atoll.errors import StorageError, UsageError
+from protos.command_line import run
 from worker.cli import main as cli
 from worker.data import registry
 from worker.data.registry import add_dataset, known_facts, list_datasets, load_dataset, open_dataset
 from worker.data.schema import parse_field
-from worker.data.sources import CSV_ROWS
+from worker.data.sources import CSV_ROWS, Form
 from worker.data.transforms import TRANSFORMS, BadValue, parse_transform, settle
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 4, 5), np.uint8)
@@ -76,7 +77,7 @@ def test_what_leaves_the_machine_names_no_file_value_or_hash(tmp_path: Path, fol
 def test_a_torn_idx_file_is_refused_with_its_sizes(tmp_path: Path, folder: Path, cut: int) -> None:
     (folder / "images").write_bytes(idx(IMAGES)[:cut])
     with pytest.raises(UsageError, match=r"images"):
-        add_dataset(tmp_path, "digits", folder, ["image=images"], format_name="idx")
+        add_dataset(tmp_path, "digits", folder, ["image=images"], Form("idx"))
     assert list_datasets(tmp_path) == ()
     assert not list((tmp_path / "data").glob("*"))
 
@@ -90,7 +91,7 @@ def test_fields_of_unequal_length_are_refused_with_both_numbers(tmp_path: Path, 
 def test_a_schema_may_not_lead_out_of_its_folder(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "secret").write_bytes(idx(LABELS))
     with pytest.raises(UsageError, match="has no"):
-        add_dataset(tmp_path, "digits", folder, ["x=../secret"], format_name="idx")
+        add_dataset(tmp_path, "digits", folder, ["x=../secret"], Form("idx"))
 
 
 def test_safetensors_need_no_schema(tmp_path: Path) -> None:
@@ -291,17 +292,17 @@ def test_the_commands_add_list_show_and_remove(
     schema = tmp_path / "schema.txt"
     schema.write_text("# what the model wants\n\nlabel:int64=labels\n")
     add = ["data", "add", "digits", str(folder), "--schema", "image=images", "--schema-file", str(schema)]
-    assert cli.run([*add, *state]) == 0
+    assert run(cli.app, [*add, *state]) == 0
     assert "image:uint8[4,5]" in capsys.readouterr().out
-    assert cli.run(["data", "list", "--json", *state]) == 0
+    assert run(cli.app, ["data", "list", "--json", *state]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert found["name"] == "digits"
     assert found["n_samples"] == 7
-    assert cli.run(["data", "show", "digits", "--verify", *state]) == 0
+    assert run(cli.app, ["data", "show", "digits", "--verify", *state]) == 0
     assert found["sha256"] in capsys.readouterr().out
-    assert cli.run([*add, *state]) == 2
+    assert run(cli.app, [*add, *state]) == 2
     assert "--replace" in capsys.readouterr().err
-    assert cli.run(["data", "remove", "digits", *state]) == 0
-    assert cli.run(["data", "show", "digits", *state]) == 2
+    assert run(cli.app, ["data", "remove", "digits", *state]) == 0
+    assert run(cli.app, ["data", "show", "digits", *state]) == 2
     assert "no data set 'digits'" in capsys.readouterr().err
     assert (folder / "images").exists()

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from protos import atoll_control_pb2 as pb
+from protos.command_line import run
 from protos.credentials import Authority, fingerprint, new_token
 from tests.test_worker_cli import Entry, config_for
 from worker.cli import doctor
@@ -166,7 +167,7 @@ def test_without_a_token_the_command_prints_what_it_found(
     entry: Entry, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     arguments = ["doctor", f"127.0.0.1:{entry.port}", "--state-dir", str(tmp_path / "w"), "--device", "cpu"]
-    assert cli.run([*arguments, "--json"]) == 0
+    assert run(cli.app, [*arguments, "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["fit"] is True
     assert told["figures"].keys() >= {"rtt_s", "holds_parameters", "coordinator_version"}

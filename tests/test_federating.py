@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.compression import Compression
+from atoll.dataset_spec import DataSpec
 from atoll.errors import BadFrame, UsageError
 from atoll.federated import (
     DatasetFacts,
@@ -19,7 +20,7 @@ from atoll.federated import (
     Registered,
     parse_uplink,
 )
-from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
+from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.opdag import TensorMeta
 from coordinator.federated.checks import check_federated, check_inputs, check_wrapped
 from coordinator.federated.driver import misfit

@@ -20,7 +20,7 @@ from compressors import CODECS
 from compressors.catalogue import Use
 from compressors.flower import RESIDUAL, STYPE, Coding, Compressed, Mod, compress_mod
 from strategies import flower, make_strategy
-from strategies.base import Done
+from strategies.values import Done
 from tests.flower_grid import Client, LocalGrid
 
 SHAPES = {"weight": (48, 64), "bias": (48,), "steps": ()}

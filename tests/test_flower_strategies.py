@@ -16,8 +16,9 @@ from flwr.serverapp import strategy as stock
 from atoll.errors import BadUpdate, UsageError
 from strategies import STRATEGIES, flower, make_strategy
 from strategies import flower_records as words
-from strategies.base import Done, ServerState, Strategy
+from strategies.base import Strategy
 from strategies.layout import Role
+from strategies.values import Done, ServerState
 from tests.flower_grid import Client, LocalGrid
 from tests.test_strategies import RULES, N, model, one_round, rounds, start, trained_locally
 
@@ -386,7 +387,7 @@ def test_arrays_of_any_shape_and_order_come_through_as_they_were() -> None:
 def test_corrected_gradients_are_the_rules_own() -> None:
     import torch
 
-    from strategies.base import Correction
+    from strategies.values import Correction
 
     module = torch.nn.Linear(2, 1)
     module(torch.ones(1, 2)).sum().backward()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
-from protos.app_words import plain
+from protos.text_limits import plain
 from worker.transport.frames import (
     ECHO_BYTES,
     MAX_AGE_US,

@@ -109,9 +109,8 @@ def test_a_gradient_at_the_values_positions_carries_no_indices():
     sizes = {}
     for mask in (Mask.SAME, Mask.INDEPENDENT):
         programs = stage_programs(case.dag, (0, after_tanh(case)))
-        pipeline = LocalPipeline(
-            programs, TRAINING, case.tensors, states=case.states, links=both_ways("largest", RATIO, mask)
-        )
+        pipeline = LocalPipeline(programs, TRAINING, case.tensors, states=case.states)
+        pipeline.relink(both_ways("largest", RATIO, mask))
         pipeline.step(0, case.batches(0))
         use = pipeline.codec_use()
         assert use[0, 1].dense_bytes == use[1, 0].dense_bytes == 2 * BATCH * WIDTH * 4
@@ -154,8 +153,8 @@ def test_the_coded_evaluation_sees_the_masked_net_and_the_exact_one_does_not():
         case.tensors,
         eval_programs=programs,
         states=case.states,
-        links=both_ways("largest", RATIO),
     )
+    pipeline.relink(both_ways("largest", RATIO))
     assert pipeline.lossy
     exact, masked = (
         [f(**b).item() for b in held_out] for f in (net, lambda **b: net.masked(**b, ratio=RATIO))

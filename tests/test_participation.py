@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError, UsageError
-from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated, FederatedSpec
+from atoll.federated import MAX_RESIDUAL_ROUNDS, Federated, FederatedSpec, Floors
 from atoll.job import TrainingSpec
 from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.capture.capture import capture
@@ -25,10 +25,16 @@ from tests.test_checkpoint import Store
 from tests.test_trainer import BATCH, SGD, Small, arrays
 from worker.blobs import BlobCache
 from worker.cancel import Cancel, Cancelled
+from worker.config import WorkerConfig
+from worker.context import WorkerContext
 from worker.federated.broadcasts import ModelRef
 from worker.federated.client_state import MAX_JOBS, ClientStore
-from worker.federated.participation import EvaluateOrder, Joining, Participation, Site, TrainOrder, Update
+from worker.federated.participation import EvaluateOrder, Joining, Participation, TrainOrder, Update
 from worker.inprocess.federation import LocalFederation, local_model
+from worker.machine.cpu import CpuMeter
+from worker.machine.device import Device
+from worker.spans import Spans
+from worker.stage.run import Progress
 
 TRAINING = TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=SGD)
 
@@ -96,24 +102,38 @@ class Server:
         return replace(update.answer, delta=delta, extra=extra, client="w-a")
 
 
-def site(server: Server, folder: Path, data: Mapping[str, Any] | None = None, **options: Any) -> Site:
+def context(
+    server: Server,
+    folder: Path,
+    data: Mapping[str, Any] | None = None,
+    floors: Floors | None = None,
+    **options: Any,
+) -> WorkerContext:
+    """A worker whose configuration has ``options``."""
+    if floors is not None:
+        options |= {f"min_{name}": value for name, value in asdict(floors).items()}
     own = arrays(60, 1)
     mine = {"image": own["x"], "label": own["y"]} if data is None else data
-    return Site(
+    unused: Any = None
+    return WorkerContext(
         "w-a",
-        torch.device("cpu"),
-        folder,
-        server.store,
-        BlobCache(folder / "blobs", 1 << 30),
-        {"mine": mine}.__getitem__,
-        **options,
+        Device("cpu", 0, "test", 1, 1 << 34, 1 << 34),
+        WorkerConfig("lab", state_dir=folder, **options),
+        network=unused,
+        cache=BlobCache(folder / "blobs", 1 << 30),
+        blobs=server.store,
+        fetch_of=unused,
+        open_data={"mine": mine}.__getitem__,
+        spans=Spans(),
+        progress=Progress(),
+        cpu=CpuMeter(),
     )
 
 
 def joined(server: Server, folder: Path, samples: int = 60, **options: Any) -> Participation:
     own = arrays(samples, 1)
     mine = {"image": own["x"], "label": own["y"]}
-    return Participation(server.joining(), site(server, folder, mine, **options), Cancel())
+    return Participation(server.joining(), context(server, folder, mine, **options), Cancel())
 
 
 def order(at_round: int, model: ModelRef, codec: str = "none", ratio: float = 1.0) -> TrainOrder:
@@ -219,7 +239,7 @@ def test_word_that_comes_while_the_round_is_trained_again_finds_the_first_draft(
         if next(steps) == 2:
             cancel.set("round 0 was closed")
 
-    client = Participation(server.joining(), site(server, tmp_path / "w"), Cancel())
+    client = Participation(server.joining(), context(server, tmp_path / "w"), Cancel())
     client._trainer._tick = tick
     with pytest.raises(Cancelled):
         client.train(order(0, server.broadcast()), cancel)
@@ -314,11 +334,12 @@ def test_what_is_kept_is_bounded_in_bytes_and_older_jobs_go_first(tmp_path: Path
         other = ClientStore(tmp_path / "w", f"other {at}").folder
         (other / "state").write_bytes(bytes(size))
         os.utime(other, (1e9 + at, 1e9 + at))
-    narrow = replace(site(server, tmp_path / "w"), max_kept_bytes=5 * one)
+    narrow = context(server, tmp_path / "w", kept_bytes=5 * one)
     run_round(server, Participation(server.joining(), narrow, Cancel()), 1)
     left = {path.name for path in store.folder.parent.iterdir() if path.is_dir()}
     assert left == {store.folder.name, other.name}  # the newer one still fits, the older does not
-    tight = Participation(server.joining(), replace(narrow, max_kept_bytes=one * 3 // 2), Cancel())
+    limited = context(server, tmp_path / "w", kept_bytes=one * 3 // 2)
+    tight = Participation(server.joining(), limited, Cancel())
     with pytest.raises(StorageError, match=f"at most {one * 3 // 2} may be kept here.*larger --kept"):
         tight.train(order(2, server.broadcast()), Cancel())
 
@@ -368,7 +389,7 @@ def test_jobs_that_cannot_run_here_are_refused_with_the_reason(tmp_path: Path) -
 
     def refused(joining: Joining, kind: type[Exception], why: str, **options: Any) -> None:
         with pytest.raises(kind, match=why):
-            Participation(joining, site(server, tmp_path / "w", **options), Cancel())
+            Participation(joining, context(server, tmp_path / "w", **options), Cancel())
 
     refused(replace(good, batch=7), BadFrame, "micro-batches of 7")
     refused(replace(good, tensors={}), BadFrame, "no blob for")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.job import DataSpec, JobSpec, Optimizer, TrainingSpec
+from atoll.dataset_spec import DataSpec
+from atoll.job import JobSpec, Optimizer, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkSpec, Plan, StageSpec
 from coordinator.messages import jobs

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from atoll.job import DataSpec, JobSpec, Optimizer, OptimizerName, TrainingSpec
+from atoll.dataset_spec import DataSpec
+from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
 from coordinator.config import CoordinatorConfig, Liveness, Probing

@@ -30,8 +30,8 @@ from coordinator.messages import instructions as do
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import GraphStore
 from strategies import make_strategy
-from strategies.base import ClientUpdate
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays
+from strategies.values import ClientUpdate
 
 BATCH = 4
 

@@ -145,7 +145,7 @@ def test_late_and_duplicate_messages_change_nothing_and_are_counted(late: e.Even
     after, todo = handle(state, late)
     assert todo == ()
     assert after.ignored == state.ignored + 1
-    assert (after.phase, after.step, after.kept) == (state.phase, state.step, state.kept)
+    assert (after.phase, after.step, after.unacknowledged) == (state.phase, state.step, state.unacknowledged)
 
 
 def test_a_duplicate_commit_after_the_step_is_ignored():
@@ -158,7 +158,7 @@ def test_a_duplicate_commit_after_the_step_is_ignored():
 def test_a_release_drops_everything_of_the_job():
     state, todo = told(Session(), *TRAINING, e.Released("j", 1, "done"))
     assert todo[-1] == do.DropStage("j", 1, "done")
-    assert (state.phase, state.job, state.kept) == (Phase.IDLE, "", ())
+    assert (state.phase, state.job, state.unacknowledged) == (Phase.IDLE, "", ())
     _, todo = told(state, e.StepDone("j", 1, 4, "too late"))
     assert todo == []
 
@@ -399,7 +399,7 @@ def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[e
     for event in events:
         loaded_before = (state.job, state.version)
         state, todo = handle(state, event)
-        assert len(state.kept) <= 5
+        assert len(state.unacknowledged) <= 5
         assert len(state.recent) <= s.RECENT
         assert list(state.eras) == sorted(set(state.eras))
         assert list(state.versions) == sorted(set(state.versions))
@@ -421,3 +421,7 @@ def test_every_phase_of_the_table_can_be_left():
         if phase not in (Phase.GONE, Phase.DRAINING):
             assert (phase, e.LeaveAsked) in s.TRANSITIONS
             assert (phase, e.Dismissed) in s.TRANSITIONS
+
+
+def test_every_event_has_a_handler_in_some_phase():
+    assert {kind for _, kind in s.TRANSITIONS} == s.TRANSITIONS.events

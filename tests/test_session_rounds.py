@@ -9,6 +9,7 @@ from tests.test_session import told
 from worker.session import events as e
 from worker.session import instructions as do
 from worker.session.machine import Phase, Session, handle
+from worker.session.state import Kind
 
 JOINED: tuple[e.Event, ...] = (e.Welcomed("w-a", 0.5), e.Invited("f", 1, "work"), e.Joined("f", 1, "loaded"))
 AGAIN: tuple[e.Event, ...] = (e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
@@ -47,7 +48,7 @@ def test_a_client_joins_trains_hears_that_it_was_taken_evaluates_and_trains_agai
         do.Say("tested 1"),
         do.TrainLocally("f", 1, "order 1"),
     ]
-    assert (state.phase, state.step, state.version) == (Phase.LEARNING, 1, 1)
+    assert (state.phase, state.step, state.version) == (Phase.TRAINING_ROUND, 1, 1)
 
 
 def test_asked_again_for_a_round_it_answers_without_training_twice() -> None:
@@ -72,7 +73,7 @@ def test_a_round_that_closes_without_this_client_stops_its_training_at_once() ->
     state, _ = told(Session(), *JOINED, train(0))
     state, todo = told(state, settled(0, taken=False))
     assert todo == [do.Interrupt("round 0 was closed: late"), do.SettleRound("f", 0, False)]
-    assert state.phase is Phase.TAKING_PART
+    assert state.phase is Phase.ENROLLED
     _, todo = told(state, trained(0))
     assert todo == []
 
@@ -92,8 +93,8 @@ def test_the_word_on_an_update_counts_whenever_it_comes() -> None:
     state, _ = told(Session(), *JOINED, train(0), trained(0), evaluate(1))
     state, todo = told(state, settled(0))
     assert todo == [do.SettleRound("f", 0, True)]
-    assert state.phase is Phase.TESTING
-    assert "update 0" not in dict(state.kept)
+    assert state.phase is Phase.EVALUATING_ROUND
+    assert not any(kept.kind is Kind.UPDATE for kept in state.unacknowledged)
     _, todo = told(state, settled(0))
     assert todo == [do.SettleRound("f", 0, True)]  # the store knows that it is settled
 
@@ -116,7 +117,7 @@ def test_release_and_leaving_stop_everything_of_the_job() -> None:
     state, _ = told(Session(), *JOINED, train(0))
     released, todo = told(state, e.Released("f", 1, "the job is over"))
     assert todo == [do.DropStage("f", 1, "the job is over")]
-    assert (released.phase, released.job, released.kept) == (Phase.IDLE, "", ())
+    assert (released.phase, released.job, released.unacknowledged) == (Phase.IDLE, "", ())
     _, todo = told(state, e.LeaveAsked("bye"))
     assert todo[0] == do.DropStage("f", 1, "bye")
     _, todo = told(released, train(1), settled(0))
@@ -155,6 +156,6 @@ def test_no_order_of_events_breaks_the_session_or_lets_answers_pile_up(events: l
                 running = "busy"
             elif isinstance(instruction, do.Interrupt | do.DropStage):
                 running = ""
-        if state.phase not in (Phase.LEARNING, Phase.TESTING):
+        if state.phase not in (Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND):
             running = ""
-        assert len(state.kept) <= 3
+        assert len(state.unacknowledged) <= 3

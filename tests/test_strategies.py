@@ -16,20 +16,12 @@ import pytest
 
 from atoll.errors import BadFrame, BadUpdate, JobFailed, UsageError
 from strategies import STRATEGIES, make_strategy
-from strategies.base import (
-    Broadcast,
-    ClientState,
-    ClientUpdate,
-    Correction,
-    Done,
-    ServerState,
-    Strategy,
-    traffic_bytes,
-)
+from strategies.base import Strategy, traffic_bytes
 from strategies.checking import Limits, check_broadcast, check_update
 from strategies.layout import SHARED, Layout, Role
 from strategies.linear import Linear
 from strategies.sums import total
+from strategies.values import Broadcast, ClientState, ClientUpdate, Correction, Done, ServerState
 from tests.federation import Arrays
 
 N = 7

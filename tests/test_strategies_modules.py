@@ -17,13 +17,14 @@ from atoll.errors import UsageError
 from coordinator.capture.capture import capture
 from coordinator.capture.self_check import self_check
 from strategies import make_strategy
-from strategies.base import Broadcast, Done, Phase, Strategy
+from strategies.base import Strategy
 from strategies.fedimpro import COUNTS, PAIRS
 from strategies.fedimpro_module import FedImpro, class_statistics
 from strategies.layout import Layout, Role
 from strategies.moon_module import Moon, moon_loss
 from strategies.style_module import StyleSpec, _orthogonal, styled_set
 from strategies.supcon_module import supcon
+from strategies.values import Broadcast, Done, Phase
 from strategies.vhl_module import Vhl, VhlLoss, shifted, vhl_loss
 from strategies.virtual_data import VirtualSpec, fingerprint, virtual_set
 from strategies.wrapped import owners

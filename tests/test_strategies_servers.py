@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadUpdate, UsageError
 from strategies import make_strategy
-from strategies.base import ClientState, ClientUpdate, Done, Strategy
+from strategies.base import Strategy
 from strategies.fedimpro import COUNTS, PAIRS, WEIGHT
 from strategies.krum import Krum
 from strategies.layout import Layout, Role
+from strategies.values import ClientState, ClientUpdate, Done
 from strategies.vhl import MATCH
 
 DRAWN = np.random.default_rng(5).normal(size=(6, 3, 4))  # rounds, clients, coordinates

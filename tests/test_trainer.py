@@ -21,8 +21,8 @@ from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKi
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, split
 from coordinator.capture.capture import capture
 from strategies import STRATEGIES
-from strategies.base import ClientState
 from strategies.moon_module import Moon
+from strategies.values import ClientState
 from strategies.vhl_module import Vhl
 from tests.test_strategies_modules import SPEC, Net, batch, fedimpro
 from worker.cancel import Cancel, Cancelled

@@ -44,8 +44,8 @@ def bench_with(
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
     said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
     device = SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30)
-    around: Any = SimpleNamespace(device=device, cpu=cpu or CpuMeter())
-    bench = Workbench(around, posted.put, said.put, gauge)  # type: ignore[arg-type]
+    context: Any = SimpleNamespace(device=device, cpu=cpu or CpuMeter())
+    bench = Workbench(context, posted.put, said.put, gauge)  # type: ignore[arg-type]
     bench.start()
     return bench, posted, said
 
@@ -127,7 +127,7 @@ def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
 
 
 def test_what_an_op_says_of_a_clients_data_stays_in_the_clients_log() -> None:
-    bench = SimpleNamespace(_around=None)
+    bench = SimpleNamespace(_context=SimpleNamespace(device=None))
     error = IndexError("index 4711 is out of bounds for dimension 0 with size 10")
     told = Workbench._explained(bench, error, private=True)  # type: ignore[arg-type]
     assert told.startswith("IndexError on the client's own data")

@@ -22,6 +22,7 @@ from atoll.federated import Floors
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.command_line import run
 from protos.credentials import Authority, Identity, JoinToken, new_token, presented_in, server_credentials
 from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
@@ -200,7 +201,7 @@ def test_what_an_older_version_remembered_of_insecure_is_dropped_with_a_word(
 ):
     file = tmp_path / "worker.json"
     file.write_text(json.dumps({"host": "127.0.0.1", "port": entry.port, "threads": 3, "insecure": True}))
-    assert cli.run(["join", "--state-dir", str(tmp_path)]) == 6
+    assert run(cli.app, ["join", "--state-dir", str(tmp_path)]) == 6
     shown = capfd.readouterr().err
     assert "was --insecure, which is no longer remembered: this one uses TLS" in shown
     assert "no join token given" in shown
@@ -294,7 +295,7 @@ def test_wrong_usage_has_its_exit_code_and_a_remedy(
 ):
     if arguments[0] in ("join", "leave"):
         arguments = [*arguments, "--state-dir", str(tmp_path)]
-    assert cli.run(arguments) == code
+    assert run(cli.app, arguments) == code
     shown = capfd.readouterr().err
     assert says in shown
     assert "Traceback" not in shown
@@ -302,31 +303,31 @@ def test_wrong_usage_has_its_exit_code_and_a_remedy(
 
 @pytest.mark.parametrize("command", ["join", "doctor", "leave", "status"])
 def test_help_shows_an_example(command: str, capfd: pytest.CaptureFixture[str]):
-    assert cli.run([command, "--help"]) == 0
+    assert run(cli.app, [command, "--help"]) == 0
     assert f"atoll-worker {command}" in capfd.readouterr().out
 
 
 def test_status_tells_scripts_what_is_joined(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     remember(make_config({"host": "192.0.2.7", "state_dir": tmp_path}, {}))
-    assert cli.run(["status", "--json", "--state-dir", str(tmp_path)]) == 0
+    assert run(cli.app, ["status", "--json", "--state-dir", str(tmp_path)]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["coordinator"] == "192.0.2.7:7700"
     assert facts["process"] is None
 
 
 def test_version_is_the_packages(capfd: pytest.CaptureFixture[str]):
-    assert cli.run(["version"]) == 0
+    assert run(cli.app, ["version"]) == 0
     assert capfd.readouterr().out.strip() == atoll.__version__
 
 
 def test_scripts_get_versions_and_the_process_that_was_asked_to_leave(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    assert cli.run(["version", "--json"]) == 0
+    assert run(cli.app, ["version", "--json"]) == 0
     versions = {"atoll": atoll.__version__, "protocol": str(PROTOCOL_VERSION)}
     assert json.loads(capfd.readouterr().out) == versions
     monkeypatch.setattr(running, "ask_to_leave", lambda folder: 4711)
-    assert cli.run(["leave", "--json", "--state-dir", str(tmp_path)]) == 0
+    assert run(cli.app, ["leave", "--json", "--state-dir", str(tmp_path)]) == 0
     assert json.loads(capfd.readouterr().out) == {"process": 4711}
 
 

@@ -20,9 +20,9 @@ from typing import Any
 from atoll.errors import UsageError
 from atoll.federated import Floors
 from protos.app_bundle import ConfigValue
-from protos.app_words import plain
 from protos.folder_version import claim_version
 from protos.private_files import state_folder, write_private
+from protos.text_limits import plain
 
 DEFAULT_PORT = 7700
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -29,11 +30,12 @@ from protos.convert_federated import dataset_to_proto
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache
 from worker.config import WorkerConfig, remember
+from worker.context import WorkerContext
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import data_fetch
 from worker.control.stream import Stream
-from worker.data.registry import known_facts
-from worker.loading import Surroundings, connect_one
+from worker.data.registry import known_facts, open_dataset
+from worker.loading import connect_one
 from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
 from worker.machine.device import find_device, outbound_host, prepare, used_memory_bytes, versions
@@ -58,7 +60,7 @@ FATAL = (AccessDenied, ProtocolMismatch)
 EXPECTED_DIAL_S = 10.0
 STEP_PHASES = frozenset(
     {machine.Phase.TRAINING, machine.Phase.WAITING, machine.Phase.APPLYING, machine.Phase.EVALUATING}
-    | {machine.Phase.TAKING_PART, machine.Phase.LEARNING, machine.Phase.TESTING}
+    | {machine.Phase.ENROLLED, machine.Phase.TRAINING_ROUND, machine.Phase.EVALUATING_ROUND}
 )
 
 
@@ -135,8 +137,9 @@ class Daemon:
         cores = usable().cores
         self._cpu = CpuMeter(cores, self._device.threads if self._device.kind == "cpu" else 0)
         self._gauge = self._new_gauge(cores)
-        self._bench = Workbench(self._surroundings(bulk), self._events.put, self._say, self._gauge)
-        self._apps = AppHost(config) if config.allow_apps else None
+        context = self._context(bulk)
+        self._bench = Workbench(context, self._events.put, self._say, self._gauge)
+        self._apps = AppHost(context) if config.allow_apps else None
         self._bench.start()
         threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
         log.info("worker.joined", worker=member.worker, coordinator=member.work_address)
@@ -355,15 +358,16 @@ class Daemon:
 
         threading.Thread(target=dial, name=f"atoll-dial-{expected.peer}", daemon=True).start()
 
-    def _surroundings(self, bulk: grpc.Channel) -> Surroundings:
+    def _context(self, bulk: grpc.Channel) -> WorkerContext:
         member, config = self._membership, self._config
-        return Surroundings(
+        return WorkerContext(
             worker=member.worker,
             device=self._device,
             config=config,
             network=self._network,
             cache=BlobCache(config.blob_dir, config.cache_bytes),
             blobs=BlobsOverGrpc(bulk, member.metadata, member.work_address),
+            open_data=partial(open_dataset, config.state_dir),
             fetch_of=lambda job: data_fetch(bulk, member.metadata, member.work_address, job),
             spans=Spans(),
             progress=self._progress,

@@ -21,7 +21,7 @@ from worker.cancel import Cancel, Cancelled
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
-from worker.loading import Surroundings, connect_one, load
+from worker.loading import connect_one, load
 from worker.machine import op_timing
 from worker.machine.device import used_memory_bytes
 from worker.machine.malloc import give_back
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from protos import atoll_control_pb2 as pb
+    from worker.context import WorkerContext
     from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
@@ -55,12 +56,12 @@ class Workbench:
 
     def __init__(
         self,
-        around: Surroundings,
+        context: WorkerContext,
         post: Callable[[events.Event], None],
         say: Callable[[pb.FromWorker], None],
         gauge: CodecGauge,
     ) -> None:
-        self._around, self._post, self._say, self._gauge = around, post, say, gauge
+        self._context, self._post, self._say, self._gauge = context, post, say, gauge
         self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -193,7 +194,7 @@ class Workbench:
     def _next(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> tuple[Task, Cancel] | None:
         if tasks is self._stores or self._busy:
             return tasks.get()
-        with self._around.cpu.resting():
+        with self._context.cpu.resting():
             return tasks.get()
 
     def _submit(self, task: Task, store: bool = False) -> None:
@@ -247,11 +248,11 @@ class Workbench:
     def _explained(self, error: Exception, *, private: bool = False) -> str:
         """A reason that the owner of the job can act on; of an op on ``private`` data not torch's own words,
         which may quote a value ("index 17 is out of bounds")."""
-        around = self._around
+        device = self._context.device
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return (
-                f"out of memory on {around.device.model}: {used_memory_bytes(around.device) / 2**30:.1f} GiB "
-                f"held, budget {around.device.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
+                f"out of memory on {device.model}: {used_memory_bytes(device) / 2**30:.1f} GiB "
+                f"held, budget {device.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
                 "worker so that it gets a smaller stage, or use smaller micro-batches"
             )
         if private:
@@ -263,7 +264,7 @@ class Workbench:
     def _load(self, work: Assignment, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        run, links = load(work, self._around, cancel, self._say_waiting)
+        run, links = load(work, self._context, cancel, self._say_waiting)
         with self._lock:
             self._run, self._links = run, links
         # Cancelled in the meantime: nobody aborted the links that did not exist yet.
@@ -288,7 +289,7 @@ class Workbench:
         job, version = assignment.job, assignment.version
         norms = assignment.training.optimizer.clip_norm is not None
         used = {} if self._links is None else self._links.codec_use()
-        message = messages.step_ready(job, version, report, norms, self._around.network.goodput(), used)
+        message = messages.step_ready(job, version, report, norms, self._context.network.goodput(), used)
         self._post(events.StepDone(job, version, step, message))
 
     def _apply(self, step: int, gradient_scale: float, store: bool) -> None:
@@ -326,7 +327,7 @@ class Workbench:
     def _join(self, work: Joining, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        self._part = Participation(work, self._around.site(), cancel)
+        self._part = Participation(work, self._context, cancel)
         took_s = time.perf_counter() - started_s
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
         message = messages.loaded(work.job, work.version, took_s)
@@ -375,7 +376,7 @@ class Workbench:
             run, self._run, self._links = self._run, None, None
         if run is not None:
             run.close()
-            if self._around.device.kind == "cuda":
+            if self._context.device.kind == "cuda":
                 torch.cuda.empty_cache()
             if self._gauge.left:
                 self.tell_codecs()
@@ -399,8 +400,8 @@ class Workbench:
     ) -> None:
         job, version = assignment.job, assignment.version
         try:
-            rate = self._around.config.max_upload_bytes_per_s
-            tensors = blobs.upload_tensors(self._around.blobs, snapshot, cancel, rate)
+            rate = self._context.config.max_upload_bytes_per_s
+            tensors = blobs.upload_tensors(self._context.blobs, snapshot, cancel, rate)
         except AtollError as error:
             log.warning("state.not_stored", job=job, step=step, reason=str(error))
             message = messages.state_stored(job, version, step, {}, str(error))
@@ -422,7 +423,7 @@ class Workbench:
             self.tell_codecs()  # behind those that wait
 
     def _time_ops(self, request: int, ops: OpsRequest) -> None:
-        device = self._around.device
+        device = self._context.device
         error, timings = "", {}
         try:
             if ops.probes:
@@ -432,7 +433,7 @@ class Workbench:
                     ops.precision,
                     OPS_BUDGET_S,
                     int(device.memory_limit_bytes * OPS_BYTES_SHARE),
-                    clock=self._around.cpu.at_work_s,
+                    clock=self._context.cpu.at_work_s,
                 )
         except (RuntimeError, AtollError) as failed:
             error = self._explained(failed)
@@ -441,7 +442,7 @@ class Workbench:
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
         rtt_s = rate_bps = 0.0
         error = ""
-        network = self._around.network
+        network = self._context.network
         try:
             connect_one(network, peer, target.addresses, target.dial, PROBE_CONNECT_S)
             rtt_s = network.rtt(peer)

@@ -26,12 +26,12 @@ from compressors.model_file import Coding, read_update, write_delta, write_model
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
 from strategies import make_strategy
-from strategies.base import ClientUpdate, ServerState
 from strategies.checking import Limits, check_update
 from strategies.files import broadcast_arrays, joined, lossy_names, parted, update_metas
 from strategies.layout import Layout
 from strategies.linear import Linear
 from strategies.sums import Contribution, total
+from strategies.values import ClientUpdate, ServerState
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec

@@ -17,7 +17,7 @@ from coordinator.messages import instructions as do
 from coordinator.services.blobs import MAX_BLOBS_A_REQUEST
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
-from protos.app_words import Budget, clean
+from protos.text_limits import Budget, clean
 
 if TYPE_CHECKING:
     from coordinator.shell import Shell

@@ -31,8 +31,8 @@ from coordinator.apps.state import (
     node_id,
 )
 from protos import atoll_apps_pb2 as pb
-from protos.app_words import clean
 from protos.telemetry import Event as Name
+from protos.text_limits import clean
 
 MAX_RUNS = 16
 MAX_NODES = 10_000  # of one run

@@ -11,8 +11,8 @@ from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
 from protos.app_bundle import MAX_CONFIG_KEYS
-from protos.app_words import clean, plain
 from protos.telemetry import Event as Name
+from protos.text_limits import clean, plain
 
 HASH_CHARS = 64
 MAX_KEY_BYTES = 64

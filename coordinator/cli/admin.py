@@ -12,17 +12,13 @@ from rich.table import Table
 from atoll.errors import UsageError
 from coordinator.cli.format import in_seconds, plain
 from coordinator.cli.options import (
-    AsJson,
-    Coordinator,
+    Common,
     Insecure,
     StateDir,
-    Token,
-    client_of,
-    out,
-    print_json,
 )
 from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
+from protos.command_line import AsJson, out, print_json, with_groups
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 token_app = typer.Typer(
@@ -115,47 +111,41 @@ def _metrics(text: str) -> dict[str, Any]:
     return {"metrics_host": host, "metrics_port": port}
 
 
-def status(
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
-) -> None:
+@with_groups
+def status(common: Common) -> None:
     """Workers, jobs and links of the coordinator now."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         found = client.status()
-    if json:
+    if common.json:
         print_json(plain(found))
     else:
         out.print(status_view(found))
 
 
+@with_groups
 def kick(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id or name, as in `atoll status`.")],
     reason: Annotated[str, typer.Option(help="Told to the worker and kept in the log.")] = "",
     for_good: Annotated[bool, typer.Option("--for-good", help="Revoke its certificate too.")] = False,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    *,
+    common: Common,
 ) -> None:
     """Make a worker leave at once; its stage moves on as if it had been lost."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         known = client.status().workers
         found = [w.worker for w in known if worker in (w.worker, w.name)]
         if len(found) != 1:
             names = ", ".join(f"{w.worker} ({w.name})" for w in known) or "none"
             raise UsageError(f"{worker} names {len(found)} workers; known are {names}")
         client.kick(found[0], reason, for_good=for_good)
-    if json:
+    if common.json:
         print_json({"worker": found[0], "reason": reason, "for_good": for_good})
     else:
         out.print(f"{found[0]} was told to leave{' for good' if for_good else ''}")
 
 
 @token_app.command("create", epilog="Example: atoll token create --name lab --expires 24h --uses 10")
+@with_groups
 def token_create(
     name: Annotated[str, typer.Option(help="What the list shows.")] = "",
     expires: Annotated[
@@ -163,18 +153,15 @@ def token_create(
     ] = "",
     uses: Annotated[int, typer.Option(min=0, help="How many workers may join with it; 0: any number.")] = 0,
     host: Annotated[str, typer.Option(help="The address that the join command names.")] = "",
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    *,
+    common: Common,
 ) -> None:
     """Make a token with which workers join, and print the join command."""
     lifetime_s = parse_duration(expires) if expires else 0.0
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         reply = client.create_token(name, lifetime_s, uses, host)
         address = client.endpoint.address
-    if json:
+    if common.json:
         print_json({"token": reply.token, **plain(reply.info)})
         return
     out.print(f"token {reply.info.id}; workers join with:")
@@ -183,17 +170,12 @@ def token_create(
 
 
 @token_app.command("list", epilog="Example: atoll token list --json")
-def token_list(
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
-) -> None:
+@with_groups
+def token_list(common: Common) -> None:
     """List tokens, never their secrets."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         tokens = client.tokens()
-    if json:
+    if common.json:
         print_json([plain(info) for info in tokens])
         return
     table = Table("token", "name", "age", "expires", "uses", "state", box=None, pad_edge=False)
@@ -209,18 +191,15 @@ def token_list(
 
 
 @token_app.command("revoke", epilog="Example: atoll token revoke t-1a2b3c4d")
+@with_groups
 def token_revoke(
     id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As in `atoll token list`.")],
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    common: Common,
 ) -> None:
     """Let nobody else join with this token; who has joined stays (see `atoll kick`)."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         client.revoke_token(id)
-    if json:
+    if common.json:
         print_json({"id": id, "revoked": True})
     else:
         out.print(f"{id} is revoked")

@@ -16,8 +16,8 @@ from atoll.compression import MAX_RATIO
 from atoll.errors import UsageError
 from compressors.catalogue import CODECS, FLOATS, Codec, Use, codec
 from coordinator.cli.format import in_bits
-from coordinator.cli.options import AsJson, err, out, print_json
 from coordinator.planning.ratios import DEFAULT_RATIO
+from protos.command_line import AsJson, err, out, print_json
 
 ELEMENTS = 1 << 20
 MAX_ELEMENTS = 1 << 28

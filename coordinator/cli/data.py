@@ -9,8 +9,9 @@ import typer
 from rich.table import Table
 
 from atoll.errors import UsageError
-from coordinator.cli.options import AsJson, byte_progress, err, out, print_json, telling
+from coordinator.cli.options import telling
 from coordinator.datasets import download
+from protos.command_line import AsJson, byte_progress, err, out, print_json
 
 data = typer.Typer(
     name="data", no_args_is_help=True, help="Fetch data sets for experiments, and deal them out to clients."

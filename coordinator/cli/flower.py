@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json as json_module
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.errors import UsageError
-from coordinator.cli.options import AsJson, Coordinator, Insecure, StateDir, Token, client_of, err
+from coordinator.cli.options import Common
 from coordinator.flower.launcher import AppCommand, Wish
 from coordinator.flower.progress import Shown
 from protos.app_bundle import make_bundle, with_overrides
+from protos.command_line import err, print_json, with_groups
 
 if TYPE_CHECKING:
     from coordinator.client.endpoint import Endpoint
@@ -31,6 +31,7 @@ def register(app: typer.Typer) -> None:
 
 
 @flower.command(epilog="Example: atoll flower run examples/flower_digits --nodes 2 --run-config 'lr=0.1'")
+@with_groups
 def run(
     folder: Annotated[
         Path, typer.Argument(metavar="APP_DIR", help="The folder with the app's pyproject.toml.")
@@ -49,11 +50,8 @@ def run(
         typer.Option(min=0.0, max=MAX_WAIT_S, metavar="S", help="Seconds to wait for workers that lack."),
     ] = 0.0,
     log: Annotated[bool, typer.Option("--log", help="Show Flower's own log lines too.")] = False,
-    json: AsJson = False,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
+    *,
+    common: Common,
 ) -> int:
     """Run a Flower app: its ServerApp here, its ClientApp on workers whose owners accepted it.
 
@@ -65,15 +63,15 @@ def run(
     bundle = make_bundle(folder)
     config = with_overrides(bundle.spec.config, run_config or [])
     wish = Wish(folder, bundle, config, nodes, wait, log)
-    if not json:
+    if not common.json:
         spec = bundle.spec
         err.print(
             f"{spec.name} {spec.version}, {bundle.files} files, {len(bundle.data)} bytes, hash {bundle.hash}",
             soft_wrap=True,
         )
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         endpoint = client.endpoint
-    _follow(endpoint, wish, json=json)
+    _follow(endpoint, wish, json=common.json)
     return 0
 
 
@@ -82,8 +80,7 @@ def _follow(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:
     with AppCommand(endpoint, wish, sys.stderr if json else None) as command:
         for event in command.events():
             if json:
-                sys.stdout.write(json_module.dumps(event) + "\n")
-                sys.stdout.flush()
+                print_json(event)
                 continue
             for line in shown.take(event):
                 err.print(line, soft_wrap=True)

@@ -14,25 +14,10 @@ from rich.live import Live
 
 from atoll.errors import StorageError, UsageError
 from coordinator.cli.format import in_bytes, plain
-from coordinator.cli.options import (
-    AsJson,
-    Compress,
-    Coordinator,
-    Insecure,
-    Sets,
-    StateDir,
-    Steps,
-    Token,
-    Trace,
-    byte_progress,
-    client_of,
-    out,
-    overrides,
-    print_json,
-    telling,
-)
+from coordinator.cli.options import Common, JobOptions, telling
 from coordinator.cli.render import plan_view, watch_line, watch_view, worker_names
 from coordinator.client.client import Client, check_ended
+from protos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
 
 if TYPE_CHECKING:
@@ -43,8 +28,6 @@ if TYPE_CHECKING:
 LOSSES_SHOWN = 48
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="As in `atoll status`.")]
 JobFile = Annotated[Path, typer.Argument(metavar="JOBFILE", help="Python file with a function job().")]
-Partitioner = Annotated[str, typer.Option(help="op_fence, proportional or even.")]
-Schedule = Annotated[str, typer.Option(help="auto, gpipe, 1f1b or zero-bubble.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -60,6 +43,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: atoll trace j-1 -o trace.json   (open it in Perfetto)")(trace)
 
 
+@with_groups
 def plan(
     jobfile: JobFile,
     fleet: Annotated[
@@ -69,33 +53,24 @@ def plan(
             help="Plan for the fleet in this file (docs/fleet-files.md), without a coordinator.",
         ),
     ] = None,
-    partitioner: Partitioner = "op_fence",
-    schedule: Schedule = "auto",
-    compress: Compress = None,
-    steps: Steps = None,
-    sets: Sets = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the plan too.")] = None,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
-    trace: Trace = False,
+    *,
+    options: JobOptions,
+    common: Common,
 ) -> None:
     """Show what would happen: stages, devices, predicted step time, bottleneck, bytes, codecs, memory."""
-    job_overrides = overrides(sets, steps, compress)
     if fleet is not None:
-        job = _cut(load(jobfile, job_overrides, trace))
-        found, names = _local_plan(job, fleet, partitioner, schedule, json)
+        job = _cut(options.load(jobfile))
+        found, names = _local_plan(job, fleet, options, common.json)
     else:
-        with client_of(coordinator, token, state_dir, insecure) as client:
-            job = _cut(load(jobfile, job_overrides, trace))
-            found, names = _live_plan(client, job, partitioner, schedule, json)
+        with common.client() as client:
+            job = _cut(options.load(jobfile))
+            found, names = _live_plan(client, job, options, common.json)
     if plot is not None:
         from coordinator.cli.plot import plot_plan
 
         plot_plan(found, names, plot)
-    if json:
+    if common.json:
         print_json({**plain(to_proto(found)), "names": dict(names)})
     else:
         out.print(plan_view(found, names))
@@ -112,9 +87,7 @@ def _cut(job: Job) -> Job:
     return job
 
 
-def _local_plan(
-    job: Job, fleet: Path, partitioner: str, schedule: str, quiet: bool
-) -> tuple[Plan, Mapping[str, str]]:
+def _local_plan(job: Job, fleet: Path, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
     from coordinator.planning.planner import PlanRequest, make_plan
@@ -132,8 +105,8 @@ def _local_plan(
                 graphs.eval_dag if job.training.eval_batches else None,
                 job.training,
                 described,
-                partitioner,
-                schedule,
+                options.partitioner,
+                options.schedule,
                 dag_hash=graphs.blob.hash,
                 eval_dag_hash=graphs.eval_blob.hash,
             )
@@ -141,30 +114,25 @@ def _local_plan(
     return found, {device.worker: device.label for device in described.devices}
 
 
-def _live_plan(
-    client: Client, job: Job, partitioner: str, schedule: str, quiet: bool
-) -> tuple[Plan, Mapping[str, str]]:
+def _live_plan(client: Client, job: Job, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:
     from coordinator.client.prepare import capture_graphs
 
     with telling(quiet) as tell:
         tell("capturing the model as an op-DAG")
         graphs = capture_graphs(job)
         tell(f"timing {len(graphs.dag.ops)} ops and the links on the fleet, then planning")
-        live = client.plan(graphs, job.training, partitioner, schedule)
+        live = client.plan(graphs, job.training, options.partitioner, options.schedule)
     return live.plan, worker_names(live.fleet)
 
 
+@with_groups
 def watch(
     job: JobName,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    common: Common,
 ) -> None:
     """Show a job live until it ends: loss, speed, ETA, stages and links. Exit code 8 when it fails."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
-        follow(client, job, json)
+    with common.client() as client:
+        follow(client, job, common.json)
 
 
 def follow(client: Client, job: str, json: bool) -> None:
@@ -199,19 +167,17 @@ def follow(client: Client, job: str, json: bool) -> None:
     check_ended(last)
 
 
+@with_groups
 def logs(
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="As in `atoll status`; default: all.")] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    *,
+    common: Common,
 ) -> None:
     """Print the log of a job, the coordinator's lines and its workers'."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         for line in client.logs(job, follow=follow):
-            if json:
+            if common.json:
                 print_json(plain(line))
             else:
                 out.print(_log_line(line), soft_wrap=True)
@@ -227,18 +193,15 @@ def _log_line(line: pb.LogLine) -> str:
     return f"{at} {line.level:7} {line.source:12} {line.event} {words}".rstrip()
 
 
+@with_groups
 def cancel(
     job: JobName,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    common: Common,
 ) -> None:
     """Stop a job; its last checkpoint stays and can be exported or resumed."""
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         update = client.cancel(job)
-    if json:
+    if common.json:
         print_json(plain(update))
     else:
         out.print(
@@ -246,24 +209,22 @@ def cancel(
         )
 
 
+@with_groups
 def export(
     job: JobName,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path(
         "model.safetensors"
     ),
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    *,
+    common: Common,
 ) -> None:
     """Write the newest weights to one safetensors file under the module's own names."""
     with (
-        client_of(coordinator, token, state_dir, insecure) as client,
-        byte_progress("downloading", json) as progress,
+        common.client() as client,
+        byte_progress("downloading", common.json) as progress,
     ):
         found = client.export(job, output, progress)
-    if json:
+    if common.json:
         print_json(
             {"path": str(found.path), "step": found.step, "tensors": found.tensors, "bytes": found.bytes}
         )
@@ -272,21 +233,19 @@ def export(
         out.print(f"{found.path}: {found.tensors} tensors, {size}, after step {found.step}", soft_wrap=True)
 
 
+@with_groups
 def trace(
     job: JobName,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path(
         "trace.json"
     ),
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
+    *,
+    common: Common,
 ) -> None:
     """Write a job's timeline for Perfetto: every computation, send and receive, by worker."""
     from coordinator.client.chrome_trace import chrome_trace
 
-    with client_of(coordinator, token, state_dir, insecure) as client:
+    with common.client() as client:
         names = worker_names(client.status().workers)
         spans = client.trace(job)
     if not spans:
@@ -295,20 +254,10 @@ def trace(
         output.expanduser().write_text(jsonlib.dumps(chrome_trace(job, spans, names)))
     except OSError as error:
         raise StorageError(f"cannot write {output}: {error.strerror}; give another -o") from None
-    if json:
+    if common.json:
         print_json({"path": str(output), "spans": len(spans)})
     else:
         out.print(
             f"{output}: {len(spans)} spans of {len({s.worker for s in spans})} workers; open it in Perfetto",
             soft_wrap=True,
         )
-
-
-def load(path: Path, sets: list[str], full_trace: bool) -> Job:
-    """The Job of a job file with its overrides; UsageError for a compression that links cannot do."""
-    from coordinator.client.job_file import load_job
-    from coordinator.planning.ratios import check_compression
-
-    job = load_job(path, sets, full_trace=full_trace)
-    check_compression(job.training.compression)  # before the capture, which takes its time
-    return job

@@ -5,7 +5,6 @@ Commands that need torch import it themselves, so that `atoll status` starts at 
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Annotated, NoReturn
 import typer
 
 import atoll
-from atoll.errors import UsageError
 from coordinator.cli import admin, codecs, flower, submit
 from coordinator.cli import data as cli_data
 from coordinator.cli import jobs as cli_jobs
 from coordinator.cli.demo import command as cli_demo
-from coordinator.cli.options import EXIT_CODES, AsJson, Trace, UseProxy, err, out, print_json, run
-from protos import PROTOCOL_VERSION, leaving
-from protos.installation import check_installation
+from coordinator.cli.options import EXIT_CODES, Trace, UseProxy
+from protos import PROTOCOL_VERSION
+from protos.command_line import AsJson, enter, err, out, print_json
 
 app = typer.Typer(
     name="atoll",
@@ -112,15 +110,4 @@ def _installed(name: str) -> str:
 
 def main() -> NoReturn:
     """Entry point of the `atoll` script."""
-    # Its own lines about refused handshakes would stand before our errors, which say what to do.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    leaving.leave(_checked())
-
-
-def _checked() -> int:
-    try:
-        check_installation()
-    except UsageError as error:
-        err.print(f"error: {error}", soft_wrap=True)
-        return error.exit_code
-    return run(app)
+    enter(app)

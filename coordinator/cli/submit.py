@@ -12,27 +12,11 @@ import typer
 from atoll.errors import UsageError
 from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds
-from coordinator.cli.jobs import JobFile, Partitioner, Schedule, follow, load
-from coordinator.cli.options import (
-    AsJson,
-    Compress,
-    Coordinator,
-    Insecure,
-    Sets,
-    StateDir,
-    Steps,
-    Token,
-    Trace,
-    byte_progress,
-    client_of,
-    err,
-    out,
-    overrides,
-    print_json,
-    telling,
-)
+from coordinator.cli.jobs import JobFile, follow
+from coordinator.cli.options import Common, JobOptions, telling
 from coordinator.cli.render import plan_view, worker_names
 from coordinator.client.client import Client, LivePlan
+from protos.command_line import byte_progress, err, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from coordinator.client.prepare import Prepared
@@ -50,9 +34,9 @@ def register(app: typer.Typer) -> None:
     )
 
 
+@with_groups
 def submit(
     jobfile: JobFile,
-    steps: Steps = None,
     train_for: Annotated[
         str,
         typer.Option(
@@ -62,11 +46,7 @@ def submit(
             "never fewer than --steps.",
         ),
     ] = "",
-    sets: Sets = None,
     name: Annotated[str | None, typer.Option(help="Name of the job; default: the job file's own.")] = None,
-    partitioner: Partitioner = "op_fence",
-    schedule: Schedule = "auto",
-    compress: Compress = None,
     workers: Annotated[
         int,
         typer.Option(
@@ -79,20 +59,17 @@ def submit(
     watch: Annotated[
         bool, typer.Option("--watch/--detach", help="Stay and show progress; default: detach.")
     ] = False,
-    coordinator: Coordinator = None,
-    token: Token = None,
-    state_dir: StateDir = None,
-    insecure: Insecure = False,
-    json: AsJson = False,
-    trace: Trace = False,
+    *,
+    options: JobOptions,
+    common: Common,
 ) -> None:
     """Capture the job file's model here, prove the capture, upload it and train it on the fleet."""
+    json = common.json
     seconds = parse_duration(train_for) if train_for else 0.0
     if seconds and resume:
         raise UsageError("--for counts steps from the first, --resume goes on at a later one; give --steps")
-    with client_of(coordinator, token, state_dir, insecure) as client:
-        named = [f"name={name}"] if name else []
-        job = load(jobfile, overrides(sets, steps, compress) + named, trace)
+    with common.client() as client:
+        job = options.load(jobfile, *([f"name={name}"] if name else []))
         if seconds and job.federated is not None:
             raise UsageError(
                 f"{job.name} is federated and trains in rounds, which no plan times; give --steps"
@@ -100,11 +77,17 @@ def submit(
         from coordinator.client.prepare import prepare
 
         with telling(json) as tell:
-            prepared = prepare(job, partitioner=partitioner, schedule=schedule, resume_of=resume, tell=tell)
+            prepared = prepare(
+                job,
+                partitioner=options.partitioner,
+                schedule=options.schedule,
+                resume_of=resume,
+                tell=tell,
+            )
             wait_for_workers(client, workers, tell)
             if seconds:
                 tell("timing ops and links on the fleet, then planning")
-                prepared, live = fitted(client, prepared, seconds, steps or 1)
+                prepared, live = fitted(client, prepared, seconds, options.steps or 1)
         if not json:
             if seconds:
                 _show_fit(live, prepared.spec.training.steps)

@@ -30,10 +30,10 @@ from coordinator.client.transfer import Progress, download, silent
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.app_words import clean
 from protos.blob_transfer import BlobsOverGrpc, upload
 from protos.convert import from_proto, to_proto
 from protos.retries import progressed
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     from tenacity import Retrying

@@ -16,9 +16,10 @@ import safetensors.torch
 import torch
 
 from atoll.data import Materialised, sample_indices, take
+from atoll.dataset_spec import DataSpec
 from atoll.errors import UsageError
 from atoll.federated import Federated, FederatedSpec, Floors, Registered
-from atoll.job import DataSpec, Job, JobSpec, TrainingSpec
+from atoll.job import Job, JobSpec, TrainingSpec
 from atoll.opdag import OpDag, TensorMeta
 from atoll.program import stage_programs
 from coordinator.capture.capture import Captured, capture

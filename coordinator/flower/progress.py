@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from protos.app_words import clean
+from protos.text_limits import clean
 
 METRICS_SHOWN = 6
 ERRORS_SHOWN = 4

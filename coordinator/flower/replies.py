@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import BadFrame
-from protos.app_words import clean, plain
+from protos.text_limits import clean, plain
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict

@@ -31,8 +31,8 @@ from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
 from protos.app_bundle import make_bundle
-from protos.app_words import Budget, clean
 from protos.credentials import JoinToken
+from protos.text_limits import Budget, clean
 
 MAX_TRACE_CHARS = 4000
 MAX_REASON_CHARS = 8000

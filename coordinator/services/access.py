@@ -22,10 +22,10 @@ from google.protobuf.message import DecodeError
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
 from coordinator.services.work import host_of, worker_of
-from protos.app_words import Budget
 from protos.credentials import presented_in, secret_hash
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
+from protos.text_limits import Budget
 
 if TYPE_CHECKING:
     from coordinator.services.register import Register

@@ -16,9 +16,9 @@ from coordinator.messages.facts import Record
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.app_words import clean
 from protos.credentials import new_worker_id, presented_in
 from protos.telemetry import Event
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import atoll
+from atoll.dataset_spec import DataSpec
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
-from atoll.job import DataSpec, JobSpec, TrainingSpec
+from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
 from coordinator.messages.facts import STATE, Record
@@ -23,11 +24,11 @@ from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb
-from protos.app_words import clean
 from protos.convert import from_proto, to_proto
 from protos.credentials import Authority, JoinToken, new_token
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     import grpc

@@ -15,11 +15,11 @@ from coordinator.storage.graph_store import GraphStore, leaf_metas
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds
-from protos.app_words import clean
 from protos.bounds import DEFAULT_LIMITS as LIMITS
 from protos.convert import metas_to_proto, state_to_proto, to_proto
 from protos.convert_federated import datasets_from_proto, figures
 from protos.convert_plan import link_to_proto
+from protos.text_limits import clean
 
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096

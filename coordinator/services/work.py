@@ -22,10 +22,10 @@ from coordinator.shell import Outbox, Shell
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.app_words import Budget, clean
 from protos.credentials import peer_name
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
+from protos.text_limits import Budget, clean
 
 if TYPE_CHECKING:
     from coordinator.services.access import Calls

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from atoll.job import DataSpec, JobSpec
+    from atoll.dataset_spec import DataSpec
+    from atoll.job import JobSpec
     from coordinator.storage.blob_store import BlobStore
 
     Array = NDArray[np.generic]

@@ -18,7 +18,8 @@ from protos.convert import dag_from_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from atoll.job import DataSpec, JobSpec
+    from atoll.dataset_spec import DataSpec
+    from atoll.job import JobSpec
     from atoll.plan import Plan
     from coordinator.storage.blob_store import BlobStore
 

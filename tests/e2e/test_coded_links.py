@@ -44,9 +44,8 @@ def test_new_links_take_over_at_their_step_over_real_connections(
     assignments = assign(made, starts, TRAINING, ScheduleName.ONE_F_ONE_B, before)
     crew = Crew(made, assignments, networks.__getitem__)
     programs, evaluations = made.programs(starts)
-    pipeline = LocalPipeline(
-        programs, TRAINING, made.tensors, eval_programs=evaluations, states=made.states, links=before
-    )
+    pipeline = LocalPipeline(programs, TRAINING, made.tensors, eval_programs=evaluations, states=made.states)
+    pipeline.relink(before)
     for step in range(6):
         if step == 3:
             pipeline.relink(after)

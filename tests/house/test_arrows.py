@@ -15,6 +15,7 @@ LEVELS = {"atoll": 0, "protos": 1, "strategies": 2, "compressors": 2, "coordinat
 BESIDE = ("lab", "benchmarks", "examples", "docs", "tests")
 PURE = [
     "atoll/job.py",
+    "atoll/dataset_spec.py",
     "atoll/opdag.py",
     "atoll/ops.py",
     "atoll/plan.py",
@@ -40,7 +41,7 @@ PURE = [
 """Files, and wings with every file in them, that touch no clock, thread, file or socket."""
 HALLS = {
     "coordinator": {"__init__", "server", "shell", "scheduler", "config"},
-    "worker": {"__init__", "daemon", "workbench", "loading", "config", "cancel", "spans", "blobs"},
+    "worker": {"__init__", "daemon", "workbench", "loading", "context", "config", "cancel", "spans", "blobs"},
 }
 IMPURE = {
     "socket", "threading", "asyncio", "time", "random", "os", "subprocess", "grpc", "torch",

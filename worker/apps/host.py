@@ -17,9 +17,9 @@ import structlog
 from atoll.errors import AtollError, BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
-from protos.app_words import clean
+from protos.text_limits import clean
 from worker.apps.parts import Parts
-from worker.apps.run import Around, HostedRun
+from worker.apps.run import AppContext, HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
 from worker.control.stream import ATTEND, Stream
@@ -27,7 +27,7 @@ from worker.control.stream import ATTEND, Stream
 if TYPE_CHECKING:
     import grpc
 
-    from worker.config import WorkerConfig
+    from worker.context import WorkerContext
     from worker.control.enroll import Membership
 
 log = structlog.get_logger()
@@ -43,11 +43,11 @@ _MESSAGE = re.compile(r"[A-Za-z0-9_-]{1,100}")
 class AppHost:
     """All app runs of this worker."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
-        self._store = AppStore(config.state_dir)
+    def __init__(self, context: WorkerContext) -> None:
+        self._config = context.config
+        self._store = AppStore(context.config.state_dir)
         self._store.sweep(time.time())
-        self._around = Around(config, self._store, self._accepts, self._say, lambda: self._epoch)
+        self._context = AppContext(context, self._store, self._accepts, self._say, lambda: self._epoch)
         self._incarnation = secrets.randbits(63)
         self._lock = threading.Lock()
         self._runs: dict[int, HostedRun] = {}
@@ -177,7 +177,7 @@ class AppHost:
         cache = BlobCache(self._store.new_parts_dir(offer.run), self._config.app_cache_bytes)
         parts = Parts(channel, member.metadata, member.work_address, cache)
         with self._lock:
-            self._runs[offer.run] = HostedRun(offer, parts, self._around)
+            self._runs[offer.run] = HostedRun(offer, parts, self._context)
 
     def _accepts(self, name: str) -> bool:
         return name in self._config.accept_apps or self._store.is_accepted(name)

@@ -16,7 +16,7 @@ import atoll
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
 from protos.app_pipe import Pipe
-from protos.app_words import clean
+from protos.text_limits import clean
 
 TAIL_LINES = 40
 MAX_LINE_BYTES, MAX_LINE_CHARS = 4000, 1000

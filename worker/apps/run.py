@@ -23,15 +23,16 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
 from protos.app_pipe import Gone
-from protos.app_words import Budget, clean
+from protos.text_limits import Budget, clean
 from worker.apps.code import AppCode, unpack
 from worker.apps.parts import Parts
 from worker.apps.process import AppProcess
 from worker.apps.store import AppStore, KnownApp
 from worker.cancel import Cancel, Cancelled
-from worker.config import WorkerConfig, default_state_dir
+from worker.config import default_state_dir
 
 if TYPE_CHECKING:
+    from worker.context import WorkerContext
     from worker.control.enroll import Membership
 
 log = structlog.get_logger()
@@ -47,10 +48,10 @@ APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class AppContext:
     """What every run on this worker shares."""
 
-    config: WorkerConfig
+    worker: WorkerContext
     store: AppStore
     accepts: Callable[[str], bool]  # an app's hash
     say: Callable[[pb.FromNode], None]
@@ -88,11 +89,11 @@ class _Kept:
 class HostedRun:
     """A run that was offered to this worker; every public method returns at once."""
 
-    def __init__(self, offer: pb.AppOffer, parts: Parts, around: Around) -> None:
+    def __init__(self, offer: pb.AppOffer, parts: Parts, context: AppContext) -> None:
         self.run = offer.run
         self._app = offer.app
         self._code: AppCode | None = None
-        self._parts, self._around = parts, around
+        self._parts, self._context = parts, context
         self._came = parts.cache.path("")  # the folder itself
         self._todo: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -100,7 +101,7 @@ class HostedRun:
         self._working: _Task | None = None
         self._ended = Cancel()
         self._process: AppProcess | None = None
-        self._outbox = around.store.root / "outbox" / f"{offer.run:x}.{secrets.token_hex(4)}"
+        self._outbox = context.store.root / "outbox" / f"{offer.run:x}.{secrets.token_hex(4)}"
         self._standing: pb.FromNode | None = None
         self._start: pb.AppStart | None = None
         self._kept: dict[str, _Kept] = {}  # the newest replies, until the owner has their arrays
@@ -121,7 +122,7 @@ class HostedRun:
 
     def task(self, task: pb.AppTask) -> None:
         """A message for the ClientApp; one that is known already is not done twice."""
-        entry = _Task(task, self._around.epoch(), time.monotonic() + max(0.0, min(task.left_s, MAX_LEFT_S)))
+        entry = _Task(task, self._context.epoch(), time.monotonic() + max(0.0, min(task.left_s, MAX_LEFT_S)))
         with self._lock:
             known = self._tasks.get(task.message)
             if known is not None:
@@ -157,12 +158,12 @@ class HostedRun:
     def greet(self) -> None:
         """Say again what may have been lost with the stream before."""
         if self._standing is not None:
-            self._around.say(self._standing)
+            self._context.say(self._standing)
 
     def moved(self, member: Membership) -> None:
         """A restarted coordinator may listen elsewhere."""
         if self._parts.address != member.work_address:
-            self._parts.move(member.channel(self._around.config), member.work_address)
+            self._parts.move(member.channel(self._context.worker.config), member.work_address)
 
     def end(self, reason: str, *, for_good: bool = True) -> None:
         """Stop at once; ``for_good``: the run is over, its state goes too."""
@@ -217,7 +218,7 @@ class HostedRun:
         except (AtollError, OSError) as error:
             self._refuse(pb.APP_REFUSAL_OTHER, str(error))
             return
-        if not self._around.accepts(self._app.hash):
+        if not self._context.accepts(self._app.hash):
             self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
             return
         if importlib.util.find_spec("flwr") is None:
@@ -233,7 +234,7 @@ class HostedRun:
         self._stand(pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s)))
 
     def _fetch_code(self) -> None:
-        app, store = self._app, self._around.store
+        app, store = self._app, self._context.store
         most = app_bundle.MAX_BUNDLE_BYTES + app_bundle.MAX_FILES * 2 * app_bundle.MAX_PATH_CHARS
         if app.size > most:
             raise BadFrame(f"an app bundle of {app.size} bytes; at most {most} are accepted")
@@ -251,7 +252,7 @@ class HostedRun:
         store.asked(KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time()))
 
     def _how_to_accept(self) -> str:
-        folder = self._around.config.state_dir
+        folder = self._context.worker.config.state_dir
         option = "" if folder == default_state_dir() else f" --state-dir {folder}"
         return (
             "its owner has not accepted this app; read it and accept it there: "
@@ -267,7 +268,7 @@ class HostedRun:
         except AccessDenied as error:
             log.error("app.code_changed", run=f"{self.run:x}", reason=str(error))
             return str(error)
-        store, config = self._around.store, self._around.config
+        store, config = self._context.store, self._context.worker.config
         setup = pb.ChildSetup(
             run=self.run,
             code_dir=str(self._code.folder),
@@ -304,7 +305,7 @@ class HostedRun:
             self._process.pipe.send(pb.ToChild(start=start))
 
     def _reconsider(self) -> None:
-        accepted = self._around.accepts(self._app.hash)
+        accepted = self._context.accepts(self._app.hash)
         refused = self._standing is not None and self._standing.HasField("refused")
         if accepted and refused:
             self._prepare()
@@ -331,7 +332,7 @@ class HostedRun:
             self._todo.put(self._warm)
             return
         except (AtollError, OSError) as error:
-            if entry.epoch != self._around.epoch():
+            if entry.epoch != self._context.epoch():
                 return  # of a coordinator that is gone; it comes again
             self._drop_kept(entry.task.message)
             reply = pb.AppReply(error=REPLY_UNAVAILABLE, reason=str(error))
@@ -405,7 +406,7 @@ class HostedRun:
         if self._process is not None and self._process.alive:
             return ""
         prepared = self._standing is not None and self._standing.HasField("ready")
-        if not prepared or not self._around.accepts(self._app.hash):
+        if not prepared or not self._context.accepts(self._app.hash):
             # Whoever asks, and in whatever order: what the owner has not accepted does not run here.
             return "this app is not accepted there, or could not be loaded"
         return self._load()
@@ -416,7 +417,7 @@ class HostedRun:
         self._kept.setdefault(entry.task.message, _Kept(reply, {}))
         while len(self._kept) > MAX_KEPT:
             self._kept.pop(next(iter(self._kept))).remove()
-        self._around.say(pb.FromNode(reply=reply))
+        self._context.say(pb.FromNode(reply=reply))
 
     # ------------------------------------------------------------ helpers
 
@@ -429,10 +430,10 @@ class HostedRun:
 
     def _stand(self, standing: pb.FromNode) -> None:
         self._standing = standing
-        self._around.say(standing)
+        self._context.say(standing)
 
     def _printed(self, line: str) -> None:
-        self._around.printed(f"{self.run:x}", line)
+        self._context.printed(f"{self.run:x}", line)
 
     def _drop_process(self) -> None:
         process, self._process = self._process, None
@@ -442,7 +443,7 @@ class HostedRun:
     def _remove_state(self) -> None:
         self._drop_process()
         if self._start is not None:
-            self._around.store.drop_state(self._app.hash, self.run, self._start.node)
+            self._context.store.drop_state(self._app.hash, self.run, self._start.node)
 
 
 def _to_value(value: app_bundle.ConfigValue) -> pb.AppValue:

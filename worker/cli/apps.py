@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import json as json_module
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from protos.command_line import AsJson, out, print_json
 from worker.apps.store import AppStore
+from worker.cli.options import StateDir
 from worker.cli.running import say_consent_changed
 from worker.config import default_state_dir
 
 if TYPE_CHECKING:
     from worker.apps.store import KnownApp
 
-# Much of what is shown was written elsewhere: no text is markup.
-out = Console(highlight=False, markup=False, emoji=False)
 apps = typer.Typer(help="Which apps (other people's Python) may run on this machine.", no_args_is_help=True)
 
 Hash = Annotated[
     str, typer.Argument(metavar="HASH", help="As `apps list` shows it; its first digits are enough.")
-]
-StateDir = Annotated[
-    Path | None,
-    typer.Option(help="Identity, settings, cached blobs; default ~/.local/state/atoll-worker."),
 ]
 
 
@@ -40,16 +33,13 @@ def register(app: typer.Typer) -> None:
 
 
 @apps.command("list", epilog="Example: atoll-worker apps list --json")
-def list_apps(
-    state_dir: StateDir = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")] = False,
-) -> int:
+def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
     """Apps that somebody asked this machine to run, and which of them it may."""
     store = AppStore(state_dir or default_state_dir())
     known = store.known()
     if json:
         found = [asdict(a) | {"accepted": a.accepted, "files": str(store.code_dir(a.hash))} for a in known]
-        sys.stdout.write(json_module.dumps(found) + "\n")
+        print_json(found)
         return 0
     table = Table("hash", "app", "publisher", "asked for", "accepted", "its files, to read", box=None)
     for app in known:

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import json as json_module
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from atoll.errors import UsageError
+from protos.command_line import AsJson, byte_progress, err, out, print_json
+from worker.cli.options import StateDir
 from worker.config import default_state_dir
 
 if TYPE_CHECKING:
     from worker.data.registry import Dataset
-    from worker.data.registry import Progress as BytesDone
 
 MAX_SCHEMA_BYTES = 1 << 20
-# Much of what is shown was written elsewhere: no text is markup.
-out = Console(highlight=False, markup=False, emoji=False)
-err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 data = typer.Typer(
     name="data",
     help="Register data for federated training. The data stays here; others learn its schema and size.",
     no_args_is_help=True,
 )
-StateDir = Annotated[
-    Path | None,
-    typer.Option(help="The worker's state folder; default ~/.local/state/atoll-worker."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What a job calls the data set.")]
 
 
@@ -76,21 +63,20 @@ def add(
     (x1..x9), number (#3) or the rest (*); text, windows:LENGTH[,STRIDE], documents:LENGTH or document.
     """
     from worker.data.registry import add_dataset
+    from worker.data.sources import Form
 
-    with _progress(f"reading {path.name}", quiet=json) as done:
+    with byte_progress(f"reading {path.name}", quiet=json) as done:
         added = add_dataset(
             state_dir or default_state_dir(),
             name,
             path,
             [*(schema or []), *_lines(schema_file)],
-            format_name=format_name,
-            delimiter=delimiter,
-            header=not no_header,
+            Form(format_name, delimiter, not no_header),
             replace=replace,
             progress=done,
         )
     if json:
-        _print_json(_as_json(added))
+        print_json(_as_json(added))
         return 0
     _show(added)
     err.print("A worker that runs now tells its coordinator the next time it connects.", style="dim")
@@ -104,7 +90,7 @@ def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
 
     found = list_datasets(state_dir or default_state_dir())
     if json:
-        _print_json([_as_json(each) for each in found])
+        print_json([_as_json(each) for each in found])
         return 0
     if not found:
         out.print("no data set is registered; see `atoll-worker data add --help`")
@@ -129,12 +115,12 @@ def show(
 
     folder = state_dir or default_state_dir()
     if verify:
-        with _progress(f"reading {name}", quiet=json) as done:
+        with byte_progress(f"reading {name}", quiet=json) as done:
             found = verify_dataset(folder, name, done)
     else:
         found = load_dataset(folder, name)
     if json:
-        _print_json(_as_json(found))
+        print_json(_as_json(found))
     else:
         _show(found)
     return 0
@@ -200,24 +186,3 @@ def _as_json(found: Dataset) -> dict[str, Any]:
         "sha256": found.sha256,
         "fields": [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in found.fields],
     }
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json_module.dumps(value) + "\n")
-
-
-@contextmanager
-def _progress(what: str, quiet: bool) -> Iterator[BytesDone]:
-    """A bar on the terminal's error stream; nothing when ``quiet`` or not a terminal."""
-    if quiet or not err.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=max(total, 1))

@@ -20,10 +20,10 @@ import grpc
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.app_words import clean
 from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
 from protos.grpc_errors import to_atoll_error
+from protos.text_limits import clean
 from worker.control.calls import open_channel
 from worker.control.enroll import greet
 from worker.machine.device import Device, device_rates, find_device, versions

@@ -15,7 +15,6 @@ from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.app_words import clean
 from protos.credentials import (
     RENEW_BEFORE,
     Identity,
@@ -26,6 +25,7 @@ from protos.credentials import (
     verify_certificate,
 )
 from protos.grpc_errors import to_atoll_error
+from protos.text_limits import clean
 from worker.config import WorkerConfig, join_address
 from worker.control.calls import answer, open_channel
 

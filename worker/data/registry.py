@@ -28,7 +28,7 @@ from atoll.federated import DatasetFacts, FieldFacts, checked_name
 from protos.private_files import private_folder
 from worker.config import make_state_dir
 from worker.data.schema import FieldSchema, parse_schema, sources_of
-from worker.data.sources import Piece, SafetensorsSource, Source, open_source
+from worker.data.sources import AS_FOUND, Form, Piece, SafetensorsSource, Source, open_source
 from worker.data.transforms import BadValue, settle
 
 if TYPE_CHECKING:
@@ -91,10 +91,8 @@ def add_dataset(
     name: str,
     path: Path,
     schema: Sequence[str],
+    form: Form = AS_FOUND,
     *,
-    format_name: str = "",
-    delimiter: str = ",",
-    header: bool = True,
     replace: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Dataset:
@@ -112,7 +110,7 @@ def add_dataset(
         raise UsageError(f"{MAX_DATASETS} data sets are registered here already; remove one first")
     fields = parse_schema(schema) if schema else ()
     path = path.expanduser()
-    source = open_source(path, format_name, sources_of(fields), delimiter=delimiter, header=header)
+    source = open_source(path, form, sources_of(fields))
     if not fields:
         fields = _own_schema(source)
     scratch = target.with_name(f".{name}.{secrets.token_hex(4)}")

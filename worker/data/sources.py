@@ -59,25 +59,36 @@ class Source(Protocol):
         ...
 
 
-def open_source(
-    path: Path, format_name: str, wanted: Sequence[str], *, delimiter: str = ",", header: bool = True
-) -> Source:
-    """The source at ``path``; "" as format: found from its name and first bytes."""
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a source is written; "" as format: found from its name and first bytes."""
+
+    format: str = ""
+    delimiter: str = ","  # of a CSV file; and whether its first line names the columns
+    header: bool = True
+
+
+AS_FOUND = Form()
+
+
+def open_source(path: Path, form: Form, wanted: Sequence[str]) -> Source:
+    """Return the source at ``path``, of which ``wanted`` names the parts."""
     if not path.exists():
         raise UsageError(f"{path} does not exist; give a file or a folder")
-    kind = format_name or _guess(path, wanted)
+    kind = form.format or _guess(path, wanted)
     try:
         if kind == "idx":
             return IdxSource(path)
         if kind == "safetensors":
             return SafetensorsSource(path)
         if kind == "csv":
-            return CsvSource(path, "\t" if path.suffix == ".tsv" and delimiter == "," else delimiter, header)
+            tabs = path.suffix == ".tsv" and form.delimiter == ","
+            return CsvSource(path, "\t" if tabs else form.delimiter, form.header)
         if kind == "text":
             return TextSource(path)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}; check its permissions") from None
-    raise UsageError(f"no format {format_name[:40]!r}; there are {', '.join(FORMATS)}")
+    raise UsageError(f"no format {form.format[:40]!r}; there are {', '.join(FORMATS)}")
 
 
 def _guess(path: Path, wanted: Sequence[str]) -> str:

@@ -30,8 +30,8 @@ from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
-from strategies.base import ClientState
 from strategies.files import client_state_of, slot_arrays
+from strategies.values import ClientState
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from math import isfinite
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame, JobFailed
-from atoll.federated import FederatedSpec, Floors
+from atoll.federated import FederatedSpec
 from atoll.job import TrainingSpec
 from atoll.opdag import StateMeta
 from atoll.program import StageProgram
@@ -31,7 +31,7 @@ from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_
 from strategies.returned import check_returned
 from worker import blobs
 from worker.federated.broadcasts import ModelRef, Models
-from worker.federated.client_state import MAX_BYTES, ClientStore
+from worker.federated.client_state import ClientStore
 from worker.federated.floors import check_held_out, check_job
 from worker.federated.local_model import Client, LocalData, LocalModel
 from worker.federated.trainer import Evaluated, LocalTrainer
@@ -43,11 +43,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from compressors.container import Stored
-    from protos.blob_transfer import BlobPort
-    from strategies.base import ClientUpdate
-    from strategies.layout import Array
-    from worker.blobs import BlobCache
+    from strategies.values import ClientUpdate
     from worker.cancel import Cancel
+    from worker.context import WorkerContext
 
 SECRET_FILE = "secret"  # noqa: S105 - a file's name
 SECRET_BYTES = 32
@@ -116,65 +114,52 @@ class Assessment:
     download_s: float
 
 
-@dataclass(frozen=True)
-class Site:
-    """This machine as a participation needs it. ``open_data(name)``: the arrays of a registered data set
-    by field, samples along the first axis, perhaps memory-mapped."""
-
-    worker: str
-    device: torch.device
-    state_dir: Path
-    blobs: BlobPort
-    cache: BlobCache
-    open_data: Callable[[str], Mapping[str, Array]]
-    max_upload_bytes_per_s: float | None = None
-    max_kept_bytes: int = MAX_BYTES
-    tick: Callable[[], None] = lambda: None
-    floors: Floors = field(default_factory=Floors)
-
-
 class Participation:
     """One federated job on this machine, from Participate to Release; not thread-safe."""
 
-    def __init__(self, joining: Joining, site: Site, cancel: Cancel) -> None:
+    def __init__(self, joining: Joining, context: WorkerContext, cancel: Cancel) -> None:
         """Check, fetch, build. Raises the error that the coordinator is told: BadFrame, UnsupportedOp or
         UsageError for what cannot run here, StorageError, ConnectionFailed."""
         check(joining)
-        self.joining, self._site = joining, site
-        rule = make_strategy(joining.federated.rule.strategy, joining.federated.rule.options)
-        check_feedback(rule, joining.federated.rule)
-        check_job(joining.federated.rule, site.floors)
-        costs = _rehearse(joining, site.device)
+        self.joining, self._context = joining, context
+        config, device, spec = context.config, context.device.torch_device, joining.federated.rule
+        strategy = make_strategy(spec.strategy, spec.options)
+        check_feedback(strategy, spec)
+        check_job(spec, config.floors)
+        costs = _rehearse(joining, device)
         inputs = {name: joining.states[name].meta for p in joining.programs for name in p.inputs}
         metas = {name: state.meta for name, state in joining.states.items() if name not in inputs}
         # The trainer looks as well; here no byte of the model was fetched yet.
-        check_returned(joining.programs, inputs, metas, rule, site.floors)
-        data = LocalData(site.open_data(joining.federated.data), joining.federated.inputs, inputs)
-        held_out = joining.federated.rule.held_out
-        self._client = Client.of(site.worker, data, held_out, joining.training.seed)
+        check_returned(joining.programs, inputs, metas, strategy, config.floors)
+        data = LocalData(context.open_data(joining.federated.data), joining.federated.inputs, inputs)
+        self._client = Client.of(context.worker, data, spec.held_out, joining.training.seed)
         leaves = {n: s for n, s in joining.states.items() if n not in inputs}
         model = LocalModel(
             joining.program,
             joining.eval_program,
             joining.training,
             leaves,
-            _tensors(joining, site, cancel),
+            _tensors(joining, context, cancel),
             inputs,
         )
         self._trainer = LocalTrainer(
-            model, rule, joining.federated.rule, site.device, floors=site.floors, tick=site.tick
+            model, strategy, spec, device, floors=config.floors, tick=context.progress.tick
         )
         self._trainer.check_client(self._client)
         executors = self._trainer.executors
         self._watches = [OpWatch(e.program, cost, e) for e, cost in zip(executors, costs, strict=True)]
         self._turn = (0, "load")
-        if joining.federated.rule.evaluate_every:
-            check_held_out(len(self._client.split.held_out), joining.batch, site.floors)
+        if spec.evaluate_every:
+            check_held_out(len(self._client.split.held_out), joining.batch, config.floors)
         layout = self._trainer.layout
-        self._up, self._lossy = update_metas(rule, layout), lossy_names(layout)
-        self._store = ClientStore(site.state_dir, joining.job, site.max_kept_bytes)
+        self._up, self._lossy = update_metas(strategy, layout), lossy_names(layout)
+        self._store = ClientStore(config.state_dir, joining.job, config.kept_bytes)
         self._models = Models(
-            self._store.folder / MODELS, site.blobs, site.cache, broadcast_metas(rule, layout), site.tick
+            self._store.folder / MODELS,
+            context.blobs,
+            context.cache,
+            broadcast_metas(strategy, layout),
+            context.progress.tick,
         )
         self._secret = _secret(self._store.folder.parent)
         self._last_sent: int | None = None  # the last round whose update was, perhaps in part
@@ -215,15 +200,15 @@ class Participation:
         give_back()
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         # The first may be one that was sent before this process began.
-        site, new = self._site, self._last_sent is not None and order.round > self._last_sent
+        context, new = self._context, self._last_sent is not None and order.round > self._last_sent
         self._last_sent = order.round
         sent = blobs.upload_file(
-            site.blobs,
+            context.blobs,
             path,
             stored,
             cancel,
-            site.max_upload_bytes_per_s,
-            site.tick,
+            context.config.max_upload_bytes_per_s,
+            context.progress.tick,
             new=new,
         )
         upload_s = time.perf_counter() - began_s
@@ -290,17 +275,17 @@ def _rehearse(joining: Joining, device: torch.device) -> list[Mapping[int, OpCos
     return costs
 
 
-def _tensors(joining: Joining, site: Site, cancel: Cancel) -> dict[str, Tensor]:
+def _tensors(joining: Joining, context: WorkerContext, cancel: Cancel) -> dict[str, Tensor]:
     """The job's own values, mapped."""
     names = sorted({n for p in joining.programs for n in (*p.parameters, *p.buffers, *p.constants)})
     wanted: dict[str, int] = {}
     for name in names:
         blob = joining.tensors[name]
         wanted[blob] = max(wanted.get(blob, 0), blobs.most_bytes(joining.states[name]))
-    blobs.download(site.blobs, site.cache, wanted, cancel, lambda _: site.tick())
+    blobs.download(context.blobs, context.cache, wanted, cancel, lambda _: context.progress.tick())
     found = {}
     for name in names:
-        loaded = blobs.load(site.cache, name, joining.tensors[name], joining.states[name])
+        loaded = blobs.load(context.cache, name, joining.tensors[name], joining.states[name])
         found[name] = loaded["value"]
     return found
 

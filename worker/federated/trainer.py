@@ -28,10 +28,10 @@ from atoll.job import OptimizerName
 from atoll.ops import check_node
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
 from compressors.container import drop_pages
-from strategies.base import Done
 from strategies.checking import check_broadcast, check_optimizer, check_update
 from strategies.layout import SHARED, Role
 from strategies.returned import check_returned
+from strategies.values import Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
 from worker.stage.optimizers import make_optimizer
@@ -40,8 +40,9 @@ from worker.stage.stage import MAX_OUTPUT_BYTES
 if TYPE_CHECKING:
     from atoll.federated import Federated
     from atoll.program import StageProgram
-    from strategies.base import Broadcast, ClientState, ClientUpdate, Correction, Phase, Strategy
+    from strategies.base import Strategy
     from strategies.layout import Array, Arrays
+    from strategies.values import Broadcast, ClientState, ClientUpdate, Correction, Phase
     from worker.federated.local_model import Client, LocalModel
 
 ROUND_STEPS = 1 << 32  # a round's steps have keys of their own among random draws

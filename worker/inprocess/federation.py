@@ -20,11 +20,11 @@ from atoll.program import stage_programs
 from atoll.sampling import client_key
 from compressors.model_file import NONE, Coding, read_update, write_update
 from strategies import make_strategy
-from strategies.base import Broadcast, ClientState, ClientUpdate
 from strategies.checking import check_feedback
 from strategies.files import lossy_names, parted, update_arrays, update_metas
 from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
+from strategies.values import Broadcast, ClientState, ClientUpdate
 from worker.federated.local_model import Client, LocalData, LocalModel
 from worker.federated.trainer import LOSS, Evaluated, LocalTrainer
 
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from atoll.federated import Federated, Floors
     from atoll.job import TrainingSpec
     from atoll.opdag import OpDag, StateMeta
-    from strategies.base import ServerState, Strategy
+    from strategies.base import Strategy
     from strategies.layout import Array, Arrays
+    from strategies.values import ServerState
 
     Fields = Mapping[str, Array]
 

@@ -57,9 +57,7 @@ class LocalPipeline:
         schedule: ScheduleName = ScheduleName.ONE_F_ONE_B,
         warmups: Sequence[int] | None = None,
         states: Mapping[str, StateMeta] | None = None,
-        links: Sequence[LinkSpec] = (),
     ) -> None:
-        """``links``: the plan's codecs; a pair of stages without one exchanges exact tensors."""
         self.training = training
         self.programs = tuple(programs)
         self.eval_programs = tuple(eval_programs)
@@ -85,10 +83,11 @@ class LocalPipeline:
             for at, program in enumerate(programs)
         ]
         self._step = 0
-        self.relink(links)
+        self.relink(())
 
     def relink(self, links: Sequence[LinkSpec]) -> None:
-        """From the next step on the stages exchange with these codecs."""
+        """Exchange with these codecs from the next step on; a pair of stages without one exchanges exact
+        tensors, as all do before."""
         names = [str(stage) for stage in range(len(self.programs))]
         evaluations = self.eval_programs or (None,) * len(self.programs)
         self.lossy = lossy(links)

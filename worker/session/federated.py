@@ -1,4 +1,4 @@
-"""The session's rules of a federated job: join, train rounds, evaluate, hear what became of an update.
+"""A session's transitions of a federated job: join, train rounds, evaluate, learn what became of an update.
 
 The coordinator alone closes rounds, so a later order replaces the one under way, and word that a round
 is closed ends its training at once. An answer is kept, by round, until the coordinator shows that it
@@ -8,44 +8,25 @@ without training twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from worker.session.events import (
-    EvaluationAsked,
-    Invited,
-    Joined,
-    ModelTested,
-    RoundSettled,
-    TrainAsked,
-    TurnBroke,
-    UpdateStored,
-)
-from worker.session.instructions import (
-    EvaluateLocally,
-    Instruction,
-    Interrupt,
-    JoinFederation,
-    Say,
-    SettleRound,
-    StillHeld,
-    TrainLocally,
-    TurnFailed,
-)
-from worker.session.state import Phase, Session, Step, drop, heard, ignore, keep
+from atoll.transitions import Transitions
+from worker.session import events as ev
+from worker.session import instructions as do
+from worker.session.state import WELCOMED, Kind, Phase, Session, Step, acknowledged, drop, ignore, send
 
-LOADED, FAILED, UPDATE, TESTED = "loaded", "failed", "update", "tested"
-MEMBERS = (Phase.TAKING_PART, Phase.LEARNING, Phase.TESTING)
+TRANSITIONS: Transitions[Session, [], Step] = Transitions(Phase, ev.Event)
+MEMBERS = (Phase.ENROLLED, Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND)
 
 
-def invited(state: Session, event: Invited) -> Step:
+@TRANSITIONS.on(*WELCOMED)
+def _invited(state: Session, event: ev.Invited) -> Step:
     """Join, unless this very participation is held already; whatever else is held goes."""
     if event.job == state.job:
         if event.version < state.version or (event.version == state.version and state.phase is Phase.JOINING):
             return ignore(state)
         if event.version == state.version and state.phase in MEMBERS:
-            return state, (Say(StillHeld(event.job, event.version)),)
+            return state, (do.Say(do.StillHeld(event.job, event.version)),)
     dropped = drop(state, f"replaced by {event.job} version {event.version}")
     state = replace(
         state,
@@ -56,96 +37,91 @@ def invited(state: Session, event: Invited) -> Step:
         step=0,
         commit=None,
         spoiled=False,
-        kept=(),
+        unacknowledged=(),
     )
-    return state, (*dropped, JoinFederation(event.job, event.version, event.work))
+    return state, (*dropped, do.JoinFederation(event.job, event.version, event.work))
 
 
-def _joined(state: Session, event: Joined) -> Step:
-    state = keep(replace(state, phase=Phase.TAKING_PART), LOADED, event.message)
-    return state, (Say(event.message),)
+@TRANSITIONS.on(Phase.JOINING)
+def _joined(state: Session, event: ev.Joined) -> Step:
+    return send(replace(state, phase=Phase.ENROLLED), Kind.LOADED, event.message)
 
 
-def _train(state: Session, event: TrainAsked) -> Step:
-    answer = _answer(state, UPDATE, event.round)
-    if answer is not None:
-        return state, (Say(answer),)
-    if event.round < state.step or (event.round == state.step and state.phase is Phase.LEARNING):
+@TRANSITIONS.on(*MEMBERS)
+def _train(state: Session, event: ev.TrainAsked) -> Step:
+    answer = _answer(state, Kind.UPDATE, event.round)
+    if answer:
+        return state, answer
+    training = state.phase is Phase.TRAINING_ROUND
+    if event.round < state.step or (event.round == state.step and training):
         return ignore(state)
     stopped = _stopped(state, f"round {event.round} begins")
-    state = replace(_silenced(state, event.round), phase=Phase.LEARNING, step=event.round)
-    return state, (*stopped, TrainLocally(event.job, event.round, event.order))
+    state = replace(_silenced(state, event.round), phase=Phase.TRAINING_ROUND, step=event.round)
+    return state, (*stopped, do.TrainLocally(event.job, event.round, event.order))
 
 
-def _evaluate(state: Session, event: EvaluationAsked) -> Step:
-    answer = _answer(state, TESTED, event.round)
-    if answer is not None and state.phase is not Phase.LEARNING:
-        return state, (Say(answer),)
+@TRANSITIONS.on(*MEMBERS)
+def _evaluate(state: Session, event: ev.EvaluationAsked) -> Step:
+    answer = _answer(state, Kind.ROUND_EVALUATED, event.round)
+    training = state.phase is Phase.TRAINING_ROUND
+    if answer and not training:
+        return state, answer
     # The model after a round is made when that round is closed: training of it, or later, is not over.
-    behind = event.round <= state.step if state.phase is Phase.LEARNING else event.round < state.step
-    if behind or (event.round == state.step and state.phase is Phase.TESTING):
+    behind = event.round <= state.step if training else event.round < state.step
+    if behind or (event.round == state.step and state.phase is Phase.EVALUATING_ROUND):
         return ignore(state)
     stopped = _stopped(state, f"round {state.step} is closed")
-    state = replace(_silenced(state, event.round), phase=Phase.TESTING, step=event.round)
-    return state, (*stopped, EvaluateLocally(event.job, event.round, event.order))
+    state = replace(_silenced(state, event.round), phase=Phase.EVALUATING_ROUND, step=event.round)
+    return state, (*stopped, do.EvaluateLocally(event.job, event.round, event.order))
 
 
-def _settled(state: Session, event: RoundSettled) -> Step:
-    state = heard(state, f"{UPDATE} {event.round}")
-    settle = SettleRound(event.job, event.round, event.taken)
-    if state.phase is Phase.LEARNING and event.round == state.step:
+@TRANSITIONS.on(*MEMBERS)
+def _settled(state: Session, event: ev.RoundSettled) -> Step:
+    state = acknowledged(state, Kind.UPDATE, round=event.round)
+    settle = do.SettleRound(event.job, event.round, event.taken)
+    if state.phase is Phase.TRAINING_ROUND and event.round == state.step:
         reason = f"round {event.round} was closed: {event.reason}"
-        return replace(state, phase=Phase.TAKING_PART), (Interrupt(reason), settle)
+        return replace(state, phase=Phase.ENROLLED), (do.Interrupt(reason), settle)
     return state, (settle,)
 
 
-def _stored(state: Session, event: UpdateStored) -> Step:
+@TRANSITIONS.on(Phase.TRAINING_ROUND)
+def _stored(state: Session, event: ev.UpdateStored) -> Step:
     if event.round != state.step:
         return ignore(state)
-    state = keep(replace(state, phase=Phase.TAKING_PART), f"{UPDATE} {event.round}", event.message)
-    return state, (Say(event.message),)
+    return send(replace(state, phase=Phase.ENROLLED), Kind.UPDATE, event.message, event.round)
 
 
-def _tested(state: Session, event: ModelTested) -> Step:
+@TRANSITIONS.on(Phase.EVALUATING_ROUND)
+def _evaluated(state: Session, event: ev.ModelTested) -> Step:
     if event.round != state.step:
         return ignore(state)
-    state = keep(replace(state, phase=Phase.TAKING_PART), f"{TESTED} {event.round}", event.message)
-    return state, (Say(event.message),)
+    return send(replace(state, phase=Phase.ENROLLED), Kind.ROUND_EVALUATED, event.message, event.round)
 
 
-def _broke(state: Session, event: TurnBroke) -> Step:
+@TRANSITIONS.on(Phase.JOINING, Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND)
+def _broke(state: Session, event: ev.TurnBroke) -> Step:
     if event.round != state.step:
         return ignore(state)
     loading = state.phase is Phase.JOINING
-    said = TurnFailed(event.job, event.round, event.reason, event.during)
-    state = keep(replace(state, phase=Phase.FAILED if loading else Phase.TAKING_PART), FAILED, said)
-    return state, (Say(said),)
+    failed = do.TurnFailed(event.job, event.round, event.reason, event.during)
+    return send(replace(state, phase=Phase.FAILED if loading else Phase.ENROLLED), Kind.FAILED, failed)
 
 
-def _answer(state: Session, kind: str, at_round: int) -> Any:
-    return dict(state.kept).get(f"{kind} {at_round}")
+def _answer(state: Session, kind: Kind, at_round: int) -> tuple[do.Say, ...]:
+    """The answer that was given for this round, to be sent again."""
+    kept = (k for k in state.unacknowledged if (k.kind, k.round) == (kind, at_round))
+    return tuple(do.Say(k.message) for k in kept)
 
 
 def _silenced(state: Session, at_round: int) -> Session:
-    """What an order for ``at_round`` shows to have arrived, or to be of no use any more. An update stays
-    until the coordinator says what became of it, or a later round replaces it."""
-    kept = tuple(entry for entry in state.kept if entry[0].startswith(f"{UPDATE} "))
-    latest = kept[-1:] if kept and int(kept[-1][0].split()[1]) >= at_round - 1 else ()
-    return replace(state, kept=latest)
+    """Forget what an order for ``at_round`` shows to have arrived, or to be of no use any more. An update
+    stays until the coordinator says what became of it, or a later round replaces it."""
+    updates = [k for k in state.unacknowledged if k.kind is Kind.UPDATE]
+    latest = tuple(k for k in updates[-1:] if k.round is not None and k.round >= at_round - 1)
+    return replace(state, unacknowledged=latest)
 
 
-def _stopped(state: Session, reason: str) -> tuple[Instruction, ...]:
-    return (Interrupt(reason),) if state.phase in (Phase.LEARNING, Phase.TESTING) else ()
-
-
-Rule = Callable[[Session, Any], Step]
-RULES: dict[tuple[Phase, type], Rule] = {
-    **{(p, TrainAsked): _train for p in MEMBERS},
-    **{(p, EvaluationAsked): _evaluate for p in MEMBERS},
-    **{(p, RoundSettled): _settled for p in MEMBERS},
-    (Phase.JOINING, Joined): _joined,
-    (Phase.LEARNING, UpdateStored): _stored,
-    (Phase.TESTING, ModelTested): _tested,
-    **{(p, TurnBroke): _broke for p in (Phase.JOINING, Phase.LEARNING, Phase.TESTING)},
-}
-"""All but ``invited``, which any welcomed session hears."""
+def _stopped(state: Session, reason: str) -> tuple[do.Instruction, ...]:
+    at_work = state.phase in (Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND)
+    return (do.Interrupt(reason),) if at_work else ()

@@ -1,15 +1,12 @@
-"""What a worker's session knows, and what its rules share."""
+"""State of a worker's session, and what its handlers share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
 
-from worker.session.instructions import DropStage, Instruction
-
-if TYPE_CHECKING:
-    from worker.session.events import Committed
+from worker.session.events import Committed
+from worker.session.instructions import DropStage, Instruction, Say
 
 RECENT = 12  # events remembered for error messages
 
@@ -25,18 +22,42 @@ class Phase(StrEnum):
     EVALUATING = "evaluating"
     FAILED = "failed"  # said why; waits for discard, release or a new plan
     JOINING = "joining"  # loads a federated job
-    TAKING_PART = "taking part"  # in a federated job, waits for a round
-    LEARNING = "learning"  # trains a round
-    TESTING = "testing"  # evaluates a round's model
+    ENROLLED = "enrolled"  # in a federated job, waits for a round
+    TRAINING_ROUND = "training round"
+    EVALUATING_ROUND = "evaluating round"
     DRAINING = "draining"
     GONE = "gone"
 
 
+LIVE = frozenset(Phase) - {Phase.DRAINING, Phase.GONE}
+WELCOMED = LIVE - {Phase.CONNECTING}
+
+
+class Kind(StrEnum):
+    """Kinds of messages that must reach the coordinator."""
+
+    LOADED = "loaded"
+    READY = "ready"
+    EVALUATED = "evaluated"
+    STORED = "stored"
+    FAILED = "failed"
+    UPDATE = "update"
+    ROUND_EVALUATED = "round evaluated"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A message that is sent again after every welcome until an answer proves that it arrived."""
+
+    kind: Kind
+    message: object
+    round: int | None = None  # of a federated job's update or evaluation
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
-    """All that decides what the next event means. ``kept`` holds one message of each kind that
-    must reach the coordinator, said again after every welcome until an answer proves it arrived.
-    Of a federated job ``step`` is the round."""
+    """All that decides what the next event means. ``unacknowledged`` holds one message of each kind, of a
+    federated job one of each kind and round. Of a federated job ``step`` is the round."""
 
     phase: Phase = Phase.CONNECTING
     worker: str = ""
@@ -48,7 +69,7 @@ class Session:
     step: int = 0
     commit: Committed | None = None  # being carried out
     spoiled: bool = False  # an apply broke half way: only a new plan can help
-    kept: tuple[tuple[str, Any], ...] = ()
+    unacknowledged: tuple[Kept, ...] = ()
     ignored: int = 0
     recent: tuple[str, ...] = ()
 
@@ -75,15 +96,16 @@ def ignore(state: Session) -> Step:
     return replace(state, ignored=state.ignored + 1), ()
 
 
-def keep(state: Session, kind: str, message: Any) -> Session:
-    """``message`` is said again after every welcome; one of each kind."""
-    others = tuple(entry for entry in state.kept if entry[0] != kind)
-    return replace(state, kept=(*others, (kind, message)))
+def send(state: Session, kind: Kind, message: object, round: int | None = None) -> Step:
+    """Send ``message`` now, and after every welcome until it is acknowledged; one of each kind and round."""
+    others = tuple(kept for kept in state.unacknowledged if (kept.kind, kept.round) != (kind, round))
+    return replace(state, unacknowledged=(*others, Kept(kind, message, round))), (Say(message),)
 
 
-def heard(state: Session, *kinds: str) -> Session:
+def acknowledged(state: Session, *kinds: Kind, round: int | None = None) -> Session:
     """The coordinator's answer shows that messages of these kinds arrived."""
-    return replace(state, kept=tuple(entry for entry in state.kept if entry[0] not in kinds))
+    rest = tuple(k for k in state.unacknowledged if k.kind not in kinds or k.round != round)
+    return replace(state, unacknowledged=rest)
 
 
 def drop(state: Session, reason: str) -> tuple[Instruction, ...]:

@@ -16,8 +16,8 @@ from atoll.opdag import leaf_refs
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert, convert_plan
-from protos.app_words import clean
 from protos.bounds import DEFAULT_LIMITS
+from protos.text_limits import clean
 from worker.links.codecs import CodecUse
 from worker.machine.op_timing import OpProbe, OpTiming
 from worker.session import events, instructions, wire_federated

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -77,6 +77,15 @@ class Progress:
         self.count += 1
 
 
+@dataclass(frozen=True)
+class Meters:
+    """What a run's work is recorded with."""
+
+    spans: Spans
+    progress: Progress
+    cpu: CpuMeter = field(default_factory=CpuMeter)
+
+
 class StageRun:
     """One stage of one plan, from its first step to its release; not thread-safe."""
 
@@ -87,22 +96,18 @@ class StageRun:
         links: TensorLinks,
         feed: MicroBatches,
         held_out: HeldOut,
-        spans: Spans,
-        progress: Progress,
-        clock: Callable[[], float] = time.perf_counter,
-        cpu: CpuMeter | None = None,
+        meters: Meters,
         notice: Callable[[LongWait], None] = lambda _: None,
         watches: Sequence[OpWatch] = (),
     ) -> None:
         """``notice`` hears of waits that last suspiciously long."""
         self.assignment = assignment
-        self.spans = spans
+        self.spans, self._progress, self._cpu = meters.spans, meters.progress, meters.cpu
+        self._clock = time.perf_counter
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
-        self._progress, self._clock = progress, clock
         self._notice = notice
         self._watches = watches
         self._step = assignment.first_step  # that is computed, or was last
-        self._cpu = cpu or CpuMeter()
         self._cpu.forget()
         self._eras = [(0, assignment)]  # first step -> the plan version from there on, ascending
         self._actions = assignment.plan.actions(assignment.stage)

@@ -67,10 +67,9 @@ class Stage:
         states: Mapping[str, StateMeta] | None = None,
         recompute: Recompute = Recompute.OFF,
         defer: bool = False,
-        max_output_bytes: int = MAX_OUTPUT_BYTES,
     ) -> None:
         for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
-            check_node(node, max_output_bytes)
+            check_node(node, MAX_OUTPUT_BYTES)
         self.program = program
         self.training = training
         self.device = torch.device(device)

@@ -18,7 +18,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from atoll.errors import BadFrame
-from protos.app_words import clean
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

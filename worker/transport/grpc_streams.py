@@ -19,7 +19,7 @@ import grpc
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from protos.app_words import clean
+from protos.text_limits import clean
 from worker.transport.channels import METHOD
 
 log = structlog.get_logger()

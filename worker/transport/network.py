@@ -23,8 +23,8 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
-from protos.app_words import clean
 from protos.credentials import peer_name
+from protos.text_limits import clean
 from worker.machine.malloc import keep_chunk_memory
 from worker.transport.channels import PeerServer, open_channel
 from worker.transport.connection import Connection

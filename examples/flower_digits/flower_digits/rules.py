@@ -12,8 +12,8 @@ import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
-from strategies.base import Done
 from strategies.flower import LocalWork, correct, evaluation_arrays, local_round
+from strategies.values import Done
 
 from . import task
 
