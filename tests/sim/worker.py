@@ -26,8 +26,10 @@ PEER_SILENCE_S = 4.0
 def event_of(message: do.Message) -> e.Event | None:
     """Return the event that a coordinator's message is to a session, None where the shell alone hears it."""
     match message:
-        case do.AssignStage(job, plan=plan, peers=peers):
-            return e.Assigned(job, plan.version, frozenset(peer.worker for peer in peers), message)
+        case do.AssignStage(job, plan=plan, peers=peers, first_step=first_step):
+            return e.Assigned(
+                job, plan.version, frozenset(peer.worker for peer in peers), first_step, message
+            )
         case do.StartStep(job, version, step):
             return e.Started(job, version, step)
         case do.CommitStep(job, version, step, scale, store, evaluate, last):

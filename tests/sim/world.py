@@ -8,7 +8,8 @@ from functools import partial
 from random import Random
 
 from atoll.federated import Federated, FederatedSpec
-from atoll.job import DataSpec, JobSpec, TrainingSpec
+from atoll.dataset_spec import DataSpec
+from atoll.job import JobSpec, TrainingSpec
 from coordinator.messages import events as ev
 from tests.sim.checks import Checks, Violation
 from tests.sim.clock import Clock, digest
