@@ -66,6 +66,9 @@ class Driver(Protocol):
     def uses(self, job: str, worker: str) -> bool:
         """Whether the worker does something for the job now."""
 
+    def current(self, job: str, version: int) -> bool:
+        """Whether a worker that the job uses is to hold that version of it."""
+
     def keeps(self, job: str) -> bool:
         """Whether a worker that the job does not use may go on holding it."""
 
@@ -274,7 +277,10 @@ class Scheduler:
         if beat.job and not stays and held == worker.heard_job:  # twice: not just a release on its way
             reason = "this job does not use you any more"
             self.effects.send(name, do.ReleaseStage(beat.job, beat.version, reason))
-        worker.heard_job = held
+        dropped, worker.heard_job = worker.heard_job, held
+        mine = self.driver_of(worker.member.job)
+        if dropped[0] == worker.member.job != beat.job and mine is not None and mine.current(*dropped):
+            self._lost(worker.member.job, name, f"{self.effects.label(name)} let go of what it was given")
 
     # ------------------------------------------------------------ jobs
 

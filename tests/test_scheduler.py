@@ -278,6 +278,20 @@ def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
     assert world.state().phase is jobs.Phase.LOADING
 
 
+def test_a_worker_that_lets_go_of_its_stage_is_noticed_by_its_heartbeat() -> None:
+    world = World().training()
+    version = world.state().version
+    for job in ("job-1", "job-1", "another"):
+        world.says("a", ev.Heartbeat(world.now_s, job, version, 0, 0, 0))
+    assert world.state().version == version + 1
+    assert "let go" in next(
+        i.fields["reason"] for i in world.other if isinstance(i, do.Log) and "let go" in str(i.fields)
+    )
+    # What it held before it was given the next plan's stage says nothing.
+    world.says("a", ev.Heartbeat(world.now_s, "", 0, 0, 0, 0))
+    assert world.state().version == version + 1
+
+
 def test_a_report_that_is_repeated_in_a_later_step_is_not_judged_by_that_one() -> None:
     world = World().training()
     world.now_s += 1.0

@@ -221,6 +221,10 @@ class FederatedDriver:
         if self.effects.roster.workers[worker].member.job == job:  # it leaves, or is quarantined
             self._free(self.jobs[job], worker, reason)
 
+    def current(self, job: str, version: int) -> bool:
+        """Whether clients take part under that version."""
+        return version == VERSION
+
     def keeps(self, job: str) -> bool:
         """Whether a worker may go on holding the job: after our restart, until that invites it again."""
         return not self.jobs[job].ended

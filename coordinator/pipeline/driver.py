@@ -185,6 +185,10 @@ class PipelineDriver:
         """Whether the worker holds a stage of the job."""
         return self.jobs[job].rank_of(worker) is not None
 
+    def current(self, job: str, version: int) -> bool:
+        """Whether ``version`` is one that the adopted plan has had."""
+        return current(self.jobs[job], version)
+
     def keeps(self, job: str) -> bool:
         """Whether a worker that is not this job's may go on holding it: never."""
         return False
