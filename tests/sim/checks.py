@@ -14,6 +14,7 @@ from coordinator.messages.jobs import ENDED, Phase
 from tests.sim.compute import reference
 
 if TYPE_CHECKING:
+    from atoll.job import JobSpec
     from tests.sim.world import World
 
 
@@ -138,13 +139,18 @@ class Checks:
         if coordinator.settled and coordinator.scheduler.ledger.jobs != coordinator.shadow.jobs:
             raise Violation("the ledger is not the fold of its journal")
 
+    def _could_go_on(self, spec: JobSpec) -> bool:
+        """Whether enough workers are here for a job that has not ended."""
+        here = [worker for worker in self.world.workers.values() if worker.alive]
+        return len(here) >= (spec.federated.rule.min_clients if spec.federated is not None else 1)
+
     # ------------------------------------------------------------ the end
 
     def ended(self) -> None:
         """Every job has ended as an undisturbed one does, or says what it waits for."""
         for job, spec in self.world.specs.items():
             state = self.world.coordinator.scheduler.jobs[job]
-            if state.phase not in ENDED:
+            if state.phase not in ENDED and self._could_go_on(spec):
                 raise Violation(f"{job} is still {state.phase.value} ({state.reason})")
             if state.phase is not Phase.FINISHED:
                 continue

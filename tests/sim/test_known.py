@@ -1,0 +1,40 @@
+"""What a run does not survive as it should yet: each is expected to fail until its mending turns it."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.messages.facts import StepCommitted, from_record
+from tests.sim.coordinator import Coordinator
+from tests.sim.faults import Hang, KillCoordinator
+from tests.sim.world import Scenario, World, violation_of
+
+
+@pytest.mark.xfail(strict=True, reason="nothing tells a computation that hangs from one that is slow")
+def test_a_hung_computation_costs_its_worker_and_not_the_run() -> None:
+    hung = Hang(5.0, 0.0, "w1")
+    assert violation_of(Scenario(seed=1, workers=4, pipeline=1, faults=(hung,)))[0] == ""
+
+
+@pytest.mark.xfail(strict=True, reason="a restarted coordinator goes on from the last checkpoint")
+def test_a_restarted_coordinator_loses_at_most_the_step_in_flight() -> None:
+    why, world = violation_of(Scenario(seed=1, workers=4, pipeline=1, faults=(KillCoordinator(5.0, 0.5),)))
+    assert why == ""
+    facts = map(from_record, world.coordinator.folder.records)
+    steps = [fact.step for fact in facts if isinstance(fact, StepCommitted)]
+    assert len(steps) <= len(set(steps)) + 1
+
+
+@pytest.mark.xfail(strict=True, reason="the journal does not know which coordinator commands")
+def test_a_second_coordinator_on_the_same_journal_is_fenced_off() -> None:
+    """Of two machines with one database: each machine's lock keeps only its own processes out."""
+    world = World(Scenario(seed=1, workers=4, pipeline=1))
+    world.begin()
+    second = Coordinator(world.clock, "second", network=world.network, folder=world.coordinator.folder)
+    world.clock.after(4.0, second.start)
+    world.clock.after(4.1, lambda: setattr(world, "coordinator", second))
+    while world.clock.step(1000.0 + 40.0):
+        pass
+    facts = map(from_record, second.folder.records)
+    steps = [fact.step for fact in facts if isinstance(fact, StepCommitted)]
+    assert steps == sorted(set(steps))
