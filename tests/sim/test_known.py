@@ -31,9 +31,16 @@ def test_a_second_coordinator_on_the_same_journal_is_fenced_off() -> None:
     world = World(Scenario(seed=1, workers=4, pipeline=1))
     world.begin()
     second = Coordinator(world.clock, "second", network=world.network, folder=world.coordinator.folder)
-    world.clock.after(4.0, second.start)
-    world.clock.after(4.1, lambda: setattr(world, "coordinator", second))
-    while world.clock.step(1000.0 + 40.0):
+    world.clock.after(3.0, second.start)
+
+    def mislead() -> None:
+        for name in ("w2", "w3"):
+            world.workers[name].coordinator = lambda: second
+            world.network.break_streams(world.workers[name], half=False)
+
+    world.clock.after(3.1, mislead)
+    until_s = world.clock.now_s + 60.0
+    while world.clock.step(until_s):
         pass
     facts = map(from_record, second.folder.records)
     steps = [fact.step for fact in facts if isinstance(fact, StepCommitted)]
