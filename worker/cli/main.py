@@ -154,9 +154,6 @@ def join(
     insecure: Insecure = None,
     use_proxy: UseProxy = None,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a log line.")] = False,
-    shaper: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Slow, distant links on loopback, for experiments.")
-    ] = None,
     allow_apps: AllowApps = False,
     accept_app: Annotated[
         list[str] | None,
@@ -191,7 +188,6 @@ def join(
         "insecure": insecure,
         "use_proxy": use_proxy,
         "log_json": log_json,
-        "shaper_file": str(shaper) if shaper else None,
         "allow_apps": allow_apps,
         "accept_apps": tuple(accept_app or ()),
         "node_config": tuple(parse_pairs(node_config, "--node-config").items()) if node_config else None,
