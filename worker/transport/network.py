@@ -24,7 +24,6 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos import PROTOCOL_VERSION
 from protos.app_words import clean
 from protos.credentials import peer_name
-from worker.machine.malloc import keep_chunk_memory
 from worker.transport.channels import PeerServer, open_channel
 from worker.transport.connection import Connection
 from worker.transport.frames import MAX_META_BYTES, MAX_REASON_BYTES, Direction, Hello, MessageKey, decode
@@ -89,7 +88,6 @@ class PeerNetwork:
 
         Raises ConnectionFailed when the port cannot be opened.
         """
-        keep_chunk_memory()
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
         self.refused: Counter[str] = Counter()

@@ -28,7 +28,6 @@ class Wire:
 
     per_message_s: float = 3e-4  # framing, copy and dispatch of one tensor, on the link
     header_bytes: int = 96  # frame header and key
-    ready_bytes: int = 0  # the coordinator's messages are too small to matter
     commit_s: float = 1.5e-3  # journal and dispatch at the coordinator
     piece_bytes: float = 16 << 10  # on lines that other pairs use too flows take turns, a chunk each ...
     pieces: int = 4  # ... or this part of a bundle: enough for a search
