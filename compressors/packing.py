@@ -46,12 +46,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").resolve_neg().contiguous().reshape(-1)
 
 
-def floats(tensor: torch.Tensor) -> Floats:
-    """``flat`` as float32 numpy; shares the memory of a contiguous float32 CPU tensor."""
-    array: Floats = flat(tensor).to(torch.float32).numpy()
-    return array
-
-
 def rebuild(values: Floats, meta: TensorMeta) -> torch.Tensor:
     """The tensor of ``meta`` with these elements; shares their memory where it is float32.
 

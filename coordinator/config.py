@@ -14,23 +14,17 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Adaptation:
-    """When a running job's links deserve other codecs (``pipeline.link_moves``)."""
+    """When a running job's links deserve other codecs (``pipeline.link_policy``)."""
 
     change: float = 0.2  # against what the codecs were chosen for
     weight: float = 0.25  # of one sample in the smoothed rate
     jump: float = 0.25  # samples this far off, all on one side, ...
     jump_samples: int = 3  # ... so many in a row, are a new rate, not noise
     telling_s: float = 0.02  # a message must keep the line at work so long to tell its rate
-    overhead_share: float = 0.25  # of that time: the most a message may wait for other than the line
     sample_bytes: int = 64 * 1024  # steps that carry less are taken together
     effect_steps: int = 3  # from a decision to the first step with its codecs
     distance_steps: int = 6  # between decisions: the rest is for seeing what the last one did
-    probe_after_steps: int = 6
-    probe_growth: tuple[float, ...] = (1.15, 1.25, 1.5, 2.0)
-    probe_wait_most_steps: int = 256
-    fruitless_most: int = 5  # probes in a row that changed no codec: nothing can be spent
-    suffers: float = 0.1  # of the step time: more than this is too much for a probe
-    free: float = 0.03  # less than this is no price at all
+    suffers: float = 0.1  # of the step time: more shows that a link whose messages are short got slower
     gap: float = 0.02  # loss without codecs over loss through them, less one
     gap_cap: float = 0.7  # of the largest ratio in use
 

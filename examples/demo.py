@@ -2,7 +2,7 @@
 
 As root: the ``two_islands`` lab, where a real network of namespaces joins two fast and two slow
 hosts over one 8 Mbit/s, 40 ms line, and no machine has the memory for the whole model. Otherwise the
-same scenario on loopback, shaped by the transport itself (approximate). Every process is started
+same scenario on loopback, shaped by the workers themselves (approximate). Every process is started
 with the command a user would type. Two minutes on two quiet cores; exit code 0 when every check
 holds, however long it took.
 """
@@ -42,10 +42,12 @@ LOSS_SHARE = 0.88  # of the unigram entropy: what the trained model must reach
 def scene_of(lab: Hosts, steps: int | None) -> Scene:
     """The GPT on every host of the lab that lends itself; ``steps`` None: as many as fit."""
     scenario = lab.scenario
-    kind = "loopback, shaped by the transport (approximate)" if lab.approximate else "network namespaces"
+    kind = "loopback, shaped by the workers (approximate)" if lab.approximate else "network namespaces"
     workers = (Lender(name, lending(lab, scenario.host(name))) for name in scenario.join_order)
 
     def start(host: str, arguments: Sequence[str], **streams: Any) -> subprocess.Popen[str]:
+        if lab.approximate:  # its workers emulate the links themselves
+            arguments = ["lab.shaped_worker" if word == "worker.cli" else word for word in arguments]
         return lab.python(host, *arguments, cwd=ROOT, text=True, **streams)
 
     return Scene(
@@ -67,8 +69,6 @@ def lending(lab: Hosts, host: Host) -> tuple[str, ...]:
     options = ["--threads", "1", "--device", "cpu"]
     options += ["--listen", f"{lab.address(host.name)}:0"] if lab.approximate else []
     options += ["--site", host.group] if host.group else []
-    shaper = lab.environment(host.name).get("ATOLL_SHAPER")
-    options += ["--shaper", shaper] if shaper else []
     return (*options, *(["--memory", f"{host.memory_mib:g}MiB"] if host.memory_mib else []))
 
 

@@ -56,7 +56,7 @@ def build(scenario: Scenario, loopback: bool, quotas: bool) -> Lab | LoopbackLab
     if not loopback and reason is None:
         return Lab(scenario, quotas=quotas)
     if not loopback:
-        say(f"lab: {reason}: approximate lab on loopback, shaped by the transport itself")
+        say(f"lab: {reason}: approximate lab on loopback, shaped by the workers themselves")
     return LoopbackLab(scenario)
 
 

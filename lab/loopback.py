@@ -1,7 +1,7 @@
-"""The lab without root: every host is an address 127.0.x.y, and the product shapes itself.
+"""The lab without root: every host is an address 127.0.x.y, and workers slow their own links down.
 
 Nothing here touches the kernel. Each process finds in ``ATOLL_SHAPER`` the path of a JSON file
-with the rate and delay that its own transport must keep towards each peer:
+with the rate and delay that ``python -m lab.shaped_worker`` keeps towards each peer:
 
     {"self": "home1", "peers": {"127.0.1.2": {"mbit": 8, "ms": 40}}, "uplink": {"mbit": 20}}
 

@@ -109,12 +109,14 @@ def test_neither_worker_of_the_small_demo_holds_its_model_and_both_together_do(t
 def test_every_host_of_the_lab_lends_what_the_scenario_says() -> None:
     with LoopbackLab(demo.SCENARIO) as lab:
         scene = demo.scene_of(lab, None)
+        with scene.start("fast1", ["-m", "worker.cli", "--help"], stdout=subprocess.PIPE) as worker:
+            assert worker.args[:3] == [sys.executable, "-m", "lab.shaped_worker"]
+            assert "join" in worker.communicate()[0]
     assert [lender.name for lender in scene.workers] == ["fast1", "slow1", "fast2", "slow2"]
     for lender in scene.workers:
         given = dict(zip(lender.options[::2], lender.options[1::2], strict=True))
         assert given["--memory"] == "28MiB"
         assert given["--site"] == lender.name[:-1]
-        assert Path(given["--shaper"]).name == f"{lender.name}.shaper.json"
     assert scene.training == ("--steps", "30", "--for", "45s")
     assert demo.scene_of(lab, 7).training == ("--steps", "7")
 

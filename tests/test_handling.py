@@ -15,9 +15,9 @@ from coordinator.planning.costs.message_costs import (
     TENSOR_CPU_S,
     bytes_cpu_s,
     handled,
-    held_up_s,
     message_cpu_s,
 )
+from coordinator.planning.costs.quota import held_up_s
 from coordinator.planning.costs.traffic import Hop
 from coordinator.planning.costs.workload import Route, StageLoad, Wire, Workload
 

@@ -1,4 +1,4 @@
-"""Work under a quota of CPU time: the model of ``StageLoad.lent_s`` against a clock that counts periods."""
+"""Work under a quota of CPU time: the model of ``Quota.burst_s`` against a clock that counts periods."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from coordinator.planning.costs.lower_bound import lower_bound
+from coordinator.planning.costs.quota import Quota
 from coordinator.planning.costs.timeline import simulate
-from coordinator.planning.costs.workload import StageLoad
 from tests.test_timeline import chain_work, random_work
 
 
-class Quota:
+class Kernel:
     """A thread under a quota, as the kernel counts: ``cores`` of every period at full speed, then it is
     stopped until the next. Seconds."""
 
@@ -59,19 +59,19 @@ def test_what_a_rest_lends_is_what_the_kernels_counting_gives(
     cores: float, actions_s: float, rest_s: float, within_s: float
 ) -> None:
     period_s, draw = 0.1, random.Random(0)
-    load = StageLoad(0, 0.0, 0.0, 0.0, 0.0, (), cores=cores, period_s=period_s)
+    part = Quota(cores, period_s)
     took_s, usual_s = [], []
     for _ in range(300):
         # No two of a size: a multiple of the part would always end with a period.
         lasts_s = [period_s * actions_s * draw.uniform(0.8, 1.2) for _ in range(8)]
-        quota = Quota(cores, period_s, draw.uniform(0.0, period_s))
+        quota = Kernel(cores, period_s, draw.uniform(0.0, period_s))
         quota.work(cores * lasts_s[0])
         begun_s, foretold_s = quota.now_s, 0.0
         for seconds in lasts_s[1:]:
             rested_s = period_s * (rest_s if rest_s < 1 else draw.uniform(rest_s - 0.5, rest_s + 0.5))
             quota.rest(rested_s)
             quota.work(cores * seconds)
-            foretold_s += rested_s + seconds - load.lent_s(seconds, rested_s)
+            foretold_s += rested_s + seconds - part.burst_s(seconds, rested_s)
         took_s.append(quota.now_s - begun_s)
         usual_s.append(foretold_s)
     found_s, expected_s = statistics.mean(took_s), statistics.mean(usual_s)
@@ -79,13 +79,12 @@ def test_what_a_rest_lends_is_what_the_kernels_counting_gives(
 
 
 def test_nothing_is_lent_without_a_quota_or_a_rest() -> None:
-    whole = StageLoad(0, 0.0, 0.0, 0.0, 0.0, (), cores=1.0, period_s=0.1)
-    part = replace(whole, cores=0.25)
-    assert whole.lent_s(1.0) == 0.0
-    assert part.lent_s(1.0, 0.0) == 0.0
-    assert replace(part, period_s=0.0).lent_s(1.0) == 0.0
-    assert part.lent_s(1.0) == pytest.approx(0.075)
-    assert part.lent_s(1.0, 0.01) == pytest.approx(0.01)
+    part = Quota(0.25, 0.1)
+    assert Quota(1.0, 0.1).burst_s(1.0) == 0.0
+    assert part.burst_s(1.0, 0.0) == 0.0
+    assert Quota(0.25).burst_s(1.0) == 0.0
+    assert part.burst_s(1.0) == pytest.approx(0.075)
+    assert part.burst_s(1.0, 0.01) == pytest.approx(0.01)
     assert part.soonest_s(0.04) == pytest.approx(0.01)  # at a whole core's speed
 
 
@@ -93,7 +92,7 @@ def test_only_what_follows_a_rest_ends_sooner() -> None:
     """Two stages of F = 1, B = 2: the first rests before its first backward, the second before its first
     forward, then both work on."""
     work = chain_work(2, 4)
-    lending = replace(work, stages=tuple(replace(stage, cores=0.5, period_s=0.2) for stage in work.stages))
+    lending = replace(work, stages=tuple(replace(stage, quota=Quota(0.5, 0.2)) for stage in work.stages))
     assert simulate(work).step_s == pytest.approx(15.0)
     # GPipe: the second stage's forwards fill the first one's rest; 4 forwards, then backwards one by one.
     assert simulate(lending).step_s == pytest.approx(15.0 - 0.1 - 0.1)
@@ -107,7 +106,7 @@ def test_no_step_is_faster_than_the_lower_bound_under_quotas() -> None:
         lending = replace(
             work,
             stages=tuple(
-                replace(stage, cores=cores, period_s=period_s)
+                replace(stage, quota=Quota(cores, period_s))
                 for stage, (cores, period_s) in zip(work.stages, quotas, strict=True)
             ),
         )

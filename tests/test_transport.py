@@ -16,7 +16,8 @@ from random import Random
 import grpc
 import pytest
 
-from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch, UsageError
+from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
+from lab.shaper import Shaper
 from protos import PROTOCOL_VERSION
 from protos.credentials import (
     Authority,
@@ -39,7 +40,6 @@ from worker.transport.network import (
     TransportConfig,
 )
 from worker.transport.peer import Peer
-from worker.transport.shaper import Line, Shaper
 from worker.transport.window import Window
 
 PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
@@ -110,9 +110,12 @@ def host(authority: Authority) -> Iterator[Make]:
     assert [t.name for t in left if t.is_alive()] == []
 
 
-def connected(make: Make, config: TransportConfig = PATIENT) -> tuple[Host, Host]:
+def connected(
+    make: Make, config: TransportConfig = PATIENT, shaping: Shaper | None = None
+) -> tuple[Host, Host]:
     """``a`` accepts nobody and dials ``b``."""
     a, b = make("w-a", config, listen=False), make("w-b", config)
+    a.network.shaping = b.network.shaping = shaping
     b.network.admit("w-a")
     a.network.dial("w-b", [b.address], HUNG_S)
     b.network.wait_for("w-a", HUNG_S)
@@ -249,8 +252,8 @@ def test_a_message_that_nobody_asks_about_any_more_arrives_all_the_same(
 def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> None:
     slow = tmp_path / "shape.json"
     slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 40, "ms": 5}}}')
-    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10, shaper_file=str(slow))
-    a, b = connected(host, config)
+    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10)
+    a, b = connected(host, config, Shaper.load(slow))
     for number in range(4):
         a.network.send("w-b", key(number), b"", bytes(1 << 20))
     a.network.send("w-b", key(0, Direction.BACKWARD), b"", bytes(100_000))
@@ -261,8 +264,8 @@ def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> 
 def test_a_full_queue_makes_the_sender_wait_and_times_out_with_numbers(host: Make, tmp_path: Path) -> None:
     slow = tmp_path / "shape.json"
     slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 1}}}')
-    config = TransportConfig(max_queued_bytes=1 << 20, shaper_file=str(slow), silence_s=20, reconnect_s=10)
-    a, _ = connected(host, config)
+    config = TransportConfig(max_queued_bytes=1 << 20, silence_s=20, reconnect_s=10)
+    a, _ = connected(host, config, Shaper.load(slow))
     a.network.send("w-b", key(0), b"", bytes(1 << 20))
     with pytest.raises(TimeoutError, match="1048576 bytes in 1 messages"):
         a.network.send("w-b", key(1), b"", bytes(1 << 20), timeout_s=0.1)
@@ -309,8 +312,8 @@ def test_a_jobs_receiver_takes_its_messages_and_hears_of_losses(host: Make) -> N
 def test_round_trip_and_bandwidth_are_measured(host: Make, tmp_path: Path) -> None:
     slow = tmp_path / "shape.json"
     slow.write_text('{"self": "x", "peers": {"w-b": {"mbit": 80, "ms": 20}, "x": {"mbit": 80, "ms": 20}}}')
-    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10, shaper_file=str(slow))
-    a, _ = connected(host, config)
+    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10)
+    a, _ = connected(host, config, Shaper.load(slow))
     assert a.network.rtt("w-b") >= 0.04
     # The shaper's own rate bounds it from above on any machine.
     assert 1e6 < a.network.bandwidth("w-b", 0.5, 2 << 20) < 90e6
@@ -604,43 +607,6 @@ def test_a_burst_is_measured_by_the_receivers_clock_and_without_its_start() -> N
     assert burst_rate_bps(samples) == pytest.approx(16e6, rel=0.07)
     with pytest.raises(ConnectionFailed, match="too little"):
         burst_rate_bps(samples[:1])
-
-
-def test_the_shaper_keeps_rate_and_delay(tmp_path: Path) -> None:
-    path = tmp_path / "shape.json"
-    path.write_text(
-        '{"self": "a", "uplink": {"mbit": 16}, "peers": {"b": {"mbit": 8, "ms": 40}, "c": {}}, '
-        '"names": {"b": "home2"}}'
-    )
-    shaper = Shaper.load(path)
-    pipe = shaper.pipe("nobody", "b")
-    assert pipe is not None
-    assert shaper.pipe("home2") is pipe
-    assert shaper.pipe("nobody") is None
-    line, arrivals, left = Line(pipe), [], 5
-    now_s: float | None = 0.0
-    while now_s is not None:
-        if left and (line.left(now_s) or left == 5):
-            line.enter(now_s, bytes(10_000))
-            left -= 1
-        line.left(now_s)
-        if line.arrived(now_s) is not None:
-            arrivals.append(now_s)
-        now_s = line.next_s
-    # 10 kB last 10 ms at 8 Mbit/s, and arrive 40 ms later.
-    assert arrivals == pytest.approx([0.05, 0.06, 0.07, 0.08, 0.09], abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"self": 1, "peers": {"b": {"mbit": 0}}}', '{"self": "a", "peers": 3}']
-)
-def test_a_bad_shaper_file_is_refused_with_an_example(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "shape.json"
-    path.write_text(text)
-    with pytest.raises(UsageError, match="mbit"):
-        Shaper.load(path)
-    with pytest.raises(UsageError):
-        Shaper.load(tmp_path / "missing.json")
 
 
 def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: Make) -> None:

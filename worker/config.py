@@ -60,7 +60,6 @@ class WorkerConfig:
     insecure: bool = False  # never remembered
     use_proxy: bool = False  # reach coordinator and peers by way of the environment's proxy
     log_json: bool = False
-    shaper_file: str = ""
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
     cache_bytes: int = 20 << 30
     kept_bytes: int = 20 << 30  # of what rules and codecs of federated jobs keep between rounds

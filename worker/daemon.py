@@ -128,7 +128,7 @@ class Daemon:
 
     def _serve(self) -> None:
         config, member = self._config, self._membership
-        transport = TransportConfig(shaper_file=config.shaper_file, use_proxy=config.use_proxy)
+        transport = TransportConfig(use_proxy=config.use_proxy)
         network = PeerNetwork(
             member.identity, config.listen, lost=self._peer_lost, config=transport, name=member.worker
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import isfinite
 
 from atoll.plan import LinkPrediction
@@ -28,22 +27,12 @@ MAX_MEMORY_BYTES = 2**50
 MAX_QUOTA_PERIOD_S = 1.0  # the kernel has no longer one
 
 
-CHANGED = 0.15
-IN_A_ROW = 3
-"""A machine on which another program begins or ends changes its speed within a step, not over ten. When so
-many steps lie so far from what was learned, all to one side, they alone count. Steps that differ by a tenth
-for no reason do that once in some thousand, and then leave a mean of three where one of ten was."""
-
-
 @dataclass(slots=True)
 class Ratio:
-    """Measured over predicted seconds, as committed steps taught it; ``leaps``: a change is followed after
-    ``IN_A_ROW`` steps."""
+    """Measured over predicted seconds, refined by committed steps."""
 
     value: float = 1.0
     samples: int = 0
-    leaps: bool = False
-    _apart: list[tuple[float, float]] = field(default_factory=list)  # (at ratio 1, measured), the last ones
 
     def refine(
         self,
@@ -56,24 +45,8 @@ class Ratio:
         it while the ratio moves would never settle. None: a plan of an earlier life."""
         if planned is None:
             return
-        told = [(predicted_s / planned, measured_s)]
-        if self.leaps and self._changed(*told[0]):
-            told, self.samples = self._apart, 0
-            self._apart = []
-        for unit_s, took_s in told:
-            self.value = refresh_scale(self.value, unit_s, took_s, self.samples, within)
-            self.samples += 1
-
-    def _changed(self, unit_s: float, measured_s: float) -> bool:
-        """Whether this step and those before it have left what was learned."""
-        expected_s = self.value * unit_s
-        beside = abs(measured_s - expected_s) > CHANGED * expected_s
-        if self._apart and (self._apart[-1][1] > self.value * self._apart[-1][0]) != (
-            measured_s > expected_s
-        ):
-            self._apart = []
-        self._apart = [*self._apart, (unit_s, measured_s)] if beside else []
-        return len(self._apart) == IN_A_ROW
+        self.value = refresh_scale(self.value, predicted_s / planned, measured_s, self.samples, within)
+        self.samples += 1
 
 
 @dataclass(slots=True)
@@ -84,7 +57,7 @@ class Worker:
     introduction: Introduction
     session: int | None
     quarantined: str = ""  # why no plan uses it; a new process starts clean
-    computing: Ratio = field(default_factory=partial(Ratio, leaps=True))
+    computing: Ratio = field(default_factory=Ratio)  # forwards, backwards, optimizer
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
     handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
     clock_offset_s: float | None = None  # ours minus the worker's

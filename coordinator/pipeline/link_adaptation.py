@@ -19,7 +19,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.events import LinksChosen, LinksFailed
 from coordinator.messages.jobs import JobState, Relinked
 from coordinator.pipeline import link_policy, relink
-from coordinator.pipeline.link_moves import Sample
+from coordinator.pipeline.link_rates import Sample
 from coordinator.planning.costs.fleet import Fleet
 from coordinator.planning.costs.network import Pair
 from protos.telemetry import Event as Name
@@ -146,9 +146,7 @@ class Adapting:
             return None
         changed = relink.changes(state.plan.links, event.links)
         if state.job in self.of:
-            self.of[state.job] = link_policy.answered(
-                self.of[state.job], state.step, bool(changed), self.settings
-            )
+            self.of[state.job] = link_policy.answered(self.of[state.job], bool(changed), self.settings)
         if not changed:
             return None
         why = {}

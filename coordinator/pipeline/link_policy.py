@@ -1,11 +1,11 @@
-"""Whether a running job's links deserve other codecs: what training's own transfers show, held
+"""When a running job's links deserve other codecs: what training's own transfers show, held
 against what the codecs in use were chosen for. Pure: steps and seconds come in.
 
-``linkmoves`` judges one link by a table of (phase, sign) -> move; here are all links of a job, how
-long its steps take, when a decision may be made at all, and the guard: a model trained through
-lossy codecs adapts to them, so its loss through the codecs hides what they cost. Where the loss
-without them is worse by more than a bound, no link may compress as hard as it does; a codec that
-its owner named stays, and what it costs is said.
+``link_rates`` judges one link; here are all links of a job, how long its steps take, when a
+decision may be made at all, and the guard: a model trained through lossy codecs adapts to them,
+so its loss through the codecs hides what they cost. Where the loss without them is worse by more
+than a bound, no link may compress as hard as it does; a codec that its owner named stays, and
+what it costs is logged.
 """
 
 from __future__ import annotations
@@ -19,16 +19,7 @@ from atoll.compression import ADATOPK, AUTO
 from atoll.job import TrainingSpec
 from atoll.plan import Plan
 from coordinator.config import Adaptation
-from coordinator.pipeline.link_moves import (
-    MOVES,
-    Link,
-    Phase,
-    Sample,
-    Sight,
-    Sign,
-    measure,
-    sign_of,
-)
+from coordinator.pipeline.link_rates import Link, Sample, measure, why_off
 from coordinator.planning.costs.network import Pair
 
 USUAL_RISE = 0.02  # of the difference, a step
@@ -50,7 +41,7 @@ class State:
 
     links: Mapping[Pair, Link] = field(default_factory=dict)
     changed_step: int = -1_000_000
-    usual_s: float | None = None  # step time under the codecs before a probe
+    usual_s: float | None = None  # step time under the codecs in use
     recent_s: tuple[float, ...] = ()  # step times since the last change had its effect
     cap: float | None = None  # largest ratio that the guard allows
     gaps: tuple[float, ...] = ()
@@ -68,7 +59,7 @@ class Decision:
 
 def begin(assumed_bps: Mapping[Pair, float], step: int = 0, cap: float | None = None) -> State:
     """A plan was adopted that was made with these rates."""
-    links = {pair: Link(bps, since_step=step) for pair, bps in assumed_bps.items()}
+    links = {pair: Link(bps) for pair, bps in assumed_bps.items()}
     return State(links, changed_step=step - 1_000_000, cap=cap)
 
 
@@ -90,97 +81,65 @@ def observe(
         state = replace(state, recent_s=(*state.recent_s, step_s)[-settings.jump_samples :])
     if step - state.changed_step < settings.distance_steps:
         return state, None
-    moved, reasons = _moves(state, step, samples, counted, settings)
+    reasons = _reasons(state, samples, counted, settings)
     if not reasons:
-        return replace(_learnt(state, settings), links=moved), None
-    rates = {pair: _believed(link) for pair, link in moved.items()}
-    moved = {pair: replace(link, assumed_bps=rates[pair]) for pair, link in moved.items()}
-    # Steps will take another time with other codecs, except where a probe only tries some.
-    trying = any(link.phase is Phase.PROBING or link.wait_steps for link in moved.values())
-    usual_s = _learnt(state, settings).usual_s if trying else None
-    after = replace(state, links=moved, changed_step=step, usual_s=usual_s, recent_s=())
+        return _learnt(state, settings), None
+    rates = {
+        pair: link.rate_bps if pair in reasons and link.rate_bps else _believed(link)
+        for pair, link in links.items()
+    }
+    links = {pair: replace(link, assumed_bps=rates[pair]) for pair, link in links.items()}
+    # Steps will take another time with other codecs.
+    after = replace(state, links=links, changed_step=step, usual_s=None, recent_s=())
     return after, Decision(rates, reasons, _summary(reasons), state.cap)
 
 
-def _moves(
-    state: State, step: int, samples: Mapping[Pair, Sample], counted: set[Pair], settings: Adaptation
-) -> tuple[dict[Pair, Link], dict[Pair, str]]:
-    suffers, links, reasons = _suffers(state, settings), dict(state.links), {}
-    free = bool(state.recent_s) and not _longer(state, settings.free)
+def _reasons(
+    state: State, samples: Mapping[Pair, Sample], counted: set[Pair], settings: Adaptation
+) -> dict[Pair, str]:
+    suffers, found = _suffers(state, settings), {}
     for pair, sample in samples.items():
-        link = links.get(pair)
-        if link is None:
-            continue
+        link = state.links.get(pair)
         # A jump under way is neither the old rate nor yet the new one.
-        if link.odd and pair in counted:
-            continue
-        sign = sign_of(link, sample, settings) if pair in counted else Sign.SILENT
-        links[pair], reason = MOVES[link.phase, sign](link, Sight(step, sample, settings, suffers, free))
-        if reason:
-            reasons[pair] = reason
-    return links, reasons
+        if link is not None and not (link.odd and pair in counted):
+            found[pair] = why_off(link, sample, suffers, settings, counted=pair in counted)
+    return {pair: reason for pair, reason in found.items() if reason}
 
 
 def _believed(link: Link) -> float:
     """Where codecs are chosen anew anyway, every link counts as it was measured last."""
-    known = link.rate_bps is not None and link.telling and link.phase is Phase.FOLLOWING and not link.odd
+    known = link.rate_bps is not None and link.telling and not link.odd
     return link.rate_bps if known and link.rate_bps else link.assumed_bps
 
 
 def proven(state: State) -> dict[Pair, float]:
-    """What every link is known to carry: without what a probe only hopes for."""
-    return {
-        pair: link.proven_bps if link.phase is Phase.PROBING else _believed(link)
-        for pair, link in state.links.items()
-    }
+    """Return what every link is known to carry."""
+    return {pair: _believed(link) for pair, link in state.links.items()}
 
 
 def _suffers(state: State, settings: Adaptation) -> str:
     """Why steps take longer than usual, "" where they do not or it cannot be said yet."""
-    if len(state.recent_s) < settings.jump_samples or not _longer(state, settings.suffers):
+    if len(state.recent_s) < settings.jump_samples or state.usual_s is None:
         return ""
-    return f"steps take {median(state.recent_s):.3g} s instead of {state.usual_s:.3g} s"
-
-
-def _longer(state: State, share: float) -> bool:
-    return state.usual_s is not None and median(state.recent_s) > state.usual_s * (1.0 + share)
+    recent_s = median(state.recent_s)
+    longer = recent_s > state.usual_s * (1.0 + settings.suffers)
+    return f"steps take {recent_s:.3g} s instead of {state.usual_s:.3g} s" if longer else ""
 
 
 def _learnt(state: State, settings: Adaptation) -> State:
-    """Without a probe under way, the step time of the newest codecs is the usual one."""
-    probing = any(link.phase is Phase.PROBING for link in state.links.values())
-    if probing or len(state.recent_s) < settings.jump_samples:
+    """The step time of the newest codecs becomes the usual one."""
+    if len(state.recent_s) < settings.jump_samples:
         return state
     now_s = median(state.recent_s)
     if state.usual_s is not None and now_s > state.usual_s:
-        # A device may have become slower for good, but what probes cost must not add up unseen.
+        # A device may have become slower for good, but what a slow link costs must not add up unseen.
         now_s = state.usual_s + (now_s - state.usual_s) * USUAL_RISE
     return replace(state, usual_s=now_s)
 
 
-def answered(state: State, step: int, changed: bool, settings: Adaptation) -> State:
-    """The planner has chosen for a Decision: whether anything that matters is another now.
-
-    Where nothing is, the next decision need not wait; and a link on which more was to be spent
-    several times to no effect is left alone for long.
-    """
-    links = {}
-    for pair, link in state.links.items():
-        fruitless = link.fruitless + 1 if link.phase is Phase.PROBING and not changed else 0
-        if fruitless < settings.fruitless_most:
-            links[pair] = replace(link, fruitless=fruitless)
-            continue
-        links[pair] = replace(
-            link,
-            phase=Phase.FOLLOWING,
-            assumed_bps=link.proven_bps,
-            probes=0,
-            fruitless=0,
-            wait_steps=settings.probe_wait_most_steps,
-            since_step=step,
-        )
-    changed_step = state.changed_step if changed else state.changed_step - settings.effect_steps
-    return replace(state, links=links, changed_step=changed_step)
+def answered(state: State, changed: bool, settings: Adaptation) -> State:
+    """The planner has chosen for a Decision. Where it changed nothing, the next decision need not wait."""
+    return state if changed else replace(state, changed_step=state.changed_step - settings.effect_steps)
 
 
 # ---------------------------------------------------------------- the guard

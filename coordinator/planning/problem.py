@@ -25,6 +25,7 @@ from coordinator.planning.costs.lower_bound import lower_bound
 from coordinator.planning.costs.memory import MemoryModel, prefix
 from coordinator.planning.costs.message_costs import handled
 from coordinator.planning.costs.op_seconds import OpTable, apply_seconds
+from coordinator.planning.costs.quota import core_share, quota_of
 from coordinator.planning.costs.timeline import Timeline, simulate, step_seconds
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import StageLoad, Wire, Workload, route, routes_of
@@ -126,7 +127,7 @@ class Problem:
         calls_s = waiting * np.array([self._apart_cpu_s(node) for node in self.dag.ops])  # of a whole core
         self.apart = np.stack(
             [
-                prefix(APART * c.weights_s + calls_s / d.core_share * d.scale)
+                prefix(APART * c.weights_s + calls_s / core_share(d) * d.scale)
                 for c, d in zip(costs, self.fleet.devices, strict=True)
             ]
         )
@@ -215,8 +216,7 @@ class Problem:
                     weights_s=float(self.weights[d, b] - self.weights[d, a]),
                     apart_s=float(self.apart[d, b] - self.apart[d, a]),
                     pieces=max(1, int(self.pieces[b] - self.pieces[a])),
-                    cores=device.core_share,
-                    period_s=device.quota_period_s,
+                    quota=quota_of(device),
                 )
             )
         routes = routes_of(self.fleet, candidate.devices, cut)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import structlog
@@ -49,9 +48,6 @@ def join(
     limits: Limits,
     apps: AppOptions,
     log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a log line.")] = False,
-    shaper: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Slow, distant links on loopback, for experiments.")
-    ] = None,
 ) -> int:
     """Join a coordinator's fleet and compute what it plans, within the limits given here.
 
@@ -66,7 +62,6 @@ def join(
             **limits.given(),
             **apps.given(),
             "log_json": log_json,
-            "shaper_file": str(shaper) if shaper else None,
         }
     )
     _start_log(config.log_json)

@@ -35,7 +35,6 @@ from worker.transport.frames import (
 )
 from worker.transport.outbox import Chunk
 from worker.transport.receipts import Receipts
-from worker.transport.shaper import Pipe, ShapedWire
 from worker.transport.turns import Turns
 from worker.transport.window import Window
 
@@ -99,13 +98,13 @@ class Connection:
         if not wire.send(encode(self.hello), self._written):
             self.fail("connection broken")
 
-    def open(self, remote: Hello, peer: Peer, pipe: Pipe | None) -> None:
+    def open(self, remote: Hello, peer: Peer, shaped: Callable[[Wire], Wire]) -> None:
         """Join the peer: from now on its lock guards this connection, too."""
         with peer.lock, self._lock:
             if self.gone.is_set():
                 return
-            if pipe is not None and self._wire is not None:
-                self._wire = ShapedWire(pipe, self._wire)
+            if self._wire is not None:
+                self._wire = shaped(self._wire)
             self._lock = peer.lock
             self.window = Window(maximum=peer.config.max_window_bytes)
             self.remote, self.peer = remote, peer

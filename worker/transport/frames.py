@@ -111,7 +111,7 @@ class Hello:
     session: int  # differs after every restart or loss: message numbers begin anew
     name: str
     target: str  # whom the sender believes to talk to
-    label: str = ""  # the sender's name in a shaper file
+    label: str = ""  # the sender's name to whoever shapes the receiver's wires
     lane: int = 0  # which of the peer's connections this is
     lanes: int = 1
 

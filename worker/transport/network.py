@@ -15,8 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 import structlog
@@ -25,15 +24,13 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos import PROTOCOL_VERSION
 from protos.credentials import peer_name
 from protos.text_limits import clean
-from worker.machine.malloc import keep_chunk_memory
 from worker.transport.channels import PeerServer, open_channel
 from worker.transport.connection import Connection
 from worker.transport.frames import MAX_META_BYTES, MAX_REASON_BYTES, Direction, Hello, MessageKey, decode
-from worker.transport.grpc_streams import AcceptedWire, DialledWire
+from worker.transport.grpc_streams import AcceptedWire, DialledWire, Wire
 from worker.transport.lanes import FIRST, Lanes, most_lanes
 from worker.transport.measure import ECHOES, Goodput, burst, round_trip
 from worker.transport.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
-from worker.transport.shaper import Shaper
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
@@ -62,8 +59,19 @@ class _Refused(AtollError):
     """The peer does not expect us yet; worth another try."""
 
 
+class Shaping(Protocol):
+    """Slows down what this process sends: how the lab makes distant peers of processes on loopback."""
+
+    label: str  # our name to the peers' shapings
+
+    def shaped(self, wire: Wire, *names: str) -> Wire:
+        """Return a wire that sends on ``wire`` in its own time; the peer is known under ``names``."""
+
+
 class PeerNetwork:
     """All peer links of one worker. Methods may be called from any thread."""
+
+    shaping: Shaping | None = None
 
     def __init__(
         self,
@@ -80,13 +88,11 @@ class PeerNetwork:
 
         Raises ConnectionFailed when the port cannot be opened.
         """
-        keep_chunk_memory()
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
         self.refused: Counter[str] = Counter()
         self._identity = identity
         self._deliver_default, self._lost_default, self._expect_default = deliver, lost, expect
-        self._shaper = Shaper.load(Path(self.config.shaper_file)) if self.config.shaper_file else None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._peers: dict[str, Peer] = {}
@@ -440,14 +446,14 @@ class PeerNetwork:
     # ---------------------------------------------------------------- inside
 
     def _hello(self, peer: Peer, lane: int, lanes: int) -> Hello:
-        label = self._shaper.label if self._shaper else ""
+        label = self.shaping.label if self.shaping else ""
         return Hello(PROTOCOL_VERSION, peer.session, self.name, peer.name, label, lane, lanes)
 
     def _open(self, connection: Connection, remote: Hello, peer: Peer) -> None:
         with self._lock:
             host = self._addresses.get(connection, ("", 0))[0]
-        pipe = self._shaper.pipe(remote.label, remote.name, host) if self._shaper else None
-        connection.open(remote, peer, pipe)
+        shaping, names = self.shaping, (remote.label, remote.name, host)
+        connection.open(remote, peer, lambda wire: shaping.shaped(wire, *names) if shaping else wire)
         with self._lock:
             self._changed.notify_all()
 

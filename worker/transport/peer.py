@@ -65,7 +65,6 @@ class TransportConfig:
     reconnect_s: float = 0.4  # or six round trips, if that is more
     handshake_s: float = 5.0
     close_s: float = 0.5  # for the last frames of a graceful close
-    shaper_file: str = ""  # worker/transport/shaper.py; loopback without root
     use_proxy: bool = False  # dial peers by way of the environment's proxy
 
     @property

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Mask
 from compressors.catalogue import CODECS, codec, takes
+from coordinator.planning.costs.quota import core_share
 from coordinator.planning.costs.traffic import Hop
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def ends_s(load: LinkLoad, spec: LinkSpec, sender: Device, receiver: Device) -> 
         return 0.0, 0.0
     encode_rate, decode_rate = speed_of(sender, spec.codec)[0], speed_of(receiver, spec.codec)[1]
     gather_rate = max(speed_of(sender, spec.codec))
-    encode_call_s, decode_call_s = (CALL_CPU_S * d.codec_scale / d.core_share for d in (sender, receiver))
+    encode_call_s, decode_call_s = (CALL_CPU_S * d.codec_scale / core_share(d) for d in (sender, receiver))
     encode = decode = 0.0
     for tensor in taken(load, spec.codec):
         same = load.backward and tensor.direct and spec.mask is Mask.SAME

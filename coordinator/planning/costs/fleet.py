@@ -48,7 +48,7 @@ class Device:
     codec_scale: float = 1.0  # the same of its codecs
     cores: float = 0.0  # that it may use at once; 0: not told, taken for enough
     quota_period_s: float = 0.0  # after which a quota of CPU time counts anew; 0: none
-    handling_scale: float = 1.0  # the same of what messages take (``coordinator.handling``)
+    handling_scale: float = 1.0  # the same of what messages take (``message_costs``)
     coordinator: LinkEstimate = UNKNOWN
     # Codec -> dense bytes/s of (encoding, decoding); ``coordinator.coding`` has the defaults.
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -57,11 +57,6 @@ class Device:
     @property
     def label(self) -> str:
         return self.name or self.worker
-
-    @property
-    def core_share(self) -> float:
-        """Of one core, what one thread may use."""
-        return min(1.0, self.cores) if self.cores > 0.0 else 1.0
 
 
 @dataclass(frozen=True, eq=False)

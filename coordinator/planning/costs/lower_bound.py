@@ -62,12 +62,12 @@ def lower_bound(
     found: list[LowerBound] = []
     for i, s in enumerate(stages):
         after_s = max(0.0, late_b[i] - m * (s.backward_s - s.input_s))  # what the stage cannot fill
-        begun_f, begun_b = early_f[i] - s.lent_s(s.forward_s), early_b[i] - s.lent_s(s.input_s)
+        begun_f, begun_b = early_f[i] - s.quota.burst_s(s.forward_s), early_b[i] - s.quota.burst_s(s.input_s)
         found.append(LowerBound(begun_f + m * (s.forward_s + s.backward_s) + after_s, "stage", f"stage {i}"))
         found.append(LowerBound(begun_f + m * s.forward_s + late_f[i], "one-way", f"stage {i}"))
         found.append(LowerBound(begun_b + m * s.input_s + late_b[i], "one-way", f"stage {i}"))
     for i, q in enumerate(in_flight or ()):
-        there_and_back = early_b[i] + stages[i].soonest_s(stages[i].input_s) - early_f[i]
+        there_and_back = early_b[i] + stages[i].quota.soonest_s(stages[i].input_s) - early_f[i]
         bound = early_f[i] + (1 + (m - 1) // q) * there_and_back + late_b[i]
         found.append(LowerBound(bound, "in-flight", f"stage {i}"))
     shared: dict[str, list[tuple[float, float, float]]] = {}
@@ -101,8 +101,8 @@ def _longest_ways(
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """(E of forwards, E of backwards, W of forwards, W of backwards), by stage."""
     n = len(work.stages)
-    forward_s = [stage.soonest_s(stage.forward_s) for stage in work.stages]
-    input_s = [stage.soonest_s(stage.input_s) for stage in work.stages]
+    forward_s = [stage.quota.soonest_s(stage.forward_s) for stage in work.stages]
+    input_s = [stage.quota.soonest_s(stage.input_s) for stage in work.stages]
     early_f, early_b = [0.0] * n, [0.0] * n
     late_f, late_b = [0.0] * n, [0.0] * n
     into_f: list[list[_Transfer]] = [[] for _ in range(n)]
@@ -139,7 +139,7 @@ def _around(
     early_f, early_b, late_f, late_b = ways
     source, target = work.stages[x.source], work.stages[x.target]
     if x.backward:
-        end = x.latency_s + target.soonest_s(target.input_s) + late_b[x.target]
-        return early_b[x.source] + source.soonest_s(source.input_s), end
-    end = x.latency_s + target.soonest_s(target.forward_s) + late_f[x.target]
-    return early_f[x.source] + source.soonest_s(source.forward_s), end
+        end = x.latency_s + target.quota.soonest_s(target.input_s) + late_b[x.target]
+        return early_b[x.source] + source.quota.soonest_s(source.input_s), end
+    end = x.latency_s + target.quota.soonest_s(target.forward_s) + late_f[x.target]
+    return early_f[x.source] + source.quota.soonest_s(source.forward_s), end

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from coordinator.planning.costs.quota import held_up_s
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,13 +43,6 @@ def message_cpu_s(tensors: int = 1) -> float:
 def bytes_cpu_s(n_bytes: float, rate_bps: float) -> float:
     """CPU seconds that one end spends on the bytes of a hop."""
     return n_bytes * BYTE_CPU_S * min(1.0, max(LEAST_SHARE, PACKETS_BPS / max(rate_bps, 1.0)))
-
-
-def held_up_s(cpu_s: float, device: Device) -> float:
-    """Seconds by which ``cpu_s`` of other threads keep the computing one waiting; a device that has not told
-    its cores (0) is taken for one with enough of them."""
-    cores = device.cores
-    return cpu_s / cores * min(1.0, 2.0 - cores) if 0.0 < cores < 2.0 else 0.0
 
 
 def handled(work: Workload, devices: Sequence[Device]) -> Workload:

@@ -174,7 +174,7 @@ class _Stage:
     def __init__(self, index: int, load: StageLoad, needs: tuple[int, int], factors: Sequence[float]) -> None:
         self.index, self.load, self.actions = index, load, load.actions
         self.factors = factors  # by turn; empty: all 1
-        self.lends = load.period_s > 0.0 and load.cores < 1.0
+        self.lends = load.quota.period_s > 0.0 and load.quota.cores < 1.0
         forward_s, backward_s = load.forward_s + load.action_s, load.backward_s + load.action_s
         if load.defers:
             backward_s = load.input_s + load.apart_s + load.action_s
@@ -313,7 +313,7 @@ class _Simulation:
                 self._bar(stage, Work.WEIGHT, free_s, filled_s)
                 begin, free_s = max(begin, filled_s), filled_s
             if stage.lends:
-                took -= stage.load.lent_s(took, begin - free_s)
+                took -= stage.load.quota.burst_s(took, begin - free_s)
         else:
             begin = free_s
             if stage.owed and stage.actions[at].work is Work.WEIGHT:

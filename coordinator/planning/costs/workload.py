@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf
+from math import ceil
 from typing import TYPE_CHECKING
 
 from atoll.microbatch import Action, Work
+from coordinator.planning.costs.quota import WHOLE, Quota
 
 if TYPE_CHECKING:
     from coordinator.planning.costs.fleet import Fleet
@@ -27,7 +28,6 @@ class Wire:
 
     per_message_s: float = 3e-4  # framing, copy and dispatch of one tensor, on the link
     header_bytes: int = 96  # frame header and key
-    ready_bytes: int = 0  # the coordinator's messages are too small to matter
     commit_s: float = 1.5e-3  # journal and dispatch at the coordinator
     piece_bytes: float = 16 << 10  # on lines that other pairs use too flows take turns, a chunk each ...
     pieces: int = 4  # ... or this part of a bundle: enough for a search
@@ -57,17 +57,7 @@ class StageLoad:
     apart_s: float = 0.0  # more that a backward in two parts takes
     pieces: int = 1  # in which they can be taken: ops with such weights
     bytes_s: float = 0.0  # after each, when its messages have left: their bytes, handled as they travel
-    cores: float = 1.0  # the part of a core that it has, ...
-    period_s: float = 0.0  # ... counted anew each such period
-
-    def lent_s(self, work_s: float, rested_s: float = inf) -> float:
-        """By how much sooner work of ``work_s`` ends that begins after a rest of ``rested_s``: under a quota
-        it runs at a whole core's speed until the period's part is used up (docs/decisions/018)."""
-        return min(rested_s, (1.0 - self.cores) * min(self.period_s, work_s))
-
-    def soonest_s(self, work_s: float) -> float:
-        """What ``work_s`` takes after any rest."""
-        return work_s - self.lent_s(work_s)
+    quota: Quota = WHOLE
 
     @property
     def defers(self) -> bool:

@@ -1,10 +1,10 @@
-"""A slow, distant link on loopback, without root: rate and delay per peer, from a small file.
+"""Slow, distant links on loopback, without root: rate and delay per peer, from a small file.
 
 ``{"self": "w1", "peers": {"w2": {"mbit": 8, "ms": 40}, "127.0.1.3": {...}}, "uplink": {"mbit": 20}}``
 describes what this process sends: each peer by the name in its own file or by the address dialled
 (``"names": {"127.0.1.3": "w3"}`` makes them one), all of them through the optional uplink.
-Approximate: TCP and TLS overhead, loss and router buffers are not modelled; the lab's namespaces
-are the real thing.
+``lab.shaped_worker`` hooks it into a worker's ``PeerNetwork``. Approximate: TCP and TLS overhead, loss
+and router buffers are not modelled; the lab's namespaces are the real thing.
 """
 
 from __future__ import annotations
@@ -84,8 +84,13 @@ class Shaper:
                 '{"self": NAME, "peers": {NAME_OR_ADDRESS: {"mbit": 8, "ms": 40}}}'
             ) from None
 
+    def shaped(self, wire: Wire, *names: str) -> Wire:
+        """Return ``wire`` at the pace of the pipe to the peer under one of ``names``, if there is one."""
+        pipe = self.pipe(*names)
+        return wire if pipe is None else ShapedWire(pipe, wire)
+
     def pipe(self, *names: str) -> Pipe | None:
-        """The pipe to the peer known under any of ``names``; None: not shaped."""
+        """Return the pipe to the peer known under any of ``names``; None: not shaped."""
         return next((self._pipes[name] for name in names if name in self._pipes), None)
 
 
