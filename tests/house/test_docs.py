@@ -198,6 +198,15 @@ def test_every_command_of_a_promise_names_files_that_exist() -> None:
     assert [name for name in jobs if not (ROOT / name).exists()] == []
 
 
+def test_the_architecture_has_a_row_for_every_wing() -> None:
+    table = (DOCS / "ARCHITECTURE.md").read_text().partition("## Packages and wings")[2].partition("\n## ")[0]
+    for package in ("coordinator", "worker"):
+        rows = table.partition(f"**{package}**")[2].partition("\n| **")[0]
+        named = {name for row in rows.splitlines() for name in _quoted(row.split(" | ")[0])}
+        wings = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert wings - named == set(), package
+
+
 def test_decisions_are_numbered_without_a_gap() -> None:
     numbers = sorted(int(path.name[:3]) for path in (DOCS / "decisions").glob("*.md"))
     assert numbers == list(range(1, len(numbers) + 1))
