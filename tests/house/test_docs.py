@@ -12,6 +12,7 @@ import typer
 from atoll import errors
 from atoll.data import ByteText, Rows
 from atoll.job import Job, Optimizer, ParamGroup, Schedule, TrainingSpec
+from benchmarks import report
 from compressors.catalogue import CODECS, Use
 from coordinator.cli import main as cli
 from coordinator.client import fleet_file
@@ -170,6 +171,40 @@ def test_files_that_contributors_are_sent_to_exist() -> None:
     )
     assert len(named) > 40
     assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+
+
+def test_the_table_of_promises_is_written_from_its_files() -> None:
+    rows = report.promises((ROOT / report.PROMISES).read_text())
+    known = report.figures((ROOT / report.FIGURES).read_text())
+    assert sorted(known) == sorted(row.id for row in rows)
+    assert (ROOT / report.TABLE).read_text() == report.table(rows, known), "run python -m benchmarks.report"
+
+
+def test_every_command_of_a_promise_names_files_that_exist() -> None:
+    commands = [
+        report.located(command.run)  # finds the test files
+        for row in report.promises((ROOT / report.PROMISES).read_text())
+        for command in row.commands
+    ]
+    modules = {name for line in commands for name in re.findall(r"-m ((?:benchmarks|tests)\.\S+)", line)}
+    assert len(modules) > 15
+    assert [
+        m for m in modules if not any((ROOT / m.replace(".", "/")).parent.glob(f"{m.split('.')[-1]}*"))
+    ] == []
+    targets = {name for line in commands for name in re.findall(r"make (\w+)", line)}
+    makefile = (ROOT / "Makefile").read_text()
+    assert [name for name in targets if f"\n{name}:" not in makefile] == []
+    jobs = {name for line in commands for name in re.findall(r"--job (\S+)", line)}
+    assert [name for name in jobs if not (ROOT / name).exists()] == []
+
+
+def test_the_architecture_has_a_row_for_every_wing() -> None:
+    table = (DOCS / "ARCHITECTURE.md").read_text().partition("## Packages and wings")[2].partition("\n## ")[0]
+    for package in ("coordinator", "worker"):
+        rows = table.partition(f"**{package}**")[2].partition("\n| **")[0]
+        named = {name for row in rows.splitlines() for name in _quoted(row.split(" | ")[0])}
+        wings = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert wings - named == set(), package
 
 
 def test_decisions_are_numbered_without_a_gap() -> None:
