@@ -194,6 +194,8 @@ def main() -> int:
         "seed": given.seed,
         "versions": versions,
         "machine": machine(),
+        "tensors": sum(len(each.ours) for each in found),
+        "equal": sum(len(each.ours) - len(each.different) for each in found),
         "cases": {
             each.case: {
                 "tensors": len(each.ours),
