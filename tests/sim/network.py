@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from coordinator.messages.events import Heartbeat
 from tests.sim.clock import Clock, Process
 
 KEEPALIVE_S = 10.0  # a stream that carries nothing for so long is given up by whoever looks
@@ -42,7 +43,7 @@ class Stream:
         arrival_s = max(arrival_s, self.last_s[1 - sender])
         self.last_s[1 - sender] = arrival_s
         self._deliver(1 - sender, message, arrival_s, clock.now_s)
-        if clock.random.random() < network.repeats:
+        if clock.random.random() < network.repeats and not isinstance(message, Heartbeat):
             late_s = arrival_s + REPEATED_WITHIN_S * clock.random.random() ** 2
             self._deliver(1 - sender, message, late_s, clock.now_s)
 
