@@ -3,6 +3,7 @@
 import os
 
 PROTOCOL_VERSION = 3  # workers report the instruction set that they compute with
+"""Raised as docs/decisions/023-versions-of-wire-and-disk.md says."""
 
 # gRPC's event engine reads sockets in threads of its own and wakes ours for each message. Without it the
 # thread that waits for messages reads the socket: between workers a quarter less CPU time a message and 15 %

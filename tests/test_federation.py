@@ -364,6 +364,33 @@ def test_a_full_disk_pauses_the_job_and_the_round_begins_again() -> None:
     assert (world.state.phase, world.state.round) == (Phase.TRAINING, 0)
 
 
+@pytest.mark.parametrize("clients", [("a", "b"), ()])
+def test_a_job_that_was_interrupted_after_its_last_round_evaluates_and_ends(clients: tuple[str, ...]) -> None:
+    world = World(spec(rounds=1, eval_batches=1, evaluate_every=1), aggregator=False)
+    world.begin("a", "b")
+    world.open()
+    world.updates("a", "b")
+    world.sum(next(item for item in world.todo if isinstance(item, fed.Aggregate)))
+    assert world.state.phase is Phase.EVALUATING
+    world.step(fed.Interrupted("the disk is full"))
+    for name in {"a", "b"} - set(clients):
+        world.step(fed.ClientLost(name, "gone"))
+    world.aggregator = True
+    world.begin(*clients)
+    world.wait(61.0)
+    world.evaluates(*clients)
+    assert world.state.phase is Phase.FINISHED
+    assert [fact.round for fact in world.facts(RoundClosed)] == [0]
+
+
+def test_a_round_whose_candidates_are_gone_before_they_told_their_loss_gathers_again() -> None:
+    world = World(spec(selector="power_of_choice"))
+    world.begin("a", "b")
+    for name in "ab":
+        world.step(fed.ClientLost(name, "gone"))
+    assert (world.state.phase, world.state.chosen) == (Phase.GATHERING, ())
+
+
 def test_the_loss_that_a_selector_asks_for_decides_who_takes_part() -> None:
     world = World(spec(clients=1, selector="power_of_choice", selector_options={"factor": 3.0}))
     world.begin("a", "b", "c")

@@ -278,6 +278,18 @@ def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
     assert world.state().phase is jobs.Phase.LOADING
 
 
+def test_a_report_that_is_repeated_in_a_later_step_is_not_judged_by_that_one() -> None:
+    world = World().training()
+    world.now_s += 1.0
+    for worker in world.holders():
+        world.ready(worker, forward_s=0.4, backward_s=0.5)
+    world.now_s += 0.1
+    state = world.state()
+    world.says("a", ev.StepReady("job-1", state.version, 0, None, forward_s=0.4, backward_s=0.5))
+    assert world.scheduler.roster.workers["a"].quarantined == ""
+    assert world.state().step == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -45,14 +45,24 @@ def through(state: Session, *steps: int) -> Session:
     return state
 
 
-def assigned(version: int = 1, job: str = "j") -> e.Assigned:
-    return e.Assigned(job, version, PEERS, "work")
+def assigned(version: int = 1, job: str = "j", first_step: int = 4) -> e.Assigned:
+    return e.Assigned(job, version, PEERS, first_step, "work")
 
 
 JOINED: tuple[e.Event, ...] = (e.Welcomed("w-a", 0.5),)
 LOADED: tuple[e.Event, ...] = (*JOINED, assigned(), e.StageLoaded("j", 1, "loaded"))
 TRAINING: tuple[e.Event, ...] = (*LOADED, e.Started("j", 1, 4))
 WAITING: tuple[e.Event, ...] = (*TRAINING, e.StepDone("j", 1, 4, "ready 4"))
+
+
+def test_a_start_of_another_step_than_the_next_is_ignored():
+    state, _ = told(Session(), *LOADED)
+    assert told(state, e.Started("j", 1, 3))[1] == []
+    state, _ = told(state, e.Started("j", 1, 4), e.StepDone("j", 1, 4, "ready 4"))
+    state, _ = told(state, replace(commit(4), last=True), e.StepApplied("j", 1, 4))
+    assert state.phase is Phase.READY
+    state, todo = told(state, e.Started("j", 1, 4))
+    assert (state.phase, todo) == (Phase.READY, [])
 
 
 def test_a_step_goes_from_start_to_ready_to_commit_to_the_next():
@@ -314,7 +324,9 @@ def test_a_new_plan_replaces_links_that_have_not_begun_even_under_their_number()
 
 
 def test_a_plan_and_a_release_from_before_the_assignment_stay_ignored_after_new_links():
-    state, _ = told(Session(), *JOINED, assigned(3), e.StageLoaded("j", 3, "loaded"), e.Started("j", 3, 0))
+    state, _ = told(
+        Session(), *JOINED, assigned(3, first_step=0), e.StageLoaded("j", 3, "loaded"), e.Started("j", 3, 0)
+    )
     relink = e.Relink(4, 2)
     for step, carried in ((0, relink), (1, None)):
         told_commit = e.Committed("j", 3, step, 1.0, False, False, False, False, carried)

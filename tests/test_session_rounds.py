@@ -126,7 +126,7 @@ def test_release_and_leaving_stop_everything_of_the_job() -> None:
 
 def test_a_plan_replaces_a_federated_job_and_the_other_way_round() -> None:
     state, _ = told(Session(), *JOINED)
-    state, todo = told(state, e.Assigned("j", 4, frozenset(), "stage"))
+    state, todo = told(state, e.Assigned("j", 4, frozenset(), 0, "stage"))
     assert todo == [do.DropStage("f", 1, "replaced by j version 4"), do.LoadStage("j", 4, "stage")]
     _, todo = told(state, e.Invited("f", 1, "work"))
     assert todo == [do.DropStage("j", 4, "replaced by f version 1"), do.JoinFederation("f", 1, "work")]

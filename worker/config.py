@@ -20,6 +20,7 @@ from typing import Any
 from atoll.errors import UsageError
 from atoll.federated import Floors
 from protos.app_bundle import ConfigValue
+from protos.folder_version import claim_version
 from protos.private_files import state_folder, write_private
 from protos.text_limits import plain
 
@@ -29,6 +30,7 @@ MEMORY_FILE = "worker.json"
 MAX_FILE_BYTES = 64 << 10
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = ("identity", MEMORY_FILE, "running", "blobs", "data", "apps", "federated", "codec_speed.json")
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
@@ -148,8 +150,10 @@ def default_state_dir() -> Path:
 
 
 def make_state_dir(state_dir: Path) -> None:
-    """Make the state folder, open to this user alone. StorageError when that cannot be."""
+    """Make the state folder, open to this user alone. StorageError when that cannot be, or when it was
+    written by another version."""
     state_folder(state_dir, _KEPT)
+    claim_version(state_dir, FOLDER_VERSION, _KEPT)
 
 
 def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> WorkerConfig:

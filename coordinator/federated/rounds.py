@@ -94,7 +94,8 @@ def gather(state: FederationState, now_s: float) -> Outcome:
     loading = [c.worker for c in state.clients.values() if c.present and not c.loaded and not c.out]
     absent = state.awaited - {c.worker for c in state.clients.values() if c.present}
     waits = bool(loading or absent) and now_s < state.hold_until_s
-    if not state.opened or len(ready) < need or waits:
+    summed = state.round >= state.rounds  # and interrupted before it had ended: what is left is to evaluate
+    if not state.opened or (len(ready) < need and not summed) or waits:
         what = f"{len(ready)} clients are ready, {need} are needed"
         if len(ready) >= need:
             names = sorted({*loading, *absent})
@@ -103,7 +104,7 @@ def gather(state: FederationState, now_s: float) -> Outcome:
             what += f"; more must register data set {state.federated.data!r} and join"
         reason = what if state.opened else "starting the aggregator"
         return replace(state, phase=Phase.GATHERING, reason=reason), []
-    return begin_round(state, now_s)
+    return evaluate(state, now_s) if summed else begin_round(state, now_s)
 
 
 def begin_round(state: FederationState, now_s: float) -> Outcome:
@@ -337,6 +338,8 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
     """Go on once every evaluation is there that the next round must wait for."""
     if state.asked or waits_for_owner(state):
         return state, []
+    if state.asking and len(state.ready) < least(state):  # those who were asked are gone
+        return gather(replace(state, asking=False, hold_until_s=now_s), now_s)
     if state.asking:
         return choose(state, now_s)
     todo: list[Todo] = []

@@ -154,20 +154,20 @@ Fact = (
     | JobEnded
 )
 _KINDS: dict[str, type[Fact]] = {
-    kind.__name__: kind
-    for kind in (
-        JobSubmitted,
-        PlanAdopted,
-        LinksChanged,
-        RatioCapped,
-        StepCommitted,
-        Evaluated,
-        CheckpointStored,
-        RoundClosed,
-        RoundEvaluated,
-        JobEnded,
-    )
+    "JobSubmitted": JobSubmitted,
+    "PlanAdopted": PlanAdopted,
+    "LinksChanged": LinksChanged,
+    "RatioCapped": RatioCapped,
+    "StepCommitted": StepCommitted,
+    "Evaluated": Evaluated,
+    "CheckpointStored": CheckpointStored,
+    "RoundClosed": RoundClosed,
+    "RoundEvaluated": RoundEvaluated,
+    "JobEnded": JobEnded,
 }
+"""Facts by their names in journals, which stay when a class is renamed. Of several names of one fact, the old
+ones stand first and the last is written."""
+_NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_record(fact: Fact, at_s: float) -> Record:
@@ -181,7 +181,7 @@ def to_record(fact: Fact, at_s: float) -> Record:
             payload[f.name] = [dataclasses.asdict(link) for link in value]
         else:
             payload[f.name] = dict(value) if isinstance(value, Mapping) else value
-    return Record(type(fact).__name__, at_s, payload)
+    return Record(_NAMES[type(fact)], at_s, payload)
 
 
 def from_record(record: Record) -> Fact | None:

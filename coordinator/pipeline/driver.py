@@ -221,17 +221,17 @@ class PipelineDriver:
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
             return
-        if isinstance(message, ev.StepReady):
-            elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
-            wrong = self.effects.roster.judge(worker, message, elapsed_s)
-            if wrong is not None:
-                self.effects.quarantine(worker, wrong)
-                return
         rank = state.rank_of(worker)
         if rank is None:
             why = f"of {worker}, which has no rank in {message.job}"
             self.effects.drop(type(message).__name__, why)
             return
+        if isinstance(message, ev.StepReady) and _awaited(state, rank, message):
+            elapsed_s = self.effects.now_s - state.begun_s if state.begun_s is not None else None
+            wrong = self.effects.roster.judge(worker, message, elapsed_s)
+            if wrong is not None:
+                self.effects.quarantine(worker, wrong)
+                return
         if isinstance(message, ev.StageFailed) and message.lost_peer and current(state, message.version):
             # Who is to blame shows within the time in which the dead are noticed.
             until_s = self.effects.now_s + self.config.liveness.dead_after_s
@@ -396,3 +396,8 @@ class PipelineDriver:
                 version=due.relink.version,
                 reason=new.reason,
             )
+
+
+def _awaited(state: JobState, rank: int, report: ev.StepReady) -> bool:
+    """Whether a report is of the step in flight: one that is repeated took its time in an earlier one."""
+    return report.step == state.step and rank not in state.ready and current(state, report.version)

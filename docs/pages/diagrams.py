@@ -106,7 +106,7 @@ def rows(transitions: Table) -> str:
     found = arrows(transitions)
     ends: dict[tuple[Enum, str], list[str]] = defaultdict(list)
     for arrow in found:
-        after = "the phase before" if arrow.after is None else str(arrow.after.value)
+        after = "depends on the state" if arrow.after is None else str(arrow.after.value)
         ends[arrow.before, arrow.event].append("stays" if arrow.after is arrow.before else after)
     lines = ["| phase | event | next |", "|---|---|---|"]
     lines += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from compressors.catalogue import CODECS
+from coordinator.client.job_file import load_job
 from docs.pages import decisions, diagrams, phases, reference
 from protos import telemetry
 from strategies import STRATEGIES
@@ -142,7 +144,7 @@ def test_a_diagram_has_an_arrow_for_each_change_that_can_be_reached() -> None:
         "    red --> green: Switched",
         "    green --> red: Switched",
     ]
-    assert "| green | `Lifted` | the phase before |" in diagrams.rows(LAMP)
+    assert "| green | `Lifted` | depends on the state |" in diagrams.rows(LAMP)
 
 
 @pytest.mark.parametrize("name", diagrams.MACHINES)
@@ -182,6 +184,36 @@ def test_well_known_changes_are_found(name: str, before: str, event: str, after:
 def test_the_architecture_asks_for_every_machines_diagram() -> None:
     asked = re.findall(r"<!-- states: (\S+) -->", (ROOT / "docs" / "ARCHITECTURE.md").read_text())
     assert sorted(asked) == sorted(diagrams.MACHINES)
+
+
+# ---------------------------------------------------------------- tutorials
+
+
+def _tutorial_lines() -> list[str]:
+    """Commands of the tutorials, as a reader would type them."""
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "tutorials").glob("*.md")))
+    return re.findall(r"^ {4}(atoll(?:-worker)? [^>&\n]+)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", _tutorial_lines())
+def test_every_command_of_a_tutorial_is_understood(line: str) -> None:
+    path, command = max(
+        ((path, command) for path, command in reference.commands() if f"{line} ".startswith(f"{path} ")),
+        key=lambda found: len(found[0]),
+    )
+    arguments = shlex.split(line.replace("$i", "00"))[len(path.split()) :]
+    command.make_context(path, arguments)
+
+
+@pytest.mark.parametrize("page", ["model-owner", "data-owner"])
+def test_the_job_file_of_a_tutorial_makes_a_job(page: str, tmp_path: Path) -> None:
+    blocks = re.findall(
+        r"```python\n(.+?)```", (ROOT / "docs" / "tutorials" / f"{page}.md").read_text(), re.DOTALL
+    )
+    [source] = [block for block in blocks if "\ndef job():" in block]
+    (tmp_path / "job.py").write_text(source)
+    job = load_job(tmp_path / "job.py")
+    assert job.module(**job.example_inputs).ndim == 0
 
 
 # ---------------------------------------------------------------- decisions and navigation

@@ -19,6 +19,7 @@ class Assigned:
     job: str
     version: int
     peers: frozenset[str]
+    first_step: int
     work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
 
 

@@ -125,7 +125,7 @@ def _assigned(state: Session, event: ev.Assigned) -> Step:
         job=event.job,
         eras=((0, event.version),),
         peers=event.peers,
-        step=0,
+        step=event.first_step,
         commit=None,
         spoiled=False,
         unacknowledged=(),
@@ -152,6 +152,9 @@ def _loaded(state: Session, event: ev.StageLoaded) -> Step:
 
 @TRANSITIONS.on(Phase.READY)
 def _started(state: Session, event: ev.Started) -> Step:
+    """Run the step that is next here: a word that is repeated later names one that is over."""
+    if event.step != state.step:
+        return ignore(state)
     state = acknowledged(replace(state, phase=Phase.TRAINING, step=event.step), Kind.LOADED, Kind.FAILED)
     return state, (do.RunStep(state.job, state.version, event.step),)
 

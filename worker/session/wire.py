@@ -127,7 +127,9 @@ def _assign(m: pb.Assign) -> events.Assigned:
         states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
         first_step=m.first_step,
     )
-    return events.Assigned(assignment.job, assignment.version, assignment.peers, assignment)
+    return events.Assigned(
+        assignment.job, assignment.version, assignment.peers, assignment.first_step, assignment
+    )
 
 
 def _commit(m: pb.StepCommit) -> events.Committed:

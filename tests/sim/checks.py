@@ -1,0 +1,155 @@
+"""What must hold after every event, whatever goes wrong; a breach is raised with its name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import CheckpointStored, Fact, RoundClosed, StepCommitted
+from coordinator.messages.jobs import ENDED, Phase
+from tests.sim.compute import reference
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Violation(AssertionError):
+    """An invariant that does not hold."""
+
+
+@dataclass
+class Checks:
+    """Watches a world; the reference of every job is computed without it."""
+
+    world: World
+    ready: dict[tuple[str, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    applied: dict[tuple[str, str, int], int] = field(default_factory=dict)  # worker life, job -> next step
+    counted: dict[tuple[str, str], int] = field(default_factory=dict)  # job, update -> round
+    closed: dict[str, int] = field(default_factory=dict)
+    committed: dict[str, int] = field(default_factory=dict)
+    references: dict[str, tuple[Mapping[str, str], list[float]]] = field(default_factory=dict)
+    events: int = 0
+
+    def expect(self, job: str) -> None:
+        """Compute what a job's undisturbed run ends with."""
+        spec = self.world.specs[job]
+        if spec.federated is None:
+            self.references[job] = reference(spec, spec.training.steps)
+
+    # ------------------------------------------------------------ what workers do
+
+    def said(self, worker: str, message: Any) -> None:
+        """Note what a worker reports."""
+        if isinstance(message, ev.StepReady):
+            self.ready[message.job, message.version, message.step].add(worker)
+
+    def applied_step(self, worker: str, job: str, version: int, step: int) -> None:
+        """A rank applies each step of an assignment once, and none is left out."""
+        bench = self.world.workers[worker].bench
+        assert bench.held is not None
+        first = bench.held.work.first_step
+        key = (f"{worker}/{self.world.workers[worker].life}", job, bench.held.work.plan.version)
+        awaited = self.applied.get(key, first)
+        if step != awaited:
+            raise Violation(f"{worker} applies step {step} of {job}, version {version}; next is {awaited}")
+        self.applied[key] = step + 1
+
+    def missed(self, worker: str, work: do.AssignStage, blob: str) -> None:
+        """Only an assignment that is out of date may name a blob that was deleted."""
+        coordinator = self.world.coordinator
+        state = coordinator.scheduler.jobs.get(work.job)
+        awaited = state is not None and (state.phase, state.version) == (Phase.LOADING, work.plan.version)
+        if coordinator.alive and awaited:
+            raise Violation(f"{worker} is to load blob {blob[:8]} of {work.job}, which was deleted")
+
+    # ------------------------------------------------------------ what the coordinator does
+
+    def recorded(self, fact: Fact) -> None:
+        """Look at a fact that has just become durable."""
+        match fact:
+            case StepCommitted():
+                self._committed(fact)
+            case CheckpointStored(job, step, tensors):
+                self._stored(job, step, tensors)
+            case RoundClosed():
+                self._closed(fact)
+
+    def performed(self, instruction: do.Instruction) -> None:
+        """Look at what the coordinator does."""
+        self.events += 1
+        match instruction:
+            case do.SendTo(_, do.CommitStep() as commit):
+                self._commit(commit)
+            case do.AggregateRound():
+                self._counted(instruction)
+
+    def _commit(self, commit: do.CommitStep) -> None:
+        driver: Any = self.world.coordinator.scheduler.driver_of(commit.job)
+        state = driver.jobs[commit.job]
+        ranks = {place.worker for place in state.plan.places}
+        missing = ranks - self.ready[commit.job, commit.version, commit.step]
+        if missing and self.committed.get(commit.job, -1) < commit.step:
+            raise Violation(f"{commit.job} commits step {commit.step} without {sorted(missing)}")
+        durable = self.world.coordinator.shadow.jobs[commit.job]
+        if durable.steps <= commit.step:
+            raise Violation(f"{commit.job} sends the commit of step {commit.step} before it is durable")
+
+    def _committed(self, fact: StepCommitted) -> None:
+        losses = self.references[fact.job][1]
+        if fact.loss != losses[fact.step]:
+            raise Violation(f"{fact.job}: step {fact.step} is not that of an undisturbed run")
+        missing = {place.worker for place in self._plan(fact).places} - self.ready[
+            fact.job, fact.version, fact.step
+        ]
+        if missing:
+            raise Violation(f"{fact.job} records step {fact.step} without {sorted(missing)}")
+        self.committed[fact.job] = max(self.committed.get(fact.job, -1), fact.step)
+
+    def _plan(self, fact: StepCommitted) -> Any:
+        driver: Any = self.world.coordinator.scheduler.driver_of(fact.job)
+        return driver.jobs[fact.job].plan
+
+    def _stored(self, job: str, step: int, tensors: Mapping[str, str]) -> None:
+        wanted, _ = reference(self.world.specs[job], step)
+        if dict(tensors) != wanted:
+            raise Violation(f"{job}: the checkpoint of step {step} is not that of an undisturbed run")
+        absent = set(tensors.values()) - self.world.coordinator.folder.blobs
+        if absent:
+            raise Violation(f"{job}: {len(absent)} blobs of the checkpoint of step {step} are not there")
+
+    def _counted(self, asked: do.AggregateRound) -> None:
+        for worker, update in asked.updates.items():
+            before = self.counted.setdefault((asked.job, update.update), asked.round)
+            if before != asked.round:
+                raise Violation(f"an update of {worker} is counted in rounds {before} and {asked.round}")
+
+    def _closed(self, fact: RoundClosed) -> None:
+        if fact.round != self.closed.get(fact.job, 0):
+            raise Violation(f"{fact.job} closes round {fact.round}, next is {self.closed.get(fact.job, 0)}")
+        self.closed[fact.job] = fact.round + 1
+
+    def folded(self) -> None:
+        """The ledger is the fold of what is on the disk."""
+        coordinator = self.world.coordinator
+        if coordinator.settled and coordinator.scheduler.ledger.jobs != coordinator.shadow.jobs:
+            raise Violation("the ledger is not the fold of its journal")
+
+    # ------------------------------------------------------------ the end
+
+    def ended(self) -> None:
+        """Every job has ended as an undisturbed one does, or says what it waits for."""
+        for job, spec in self.world.specs.items():
+            state = self.world.coordinator.scheduler.jobs[job]
+            if state.phase not in ENDED:
+                raise Violation(f"{job} is still {state.phase.value} ({state.reason})")
+            if state.phase is not Phase.FINISHED:
+                continue
+            if spec.federated is not None:
+                if self.closed.get(job, 0) != spec.training.steps:
+                    raise Violation(f"{job} finished after {self.closed.get(job, 0)} rounds")
+            elif dict(state.checkpoint.tensors) != self.references[job][0]:
+                raise Violation(f"{job} does not end with the weights of an undisturbed run")

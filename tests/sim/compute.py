@@ -1,0 +1,283 @@
+"""A simulated compute process: obeys a session's instructions, with times instead of tensors and hashes
+instead of weights.
+
+The value of every tensor after a step is a hash of its value before, of the step, and of what the whole
+pipeline computed in it. So a step that is skipped, applied twice or fed with another's messages shows in
+the next loss, whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from tests.sim.clock import Process, digest
+from worker.session import events as e
+from worker.session import instructions as todo
+
+if TYPE_CHECKING:
+    from atoll.job import JobSpec
+
+STEP_S = 0.4
+LOAD_S = 0.6
+APPLY_S = 0.03
+STORE_S = 0.5
+EVALUATE_S = 0.1
+ROUND_S = 1.0
+
+
+def forward(value: str, tensors: Mapping[str, str], names: list[str]) -> str:
+    """Return what a stage with these tensors makes of a value."""
+    for name in names:
+        value = digest(value, tensors[name])
+    return value
+
+
+def update(tensors: Mapping[str, str], step: int, loss: str) -> dict[str, str]:
+    """Return the tensors after a step in which the whole pipeline computed ``loss``."""
+    return {name: digest(value, step, loss) for name, value in tensors.items()}
+
+
+def number(value: str) -> float:
+    """Return a hash as a loss."""
+    return int(value[:12], 16) / 16**12 + 0.5
+
+
+def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
+    """Return the tensors after ``steps`` undisturbed steps, and each step's loss."""
+    tensors, losses = dict(spec.tensors), []
+    for step in range(steps):
+        loss = forward(digest("batch", step), tensors, sorted(tensors))
+        losses.append(number(loss))
+        tensors = update(tensors, step, loss)
+    return tensors, losses
+
+
+Key = tuple[str, int, int, bool]
+"""Job, plan version, step, forwards."""
+
+
+@dataclass
+class Held:
+    """A stage: its place, its tensors after ``step`` steps, and neighbours' messages of the one under way."""
+
+    work: do.AssignStage
+    tensors: dict[str, str]
+    step: int
+    outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss
+
+    @property
+    def stage(self) -> int:
+        return self.work.plan.places[self.work.rank].stage
+
+    @property
+    def last(self) -> bool:
+        return self.stage == len(self.work.plan.stages) - 1
+
+    def neighbour(self, offset: int) -> str:
+        return self.work.plan.stages[self.stage + offset].worker
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What neighbours exchange: a stage's output forwards, or the loss backwards."""
+
+    job: str
+    version: int
+    step: int
+    forwards: bool
+    value: str
+
+
+@dataclass
+class Machine(Process):
+    """A process that computes; ``hung``: what it computes now never ends."""
+
+    slowness: float = field(default=1.0, kw_only=True)
+    hung: bool = field(default=False, kw_only=True)
+
+    def start(self) -> None:
+        """Begin a life in which computations end."""
+        super().start()
+        self.hung = False
+
+
+@dataclass
+class Bench:
+    """One worker's computations, one after another."""
+
+    process: Machine
+    post: Callable[[e.Event], None]
+    send: Callable[[str, Tensors], None]  # to a peer
+    store: Callable[[str], None]  # a blob, into the coordinator's store
+    has: Callable[[do.AssignStage, str], bool]  # whether the store has a blob
+    applied: Callable[[str, int, int], None]  # job, version, step: for the checks
+    held: Held | None = None
+    joined: str = ""
+    inbox: dict[Key, str] = field(default_factory=dict)
+    running: tuple[str, int, int] | None = None
+    _sent: dict[Key, str] = field(default_factory=dict)
+    _due: bool = False  # the step under way has computed for long enough to send something
+    _turn: int = 0
+
+    def obey(self, instruction: todo.Instruction) -> None:
+        """Carry out one instruction; what takes time answers with an event."""
+        match instruction:
+            case todo.LoadStage(work=work):
+                self._load(work)
+            case todo.RunStep(job, version, step):
+                self.running, self._due = (job, version, step), False
+                self._later(STEP_S / 2, self._begin)
+            case todo.ApplyStep(job, version, step, store=store):
+                self._later(APPLY_S, lambda: self._apply(job, version, step, store))
+            case todo.Evaluate(job, version, step):
+                self._later(EVALUATE_S, lambda: self._evaluate(job, version, step))
+            case todo.DiscardStep() | todo.Interrupt():
+                self._stop()
+            case todo.DropStage(job, version):
+                self._stop()
+                self.held, self.joined = None, ""
+                self._forget(lambda key: key[0] == job and key[1] <= version)
+            case todo.ChangeLinks():
+                pass
+            case todo.TimeOps(request, ops):
+                timings = dict.fromkeys(ops.signatures, (0.01, 0.02))
+                self._later(0.1, lambda: self.post(e.Probed(ev.OpsProbed(request, timings))))
+            case todo.TimeLink(request, peer):
+                answer = ev.LinkProbed(request, peer, 0.04, 50e6)
+                self._later(0.05, lambda: self.post(e.Probed(answer)))
+            case todo.JoinFederation(job, version):
+                self._later(LOAD_S, lambda: self._join(job, version))
+            case todo.TrainLocally(job, at_round, order):
+                self._later(ROUND_S, lambda: self._train(job, at_round, order))
+            case todo.EvaluateLocally(job, at_round):
+                self._later(EVALUATE_S, lambda: self._test(job, at_round))
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        """Compute for a while, unless what comes first stops it."""
+        turn = self._turn
+
+        def done() -> None:
+            if turn == self._turn and not self.process.hung:
+                act()
+
+        self.process.after(seconds * self.process.slowness, done)
+
+    def _stop(self) -> None:
+        self._turn += 1
+        self.running = None
+
+    def _forget(self, which: Callable[[Key], bool]) -> None:
+        for messages in (self.inbox, self._sent):
+            for key in [key for key in messages if which(key)]:
+                del messages[key]
+
+    # ------------------------------------------------------------ stages
+
+    def _load(self, work: do.AssignStage) -> None:
+        self._stop()
+        spec, place = work.spec, work.plan.places[work.rank]
+        stage = work.plan.stages[place.stage]
+        names = sorted(spec.tensors)[stage.start : stage.stop]
+        blobs = {name: work.tensors.get(name) or spec.tensors[name] for name in names}
+
+        def loaded() -> None:
+            gone = [blob for blob in blobs.values() if not self.has(work, blob)]
+            if gone:
+                reason = f"blob {gone[0][:8]} is not there"
+                self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason))
+                return
+            self.held = Held(work, blobs, work.first_step)
+            message = ev.Loaded(work.job, work.plan.version, LOAD_S)
+            self.post(e.StageLoaded(work.job, work.plan.version, message))
+
+        self._later(LOAD_S, loaded)
+
+    def arrived(self, message: Tensors) -> None:
+        """Take in a neighbour's message; it may be early."""
+        self.inbox[message.job, message.version, message.step, message.forwards] = message.value
+        self._forward()
+        self._backward()
+
+    def _begin(self) -> None:
+        self._due = True
+        self._forward()
+
+    def _forward(self) -> None:
+        held, running = self.held, self.running
+        if held is None or running is None or not self._due or (*running, True) in self._sent:
+            return
+        job, version, step = running
+        given = digest("batch", step) if held.stage == 0 else self.inbox.get((job, version, step, True))
+        if given is None:
+            return
+        assert step == held.step, f"{self.process.name} runs step {step} on the state after {held.step} steps"
+        value = forward(given, held.tensors, sorted(held.tensors))
+        self._sent[*running, True] = value
+        if held.last:
+            held.outputs[step] = value
+            self._later(STEP_S / 2, self._backward)
+        else:
+            self.send(held.neighbour(+1), Tensors(job, version, step, True, value))
+            self._backward()
+
+    def _backward(self) -> None:
+        held, running = self.held, self.running
+        if held is None or running is None or (*running, True) not in self._sent:
+            return
+        if (*running, False) in self._sent:
+            return
+        job, version, step = running
+        loss = held.outputs.get(step) if held.last else self.inbox.get((job, version, step, False))
+        if loss is None:
+            return
+        held.outputs[step] = loss
+        self._sent[*running, False] = loss
+        if held.stage:
+            self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
+        shown = number(loss) if held.last else None
+        message = ev.StepReady(job, version, step, shown, forward_s=STEP_S / 2, backward_s=STEP_S / 2)
+        self.running = None
+        self.post(e.StepDone(job, version, step, message))
+
+    def _apply(self, job: str, version: int, step: int, store: bool) -> None:
+        held = self.held
+        assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
+        held.tensors = update(held.tensors, step, held.outputs.pop(step))
+        held.step = step + 1
+        self.applied(job, version, step)
+        self._forget(lambda key: key[0] == job and key[2] <= step)
+        if store:
+            snapshot = dict(held.tensors)
+            self.process.after(STORE_S, lambda: self._store(job, version, step, snapshot))
+        self.post(e.StepApplied(job, version, step))
+
+    def _store(self, job: str, version: int, step: int, tensors: dict[str, str]) -> None:
+        if self.held is None or self.held.work.job != job:
+            return
+        for value in tensors.values():
+            self.store(value)
+        self.post(e.Stored(job, version, step, ev.StateStored(job, version, step, tensors)))
+
+    def _evaluate(self, job: str, version: int, step: int) -> None:
+        held = self.held
+        loss = number(digest("evaluation", step)) if held is not None and held.last else None
+        self.post(e.EvalDone(job, version, step, ev.EvalReady(job, version, step, loss)))
+
+    # ------------------------------------------------------------ federated rounds
+
+    def _join(self, job: str, version: int) -> None:
+        self.joined = job
+        self.post(e.Joined(job, version, ev.Loaded(job, version, LOAD_S)))
+
+    def _train(self, job: str, at_round: int, order: Any) -> None:
+        blob = digest(self.process.name, self.process.life, job, at_round, order.model.full.hash)
+        self.store(blob)
+        answer = ev.UpdateReady(job, at_round, blob, 1000, 10, 2, metrics={"loss": 1.0}, train_s=ROUND_S)
+        self.post(e.UpdateStored(job, at_round, answer))
+
+    def _test(self, job: str, at_round: int) -> None:
+        self.post(e.ModelTested(job, at_round, ev.ClientEvaluated(job, at_round, 10, 1.0)))

@@ -1,0 +1,257 @@
+"""The coordinator's process: the real scheduler and ledger in a shell whose disk and threads are simulated.
+
+Its folder outlives it: journalled records, in the form in which they are written, and blobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atoll.microbatch import ScheduleName
+from atoll.opdag import TensorMeta
+from atoll.plan import LinkSpec, Plan, StageSpec
+from coordinator.config import CoordinatorConfig
+from coordinator.messages import batch as batches
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Fact, Ledger, Record, from_record, to_record
+from coordinator.shell import scheduler_for
+from tests.sim.clock import Process, digest
+from tests.sim.network import End, Network, Stream
+
+if TYPE_CHECKING:
+    from coordinator.scheduler import Scheduler
+
+NAME = "coordinator"
+BATCH = 64
+PLAN_S = 0.2
+WRITE_S = 0.002
+AGGREGATE_S = 0.3
+RETRY_STORAGE_S = 5.0
+OPS = {"op": 1000}
+UPDATE_META = TensorMeta((10,), "float32")
+
+
+@dataclass
+class Folder:
+    """What lies on the coordinator's disk."""
+
+    records: list[Record] = field(default_factory=list)
+    blobs: set[str] = field(default_factory=set)
+    write_s: float = WRITE_S
+    full: bool = False
+
+    def fold(self) -> Ledger:
+        """Return the ledger that a coordinator started now would have."""
+        ledger = Ledger()
+        for record in self.records:
+            _apply(ledger, record)
+        return ledger
+
+
+def _apply(ledger: Ledger, record: Record) -> None:
+    fact = from_record(record)
+    assert fact is not None, f"{record.kind} cannot be read back"
+    ledger.apply(fact)
+
+
+@dataclass
+class Outbox:
+    """A worker's session as the coordinator holds it."""
+
+    worker: str
+    session: int
+    stream: Stream
+
+
+@dataclass
+class Coordinator(Process):
+    """``recorded`` hears of each fact once it is durable, ``performed`` of what is carried out."""
+
+    network: Network = field(kw_only=True)
+    folder: Folder = field(default_factory=Folder, kw_only=True)
+    config: CoordinatorConfig = field(
+        default_factory=lambda: CoordinatorConfig(state_dir=Path("/nowhere")), kw_only=True
+    )
+    recorded: Callable[[Fact], None] = field(default=lambda fact: None, kw_only=True)
+    performed: Callable[[do.Instruction], None] = field(default=lambda done: None, kw_only=True)
+    stages: int = field(default=3, kw_only=True)  # at most, of a plan
+    scheduler: Scheduler = field(init=False)
+    outboxes: dict[str, Outbox] = field(default_factory=dict, init=False)
+    shadow: Ledger = field(default_factory=Ledger, init=False)  # fold of what is durable
+    _events: list[ev.Event] = field(default_factory=list, init=False)
+    _busy: bool = field(default=False, init=False)
+    _unwritten: list[Fact] = field(default_factory=list, init=False)
+    _sessions: int = field(default=0, init=False)
+
+    def start(self) -> None:
+        """Begin, perhaps anew, from what the folder holds."""
+        super().start()
+        self.shadow = self.folder.fold()
+        self.scheduler = scheduler_for(self.config, self.folder.fold(), self.clock.now_s)
+        self.outboxes, self._events, self._busy, self._unwritten = {}, [], False, []
+        self.after(self.config.liveness.heartbeat_s / 2, self._tick)
+
+    @property
+    def settled(self) -> bool:
+        """Whether everything that was decided is on the disk."""
+        return self.alive and not self._busy and not self._unwritten
+
+    # ------------------------------------------------------------ events
+
+    def post(self, event: ev.Event) -> None:
+        """Queue an event."""
+        self._events.append(event)
+        if not self._busy:
+            self._busy = True
+            self.after(0.0, self._handle)
+
+    def _tick(self) -> None:
+        self.post(ev.Tick())
+        self.after(self.config.liveness.heartbeat_s / 2, self._tick)
+
+    def _handle(self) -> None:
+        batch, self._events = self._events[:BATCH], self._events[BATCH:]
+        caused = [self.scheduler.handle(event, self.clock.now_s) for event in batch]
+        facts = batches.facts(caused)
+        if not facts:
+            self._perform(caused, durable=True)
+            return
+        if self.folder.full or self._unwritten:
+            if not self._unwritten:
+                self.post(ev.StorageFailed("the disk is full"))
+                self.after(RETRY_STORAGE_S, self._retry)
+            self._unwritten += facts
+            self._perform(caused, durable=False)
+            return
+        # The write ends somewhere in this time; a process killed before its end may leave either.
+        write_s = self.folder.write_s * (0.5 + self.clock.random.random())
+        written_s = write_s * self.clock.random.random()
+        self.after(written_s, lambda: self._write(facts))
+        self.after(write_s, lambda: self._perform(caused, durable=True))
+
+    def _write(self, facts: Iterable[Fact]) -> None:
+        for fact in facts:
+            record = to_record(fact, self.clock.now_s)
+            self.folder.records.append(record)
+            _apply(self.shadow, record)
+            self.clock.tell(f"journal {type(fact).__name__} {_shown(fact)}")
+            self.recorded(fact)
+
+    def _retry(self) -> None:
+        if self.folder.full:
+            self.after(RETRY_STORAGE_S, self._retry)
+            return
+        facts, self._unwritten = self._unwritten, []
+        self._write(facts)
+        self.post(ev.StorageRecovered())
+
+    def _perform(self, caused: list[list[do.Instruction]], *, durable: bool) -> None:
+        for instructions in caused:
+            for instruction in batches.consequences(instructions, durable=durable):
+                self.performed(instruction)
+                self._do(instruction)
+        for instruction in batches.words(caused):
+            if isinstance(instruction, do.SweepBlobs):
+                self.folder.blobs -= self.scheduler.ledger.take_superseded()
+            elif isinstance(instruction, do.Log) and instruction.level != "debug":
+                shown = " ".join(f"{k}={v}" for k, v in instruction.fields.items() if v != "")
+                self.clock.tell(f"{instruction.event} {instruction.job} {shown}")
+        self._busy = bool(self._events)
+        if self._busy:
+            self.after(0.0, self._handle)
+
+    # ------------------------------------------------------------ instructions
+
+    def _do(self, instruction: do.Instruction) -> None:
+        match instruction:
+            case do.SendTo(worker, message):
+                outbox = self.outboxes.get(worker)
+                if outbox is not None:
+                    outbox.stream.send(0, message)
+            case do.CloseSession(worker, session, reason):
+                outbox = self.outboxes.get(worker)
+                if outbox is not None and outbox.session == session:
+                    self._drop(outbox, reason)
+            case do.ReadJob(job):
+                self._later(PLAN_S, ev.JobRead(job, OPS))
+            case do.MakePlan():
+                self._later(PLAN_S, self._plan(instruction))
+            case do.ChooseLinks(job, attempt):
+                self._later(PLAN_S, ev.LinksFailed(job, attempt, "the simulated planner chooses none"))
+            case do.OpenAggregator(job, _, at_round, state):
+                model = ev.Blob(digest("model", job, at_round, state), 1000)
+                self.folder.blobs.add(model.hash)
+                inputs = {"x": TensorMeta((4, 2), "float32")}
+                self._later(AGGREGATE_S, ev.AggregatorOpened(job, at_round, model, inputs, (UPDATE_META,)))
+            case do.AggregateRound():
+                self._aggregate(instruction)
+            case do.EvaluateModel(job, at_round):
+                self._later(AGGREGATE_S, ev.CentrallyEvaluated(job, at_round, 1.0, {}, 10))
+            case do.DropBlobs(blobs):
+                self.folder.blobs -= set(blobs) - self.scheduler.ledger.referenced_blobs()
+
+    def _later(self, seconds: float, event: ev.Event) -> None:
+        self.after(seconds, lambda: self.post(event))
+
+    def _plan(self, asked: do.MakePlan) -> ev.Event:
+        """Cut the job evenly over the first workers of the fleet: the real planner is tried elsewhere."""
+        workers = [device.worker for device in asked.fleet.devices][: self.stages]
+        if not workers:
+            return ev.PlanFailed(asked.job, asked.attempt, "no worker")
+        ops, n = len(asked.spec.tensors), len(workers)
+        edges = [at * ops // n for at in range(n + 1)]
+        evaluated = asked.spec.eval_data is not None
+        stages = tuple(
+            StageSpec(a, b, a if evaluated else 0, b if evaluated else 0, (worker,), 1)
+            for a, b, worker in zip(edges, edges[1:], workers, strict=False)
+        )
+        links = tuple(LinkSpec(a, b) for at in range(n - 1) for a, b in ((at, at + 1), (at + 1, at)))
+        plan = Plan(
+            asked.job, asked.version, asked.spec.dag_hash, asked.spec.eval_dag_hash, "even",
+            ScheduleName.GPIPE, asked.spec.training.n_micro, stages, links,
+        )  # fmt: skip
+        return ev.PlanMade(asked.job, asked.attempt, plan)
+
+    def _aggregate(self, asked: do.AggregateRound) -> None:
+        good = {name: update.update for name, update in asked.updates.items()}
+        state = ev.Blob(digest("state", asked.job, asked.round, sorted(good.items())), 1000)
+        model = ev.Blob(digest("model", asked.job, asked.round + 1, state.hash), 1000)
+        self.folder.blobs |= {state.hash, model.hash}
+        self._later(AGGREGATE_S, ev.Aggregated(asked.job, asked.round, asked.attempt, state, model))
+
+    # ------------------------------------------------------------ sessions
+
+    def accept(self, end: End, worker: str, introduction: ev.Introduction, welcome: Any) -> None:
+        """Open a worker's session on a stream whose other end is ``end``."""
+        self._sessions += 1
+        session = self._sessions
+
+        def heard(message: ev.PeerMessage) -> None:
+            self.post(ev.Arrived(worker, session, message))
+
+        def closed(reason: str) -> None:
+            outbox = self.outboxes.get(worker)
+            if outbox is not None and outbox.session == session:
+                del self.outboxes[worker]
+            self.post(ev.SessionClosed(worker, session))
+
+        stream = self.network.connect(End(self, heard, closed), end)
+        before = self.outboxes.get(worker)
+        if before is not None:
+            self._drop(before, "a newer session replaced this one")
+        self.outboxes[worker] = Outbox(worker, session, stream)
+        welcome(stream)
+        self.post(ev.SessionOpened(worker, session, replace(introduction)))
+
+    def _drop(self, outbox: Outbox, reason: str) -> None:
+        outbox.stream.end(reason, 0)
+        outbox.stream.end(reason, 1, notice_s=self.network.delay_s)
+
+
+def _shown(fact: Fact) -> str:
+    names = ("job", "version", "step", "round", "outcome", "reason")
+    return " ".join(f"{name}={getattr(fact, name)}" for name in names if hasattr(fact, name))

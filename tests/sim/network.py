@@ -1,0 +1,130 @@
+"""Streams between processes: in order, delayed, stalled by loss and partitions, broken without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.sim.clock import Clock, Process
+
+KEEPALIVE_S = 10.0  # a stream that carries nothing for so long is given up by whoever looks
+RETRANSMIT_S = 0.25
+REPEATED_WITHIN_S = 8.0
+RESET_S = 0.05  # a killed process's machine answers for it
+
+
+@dataclass
+class End:
+    """One side of a stream: what hears messages, and the end of them."""
+
+    process: Process
+    heard: Callable[[Any], None]
+    closed: Callable[[str], None]
+    open: bool = True
+
+
+@dataclass
+class Stream:
+    """A connection: what is sent arrives once and in order, or the stream ends."""
+
+    network: Network
+    ends: tuple[End, End]
+    last_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # newest arrival at each end
+
+    def send(self, sender: int, message: Any, n_bytes: int = 500) -> None:
+        """Send from one end; to nobody when that end is closed."""
+        mine, theirs = self.ends[sender], self.ends[1 - sender]
+        if not mine.open:
+            return
+        network, clock = self.network, self.network.clock
+        arrival_s = clock.now_s + network.travel_s(mine.process.name, theirs.process.name, n_bytes)
+        arrival_s = max(arrival_s, self.last_s[1 - sender])
+        self.last_s[1 - sender] = arrival_s
+        self._deliver(1 - sender, message, arrival_s, clock.now_s)
+        if clock.random.random() < network.repeats:
+            late_s = arrival_s + REPEATED_WITHIN_S * clock.random.random() ** 2
+            self._deliver(1 - sender, message, late_s, clock.now_s)
+
+    def _deliver(self, at: int, message: Any, arrival_s: float, sent_s: float) -> None:
+        clock, mine, theirs = self.network.clock, self.ends[at], self.ends[1 - at]
+
+        def arrive() -> None:
+            until_s = self.network.cut_until_s(mine.process.name, theirs.process.name)
+            if until_s > clock.now_s:  # retransmitted until the way is free, or nobody believes in it
+                later_s = until_s + RETRANSMIT_S
+                if later_s - sent_s > KEEPALIVE_S:
+                    self.end("no answer", at)
+                else:
+                    self.last_s[at] = max(self.last_s[at], later_s)
+                    self._deliver(at, message, later_s, sent_s)
+            elif mine.open:
+                mine.heard(message)
+
+        mine.process.after(arrival_s - clock.now_s, arrive)
+
+    def end(self, reason: str, *sides: int, notice_s: float = 0.0) -> None:
+        """End the stream as these sides see it (none named: both), each after ``notice_s``."""
+        for side in sides or (0, 1):
+            end = self.ends[side]
+
+            def notice(end: End = end) -> None:
+                if end.open:
+                    end.open = False
+                    end.closed(reason)
+
+            end.process.after(notice_s, notice)
+
+
+@dataclass
+class Network:
+    """Delays by pair, loss for all, partitions of pairs; ``*`` stands for everybody else."""
+
+    clock: Clock
+    delay_s: float = 0.02
+    jitter_s: float = 0.005
+    rate_bps: float = 50e6
+    loss: float = 0.01
+    repeats: float = 0.0  # share of messages that arrive once more, late and out of order
+    streams: list[Stream] = field(default_factory=list)
+    _cut: dict[frozenset[str], float] = field(default_factory=dict)
+
+    def connect(self, here: End, there: End) -> Stream:
+        """Open a stream between two live processes."""
+        stream = Stream(self, (here, there))
+        self.streams = [s for s in self.streams if any(end.open for end in s.ends)]
+        self.streams.append(stream)
+        return stream
+
+    def travel_s(self, a: str, b: str, n_bytes: int) -> float:
+        """Draw what a message takes from a to b."""
+        random = self.clock.random
+        took_s = self.delay_s + random.random() * self.jitter_s + 8 * n_bytes / self.rate_bps
+        while random.random() < self.loss:
+            took_s += RETRANSMIT_S
+        return took_s
+
+    def cut_until_s(self, a: str, b: str) -> float:
+        """Return when messages between two processes pass again; 0: they do."""
+        pairs = (frozenset((a, b)), frozenset((a, "*")), frozenset((b, "*")))
+        return max((self._cut.get(pair, 0.0) for pair in pairs), default=0.0)
+
+    def partition(self, a: str, b: str, seconds: float) -> None:
+        """Let nothing pass between two processes, or between one and ``*``, for a while."""
+        self._cut[frozenset((a, b))] = self.clock.now_s + seconds
+
+    def died(self, process: Process) -> None:
+        """Have the other ends of a killed process's streams notice."""
+        for stream in self.streams:
+            for side, end in enumerate(stream.ends):
+                if end.process is process:
+                    end.open = False
+                    stream.end(f"{process.name} reset the connection", 1 - side, notice_s=RESET_S)
+
+    def break_streams(self, process: Process, half: bool) -> None:
+        """Break all streams of a live process; ``half``: only the other ends notice soon."""
+        for stream in self.streams:
+            for side, end in enumerate(stream.ends):
+                if end.process is process and end.open:
+                    stream.end("the connection broke", 1 - side)
+                    stream.end("the connection broke", side, notice_s=KEEPALIVE_S if half else 0.0)

@@ -1,0 +1,91 @@
+"""Bugs of the kind that lose or spoil work, planted one at a time: the suite must find each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.federated import machine as federated
+from coordinator.federated.state import FederationState, FromClient
+from coordinator.messages import batch as batches
+from coordinator.messages.events import StateStored, StepReady, UpdateReady
+from coordinator.messages.facts import Checkpoint, CheckpointStored
+from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
+from coordinator.pipeline import machine
+from tests.sim.coordinator import Coordinator
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def retry_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """A client's answer that it repeats for the round before counts in this one, too."""
+    honest = federated.TRANSITIONS[Phase.TRAINING, UpdateReady]
+
+    def bug(state: FederationState, event: FromClient[UpdateReady], now_s: float) -> Any:
+        update = event.message
+        if update.round == state.round - 1 and event.worker not in state.updates:
+            event = replace(event, message=replace(update, round=state.round))
+        return honest(state, event, now_s)
+
+    patch.setitem(federated.TRANSITIONS, (Phase.TRAINING, UpdateReady), bug)
+
+
+def commit_before_all_ranks(patch: pytest.MonkeyPatch) -> None:
+    """The last rank to report is not waited for."""
+    for phase in STEPPING:
+        honest = machine.TRANSITIONS[phase, StepReady]
+
+        def bug(state: JobState, event: FromRank[StepReady], now_s: float, honest: Any = honest) -> Any:
+            after, todo = honest(state, event, now_s)
+            if after.step == state.step and len(after.ready) == state.n_ranks - 1:
+                missing = next(rank for rank in range(state.n_ranks) if rank not in after.ready)
+                return honest(after, replace(event, rank=missing), now_s)
+            return after, todo
+
+        patch.setitem(machine.TRANSITIONS, (phase, StepReady), bug)
+
+
+def manifest_written_first(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is recorded when its first part is stored."""
+    for phase in (*STEPPING, Phase.STORING):
+        honest = machine.TRANSITIONS[phase, StateStored]
+
+        def bug(state: JobState, event: FromRank[StateStored], now_s: float, honest: Any = honest) -> Any:
+            after, todo = honest(state, event, now_s)
+            done = event.message.step + 1
+            if after.stores.get(done, {}).keys() == {event.rank} and state.n_ranks > 1:
+                tensors = {**state.checkpoint.tensors, **event.message.tensors}
+                early = replace(after, checkpoint=Checkpoint(done, tensors))
+                return early, [Record(CheckpointStored(state.job, done, tensors)), *todo]
+            return after, todo
+
+        patch.setitem(machine.TRANSITIONS, (phase, StateStored), bug)
+
+
+def stale_version_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A message counts whatever plan it speaks of."""
+    patch.setattr(machine, "_stale", lambda state, event: None)
+
+
+def fact_after_consequence(patch: pytest.MonkeyPatch) -> None:
+    """Workers hear of what is written afterwards."""
+
+    def bug(self: Coordinator) -> None:
+        batch, self._events = self._events, []
+        caused = [self.scheduler.handle(event, self.clock.now_s) for event in batch]
+        self._perform(caused, durable=True)
+        self.after(self.folder.write_s, lambda: self._write(batches.facts(caused)))
+
+    patch.setattr(Coordinator, "_handle", bug)
+
+
+PLANTED: tuple[Plant, ...] = (
+    retry_counted_twice,
+    commit_before_all_ranks,
+    manifest_written_first,
+    stale_version_accepted,
+    fact_after_consequence,
+)

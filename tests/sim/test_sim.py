@@ -1,0 +1,59 @@
+"""Seeded worlds: whatever dies, freezes or is cut off, no step is lost, doubled or spoiled."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.planted import PLANTED, Plant
+from tests.sim.shrink import shrunk
+from tests.sim.world import Scenario, scenario, told, violation_of
+
+DEFAULT_SEEDS = 300
+SLOW_SEEDS = 10_000
+CHUNK = 50
+SHOWN = 40
+
+
+def holds(seed: int) -> None:
+    found = scenario(seed)
+    why, world = violation_of(found)
+    if why:
+        small = shrunk(found)
+        why, world = violation_of(small)
+        pytest.fail(f"seed {seed}: {why}\n{small!r}\n{told(world, SHOWN)}", pytrace=False)
+
+
+@pytest.mark.parametrize("first", range(0, DEFAULT_SEEDS, CHUNK))
+def test_everything_holds_in_worlds_drawn_by_seed(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        holds(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(DEFAULT_SEEDS, SLOW_SEEDS, 10 * CHUNK))
+def test_everything_holds_in_ten_thousand_worlds(first: int) -> None:
+    for seed in range(first, min(SLOW_SEEDS, first + 10 * CHUNK)):
+        holds(seed)
+
+
+def test_the_same_seed_tells_the_same_story() -> None:
+    for seed in range(5):
+        first, again = (violation_of(scenario(seed))[1] for _ in range(2))
+        assert first.clock.fingerprint() == again.clock.fingerprint()
+    assert violation_of(scenario(5))[1].clock.fingerprint() != first.clock.fingerprint()
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found_within_a_thousand_worlds(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    found = next(filter(None, (violation_of(scenario(seed))[0] for seed in range(1000))), "")
+    assert "job-" in found or "update of" in found, found
+    assert "Error" not in found
+
+
+def test_an_undisturbed_world_needs_no_more_plans_than_one() -> None:
+    why, world = violation_of(Scenario(seed=1, workers=4, pipeline=1))
+    assert why == ""
+    assert world.coordinator.shadow.jobs["job-1"].version == 1

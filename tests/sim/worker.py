@@ -1,0 +1,241 @@
+"""A worker's process: the real session machine over a simulated stream and a simulated compute process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from atoll.federated import DatasetFacts, FieldFacts
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from tests.sim.compute import Bench, Machine, Tensors
+from tests.sim.coordinator import Coordinator
+from tests.sim.network import End, Network, Stream
+from worker.session import events as e
+from worker.session import instructions as todo
+from worker.session.machine import Session, handle
+
+CONNECT_S = 0.1
+CONNECT_TIMEOUT_S = 5.0
+MEMORY = 2**30
+DIGITS = DatasetFacts("digits", 100, (FieldFacts("image", "float32", (2,)),))
+PEER_SILENCE_S = 4.0
+
+
+def event_of(message: do.Message) -> e.Event | None:
+    """Return the event that a coordinator's message is to a session, None where the shell alone hears it."""
+    match message:
+        case do.AssignStage(job, plan=plan, peers=peers, first_step=first_step):
+            return e.Assigned(
+                job, plan.version, frozenset(peer.worker for peer in peers), first_step, message
+            )
+        case do.StartStep(job, version, step):
+            return e.Started(job, version, step)
+        case do.CommitStep(job, version, step, scale, store, evaluate, last):
+            return e.Committed(job, version, step, scale, store, evaluate, last)
+        case do.DiscardStep(job, version, step, reason):
+            return e.Discarded(job, version, step, reason)
+        case do.ReleaseStage(job, version, reason):
+            return e.Released(job, version, reason)
+        case do.Participate(job, version):
+            return e.Invited(job, version, message)
+        case do.TrainRound(job, at_round):
+            return e.TrainAsked(job, at_round, message)
+        case do.EvaluateRound(job, at_round):
+            return e.EvaluationAsked(job, at_round, message)
+        case do.RoundTaken(job, at_round, taken, reason):
+            return e.RoundSettled(job, at_round, taken, reason)
+        case do.Dismiss(reason, for_good):
+            return e.Dismissed(reason, for_good)
+        case do.ProbeOpsOf(request):
+            return e.OpsAsked(request, message)
+        case do.ProbeLinkTo(request, peer):
+            return e.LinkAsked(request, peer, message)
+    return None
+
+
+def said(message: Any) -> Any:
+    """Return what the coordinator hears of what a session says."""
+    match message:
+        case todo.Failed(job, version, step, reason, lost_peer):
+            return ev.StageFailed(job, version, step, reason, lost_peer)
+        case todo.TurnFailed(job, at_round, reason, during):
+            return ev.ClientFailed(job, at_round, reason, during)
+        case todo.StillHeld(job, version):
+            return ev.Loaded(job, version)
+        case todo.Refused(request, "", reason):
+            return ev.OpsProbed(request, {}, reason)
+        case todo.Refused(request, peer, reason):
+            return ev.LinkProbed(request, peer, 0.0, 0.0, reason)
+        case todo.Leaving(reason):
+            return ev.Leaving(reason)
+    return message
+
+
+@dataclass
+class Worker(Machine):
+    """``coordinator`` is whoever answers at its address; ``peers`` finds the other workers."""
+
+    network: Network = field(kw_only=True)
+    coordinator: Callable[[], Coordinator] = field(kw_only=True)
+    peers: Callable[[str], Worker | None] = field(kw_only=True)
+    applied: Callable[[str, str, int, int], None] = field(default=lambda *_: None, kw_only=True)
+    said: Callable[[str, Any], None] = field(default=lambda *_: None, kw_only=True)
+    missed: Callable[[str, do.AssignStage, str], None] = field(default=lambda *_: None, kw_only=True)
+    data: bool = field(default=True, kw_only=True)
+    session: Session = field(default_factory=Session, init=False)
+    stream: Stream | None = field(default=None, init=False)
+    bench: Bench = field(init=False)
+    _links: dict[str, Stream] = field(default_factory=dict, init=False)
+
+    def start(self) -> None:
+        """Begin a process that knows nothing of an earlier one's session."""
+        super().start()
+        self.session, self.stream, self._links = Session(), None, {}
+        self.bench = Bench(self, self.hear, self._send_tensors, self._store, self._has, self._applied)
+        self._connect()
+        self._beat()
+
+    # ------------------------------------------------------------ the session
+
+    def hear(self, event: e.Event) -> None:
+        """Step the session and carry out what it wants."""
+        before = self.session
+        self.session, instructions = handle(before, event)
+        if before.phase is not self.session.phase:
+            self.clock.tell(f"{self.name} {before.phase} -> {self.session.phase} ({type(event).__name__})")
+        for instruction in instructions:
+            self._perform(instruction)
+
+    def _perform(self, instruction: todo.Instruction) -> None:
+        match instruction:
+            case todo.Say(message):
+                told = said(message)
+                self.said(self.name, told)
+                if self.stream is not None:
+                    self.stream.send(1, told)
+            case todo.Reconnect(after_s, _):
+                self.stream = None
+                self.after(after_s, self._connect)
+            case todo.Quit():
+                self.after(0.5, self._quit)
+            case _:
+                self.bench.obey(instruction)
+
+    def _quit(self) -> None:
+        self.hear(e.Drained())
+        self.network.died(self)
+        self.kill()
+
+    def _beat(self) -> None:
+        if self.stream is not None:
+            state = self.session
+            self.stream.send(
+                1, ev.Heartbeat(self.clock.now_s, state.job, state.version, state.step, 0, MEMORY)
+            )
+        self.after(self.coordinator().config.liveness.heartbeat_s, self._beat)
+
+    # ------------------------------------------------------------ the coordinator
+
+    def _connect(self) -> None:
+        coordinator = self.coordinator()
+        random = self.clock.random
+        if not coordinator.alive:
+            self.after(CONNECT_S, lambda: self._lost("connection refused"))
+            return
+        if coordinator.frozen or self.network.cut_until_s(self.name, coordinator.name) > self.clock.now_s:
+            self.after(CONNECT_TIMEOUT_S, lambda: self._lost("no answer"))
+            return
+        life, mine = coordinator.life, self.life
+
+        def reach() -> None:
+            if not self.alive or self.life != mine:
+                return
+            if not coordinator.alive or coordinator.life != life:
+                self.after(0.0, lambda: self._lost("connection refused"))
+            else:
+                coordinator.accept(self._end(), self.name, self._introduction(), self._welcome)
+
+        coordinator.clock.after(CONNECT_S * (0.5 + random.random()), reach)
+
+    def _end(self) -> End:
+        return End(self, self._received, self._lost)
+
+    def _welcome(self, stream: Stream) -> None:
+        def hear() -> None:
+            self.stream = stream
+            self.hear(e.Welcomed(self.name, self.coordinator().config.liveness.heartbeat_s))
+
+        # The welcome is the stream's first message: nothing overtakes it.
+        arrival_s = self.clock.now_s + self.network.travel_s("", self.name, 100)
+        stream.last_s[1] = arrival_s
+        self.after(arrival_s - self.clock.now_s, hear)
+
+    def _received(self, message: Any) -> None:
+        event = event_of(message)
+        if event is not None:
+            self.hear(event)
+
+    def _lost(self, reason: str) -> None:
+        self.stream = None
+        self.hear(e.Disconnected(reason, self.clock.random.random()))
+
+    def _introduction(self) -> ev.Introduction:
+        return ev.Introduction(
+            self.name,
+            self.life,
+            "cpu",
+            "model",
+            1,
+            MEMORY,
+            MEMORY,
+            addresses=(("10.0.0.1", 4000),),
+            datasets=(DIGITS,) if self.data else (),
+        )
+
+    # ------------------------------------------------------------ peers and blobs
+
+    def _send_tensors(self, peer: str, message: Tensors) -> None:
+        other = self.peers(peer)
+        if other is None or not other.alive:
+            self.after(0.1, lambda: self.hear(e.PeerLost(peer, "connection refused")))
+            return
+        stream = self._links.get(peer)
+        if stream is None or not all(end.open for end in stream.ends):
+            stream = self._dial(other)
+        mine = next(side for side, end in enumerate(stream.ends) if end.process is self)
+        stream.send(mine, message, 200_000)
+
+    def _dial(self, other: Worker) -> Stream:
+        here = End(self, self.bench.arrived, lambda why: self._peer_lost(other.name, why))
+        there = End(other, other.bench.arrived, lambda why: other._peer_lost(self.name, why))
+        stream = self.network.connect(here, there)
+        self._links[other.name] = other._links[self.name] = stream
+        return stream
+
+    def _peer_lost(self, peer: str, reason: str) -> None:
+        self._links.pop(peer, None)
+        self.hear(e.PeerLost(peer, reason))
+
+    def notice_silence(self, peer: Worker) -> None:
+        """Give up a link to a peer that still does not answer."""
+        if peer.frozen and peer.name in self._links:
+            self._links[peer.name].end("silent")
+
+    def revive(self) -> None:
+        """Start anew, unless that has happened."""
+        if not self.alive:
+            self.start()
+
+    def _store(self, blob: str) -> None:
+        self.coordinator().folder.blobs.add(blob)
+
+    def _has(self, work: do.AssignStage, blob: str) -> bool:
+        found = blob in self.coordinator().folder.blobs
+        if not found:
+            self.missed(self.name, work, blob)
+        return found
+
+    def _applied(self, job: str, version: int, step: int) -> None:
+        self.applied(self.name, job, version, step)

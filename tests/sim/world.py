@@ -1,0 +1,173 @@
+"""A world: one coordinator, some workers, jobs, faults, and the checks that watch them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
+
+from atoll.federated import Federated, FederatedSpec
+from atoll.dataset_spec import DataSpec
+from atoll.job import JobSpec, TrainingSpec
+from coordinator.messages import events as ev
+from tests.sim.checks import Checks, Violation
+from tests.sim.clock import Clock, digest
+from tests.sim.coordinator import NAME, OPS, Coordinator
+from tests.sim.faults import Fault, drawn
+from tests.sim.network import Network
+from tests.sim.worker import Worker
+
+FAULTS_WITHIN_S = 20.0
+ENDS_WITHIN_S = 600.0
+FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
+
+
+def pipeline_job(steps: int = 16, tensors: int = 6) -> JobSpec:
+    """Return a job of so many steps that can be cut into as many stages as it has tensors."""
+    names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
+    training = TrainingSpec(steps, 2, checkpoint_every=3, eval_every=4, eval_batches=1)
+    data = DataSpec((), 8, 1)
+    return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data)
+
+
+def federated_job(rounds: int = 6) -> JobSpec:
+    """Return a federated job of so many rounds."""
+    rule = Federated(deadline_s=20.0, min_clients=2, evaluate_every=1)
+    federated = FederatedSpec(rule, "digits", {"x": "image"})
+    names = {"w": digest("initial", "federated")}
+    training = TrainingSpec(rounds, n_micro=1)
+    return JobSpec(
+        "fed", training, "ab" * 32, "cd" * 32, names, DataSpec((), 0, 4), None, federated=federated
+    )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Everything a run depends on."""
+
+    seed: int
+    workers: int = 4
+    pipeline: int = 1  # jobs
+    federated: int = 0
+    faults: tuple[Fault, ...] = ()
+
+    def names(self) -> list[str]:
+        return [f"w{at}" for at in range(self.workers)]
+
+
+def scenario(seed: int) -> Scenario:
+    """Draw a run from its seed."""
+    random = Random(seed)
+    workers = random.randint(3, 6)
+    pipeline, federated = random.choice(((1, 0), (1, 0), (2, 0), (0, 1), (1, 1)))
+    found = Scenario(seed, workers, pipeline, federated)
+    return replace(found, faults=drawn(random, found.names(), FAULTS_WITHIN_S))
+
+
+@dataclass
+class World:
+    """``run`` until every job has ended; raises Violation when something does not hold."""
+
+    scenario: Scenario
+    clock: Clock = field(init=False)
+    network: Network = field(init=False)
+    coordinator: Coordinator = field(init=False)
+    workers: dict[str, Worker] = field(default_factory=dict)
+    specs: dict[str, JobSpec] = field(default_factory=dict)
+    checks: Checks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.scenario.seed)
+        self.network = Network(self.clock)
+        self.checks = Checks(self)
+        self.coordinator = Coordinator(
+            self.clock,
+            NAME,
+            network=self.network,
+            recorded=self.checks.recorded,
+            performed=self.checks.performed,
+        )
+        for name in self.scenario.names():
+            self.workers[name] = Worker(
+                self.clock,
+                name,
+                network=self.network,
+                coordinator=lambda: self.coordinator,
+                peers=self.workers.get,
+                applied=self.checks.applied_step,
+                said=self.checks.said,
+                missed=self.checks.missed,
+            )
+
+    def begin(self) -> None:
+        """Start everybody, submit the jobs, and plan the faults."""
+        self.coordinator.start()
+        for at, worker in enumerate(self.workers.values()):
+            self.clock.after(0.1 * at, worker.start)
+        jobs = [pipeline_job() for _ in range(self.scenario.pipeline)]
+        jobs += [federated_job() for _ in range(self.scenario.federated)]
+        for at, spec in enumerate(jobs):
+            self.submit(f"job-{at + 1}", spec, 1.0 + at)
+        for fault in self.scenario.faults:
+            self.clock.after(fault.at_s, partial(self._strike, fault))
+
+    def submit(self, job: str, spec: JobSpec, after_s: float) -> None:
+        """Have the owner submit a job, as soon as somebody answers."""
+        self.specs[job] = spec
+        self.checks.expect(job)
+        self.coordinator.folder.blobs |= set(spec.tensors.values())
+
+        def ask() -> None:
+            coordinator = self.coordinator
+            if job in coordinator.shadow.jobs:
+                return
+            if coordinator.alive and not coordinator.frozen and not coordinator.folder.full:
+                coordinator.post(ev.Submitted(job, job, spec, OPS))
+            self.clock.after(3.0, ask)
+
+        self.clock.after(after_s, ask)
+
+    def _strike(self, fault: Fault) -> None:
+        self.clock.tell(f"FAULT {fault}")
+        fault.strike(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether every job has ended."""
+        jobs = self.coordinator.shadow.jobs
+        return all(job in jobs and jobs[job].outcome for job in self.specs)
+
+    def run(self, seconds: float = ENDS_WITHIN_S) -> None:
+        """Let time pass until every job has ended."""
+        self.begin()
+        until_s, looked = self.clock.now_s + seconds, 0
+        quiet_s = self.clock.now_s + FAULTS_WITHIN_S
+        while self.clock.step(until_s):
+            looked += 1
+            if looked % FOLD_EVERY == 0:
+                self.checks.folded()
+            if self.over and self.clock.now_s > quiet_s:
+                break
+        self.checks.folded()
+        if not self.coordinator.alive:
+            raise Violation("the coordinator did not come back")
+        self.checks.ended()
+
+
+def violation_of(found: Scenario) -> tuple[str, World]:
+    """Run a scenario; returns what did not hold, "" when all did."""
+    world = World(found)
+    try:
+        world.run()
+    except Violation as broken:
+        return str(broken), world
+    except Exception as error:  # noqa: BLE001 - whatever our own machines raise is what we look for
+        return f"{type(error).__name__}: {error}", world
+    return "", world
+
+
+def told(world: World, last: int | None = None) -> str:
+    """Return a run's story as lines."""
+    lines: Sequence[tuple[float, str]] = world.clock.story if last is None else world.clock.story[-last:]
+    return "\n".join(f"{at_s - 1000.0:9.3f} {text}" for at_s, text in lines)
