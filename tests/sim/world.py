@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
-from atoll.federated import Federated, FederatedSpec
 from atoll.dataset_spec import DataSpec
+from atoll.federated import Federated, FederatedSpec
 from atoll.job import JobSpec, TrainingSpec
 from coordinator.messages import events as ev
 from tests.sim.checks import Checks, Violation
