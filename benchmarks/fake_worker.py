@@ -128,7 +128,7 @@ class FakeWorker:
 
     def say(self, **body: Any) -> None:
         assert self._stream is not None
-        self._stream.say(pb.FromWorker(**body))
+        self._stream.send(pb.FromWorker(**body))
 
     def vanish(self) -> None:
         """Break the connection without a word."""

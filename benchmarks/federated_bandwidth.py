@@ -181,7 +181,7 @@ def train(conditions: Conditions, variant: Variant, seed: int) -> dict[str, Any]
     data = digits(setting, seed)
     parts = partition_data.dirichlet_niid_bench(data.y, len(conditions.lines), setting.beta, seed)
     federation, net = federation_of(conditions, variant, data, parts, seed)
-    up = list(update_metas(federation.rule, federation.trainer.layout).values())
+    up = list(update_metas(federation.strategy, federation.trainer.layout).values())
     steps = {
         name: local_steps(len(part), setting.batch, setting.epochs)
         for name, part in zip(conditions.lines, parts, strict=True)
@@ -189,7 +189,7 @@ def train(conditions: Conditions, variant: Variant, seed: int) -> dict[str, Any]
     ratios = ratios_of(conditions, variant.ratio, steps, up)
     curve, before = [], None
     for _ in range(setting.rounds):
-        broadcast = dict(federation.rule.configure(federation.state).weights)
+        broadcast = dict(federation.strategy.configure(federation.state).weights)
         run = federation.run_round(ratios)
         assert run.steps == steps
         curve.append(

@@ -1,4 +1,4 @@
-"""What both ends of a wire agree on: schema, conversions, identities, names."""
+"""Agreements of both ends of a wire: schema, conversions, identities, names."""
 
 import os
 

@@ -40,7 +40,7 @@ ConfigValue = bool | int | float | str
 
 @dataclass(frozen=True, slots=True)
 class AppSpec:
-    """What an app's pyproject.toml says. ``config`` is flat: a table's keys are joined by dots."""
+    """Declarations of an app's pyproject.toml. ``config`` is flat: a table's keys are joined by dots."""
 
     name: str
     version: str
@@ -154,7 +154,7 @@ def with_overrides(config: Mapping[str, ConfigValue], items: Sequence[str]) -> d
 
 
 def parse_pairs(items: Sequence[str], option: str) -> dict[str, ConfigValue]:
-    """What an option's items say: 'key=value key2="a b"', or the name of a .toml file. UsageError."""
+    """Parse an option's items: 'key=value key2="a b"', or the name of a .toml file. UsageError."""
     found: dict[str, ConfigValue] = {}
     for item in items:
         if item.endswith(".toml") and "=" not in item:
@@ -258,7 +258,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def opened(data: bytes, expected: str) -> tuple[AppSpec, dict[str, bytes]]:
-    """What a bundle says it is, and its files by their path.
+    """Read a bundle: its declarations, and its files by their path.
 
     BadFrame when its hash is not ``expected``, or a name leads outside, is no plain file, appears
     twice, or a bound is broken.

@@ -23,7 +23,7 @@ class Gone(Exception):  # not an AtollError: each side knows what the other's en
 
 
 class Pipe:
-    """One end; sending and receiving may be in different threads."""
+    """An end of a pipe; sending and receiving may be in different threads."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end

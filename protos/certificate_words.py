@@ -1,7 +1,8 @@
-"""Why TLS does not accept a certificate, in words: it ended, a clock is wrong, another coordinator's.
+"""Reasons for which TLS refuses a certificate, in words: it ended, a clock is wrong, another coordinator's.
 
-gRPC says no more than that verification failed. The dates tell the cases apart: our own certificate lies on
-the disk, and the server's is read by a plain TLS handshake that trusts nothing it is shown.
+gRPC reports no more than that verification failed. The dates distinguish the cases: our own
+certificate lies on the disk, and the server's is read by a plain TLS handshake that trusts nothing it is
+shown.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _UNSEEN = (
 
 
 def issued_by(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
-    """Whether ``ca`` signed it."""
+    """True when ``ca`` signed the certificate."""
     try:
         certificate.verify_directly_issued_by(ca)
     except (InvalidSignature, ValueError, TypeError):
@@ -33,7 +34,7 @@ def issued_by(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
 
 
 def own_refusal(certificate: x509.Certificate, now: dt.datetime) -> str:
-    """Why this machine's certificate is not valid at ``now`` on its clock, with what to do; "" if it is."""
+    """Explain why this machine's certificate is not valid at ``now``, with what to do; "" if it is."""
     why = _out_of_date(certificate, now)
     if not why:
         return ""
@@ -43,7 +44,7 @@ def own_refusal(certificate: x509.Certificate, now: dt.datetime) -> str:
 
 
 def server_refusal(address: str, shown_pem: bytes, ca_pem: bytes, now: dt.datetime) -> str:
-    """Why the certificate that ``address`` shows is not accepted under ``ca_pem``, with what to do."""
+    """Explain why the certificate of ``address`` is not accepted under ``ca_pem``, with what to do."""
     shown, ca = x509.load_pem_x509_certificate(shown_pem), x509.load_pem_x509_certificate(ca_pem)
     if shown != ca and not issued_by(shown, ca):
         return (
@@ -75,7 +76,7 @@ def refused_server(address: str, ca_pem: bytes | None) -> AccessDenied:
 
 
 def shown_certificate(address: str, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> bytes:
-    """What HOST:PORT shows to anybody, PEM; nothing says that it is who it claims to be.
+    """Fetch the certificate that HOST:PORT shows to anybody, PEM; its owner is not verified.
 
     Raises AccessDenied without TLS there, ConnectionFailed.
     """

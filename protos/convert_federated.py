@@ -48,7 +48,7 @@ def options_from_proto(what: str, messages: Iterable[pb.Option], limits: Limits)
 
 
 def federated_to_proto(spec: FederatedSpec) -> pb.FederatedSpec:
-    """What clients and server must agree on."""
+    """Convert what clients and server must agree on."""
     rule = spec.rule
     return pb.FederatedSpec(
         strategy=rule.strategy,
@@ -72,7 +72,7 @@ def federated_to_proto(spec: FederatedSpec) -> pb.FederatedSpec:
 
 
 def federated_from_proto(message: pb.FederatedSpec, limits: Limits) -> FederatedSpec:
-    """What clients and server must agree on; the types' own rules raise UsageError."""
+    """Read what clients and server must agree on; the types' own checks raise UsageError."""
     inputs: dict[str, str] = {}
     for m in bounds.count("inputs", message.inputs, MAX_FIELDS):
         if m.input in inputs:
@@ -99,7 +99,7 @@ def federated_from_proto(message: pb.FederatedSpec, limits: Limits) -> Federated
 
 
 def dataset_to_proto(facts: DatasetFacts) -> control.DatasetFacts:
-    """What leaves a data owner's machine."""
+    """Convert the facts of a data set that leave its owner's machine."""
     return control.DatasetFacts(
         name=facts.name,
         n_samples=facts.n_samples,
@@ -108,7 +108,7 @@ def dataset_to_proto(facts: DatasetFacts) -> control.DatasetFacts:
 
 
 def dataset_from_proto(message: control.DatasetFacts) -> DatasetFacts:
-    """What a worker says of a data set; BadFrame or UsageError when a bound is broken."""
+    """Read a worker's facts of a data set; BadFrame or UsageError when a bound is broken."""
     fields = tuple(
         FieldFacts(f.name, f.dtype, tuple(bounds.count("shape of a field", f.shape, MAX_DIMS)))
         for f in bounds.count("fields of a data set", message.fields, MAX_FIELDS)

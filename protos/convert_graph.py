@@ -49,7 +49,7 @@ def meta_from_proto(message: pb.TensorMeta, limits: Limits) -> TensorMeta:
 
 
 def arg_to_proto(arg: Arg) -> pb.Arg:
-    """One argument; UsageError for an integer beyond 64 bits."""
+    """Convert an argument; UsageError for an integer beyond 64 bits."""
     match arg:
         case OpRef(op):
             return pb.Arg(op=op)
@@ -74,7 +74,7 @@ def arg_to_proto(arg: Arg) -> pb.Arg:
 
 
 def arg_from_proto(message: pb.Arg, limits: Limits, depth: int = 0) -> Arg:
-    """One argument; BadFrame when nested deeper than ``limits.nesting``."""
+    """Read an argument; BadFrame when nested deeper than ``limits.nesting``."""
     match message.WhichOneof("value"):
         case "op":
             return OpRef(message.op)
@@ -106,7 +106,7 @@ def arg_from_proto(message: pb.Arg, limits: Limits, depth: int = 0) -> Arg:
 
 
 def node_to_proto(node: OpNode) -> pb.OpNode:
-    """One op call as a message."""
+    """Convert an op call."""
     message = pb.OpNode(
         name=node.name,
         kind=node.kind.value,
@@ -132,7 +132,7 @@ def node_to_proto(node: OpNode) -> pb.OpNode:
 
 
 def node_from_proto(message: pb.OpNode, limits: Limits) -> OpNode:
-    """One op call; its references are checked by whoever knows what they may name."""
+    """Read an op call; its references are checked where it is known what they may name."""
     autocast = None
     if message.HasField("autocast"):
         dtype = message.autocast.dtype

@@ -26,7 +26,7 @@ _MAX_STEPS = 10**9
 
 
 def group_to_proto(group: ParamGroup) -> pb.ParamGroup:
-    """One parameter group."""
+    """Convert a parameter group."""
     message = pb.ParamGroup(patterns=group.patterns, lr_scale=group.lr_scale, frozen=group.frozen)
     if group.weight_decay is not None:
         message.weight_decay = group.weight_decay
@@ -34,7 +34,7 @@ def group_to_proto(group: ParamGroup) -> pb.ParamGroup:
 
 
 def group_from_proto(message: pb.ParamGroup, limits: Limits) -> ParamGroup:
-    """One parameter group."""
+    """Read a parameter group."""
     patterns = bounds.count("patterns of a parameter group", message.patterns, limits.args)
     return ParamGroup(
         patterns=tuple(bounds.name("pattern", pattern, limits) for pattern in patterns),
@@ -84,7 +84,7 @@ def optimizer_from_proto(message: pb.Optimizer, limits: Limits) -> Optimizer:
 
 
 def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
-    """What every stage must know to train; UsageError for a seed outside 64 unsigned bits."""
+    """Convert what every stage must know to train; UsageError for a seed outside 64 unsigned bits."""
     _check_seed("seed", training.seed)
     schedule = training.schedule
     return pb.TrainingSpec(
@@ -105,7 +105,7 @@ def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
 
 
 def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpec:
-    """What every stage must know to train; TrainingSpec's own ranges raise UsageError."""
+    """Read what every stage must know to train; TrainingSpec's own ranges raise UsageError."""
     return TrainingSpec(
         steps=message.steps,
         n_micro=message.n_micro,

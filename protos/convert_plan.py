@@ -24,7 +24,7 @@ _U32 = 2**32 - 1
 
 
 def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
-    """What the timeline says of a plan."""
+    """Convert the timeline's prediction for a plan."""
     message = pb.Prediction(
         step_s=prediction.step_s,
         lower_bound_s=prediction.lower_bound_s,
@@ -63,7 +63,7 @@ def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
 
 
 def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
-    """What the timeline says of a plan; for people, so its figures are not judged."""
+    """Read the timeline's prediction for a plan; for people, so its figures are not judged."""
 
     def words(what: str, value: str) -> str:
         return bounds.text(what, value, limits.text_chars)
@@ -104,7 +104,7 @@ def prediction_from_proto(message: pb.Prediction, limits: Limits) -> Prediction:
 
 
 def plan_to_proto(plan: Plan) -> pb.Plan:
-    """One versioned plan with its prediction."""
+    """Convert a versioned plan with its prediction."""
     message = pb.Plan(
         job=plan.job,
         version=plan.version,
@@ -135,7 +135,7 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
 
 
 def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
-    """One versioned plan; ``atoll.plan.validate`` checks it against its DAG."""
+    """Read a versioned plan; ``atoll.plan.validate`` checks it against its DAG."""
     stages = bounds.count("stages", message.stages, limits.stages)
     n_stages = len(stages)
     links = bounds.count("links", message.links, limits.items)
@@ -161,7 +161,7 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
 
 
 def _decided(recompute: str) -> Recompute:
-    """What a plan recomputes; BadFrame where that is left open."""
+    """Read what a plan recomputes; BadFrame where that is left open."""
     found = bounds.one_of("recompute", recompute or "off", Recompute)
     if found is Recompute.AUTO:
         raise BadFrame("a plan that leaves open what to recompute")
@@ -169,7 +169,7 @@ def _decided(recompute: str) -> Recompute:
 
 
 def link_to_proto(link: LinkSpec) -> pb.LinkSpec:
-    """What compresses the tensors from one stage to another."""
+    """Convert the codecs of the tensors from one stage to another."""
     return pb.LinkSpec(
         source=link.source,
         target=link.target,
@@ -210,7 +210,7 @@ def _stage_from_proto(message: pb.StageSpec, limits: Limits) -> StageSpec:
 
 
 def program_to_proto(program: StageProgram) -> pb.StageProgram:
-    """One stage's share of the DAG."""
+    """Convert a stage's share of the DAG."""
     message = pb.StageProgram(
         stage=program.stage,
         n_stages=program.n_stages,
@@ -234,7 +234,7 @@ def program_to_proto(program: StageProgram) -> pb.StageProgram:
 
 
 def program_from_proto(message: pb.StageProgram, limits: Limits) -> StageProgram:
-    """One stage's share; positions ascend, references name earlier ops, received values or
+    """Read a stage's share of the DAG; positions ascend, references name earlier ops, received values or
     declared leaves, and every neighbour is another stage of the plan."""
     n_stages = bounds.within("n_stages", message.n_stages, 1, limits.stages)
     stage = bounds.within("stage", message.stage, 0, n_stages - 1)

@@ -61,7 +61,7 @@ _TOKEN_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One end's name, private key, certificate and the CA it trusts."""
+    """Name of one end, its private key, certificate and the CA it trusts."""
 
     name: str  # worker id, or "coordinator"
     key_pem: bytes = field(repr=False)
@@ -242,7 +242,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """What ``atoll serve`` prints and ``atoll-worker join --token`` takes."""
+    """Token that ``atoll serve`` prints and ``atoll-worker join --token`` takes."""
 
     ca_der: bytes = field(repr=False)
     secret: bytes = field(repr=False)
@@ -259,7 +259,7 @@ class JoinToken:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries that presents this token: the other end looks at it before it takes in more."""
+        """Metadata of a call that presents this token: the other end looks at it before it takes in more."""
         return ((AUTHORIZATION, f"{BEARER}{self.presented}"),)
 
     def encode(self) -> str:
@@ -317,7 +317,7 @@ def new_token(authority: Authority, work_port: int = 0) -> JoinToken:
 
 
 def secret_hash(presented: str) -> str:
-    """What the coordinator stores of a secret: SHA-256, hex. The secret has 128 random bits, so
+    """Hash of a secret that the coordinator stores: SHA-256, hex. The secret has 128 random bits, so
     a slow hash would add nothing."""
     return hashlib.sha256(b"atoll join secret\0" + presented.encode("utf-8", "replace")).hexdigest()
 

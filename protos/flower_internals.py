@@ -34,7 +34,7 @@ class AppNotLoaded(Exception):
 
 
 def take_identity(run: int, node: int) -> None:
-    """From now on messages made in this process are of this run and node; one app a process."""
+    """Make messages of this process those of this run and node from now on; one app a process."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, node, run
 
 
@@ -88,7 +88,7 @@ def reply_message(body: RecordDict | Error, to: Metadata, message_id: str, creat
 
 
 def run_of(run: int, name: str, version: str, bundle: str, config: dict[str, Any]) -> Run:
-    """What ``Grid.run`` tells an app about its run."""
+    """Run that ``Grid.run`` shows to an app."""
     found = Run.create_empty(run)
     found.fab_id, found.fab_version, found.fab_hash = name, version, bundle
     found.override_config = config
@@ -96,12 +96,12 @@ def run_of(run: int, name: str, version: str, bundle: str, config: dict[str, Any
 
 
 def node_info(node: int, name: str) -> NodeInfo:
-    """What ``Grid.get_nodes`` tells about a node."""
+    """Facts that ``Grid.get_nodes`` shows of a node."""
     return NodeInfo(node_id=node, name=name, status="online")
 
 
 def progress_of(record: logging.LogRecord) -> tuple[str, Any] | None:
-    """What a line of a strategy's log says: ("round", (n, of)), ("clients", metrics) or
+    """Parse a line of a strategy's log: ("round", (n, of)), ("clients", metrics) or
     ("server", metrics); None for every other line."""
     text, arguments = str(record.msg), record.args
     if not isinstance(arguments, tuple) or not arguments:

@@ -1,4 +1,4 @@
-"""One process per state folder: a lock whose file says which process holds it, and where that answers."""
+"""Lock of a state folder, held by one process; its file names the process and where that answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FILE_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock, as far as its file says: nothing yet where the lock has only just been taken."""
+    """Holder of a lock, as far as its file names it: nothing yet where the lock has only just been taken."""
 
     process: int | None = None
     address: str = ""  # where it answers, where it says so
@@ -73,7 +73,7 @@ class FolderLock:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Who holds the lock, None when nobody does."""
+    """Holder of the lock, None when it is free."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

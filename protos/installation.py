@@ -69,7 +69,7 @@ def check_beside(job_file: Path) -> None:
 
 
 def _origin(name: str, path: Sequence[str] | None) -> Path | None:
-    """Where an import of ``name`` would be loaded from, or None when the path holds none."""
+    """Find where an import of ``name`` would be loaded from; None when the path holds none."""
     spec = PathFinder.find_spec(name, None if path is None else list(path))
     if spec is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether connections heed the environment's proxy: one word for owners, workers and peers."""
+"""Use of the environment's proxy by connections: one word for owners, workers and peers."""
 
 from __future__ import annotations
 

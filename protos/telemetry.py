@@ -53,7 +53,7 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One exported figure; the name ends in its unit."""
+    """An exported figure; the name ends in its unit."""
 
     name: str
     help: str

@@ -1,4 +1,4 @@
-"""Words that come from an app, a worker or any other peer: bounded, nothing hidden, not too many at once."""
+"""Limits of texts from an app, a worker or any other peer: length, characters, rate."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _CONTROL_BUT_LINES = re.compile(_CONTROL.pattern.replace(r"\x00-\x1f", r"\x00-\x
 
 
 def plain(text: str) -> bool:
-    """Whether a name may be shown as it is."""
+    """True when a name may be shown as it is."""
     return _CONTROL.search(text) is None
 
 
 def clean(text: str, most: int, *, lines: bool = False) -> str:
-    """At most ``most`` characters of a text, each control character a space; ``lines``: but newlines stay."""
+    """Cut a text at ``most`` characters, each control character a space; ``lines``: but newlines stay."""
     return (_CONTROL_BUT_LINES if lines else _CONTROL).sub(" ", text[:most])
 
 
 class Budget:
-    """So much at once, and so much each second after that; what is refused is counted."""
+    """Token bucket: ``burst`` at once, ``per_s`` each second after that; refusals are counted."""
 
     def __init__(self, burst: float, per_s: float) -> None:
         self._burst, self._per_s = burst, per_s
@@ -33,7 +33,7 @@ class Budget:
         self._refused = 0
 
     def take(self, now_s: float, cost: float = 1.0) -> bool:
-        """Whether ``cost`` may be spent at ``now_s`` on a clock that never goes back."""
+        """Spend ``cost`` at ``now_s``, on a clock that never goes back; False when it is refused."""
         self._left = min(self._burst, self._left + self._per_s * max(0.0, now_s - self._at_s))
         self._at_s = max(self._at_s, now_s)
         if cost > self._left:
@@ -43,6 +43,6 @@ class Budget:
         return True
 
     def refused(self) -> int:
-        """How often it said no since this was last asked."""
+        """Refusals since the last call."""
         found, self._refused = self._refused, 0
         return found

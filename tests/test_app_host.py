@@ -72,12 +72,12 @@ class Hosted:
         self.said: list[pb.FromNode] = []
         self._heard = threading.Condition()
         config: Any = SimpleNamespace(state_dir=folder / "state", threads=0, node_config=())
-        context = AppContext(_worker(config), self.store, self.store.is_accepted, self._say, lambda: 1)
+        context = AppContext(_worker(config), self.store, self.store.is_accepted, self._send, lambda: 1)
         app = pb.AppIdentity(hash=self.bundle.hash, size=len(self.bundle.data), client="app:client")
         parts: Any = Parts(folder / "parts", self.bundle)
         self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, context)
 
-    def _say(self, message: pb.FromNode) -> None:
+    def _send(self, message: pb.FromNode) -> None:
         with self._heard:
             self.said.append(message)
             self._heard.notify_all()
@@ -183,7 +183,7 @@ def test_two_apps_never_share_state_whatever_number_their_runs_have(
 def test_a_run_of_another_app_is_refused_while_its_number_is_taken(tmp_path: Path) -> None:
     host = AppHost(_worker(SimpleNamespace(state_dir=tmp_path, app_cache_bytes=1 << 20)))
     said: list[pb.FromNode] = []
-    host._say = said.append  # type: ignore[method-assign]
+    host._send = said.append  # type: ignore[method-assign]
     greeted: list[str] = []
     host._runs[5] = SimpleNamespace(app="a" * 64, greet=lambda: greeted.append("a"))  # type: ignore[assignment]
     for name in ("a", "b"):

@@ -9,10 +9,10 @@ import pytest
 from atoll.errors import StorageError
 from coordinator import server
 from coordinator.cli.main import app
-from coordinator.cli.options import run
+from protos.command_line import run
 from protos.folder_version import VERSION_FILE, claim_version
 from worker import config
-from worker.cli.main import run as run_worker
+from worker.cli.main import app as worker_app
 
 
 def version_in(folder: Path) -> str:
@@ -89,6 +89,6 @@ def test_a_worker_neither_joins_from_a_newer_folder_nor_adds_data_to_it(
     folder = tmp_path / "state"
     before = newer(folder, config.FOLDER_VERSION)
     arguments = [part.format(here=tmp_path) for part in command]
-    assert run_worker([*arguments, "--state-dir", str(folder)]) == 9
+    assert run(worker_app, [*arguments, "--state-dir", str(folder)]) == 9
     assert "update Atoll, or choose another --state-dir" in capsys.readouterr().err
     assert files_in(folder) == before

@@ -711,7 +711,7 @@ def test_a_class_may_not_be_one_sample_several_times() -> None:
     few = {n: t.numpy() for n, t in batch(size=11).items()}
     enough = {n: t.numpy() for n, t in batch(size=12).items()}
     federation = LocalFederation(model, federated, {"few": few, "enough": enough})
-    broadcast = federation.rule.configure(federation.state)
+    broadcast = federation.strategy.configure(federation.state)
     federation.trainer.train(federation.clients["enough"], broadcast, federation.client_states["enough"])
     with pytest.raises(UsageError, match="11 samples repeat within a micro-batch of 12"):
         federation.trainer.train(federation.clients["few"], broadcast, federation.client_states["few"])

@@ -69,9 +69,9 @@ def test_a_step_goes_from_start_to_ready_to_commit_to_the_next():
     state, todo = told(Session(), *WAITING, commit(4), e.StepApplied("j", 1, 4))
     assert todo == [
         do.LoadStage("j", 1, "work"),
-        do.Say("loaded"),
+        do.Send("loaded"),
         do.RunStep("j", 1, 4),
-        do.Say("ready 4"),
+        do.Send("ready 4"),
         do.ApplyStep("j", 1, 4, 1.0, False),
         do.RunStep("j", 1, 5),
     ]
@@ -90,14 +90,14 @@ def test_evaluation_comes_between_the_commit_and_the_next_step():
     assert state.phase is Phase.EVALUATING
     assert todo[-1] == do.Evaluate("j", 1, 4)
     state, todo = told(state, e.EvalDone("j", 1, 4, "eval 4"))
-    assert todo == [do.Say("eval 4"), do.RunStep("j", 1, 5)]
+    assert todo == [do.Send("eval 4"), do.RunStep("j", 1, 5)]
 
 
 def test_storing_goes_on_beside_the_next_step():
     state, todo = told(Session(), *WAITING, commit(4, store=True), e.StepApplied("j", 1, 4))
     assert do.ApplyStep("j", 1, 4, 1.0, True) in todo
     state, todo = told(state, e.Stored("j", 1, 4, "stored 4"))
-    assert todo == [do.Say("stored 4")]
+    assert todo == [do.Send("stored 4")]
     assert state.phase is Phase.TRAINING
 
 
@@ -107,7 +107,7 @@ def test_a_lost_coordinator_disturbs_no_computation_and_hears_the_result_again()
     assert todo == [do.Reconnect(s.BACKOFF_FIRST_S, "reset")]
     assert state.phase is Phase.WAITING
     state, todo = told(state, e.Welcomed("w-a", 0.5))
-    assert todo == [do.Say("ready 4")]
+    assert todo == [do.Send("ready 4")]
     state, todo = told(state, commit(4))
     assert todo == [do.ApplyStep("j", 1, 4, 1.0, False)]
 
@@ -115,13 +115,13 @@ def test_a_lost_coordinator_disturbs_no_computation_and_hears_the_result_again()
 def test_a_result_that_was_answered_is_not_said_again():
     state, _ = told(Session(), *WAITING, commit(4), e.StepApplied("j", 1, 4))
     _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
-    assert [i for i in todo if isinstance(i, do.Say)] == []
+    assert [i for i in todo if isinstance(i, do.Send)] == []
 
 
 def test_a_result_finished_while_the_coordinator_is_away_is_kept():
     state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.StepDone("j", 1, 4, "ready 4"))
     _, todo = told(state, e.Welcomed("w-a", 0.5))
-    assert todo == [do.Say("ready 4")]
+    assert todo == [do.Send("ready 4")]
 
 
 def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
@@ -195,12 +195,12 @@ def test_a_discard_undoes_the_step_and_waits_for_a_start():
         assert todo == [do.DiscardStep("j", 1, 4, "loss is NaN")]
         assert state.phase is Phase.READY
         _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
-        assert do.Say("ready 4") not in todo
+        assert do.Send("ready 4") not in todo
 
 
 def test_a_broken_step_is_told_and_then_discarded():
     state, todo = told(Session(), *TRAINING, e.StageBroke("j", 1, 4, "out of memory"))
-    assert todo[-1] == do.Say(do.Failed("j", 1, 4, "out of memory"))
+    assert todo[-1] == do.Send(do.Failed("j", 1, 4, "out of memory"))
     assert state.phase is Phase.FAILED
     state, todo = told(state, e.Discarded("j", 1, 4, "stage 1 failed"))
     assert state.phase is Phase.READY
@@ -217,7 +217,7 @@ def test_a_broken_apply_can_only_be_replaced_by_a_new_plan():
 def test_a_lost_neighbour_interrupts_the_step_and_is_named():
     state, todo = told(Session(), *TRAINING, e.PeerLost("w-b", "silent for 2 s"))
     assert isinstance(todo[-2], do.Interrupt)
-    assert todo[-1] == do.Say(do.Failed("j", 1, 4, "lost w-b: silent for 2 s", "w-b"))
+    assert todo[-1] == do.Send(do.Failed("j", 1, 4, "lost w-b: silent for 2 s", "w-b"))
     assert state.phase is Phase.FAILED
 
 
@@ -234,8 +234,8 @@ def test_probing_is_refused_while_there_is_work():
     state, _ = told(state, assigned())
     _, todo = told(state, e.OpsAsked(3, "ops"), e.LinkAsked(4, "w-b", "there"))
     assert todo == [
-        do.Say(do.Refused(3, "", "busy: loading")),
-        do.Say(do.Refused(4, "w-b", "busy: loading")),
+        do.Send(do.Refused(3, "", "busy: loading")),
+        do.Send(do.Refused(4, "w-b", "busy: loading")),
     ]
 
 
@@ -243,7 +243,7 @@ def test_leaving_says_so_drops_the_work_and_ends():
     state, todo = told(Session(), *TRAINING, e.LeaveAsked("Ctrl+C"))
     assert todo[-3:] == [
         do.DropStage("j", 1, "Ctrl+C"),
-        do.Say(do.Leaving("Ctrl+C")),
+        do.Send(do.Leaving("Ctrl+C")),
         do.Quit("Ctrl+C", dismissed=False),
     ]
     state, todo = told(state, commit(4), e.Disconnected("gone", 0.0), e.Drained())
@@ -271,7 +271,7 @@ def test_new_links_are_made_before_the_step_in_front_of_theirs_and_take_over_at_
     assert todo[-2:] == [do.ApplyStep("j", 1, 5, 1.0, False), do.RunStep("j", 2, 6)]
     assert (state.version, state.phase) == (2, Phase.TRAINING)
     state, todo = told(state, e.StepDone("j", 2, 6, "ready 6"))
-    assert todo == [do.Say("ready 6")]
+    assert todo == [do.Send("ready 6")]
 
 
 def test_before_the_step_the_new_version_is_strange_and_after_it_the_old_one():
@@ -290,10 +290,10 @@ def test_the_evaluation_and_the_snapshot_of_the_last_old_step_are_still_of_the_o
     state, todo = told(state, commit(5, evaluate=True, store=True), e.StepApplied("j", 1, 5))
     assert todo[-1] == do.Evaluate("j", 1, 5, False)
     state, todo = told(state, e.EvalDone("j", 1, 5, "eval 5"))
-    assert todo == [do.Say("eval 5"), do.RunStep("j", 2, 6)]
+    assert todo == [do.Send("eval 5"), do.RunStep("j", 2, 6)]
     state = through(state, 6, 7)
     _, todo = told(state, e.Stored("j", 1, 5, "stored 5"))
-    assert todo == [do.Say("stored 5")]
+    assert todo == [do.Send("stored 5")]
 
 
 def test_new_links_outlive_the_discard_of_the_step_between():
@@ -348,7 +348,7 @@ def test_a_commit_repeated_after_a_lost_connection_brings_the_new_links_once():
 @pytest.mark.parametrize("wrong", [e.Relink(1, 6), e.Relink(2, 5), e.Relink(0, 9)])
 def test_new_links_that_cannot_be_are_a_failure_that_only_a_new_plan_heals(wrong: e.Relink):
     state, todo = told(Session(), *WAITING, commit(4, relink=wrong))
-    (failed,) = [i.message for i in todo if isinstance(i, do.Say) and isinstance(i.message, do.Failed)]
+    (failed,) = [i.message for i in todo if isinstance(i, do.Send) and isinstance(i.message, do.Failed)]
     assert "too late" in failed.reason
     assert not any(isinstance(i, do.ApplyStep) for i in todo)
     assert (state.phase, state.spoiled) == (Phase.FAILED, True)

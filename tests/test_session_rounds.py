@@ -27,8 +27,8 @@ def trained(at_round: int) -> e.UpdateStored:
     return e.UpdateStored("f", at_round, f"update {at_round}")
 
 
-def assessed(at_round: int) -> e.ModelTested:
-    return e.ModelTested("f", at_round, f"tested {at_round}")
+def assessed(at_round: int) -> e.RoundEvaluated:
+    return e.RoundEvaluated("f", at_round, f"tested {at_round}")
 
 
 def settled(at_round: int, taken: bool = True) -> e.RoundSettled:
@@ -40,12 +40,12 @@ def test_a_client_joins_trains_hears_that_it_was_taken_evaluates_and_trains_agai
     state, todo = told(Session(), *JOINED, *rounds)
     assert todo == [
         do.JoinFederation("f", 1, "work"),
-        do.Say("loaded"),
+        do.Send("loaded"),
         do.TrainLocally("f", 0, "order 0"),
-        do.Say("update 0"),
+        do.Send("update 0"),
         do.SettleRound("f", 0, True),
         do.EvaluateLocally("f", 1, "model 1"),
-        do.Say("tested 1"),
+        do.Send("tested 1"),
         do.TrainLocally("f", 1, "order 1"),
     ]
     assert (state.phase, state.step, state.version) == (Phase.TRAINING_ROUND, 1, 1)
@@ -56,11 +56,11 @@ def test_asked_again_for_a_round_it_answers_without_training_twice() -> None:
     _, todo = told(state, train(0))
     assert todo == []  # still at it
     state, todo = told(state, trained(0), train(0))
-    assert todo == [do.Say("update 0"), do.Say("update 0")]
+    assert todo == [do.Send("update 0"), do.Send("update 0")]
     state, todo = told(state, *AGAIN, e.Invited("f", 1, "work"), train(0))
-    assert todo[1:] == [do.Say("update 0"), do.Say(do.StillHeld("f", 1)), do.Say("update 0")]
+    assert todo[1:] == [do.Send("update 0"), do.Send(do.StillHeld("f", 1)), do.Send("update 0")]
     state, todo = told(state, settled(0), evaluate(1), assessed(1), evaluate(1))
-    assert todo[-2:] == [do.Say("tested 1"), do.Say("tested 1")]
+    assert todo[-2:] == [do.Send("tested 1"), do.Send("tested 1")]
 
 
 def test_a_round_that_is_repeated_after_its_update_was_not_taken_is_trained_again() -> None:
@@ -102,12 +102,12 @@ def test_the_word_on_an_update_counts_whenever_it_comes() -> None:
 def test_failures_are_said_with_what_was_done_and_the_client_stays_unless_it_could_not_load() -> None:
     state, _ = told(Session(), *JOINED, train(0))
     state, todo = told(state, e.TurnBroke("f", 0, "train", "the loss is nan"))
-    assert todo == [do.Say(do.TurnFailed("f", 0, "the loss is nan", "train"))]
+    assert todo == [do.Send(do.TurnFailed("f", 0, "the loss is nan", "train"))]
     _, todo = told(state, train(1))
     assert todo == [do.TrainLocally("f", 1, "order 1")]
     state, _ = told(Session(), *JOINED[:2])
     state, todo = told(state, e.TurnBroke("f", 0, "load", "no data set"))
-    assert todo == [do.Say(do.TurnFailed("f", 0, "no data set", "load"))]
+    assert todo == [do.Send(do.TurnFailed("f", 0, "no data set", "load"))]
     assert state.phase is Phase.FAILED
     _, todo = told(state, e.Invited("f", 1, "again"))
     assert todo == [do.DropStage("f", 1, "replaced by f version 1"), do.JoinFederation("f", 1, "again")]

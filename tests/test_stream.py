@@ -90,7 +90,7 @@ def echo(requests: Iterator[pb.FromWorker], _: grpc.ServicerContext) -> Iterator
 def test_what_is_said_arrives_in_order_from_several_threads(session: Callable[..., Session]) -> None:
     one = session(echo, max_queued=1000)
     talkers = [
-        threading.Thread(target=lambda k=k: [one.stream.say(beat(1000 * k + n)) for n in range(100)])
+        threading.Thread(target=lambda k=k: [one.stream.send(beat(1000 * k + n)) for n in range(100)])
         for k in (1, 2, 3)
     ]
     for talker in talkers:
@@ -111,7 +111,7 @@ def test_a_received_message_may_be_answered_where_it_is_told(session: Callable[.
         if message.commit.step == 20:
             done.set()
         else:
-            one.stream.say(beat(message.commit.step + 1))
+            one.stream.send(beat(message.commit.step + 1))
 
     opened.put(session(echo, received=received))
     assert done.wait(HUNG_S)
@@ -126,7 +126,7 @@ def test_closing_waits_until_what_was_said_has_left(session: Callable[..., Sessi
 
     one = session(listen)
     for step in range(1, 50):
-        assert one.stream.say(beat(step))
+        assert one.stream.send(beat(step))
     one.stream.close()
     assert heard == list(range(50))
     assert one.end() is None
@@ -140,7 +140,7 @@ def test_a_coordinator_that_ends_the_session_is_no_error(session: Callable[..., 
     one = session(dismiss)
     assert one.end() is None
     assert one.received.get_nowait().dismiss.reason == "enough"
-    assert one.stream.say(beat(1))  # dropped
+    assert one.stream.send(beat(1))  # dropped
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_more_than_may_be_queued_ends_the_stream(session: Callable[..., Session]
 
     one = session(deaf, max_queued=8)
     large = pb.FromWorker(log=pb.WorkerLog(fields_json="x" * 1_000_000))
-    said = [one.stream.say(large) for _ in range(40)]
+    said = [one.stream.send(large) for _ in range(40)]
     assert said.index(False) >= 8
     assert one.end() is None
     hold.set()

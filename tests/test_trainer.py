@@ -214,7 +214,7 @@ def test_clients_trained_by_one_trainer_do_not_see_each_other() -> None:
     answers = []
     for order in (["c0", "c1", "c2"], ["c2"]):
         federation = federation_of("fedavg", dropout=0.2)
-        broadcast = federation.rule.configure(federation.state)
+        broadcast = federation.strategy.configure(federation.state)
         for name in order:
             found = federation.trainer.train(federation.clients[name], broadcast, ClientState())
         answers.append({n: a.tobytes() for n, a in found.update.delta.items()})
@@ -243,14 +243,14 @@ def test_the_rate_follows_the_rounds_and_groups_scale_or_freeze_it() -> None:
     federation = LocalFederation(model_of(Small(), training), Federated(), {"a": arrays(30, 1)})
     assert "head.weight" not in federation.state.weights
     seen = []
-    end = type(federation.rule).end
+    end = type(federation.strategy).end
 
     def spied(self: Any, layout: Any, broadcast: Any, done: Any, state: Any, seed: int = 0) -> Any:
         seen.append(done[0].lr)
         return end(self, layout, broadcast, done, state, seed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(federation.rule), "end", spied)
+        patch.setattr(type(federation.strategy), "end", spied)
         for _ in range(3):
             federation.run_round()
     assert seen == [pytest.approx(training.learning_rate(r)) for r in range(3)]
@@ -274,7 +274,7 @@ def test_opwa_beside_error_feedback_is_refused() -> None:
 
 def test_qfedavg_gets_the_loss_before_any_step() -> None:
     federation = federation_of("qfedavg")
-    broadcast = federation.rule.configure(federation.state)
+    broadcast = federation.strategy.configure(federation.state)
     client = federation.clients["c0"]
     found = federation.trainer.train(client, broadcast, ClientState())
     own = Small().eval()
@@ -294,7 +294,9 @@ def test_ditto_trains_a_model_of_its_own_and_evaluates_that() -> None:
     kept = personal.copy()
     federation.evaluate_clients()
     federation.trainer.train(
-        federation.clients["c1"], federation.rule.configure(federation.state), federation.client_states["c1"]
+        federation.clients["c1"],
+        federation.strategy.configure(federation.state),
+        federation.client_states["c1"],
     )
     assert np.array_equal(personal, kept)  # what a client keeps is no view of the trainer's memory
 
@@ -420,7 +422,7 @@ def test_a_loss_that_is_not_finite_ends_the_round_with_the_step() -> None:
 
 def test_a_cancelled_round_stops_and_the_next_one_is_as_if_it_never_was() -> None:
     federation = federation_of()
-    broadcast = federation.rule.configure(federation.state)
+    broadcast = federation.strategy.configure(federation.state)
     client, cancel = federation.clients["c0"], Cancel()
     expected = federation.trainer.train(client, broadcast, ClientState()).update
     steps = iter(range(100))
@@ -438,7 +440,7 @@ def test_a_cancelled_round_stops_and_the_next_one_is_as_if_it_never_was() -> Non
 
 def test_a_broadcast_that_is_not_the_rules_is_refused() -> None:
     federation = federation_of()
-    broadcast = federation.rule.configure(federation.state)
+    broadcast = federation.strategy.configure(federation.state)
     head = dict(broadcast.weights)
     head["head.weight"] = head["head.weight"][:1]
     with pytest.raises(BadUpdate, match=r"head\.weight"):

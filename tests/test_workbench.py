@@ -56,7 +56,7 @@ def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_
     monkeypatch.setattr(op_timing, "time_ops", lambda *_, **__: {})
     gauge = Gauge()
     bench, posted, said = bench_with(gauge)
-    bench.tell_codecs()
+    bench.report_codecs()
     gauge.entered.get(timeout=HUNG_S)
     bench.do(instructions.TimeOps(7, OpsRequest(("op",), None)))  # type: ignore[arg-type]
     gauge.go_on.put(None)
@@ -72,10 +72,10 @@ def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_
 def test_codecs_asked_for_twice_are_measured_and_do_not_make_way_for_each_other() -> None:
     gauge = Gauge()
     bench, _, said = bench_with(gauge)
-    bench.tell_codecs()
+    bench.report_codecs()
     gauge.entered.get(timeout=HUNG_S)
     for _ in range(3):
-        bench.tell_codecs()
+        bench.report_codecs()
     gauge.go_on.put(None)
     gauge.entered.get(timeout=HUNG_S)
     gauge.go_on.put(None)
@@ -89,7 +89,7 @@ def test_codecs_asked_for_twice_are_measured_and_do_not_make_way_for_each_other(
 def test_a_worker_that_leaves_does_not_wait_for_the_codecs_that_are_left() -> None:
     gauge = Gauge()
     bench, _, said = bench_with(gauge)
-    bench.tell_codecs()
+    bench.report_codecs()
     gauge.entered.get(timeout=HUNG_S)
     bench.interrupt("leaving")
     gauge.go_on.put(None)
@@ -101,7 +101,7 @@ def test_a_worker_that_leaves_does_not_wait_for_the_codecs_that_are_left() -> No
 def test_the_way_to_the_coordinator_is_timed_without_waiting_for_what_computes() -> None:
     gauge = Gauge()
     bench, posted, _ = bench_with(gauge)
-    bench.tell_codecs()
+    bench.report_codecs()
     gauge.entered.get(timeout=HUNG_S)
     bench.do(instructions.TimeOps(7, OpsRequest((), None)))  # type: ignore[arg-type]
     assert posted.get_nowait().message.ops_probed.request == 7

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from compressors.container import Stored
 
 CHUNK_BYTES = 1 << 17
-"""Each is a sign of life to the coordinator: a line of 1 Mbit/s carries one in a second."""
+"""Each is a sign of life to the coordinator: a link of 1 Mbit/s carries one in a second."""
 
 HEADER_BYTES = 64 << 10  # a blob's safetensors header is far below this
 STATE_KEYS = 3  # optimizer tensors beside the value, at most, each float32 of the value's shape

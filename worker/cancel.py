@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 
-class Cancelled(Exception):  # not an AtollError: nobody sees it
+class Cancelled(Exception):  # not an AtollError: it is shown to no user
     """The step, load or probe was stopped on purpose; its reason is the message."""
 
 

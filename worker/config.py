@@ -1,8 +1,8 @@
-"""WorkerConfig: everything a worker process may be told, checked once, with units.
+"""WorkerConfig: every setting of a worker process, checked once, with units.
 
 What was given to a join that succeeded is remembered in the state folder, so that a later
 ``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it; nor is
---insecure, which somebody must want each time.
+--insecure, which must be given each time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REMEMBERED = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """One worker process. Sizes in bytes, times in seconds, rates in Mbit/s."""
+    """Settings of a worker process. Sizes in bytes, times in seconds, rates in Mbit/s."""
 
     host: str  # of the coordinator's entry port
     port: int = DEFAULT_PORT
@@ -62,7 +62,7 @@ class WorkerConfig:
     log_json: bool = False
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
     cache_bytes: int = 20 << 30
-    kept_bytes: int = 20 << 30  # of what rules and codecs of federated jobs keep between rounds
+    kept_bytes: int = 20 << 30  # of what strategies and codecs of federated jobs keep between rounds
     connect_timeout_s: float = 15.0  # for the first contact; afterwards we try for ever
     peer_timeout_s: float = 30.0  # until every neighbour of a plan is connected
     leave_timeout_s: float = 1.2  # from the wish to leave to the end of the process
@@ -72,7 +72,7 @@ class WorkerConfig:
     outgoing_messages: int = 4096  # queued for the coordinator while it is away
     allow_apps: bool = False  # run the Python of Flower apps that were accepted here; never remembered
     accept_apps: tuple[str, ...] = ()  # hashes accepted for this process only
-    node_config: tuple[tuple[str, ConfigValue], ...] = ()  # what apps are told of this machine
+    node_config: tuple[tuple[str, ConfigValue], ...] = ()  # given to apps as Context.node_config
     app_cache_bytes: int = 8 << 30  # of arrays that apps were sent
     min_batch: int = Floors().batch  # samples in every mean that leaves; this and the next of ``Floors``
     min_samples: int = Floors().samples
@@ -144,7 +144,7 @@ class WorkerConfig:
 
 
 def default_state_dir() -> Path:
-    """Where a worker keeps its identity and blobs unless told otherwise."""
+    """Default folder of a worker's identity and blobs."""
     return Path.home() / ".local" / "state" / "atoll-worker"
 
 
@@ -156,9 +156,9 @@ def make_state_dir(state_dir: Path) -> None:
 
 
 def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> WorkerConfig:
-    """The configuration from options (None: not given), what was remembered, and ATOLL_TOKEN.
+    """Return the configuration from options (None: not given), what was remembered, and ATOLL_TOKEN.
 
-    UsageError says which option is missing.
+    UsageError names an option that is missing.
     """
     options = {name: value for name, value in given.items() if value is not None}
     state_dir = Path(options.get("state_dir") or default_state_dir()).expanduser()
@@ -219,12 +219,12 @@ def join_address(host: str, port: int) -> str:
 
 
 def was_insecure(state_dir: Path) -> bool:
-    """Whether an older version, which did remember it, kept --insecure here; the next join drops it."""
+    """True when an older version, which did remember it, kept --insecure here; the next join drops it."""
     return _read_memory(state_dir).get("insecure") is True
 
 
 def _read_memory(state_dir: Path) -> dict[str, Any]:
-    """What an earlier join left, as it left it; a file that is damaged counts as absent."""
+    """Return what an earlier join stored, as it stored it; a damaged file counts as absent."""
     path = state_dir / MEMORY_FILE
     try:
         if path.stat().st_size > MAX_FILE_BYTES:

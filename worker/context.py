@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What stages, participations and apps share. ``open_data(name)``: the arrays of a registered data set by
-    field, samples along the first axis, perhaps memory-mapped."""
+    """Resources that stages, participations and apps share.
+
+    ``open_data(name)``: the arrays of a registered data set by field, samples along the first axis, perhaps
+    memory-mapped.
+    """
 
     worker: str
     device: Device

@@ -66,14 +66,14 @@ STEP_PHASES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ConsentChanged:
-    """This machine's owner accepted or revoked an app."""
+    """Event: this machine's owner accepted or revoked an app."""
 
 
 Inner = events.Event | PeerExpected | ConsentChanged
 
 
 class Daemon:
-    """One worker, from joining to leaving. ``run`` once, in the main thread."""
+    """A worker, from joining to leaving. ``run`` once, in the main thread."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -138,7 +138,7 @@ class Daemon:
         self._cpu = CpuMeter(cores, self._device.threads if self._device.kind == "cpu" else 0)
         self._gauge = self._new_gauge(cores)
         context = self._context(bulk)
-        self._bench = Workbench(context, self._events.put, self._say, self._gauge)
+        self._bench = Workbench(context, self._events.put, self._send, self._gauge)
         self._apps = AppHost(context) if config.allow_apps else None
         self._bench.start()
         threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
@@ -168,7 +168,7 @@ class Daemon:
                 self._welcomed.set()
                 if self._apps is not None:
                     self._apps.attend(self._membership)
-                self._bench.tell_codecs()
+                self._bench.report_codecs()
             for instruction in todo:
                 self._perform(instruction)
 
@@ -176,15 +176,17 @@ class Daemon:
         """Log what a person watching this worker wants to see; a step's own phases only on debug."""
         now = self._state
         if now.phase is not before.phase:
-            say = log.debug if {now.phase, before.phase} <= STEP_PHASES else log.info
-            say("session.phase", phase=str(now.phase), cause=type(event).__name__, job=now.job, step=now.step)
+            write = log.debug if {now.phase, before.phase} <= STEP_PHASES else log.info
+            write(
+                "session.phase", phase=str(now.phase), cause=type(event).__name__, job=now.job, step=now.step
+            )
         elif now.ignored != before.ignored:
             log.debug("event.ignored", event_kind=type(event).__name__, phase=str(before.phase))
 
     def _perform(self, instruction: instructions.Instruction) -> None:
         match instruction:
-            case instructions.Say(message):
-                self._say(messages.said(message))
+            case instructions.Send(message):
+                self._send(messages.to_proto(message))
             case instructions.Reconnect(after_s, reason):
                 log.warning("session.lost", reason=reason, again_in_s=round(after_s, 2))
                 threading.Thread(
@@ -220,7 +222,7 @@ class Daemon:
             member.channel(config),
             member.metadata,
             member.work_address,
-            self._introduce(self._network.port),  # anew: data may have been registered meanwhile
+            self._introduce(self._network.port),  # each time: data may have been registered meanwhile
             config.outgoing_messages,
             self._receive,
             self._stream_ended,
@@ -246,7 +248,7 @@ class Daemon:
             # A faulty assignment or commit must be answered, or the job waits for ever.
             log.error("message.refused", reason=str(error))
             if message.WhichOneof("body") in messages.ANSWERED:
-                self._say(messages.said(messages.refusal(message, str(error))))
+                self._send(messages.to_proto(messages.refusal(message, str(error))))
 
     def _stream_ended(self, error: AtollError | None) -> None:
         if self._stopping.is_set():
@@ -263,9 +265,9 @@ class Daemon:
         self._end = error
         self._events.put(events.Dismissed(str(error), for_good=True))
 
-    def _say(self, message: pb.FromWorker) -> None:
+    def _send(self, message: pb.FromWorker) -> None:
         stream = self._stream
-        if stream is not None and not stream.say(message):
+        if stream is not None and not stream.send(message):
             log.warning("session.congested", queued=self._config.outgoing_messages)
 
     def _introduce(self, port: int) -> pb.FromWorker:
@@ -305,7 +307,7 @@ class Daemon:
         )
 
     def _datasets(self) -> list[pb.DatasetFacts]:
-        """What this machine's owner registered; a damaged folder must not keep the worker out."""
+        """Facts of registered data sets; a damaged folder must not keep the worker out."""
         try:
             return [dataset_to_proto(facts) for facts in known_facts(self._config.state_dir)]
         except AtollError as error:
@@ -328,7 +330,7 @@ class Daemon:
                 continue
             state = self._state
             self._beats += 1
-            self._say(
+            self._send(
                 pb.FromWorker(
                     heartbeat=pb.Heartbeat(
                         sequence=self._beats,

@@ -1,4 +1,4 @@
-"""From an assignment to a stage that is ready to train: tensors, links, data, neighbours."""
+"""Loading of an assignment until its stage can train: tensors, links, data, neighbours."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POLL_S = 0.1
 def load(
     assignment: Assignment, context: WorkerContext, cancel: Cancel, notice: Callable[[LongWait], None]
 ) -> tuple[StageRun, Links]:
-    """Check, fetch, build and connect; raises the error that the coordinator is told."""
+    """Check, fetch, build and connect; raises the error that is reported to the coordinator."""
     check(assignment, context.worker)
     costs = _rehearse(assignment, context.device)
     with context.spans.timed("load", assignment.first_step):

@@ -50,7 +50,7 @@ class Spans:
             self.add(Span(kind, step, micro, start_s, self.now_s(), peer, nbytes))
 
     def take(self) -> list[Span]:
-        """All spans since the last call."""
+        """Take the spans since the last call."""
         taken = []
         while self._spans:
             taken.append(self._spans.popleft())

@@ -58,10 +58,10 @@ class Workbench:
         self,
         context: WorkerContext,
         post: Callable[[events.Event], None],
-        say: Callable[[pb.FromWorker], None],
+        send: Callable[[pb.FromWorker], None],
         gauge: CodecGauge,
     ) -> None:
-        self._context, self._post, self._say, self._gauge = context, post, say, gauge
+        self._context, self._post, self._send, self._gauge = context, post, send, gauge
         self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class Workbench:
             case instructions.TrainLocally(job, at_round, order):
                 self._submit(self._turn(job, at_round, "train", lambda c: self._train(order, c)))
             case instructions.EvaluateLocally(job, at_round, order):
-                self._submit(self._turn(job, at_round, "evaluate", lambda c: self._test(order, c)))
+                self._submit(self._turn(job, at_round, "evaluate", lambda c: self._evaluate_round(order, c)))
             case instructions.SettleRound(job, at_round, taken):
                 self._submit(lambda c: self._settle(job, at_round, taken))
             case instructions.DiscardStep():
@@ -150,12 +150,12 @@ class Workbench:
             case _:
                 raise TypeError(f"not for the workbench: {instruction!r}")
 
-    def tell_codecs(self) -> None:
-        """Say how fast the codecs are; measures first what is not known, while no stage is held."""
+    def report_codecs(self) -> None:
+        """Report how fast the codecs are; measures first what is not known, while no stage is held."""
         with self._lock:
             asked, self._codecs_asked = self._codecs_asked, True
         if not asked:  # two that wait would make way for each other for ever
-            self._submit(self._tell_codecs)
+            self._submit(self._report_codecs)
 
     # ---------------------------------------------------------------- the threads
 
@@ -173,7 +173,7 @@ class Workbench:
                     self._pending.remove(cancel)
 
     def _watch(self) -> None:
-        """Tell the session of an op that does not end; nothing in this process can end it."""
+        """Report an op that does not end to the session; nothing in this process can end it."""
         while not self._stopping.wait(WATCH_S):
             run, part, now_s = self._run, self._part, time.monotonic()
             if run is not None and (late := run.overdue(now_s)) is not None:
@@ -210,7 +210,7 @@ class Workbench:
             cancel.set(reason)
 
     def _guarded(self, job: str, version: int, step: int, task: Task) -> Task:
-        """``task`` with its failures told to the session."""
+        """Wrap ``task``: its failures are reported to the session."""
 
         def run(cancel: Cancel) -> None:
             try:
@@ -229,7 +229,7 @@ class Workbench:
         return run
 
     def _turn(self, job: str, at_round: int, during: str, task: Task) -> Task:
-        """``task`` of a federated job with its failures told to the session."""
+        """Wrap a federated job's ``task``: its failures are reported to the session."""
 
         def run(cancel: Cancel) -> None:
             try:
@@ -264,10 +264,10 @@ class Workbench:
     def _load(self, work: Assignment, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         self._drop()
-        run, links = load(work, self._context, cancel, self._say_waiting)
+        run, links = load(work, self._context, cancel, self._report_waiting)
         with self._lock:
             self._run, self._links = run, links
-        # Cancelled in the meantime: nobody aborted the links that did not exist yet.
+        # Cancelled in the meantime: links that did not exist yet could not be aborted.
         cancel.check()
         took_s = time.perf_counter() - started_s
         log.info(
@@ -276,11 +276,11 @@ class Workbench:
         message = messages.loaded(work.job, work.version, took_s)
         self._post(events.StageLoaded(work.job, work.version, message))
 
-    def _say_waiting(self, wait: LongWait) -> None:
-        """Everybody lives and nothing comes: nobody else would notice."""
+    def _report_waiting(self, wait: LongWait) -> None:
+        """Report that nothing comes though every peer lives: nothing else would show it."""
         message = messages.waiting(wait)
         log.warning("stage.waits", job=wait.key.job, **messages.wait_fields(wait))
-        self._say(message)
+        self._send(message)
 
     def _step(self, step: int, cancel: Cancel) -> None:
         run = self._loaded
@@ -303,7 +303,7 @@ class Workbench:
         self._post(events.StepApplied(assignment.job, assignment.version, step))
         spans = run.spans.take()
         for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
-            self._say(message)
+            self._send(message)
 
     def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
         run = self._loaded
@@ -334,8 +334,8 @@ class Workbench:
         self._post(events.Joined(work.job, work.version, message))
 
     def _train(self, order: TrainOrder, cancel: Cancel) -> None:
-        job = self._taking_part.joining.job
-        update = self._taking_part.train(order, cancel)
+        job = self._participation.joining.job
+        update = self._participation.train(order, cancel)
         log.info(
             "round.trained",
             job=job,
@@ -347,14 +347,14 @@ class Workbench:
         message = wire_federated.update_ready(job, order.round, update)
         self._post(events.UpdateStored(job, order.round, message))
 
-    def _test(self, order: EvaluateOrder, cancel: Cancel) -> None:
-        job = self._taking_part.joining.job
-        found = self._taking_part.evaluate(order, cancel)
+    def _evaluate_round(self, order: EvaluateOrder, cancel: Cancel) -> None:
+        job = self._participation.joining.job
+        found = self._participation.evaluate(order, cancel)
         message = wire_federated.client_evaluated(job, order.round, found)
-        self._post(events.ModelTested(job, order.round, message))
+        self._post(events.RoundEvaluated(job, order.round, message))
 
     def _settle(self, job: str, at_round: int, taken: bool) -> None:
-        """Never cancelled: what the coordinator said of an update holds whatever comes next."""
+        """Keep or drop an update's state; never cancelled, since the verdict holds whatever comes next."""
         if self._part is None or self._part.joining.job != job:
             return
         try:
@@ -363,7 +363,7 @@ class Workbench:
             log.error("round.not_kept", job=job, round=at_round, reason=str(error))
 
     @property
-    def _taking_part(self) -> Participation:
+    def _participation(self) -> Participation:
         if self._part is None:
             raise RuntimeError("no federated job is loaded")
         return self._part
@@ -379,7 +379,7 @@ class Workbench:
             if self._context.device.kind == "cuda":
                 torch.cuda.empty_cache()
             if self._gauge.left:
-                self.tell_codecs()
+                self.report_codecs()
 
     @property
     def _busy(self) -> bool:
@@ -411,16 +411,16 @@ class Workbench:
 
     # ---------------------------------------------------------------- probes
 
-    def _tell_codecs(self, cancel: Cancel) -> None:
+    def _report_codecs(self, cancel: Cancel) -> None:
         with self._lock:
             self._codecs_asked = False
         try:
             done = self._busy or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
         finally:
             give_back()  # codecs were timed on large tensors
-            self._say(messages.codec_speeds(self._gauge.rates))
+            self._send(messages.codec_speeds(self._gauge.rates))
         if not done:
-            self.tell_codecs()  # behind those that wait
+            self.report_codecs()  # behind those that wait
 
     def _time_ops(self, request: int, ops: OpsRequest) -> None:
         device = self._context.device
@@ -454,7 +454,7 @@ class Workbench:
 
 
 def cancel_reason(cancel: Cancel) -> str:
-    """Why a task was cancelled, for the log."""
+    """Reason for which a task was cancelled, for the log."""
     try:
         cancel.check()
     except Cancelled as cancelled:

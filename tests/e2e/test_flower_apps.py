@@ -21,6 +21,7 @@ pytest.importorskip("flwr")
 from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.flower.launcher import AppCommand
+from protos import command_line
 from tests.flower_apps import accept, command, restart_coordinator, run, write_app
 from worker.apps.store import AppStore
 from worker.cli import main as cli
@@ -339,7 +340,10 @@ def test_a_word_of_the_owner_lets_a_waiting_run_begin(fleet, tmp_path: Path) -> 
                 assert (asked.name, asked.accepted) == ("waiting", False)
                 for n in range(2):
                     folder = str(fleet.state.parent / f"worker{n}")
-                    assert cli.run(["apps", "accept", asked.hash[:12], "--state-dir", folder]) == 0
+                    assert (
+                        command_line.run(cli.app, ["apps", "accept", asked.hash[:12], "--state-dir", folder])
+                        == 0
+                    )
     assert json.loads(out.read_text()) == 1
 
 

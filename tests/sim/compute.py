@@ -280,4 +280,4 @@ class Bench:
         self.post(e.UpdateStored(job, at_round, answer))
 
     def _test(self, job: str, at_round: int) -> None:
-        self.post(e.ModelTested(job, at_round, ev.ClientEvaluated(job, at_round, 10, 1.0)))
+        self.post(e.RoundEvaluated(job, at_round, ev.ClientEvaluated(job, at_round, 10, 1.0)))

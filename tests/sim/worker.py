@@ -110,7 +110,7 @@ class Worker(Machine):
 
     def _perform(self, instruction: todo.Instruction) -> None:
         match instruction:
-            case todo.Say(message):
+            case todo.Send(message):
                 told = said(message)
                 self.said(self.name, told)
                 if self.stream is not None:

@@ -2,7 +2,7 @@
 
 It imports the app once, keeps its Context, and answers one task after another over a pipe to the
 worker's daemon. Arrays come and go as files named by their hash; Context.state is on the disk
-before the reply is said. It has no connection of its own and dies with the daemon (protos/app_guard.py).
+before the reply is sent. It has no connection of its own and dies with the daemon (protos/app_guard.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATE_FILE = "state"
 
 
 class Child:
-    """One ClientApp and its Context."""
+    """A ClientApp and its Context."""
 
     def __init__(self, pipe: Pipe, setup: pb.ChildSetup) -> None:
         self._pipe = pipe
@@ -38,7 +38,7 @@ class Child:
         self._saved = b""
 
     def load(self) -> None:
-        """Import the ClientApp; what goes wrong is said."""
+        """Import the ClientApp; report what went wrong to the daemon."""
         started_s = time.perf_counter()
         error = ""
         try:

@@ -33,9 +33,9 @@ class AppCode:
     files: Mapping[str, tuple[int, str]]
 
     def check(self) -> None:
-        """AccessDenied unless the folder holds the accepted files and nothing else.
+        """Raise AccessDenied unless the folder holds the accepted files and nothing else.
 
-        Caches of compiled files are removed first: one may say anything and would be believed.
+        Caches of compiled files are removed first: Python would run one unchecked.
         """
         wrong = self._wrong()
         if wrong:
@@ -45,7 +45,7 @@ class AppCode:
             )
 
     def intact(self) -> bool:
-        """Whether ``check`` is content."""
+        """True unless ``check`` raises."""
         return not self._wrong()
 
     def _wrong(self) -> str:
@@ -97,7 +97,7 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 
 def _same(path: Path, size: int, digest: str) -> bool:
-    """Whether it is a plain file of these bytes; a file of another size is not read."""
+    """True for a plain file of these bytes; a file of another size is not read."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) or found.st_size != size:
         return False
@@ -122,7 +122,7 @@ def _write(contents: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _protect(folder: Path) -> None:
-    """Nobody writes there by mistake; who owns the files can, which ``check`` sees."""
+    """Make the files read-only against mistakes; a change by their owner is found by ``check``."""
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
             (Path(root) / name).chmod(0o400)

@@ -1,6 +1,6 @@
 """The worker's part in Flower apps: a stream to the coordinator beside the session, and the runs.
 
-Only a worker whose owner said --allow-apps has one, and it runs only apps whose hash its owner
+Only a worker whose owner gave --allow-apps has one, and it runs only apps whose hash its owner
 accepted. Losing the coordinator stops nothing: runs go on and answer once it is back.
 """
 
@@ -41,13 +41,13 @@ _MESSAGE = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 class AppHost:
-    """All app runs of this worker."""
+    """The app runs of this worker."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._config = context.config
         self._store = AppStore(context.config.state_dir)
         self._store.sweep(time.time())
-        self._context = AppContext(context, self._store, self._accepts, self._say, lambda: self._epoch)
+        self._context = AppContext(context, self._store, self._accepts, self._send, lambda: self._epoch)
         self._incarnation = secrets.randbits(63)
         self._lock = threading.Lock()
         self._runs: dict[int, HostedRun] = {}
@@ -118,10 +118,10 @@ class AppHost:
             if self._stream is None and not self._stopping.is_set():
                 self._open()
 
-    def _say(self, message: pb.FromNode) -> None:
+    def _send(self, message: pb.FromNode) -> None:
         stream = self._stream
         if stream is not None:
-            stream.say(message)
+            stream.send(message)
 
     def _receive(self, message: pb.ToNode) -> None:
         self._failures = 0
@@ -141,7 +141,7 @@ class AppHost:
             return
         run = self._runs.get(body.run)
         if run is None:
-            return  # ended here, or never offered: the coordinator hears of it when we attend
+            return  # ended here, or never offered: the coordinator learns of it when we attend
         match kind:
             case "start":
                 run.start(body)
@@ -163,11 +163,11 @@ class AppHost:
             return
         if known is not None:
             reason = f"run {offer.run:x} is one of another app here, {known.app[:16]}, until that one ends"
-            self._say(pb.FromNode(refused=pb.AppRefused(run=offer.run, reason=reason)))
+            self._send(pb.FromNode(refused=pb.AppRefused(run=offer.run, reason=reason)))
             return
         if len(self._runs) >= MAX_RUNS:
             reason = f"{MAX_RUNS} apps are open on this worker already"
-            self._say(pb.FromNode(refused=pb.AppRefused(run=offer.run, reason=reason)))
+            self._send(pb.FromNode(refused=pb.AppRefused(run=offer.run, reason=reason)))
             return
         name, version = clean(offer.app.name, 200), clean(offer.app.version, 200)
         log.info("app.offered", app=name, version=version, hash=offer.app.hash)

@@ -51,7 +51,7 @@ class Parts:
 
     @property
     def address(self) -> str:
-        """Where the coordinator takes parts."""
+        """HOST:PORT at which the coordinator takes parts."""
         return self._address
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Parts:
             for chunk in call:
                 yield Chunk(chunk.hash, chunk.size, chunk.offset, chunk.data)
         except grpc.RpcError as error:
-            raise self._told(error) from None
+            raise self._error(error) from None
         finally:
             with self._lock:
                 self._call = None
@@ -116,12 +116,12 @@ class Parts:
         except grpc.FutureCancelledError:
             raise ConnectionFailed("the transfer was stopped") from None
         except grpc.RpcError as error:
-            raise self._told(error) from None
+            raise self._error(error) from None
         finally:
             with self._lock:
                 self._call = None
 
-    def _told(self, error: grpc.RpcError) -> AtollError:
+    def _error(self, error: grpc.RpcError) -> AtollError:
         if getattr(error, "code", lambda: None)() is grpc.StatusCode.CANCELLED:
             return ConnectionFailed("the transfer was stopped")
         return to_atoll_error(error, self._address)

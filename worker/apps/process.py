@@ -28,8 +28,8 @@ _SHOWN_TOO = ("CUDA_", "LC_", "NVIDIA_", "FLWR_")
 class AppProcess:
     """A child that runs one ClientApp, under a guard: it and all it started die together, and with us."""
 
-    def __init__(self, setup: pb.ChildSetup, threads: int, said: Callable[[str], None]) -> None:
-        """``said`` is told every line that the app prints, cleaned and cut."""
+    def __init__(self, setup: pb.ChildSetup, threads: int, printed: Callable[[str], None]) -> None:
+        """``printed`` is called with every line that the app prints, cleaned and cut."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._guarded = Guarded(
@@ -41,7 +41,7 @@ class AppProcess:
             )
             self._process = self._guarded.process
         self.pipe = Pipe(ours)
-        self._said = said
+        self._printed = printed
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reader = threading.Thread(target=self._read, name="atoll-app-output", daemon=True)
         self._reader.start()
@@ -57,7 +57,7 @@ class AppProcess:
         self.pipe.close()
 
     def last_words(self) -> str:
-        """How it ended and what it printed last, once it is gone."""
+        """Describe how the process ended and what it printed last, once it is gone."""
         code = self._process.wait()
         self._reader.join(1.0)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -71,7 +71,7 @@ class AppProcess:
                 text = clean(line.decode(errors="replace").rstrip(), MAX_LINE_CHARS)
                 if text:
                     self._tail.append(text)
-                    self._said(text)
+                    self._printed(text)
 
 
 def _environment(threads: int) -> dict[str, str]:

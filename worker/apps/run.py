@@ -1,4 +1,4 @@
-"""One app run on this worker: its owner's consent, the warm process, one task after another.
+"""An app run on this worker: its owner's consent, the warm process, one task after another.
 
 Everything that takes time happens in the run's own thread. From outside, ``cancel`` and ``end`` act
 at once: they kill the process or break off the transfer that the thread waits for.
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 MAX_LEFT_S = 30 * 86_400.0  # of a message's time to live
 LOAD_WITHIN_S = 600.0  # importing an app and all it needs
-MAX_KEPT = 64  # replies that may have to be said again
+MAX_KEPT = 64  # replies that may have to be sent again
 MAX_REASON_CHARS = 4000
 PRINTED_CHARS, PRINTED_CHARS_PER_S = 256_000, 1000.0  # of all apps: at most 86 MB a day
 LINE_CHARS = 120  # what the log adds to a line
@@ -49,13 +49,13 @@ APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
 
 @dataclass(frozen=True, slots=True)
 class AppContext:
-    """What every run on this worker shares."""
+    """Everything that the runs on this worker share."""
 
     worker: WorkerContext
     store: AppStore
     accepts: Callable[[str], bool]  # an app's hash
-    say: Callable[[pb.FromNode], None]
-    epoch: Callable[[], int]  # rises with every new stream: what was under way is said again
+    send: Callable[[pb.FromNode], None]
+    epoch: Callable[[], int]  # rises with every new stream: what was under way is sent again
     printing: Budget = field(default_factory=lambda: Budget(PRINTED_CHARS, PRINTED_CHARS_PER_S))
 
     def printed(self, run: str, line: str) -> None:
@@ -76,7 +76,7 @@ class _Task:
 
 @dataclass(slots=True)
 class _Kept:
-    """A reply that was said, and the files of its arrays."""
+    """A reply that was sent, and the files of its arrays."""
 
     reply: pb.AppReply
     files: dict[str, Path]
@@ -132,7 +132,7 @@ class HostedRun:
         self._todo.put(lambda: self._serve(entry))
 
     def cancel(self, messages: list[str]) -> None:
-        """Nobody waits for these replies any more."""
+        """Give up replies that are awaited no more."""
         with self._lock:
             entries = [self._tasks.pop(m) for m in messages if m in self._tasks]
             working = self._working
@@ -142,7 +142,7 @@ class HostedRun:
                 self._break_off()
 
     def forget(self, hashes: list[str], message: str) -> None:
-        """These parts are needed no more; ``message``: nor is what its reply holds."""
+        """Delete parts that are needed no more; ``message``: and what its reply holds."""
 
         def remove() -> None:
             self._drop_kept(message)
@@ -152,13 +152,13 @@ class HostedRun:
         self._todo.put(remove)
 
     def consent_changed(self) -> None:
-        """This machine's owner accepted or revoked an app."""
+        """React to an app that this machine's owner accepted or revoked."""
         self._todo.put(self._reconsider)
 
     def greet(self) -> None:
-        """Say again what may have been lost with the stream before."""
+        """Send again what may have been lost with the stream before."""
         if self._standing is not None:
-            self._context.say(self._standing)
+            self._context.send(self._standing)
 
     def moved(self, member: Membership) -> None:
         """A restarted coordinator may listen elsewhere."""
@@ -210,7 +210,7 @@ class HostedRun:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _prepare(self) -> None:
-        """Fetch and unpack the app, ask for consent, load it; say which of these failed."""
+        """Fetch and unpack the app, ask for consent, load it; report which of these failed."""
         if self._ended.is_set:
             return
         try:
@@ -327,7 +327,7 @@ class HostedRun:
                 self._parts.send(self.run, known.files, entry.cancel)
             reply = known.reply if known is not None else self._reply(entry)
         except (Cancelled, Gone):
-            # Nobody waits for the reply, but others for a process.
+            # The reply is awaited no more, but other runs wait for a process.
             self._drop_kept(entry.task.message)
             self._todo.put(self._warm)
             return
@@ -407,7 +407,7 @@ class HostedRun:
             return ""
         prepared = self._standing is not None and self._standing.HasField("ready")
         if not prepared or not self._context.accepts(self._app.hash):
-            # Whoever asks, and in whatever order: what the owner has not accepted does not run here.
+            # In whatever order messages come: what the owner has not accepted does not run here.
             return "this app is not accepted there, or could not be loaded"
         return self._load()
 
@@ -417,7 +417,7 @@ class HostedRun:
         self._kept.setdefault(entry.task.message, _Kept(reply, {}))
         while len(self._kept) > MAX_KEPT:
             self._kept.pop(next(iter(self._kept))).remove()
-        self._context.say(pb.FromNode(reply=reply))
+        self._context.send(pb.FromNode(reply=reply))
 
     # ------------------------------------------------------------ helpers
 
@@ -430,7 +430,7 @@ class HostedRun:
 
     def _stand(self, standing: pb.FromNode) -> None:
         self._standing = standing
-        self._context.say(standing)
+        self._context.send(standing)
 
     def _printed(self, line: str) -> None:
         self._context.printed(f"{self.run:x}", line)

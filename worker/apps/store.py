@@ -1,4 +1,4 @@
-"""What this machine keeps of apps: which ones its owner accepted, their code, parts and states.
+"""Apps on this machine's disk: which ones its owner accepted, their code, parts and states.
 
 Layout in the state folder: ``apps/apps.json`` (bundle hash -> facts, accepted or not),
 ``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts/RUN.X`` (what came),
@@ -25,14 +25,14 @@ from worker.config import make_state_dir
 
 MAX_FILE_BYTES = 1 << 20
 MAX_APPS = 1000  # remembered; the oldest are forgotten
-STALE_RUN_S = 7 * 86400.0  # a run's state that nobody asked for so long is removed
+STALE_RUN_S = 7 * 86400.0  # a run's state that was not asked for so long is removed
 LEAST_PREFIX = 8
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownApp:
-    """An app that somebody asked this machine to run."""
+    """An app that this machine was asked to run."""
 
     hash: str
     name: str = ""
@@ -53,15 +53,15 @@ class AppStore:
         self.root = state_dir / "apps"
 
     def new_parts_dir(self, run: int) -> Path:
-        """Where what a run sends is kept until it ends; no other run, nor this one again, gets the same."""
+        """Folder of what a run sends until it ends; no other run, nor this one again, gets the same."""
         return self.root / "parts" / f"{run:x}.{secrets.token_hex(4)}"
 
     def code_dir(self, name: str) -> Path:
-        """Where the app's files lie unpacked."""
+        """Folder of the app's unpacked files."""
         return self.root / "code" / name
 
     def runs_dir(self, name: str) -> Path:
-        """Where Context.state of this app's runs is kept, ``RUN-NODE`` each."""
+        """Folder of Context.state of this app's runs, ``RUN-NODE`` each."""
         return self.root / "runs" / name
 
     def drop_state(self, name: str, run: int, node: int) -> None:
@@ -78,12 +78,12 @@ class AppStore:
         return sorted(found.values(), key=lambda app: max(app.asked_s, app.accepted_s), reverse=True)
 
     def is_accepted(self, name: str) -> bool:
-        """Whether this machine's owner accepted the app of this hash."""
+        """True when this machine's owner accepted the app of this hash."""
         app = self._read().get(name)
         return app is not None and app.accepted
 
     def asked(self, app: KnownApp) -> None:
-        """Remember that somebody wants this app to run here."""
+        """Remember that this app was offered to this machine."""
         with self._changing() as found:
             before = found.get(app.hash)
             facts = asdict(app) | {"accepted_s": before.accepted_s if before else 0.0}

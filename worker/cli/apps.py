@@ -14,7 +14,7 @@ from rich.text import Text
 from protos.command_line import AsJson, out, print_json
 from worker.apps.store import AppStore
 from worker.cli.options import StateDir
-from worker.cli.running import say_consent_changed
+from worker.cli.running import signal_consent_changed
 from worker.config import default_state_dir
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 @apps.command("list", epilog="Example: atoll-worker apps list --json")
 def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
-    """Apps that somebody asked this machine to run, and which of them it may."""
+    """List the apps that this machine was asked to run, and which of them it may."""
     store = AppStore(state_dir or default_state_dir())
     known = store.known()
     if json:
@@ -59,7 +59,7 @@ def accept(name: Hash, state_dir: StateDir = None) -> int:
     A worker that runs with --allow-apps and was asked for the app loads it at once.
     """
     folder = state_dir or default_state_dir()
-    _say("accepted", AppStore(folder).accept(name), folder)
+    _show("accepted", AppStore(folder).accept(name), folder)
     return 0
 
 
@@ -67,14 +67,14 @@ def accept(name: Hash, state_dir: StateDir = None) -> int:
 def revoke(name: Hash, state_dir: StateDir = None) -> int:
     """Do not run this app here any more; where it runs now, it is stopped."""
     folder = state_dir or default_state_dir()
-    _say("revoked", AppStore(folder).revoke(name), folder)
+    _show("revoked", AppStore(folder).revoke(name), folder)
     return 0
 
 
-def _say(what: str, app: KnownApp, folder: Path) -> None:
+def _show(what: str, app: KnownApp, folder: Path) -> None:
     named = f" ({app.name} {app.version})" if app.name else ""
-    told = "; the running worker was told" if say_consent_changed(folder) else ""
-    out.print(f"{what} {app.hash}{named}{told}", soft_wrap=True)
+    notified = "; the running worker was notified" if signal_consent_changed(folder) else ""
+    out.print(f"{what} {app.hash}{named}{notified}", soft_wrap=True)
 
 
 def _when(at_s: float) -> str:

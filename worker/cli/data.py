@@ -85,7 +85,7 @@ def add(
 
 @data.command("list", epilog="Example: atoll-worker data list --json")
 def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
-    """The data sets registered on this machine."""
+    """List the data sets registered on this machine."""
     from worker.data.registry import list_datasets
 
     found = list_datasets(state_dir or default_state_dir())
@@ -110,7 +110,7 @@ def show(
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """What is kept of a data set, and the part of it that others learn."""
+    """Show what is kept of a data set, and the part of it that others learn."""
     from worker.data.registry import load_dataset, verify_dataset
 
     folder = state_dir or default_state_dir()
@@ -153,14 +153,14 @@ def _lines(path: Path | None) -> list[str]:
 
 
 def _show(found: Dataset) -> None:
-    told = (
+    facts = (
         ("data set", found.name),
         ("samples", f"{found.n_samples:,}"),
         ("size", _size(found.n_bytes)),
         ("from", f"{found.path} ({found.format})"),
         ("sha256", found.sha256),
     )
-    for key, value in told:
+    for key, value in facts:
         out.print(f"{key:10} {value}", soft_wrap=True)
     for at, field in enumerate(found.fields):
         kind = _kind(field.name, field.dtype, field.shape)

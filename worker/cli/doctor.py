@@ -1,8 +1,8 @@
-"""Look before joining: the way to the coordinator, this machine, and what is to be fixed.
+"""Examination before joining: the way to the coordinator, this machine, and what is to be fixed.
 
-Every check says what it found in numbers and, where it is not well, the next move. Nothing is
+Every check reports what it found in numbers and, where it is not well, the next move. Nothing is
 changed: the token is looked at and not used up, no identity is made. Without a token the certificate
-that the coordinator shows is taken as it is, and said to be: the greeting tells nothing secret.
+that the coordinator shows is taken as it is, and reported so: the greeting contains nothing secret.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SLOW_UPLINK_BPS = 5e6
 
 
 class Mark(StrEnum):
-    """How a check came out."""
+    """Result of a check."""
 
     OK = "ok"
     NOTE = "note"  # works, but could be better
@@ -58,7 +58,7 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: what was found, and what to do where it is not well."""
+    """A check: what was found, and what to do where it is not well."""
 
     check: str
     mark: Mark
@@ -117,7 +117,7 @@ def examine(config: WorkerConfig, telling: Callable[[str], object]) -> Report:
 
 
 def show(report: Report, out: Console) -> None:
-    """For people: one line a check, then what to do."""
+    """Print a line for each check, then what to do."""
     from rich.text import Text
 
     colours = {Mark.OK: "green", Mark.NOTE: "yellow", Mark.BAD: "red"}
@@ -189,7 +189,7 @@ def _examine_coordinator(config: WorkerConfig, report: Report, telling: Callable
 
 
 def _connect(config: WorkerConfig, report: Report) -> None:
-    """Name, route and port, told apart."""
+    """Check name, route and port, each by itself."""
     if config.use_proxy:
         report.add("reachable", Mark.NOTE, "not tried: calls go by way of the environment's proxy")
         return
@@ -313,7 +313,7 @@ def _upload_s(stub: Any, metadata: Metadata, nbytes: int) -> float:
 
 
 def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToken | None) -> None:
-    """Whether connections from outside arrive, seen from the coordinator."""
+    """Check that connections from outside arrive, seen from the coordinator."""
     try:
         listener = socket.create_server((config.listen_host, config.listen_port))
     except OSError as error:
@@ -346,7 +346,7 @@ def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToke
 
 
 def _conclude(config: WorkerConfig, report: Report) -> None:
-    """What this machine would hold and carry, or that something is to be fixed first."""
+    """Conclude what this machine would hold and carry, or that something is to be fixed first."""
     bad = [finding.check for finding in report.findings if finding.mark is Mark.BAD]
     if bad:
         report.add("verdict", Mark.BAD, f"not fit to join yet: {', '.join(dict.fromkeys(bad))}")

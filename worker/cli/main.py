@@ -101,7 +101,7 @@ def status(
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Say which coordinator this machine joined, as whom, and whether a worker runs now."""
+    """Show which coordinator this machine joined, as whom, and whether a worker runs now."""
     from protos.credentials import Identity
     from worker.cli.running import running_process
 

@@ -144,7 +144,7 @@ class AppOptions:
         bool,
         typer.Option(
             "--allow-apps",
-            help="This time, run those Flower apps that `atoll-worker apps accept` was told of.",
+            help="This time, run those Flower apps that `atoll-worker apps accept` accepted.",
         ),
     ] = False
     accept_app: Annotated[
@@ -153,7 +153,7 @@ class AppOptions:
     ] = None
     node_config: Annotated[
         list[str] | None,
-        typer.Option(metavar="K=V", help="Told to apps as Context.node_config, as in 'data=\"/data\"'."),
+        typer.Option(metavar="K=V", help="Given to apps as Context.node_config, as in 'data=\"/data\"'."),
     ] = None
 
     def given(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One daemon per state folder: a lock that also says which process to ask to leave."""
+"""Lock of a state folder: at most one daemon, and which process to ask to leave."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ask_to_leave(state_dir: Path) -> int:
     return process
 
 
-def say_consent_changed(state_dir: Path) -> bool:
+def signal_consent_changed(state_dir: Path) -> bool:
     """Have the daemon of this folder, if one runs, look at its list of accepted apps again."""
     process = running_process(state_dir)
     if process is None:

@@ -45,7 +45,7 @@ def open_channel(
 
 
 def answer(call: Any, stopped: Callable[[float], bool]) -> Any:
-    """The reply of a call begun with ``future``: whoever stops need not wait for its deadline.
+    """Return the reply of a call begun with ``future``; a worker that stops need not wait for its deadline.
 
     Raises grpc.RpcError, and ConnectionFailed once ``stopped(0.0)``.
     """

@@ -38,7 +38,7 @@ RETRY_S = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Who we are to the coordinator, and where it takes sessions."""
+    """Our identity at the coordinator, and where it takes sessions."""
 
     worker: str
     identity: Identity | None  # None: no TLS
@@ -62,9 +62,9 @@ def join(
     stopped: Callable[[float], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> Membership:
-    """Become a member; tries again while nobody answers, up to ``connect_timeout_s``.
+    """Become a member; tries again while there is no answer, up to ``connect_timeout_s``.
 
-    ``stopped(seconds)`` waits and says whether we should give up. Raises AccessDenied (wrong token,
+    ``stopped(seconds)`` waits and returns True when we should give up. Raises AccessDenied (wrong token,
     wrong CA), ProtocolMismatch, ConnectionFailed.
     """
     identity, token = _credentials(config)
@@ -84,7 +84,7 @@ def join(
 
 
 def find_work_address(config: WorkerConfig, member: Membership) -> Membership:
-    """Where the coordinator takes sessions now: a restarted one may have moved.
+    """Find where the coordinator takes sessions now: a restarted one may have moved.
 
     Raises ConnectionFailed while it is away, AccessDenied when it or our certificate's time is another,
     ProtocolMismatch.
@@ -142,7 +142,7 @@ def _credentials(config: WorkerConfig) -> tuple[Identity | None, JoinToken | Non
     if identity is not None and identity.expires() - RENEW_BEFORE < dt.datetime.now(dt.UTC) and token:
         identity = None
     if identity is not None and token is not None and identity.ca_pem != token.ca_pem:
-        identity = None  # a token of another coordinator: enter there anew
+        identity = None  # a token of another coordinator: enroll there
     if identity is None and token is None:
         raise AccessDenied(
             f"no join token given and no identity in {config.identity_dir}; run `atoll-worker join "

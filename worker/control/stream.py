@@ -1,9 +1,9 @@
-"""One session stream to the coordinator: what we say goes out in order, what comes in is told.
+"""Session stream to the coordinator: sends messages in order, delivers what arrives to a callback.
 
-What is said starts in the thread that says it, and what arrives is told in gRPC's (``grpc_streams``):
+A message starts in the thread that sends it, and what arrives is delivered in gRPC's (``grpc_streams``):
 with gRPC's own iterators a step's commit came 0.4 ms later, of 1.2 there and back. When a stream
-ends, for whatever reason, that is one event, in a thread of its own. What is said while no stream is
-open is dropped: the session machine keeps what must arrive.
+ends, for whatever reason, that is one event, in a thread of its own. Messages sent while no stream is
+open are dropped: the session machine keeps what must arrive.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stream:
         method: Method = SESSION,
     ) -> None:
         """``received(message)`` is called in gRPC's thread, one message at a time, and must be short; it may
-        say something. ``ended(error)`` is called once, in the stream's thread; None: the coordinator closed
+        send. ``ended(error)`` is called once, in the stream's thread; None: the coordinator closed
         it, or we."""
         self._channel, self._address, self._max_queued = channel, address, max_queued
         self._received, self._ended = received, ended
@@ -69,7 +69,7 @@ class Stream:
         self._thread.start()
         self._write()
 
-    def say(self, message: Any) -> bool:
+    def send(self, message: Any) -> bool:
         """Queue a message; False when the queue is full, which ends the stream."""
         with self._lock:
             if self._over.is_set():
@@ -94,8 +94,7 @@ class Stream:
             self._thread.join(END_TIMEOUT_S)
 
     def _write(self) -> None:
-        """Start what was said first, unless something is being written; after the last, when it is the last,
-        say that."""
+        """Start the oldest message in the queue, unless one is being written; half-close after the last."""
         with self._lock:
             if self._writing or self._over.is_set():
                 return

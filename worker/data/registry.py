@@ -47,7 +47,7 @@ Progress = Callable[[int, int], None]  # bytes done, of all
 
 @dataclass(frozen=True, slots=True)
 class StoredField:
-    """One field on disk."""
+    """A field on disk."""
 
     name: str
     dtype: str
@@ -75,13 +75,13 @@ class Dataset:
 
     @property
     def sha256(self) -> str:
-        """Of names, types, sizes and every field's hash: what names this very data."""
+        """Hash of names, types, sizes and every field's hash; it identifies this very data."""
         facts = [[f.name, f.dtype, list(f.shape), f.sha256] for f in self.fields]
         return sha256(json.dumps([self.n_samples, facts]).encode()).hexdigest()
 
     @property
     def facts(self) -> DatasetFacts:
-        """All that leaves this machine."""
+        """Facts that leave this machine; nothing else does."""
         fields = tuple(FieldFacts(f.name, f.dtype, f.shape) for f in self.fields)
         return DatasetFacts(self.name, self.n_samples, fields)
 
@@ -132,7 +132,7 @@ def add_dataset(
 
 
 def list_datasets(state_dir: Path) -> tuple[Dataset, ...]:
-    """Every registered data set by name; a damaged one is left out (``load_dataset`` says why)."""
+    """Return every registered data set by name; without damaged ones (``load_dataset`` raises why)."""
     folder = state_dir / FOLDER
     found = []
     names = sorted(p.name for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
@@ -145,7 +145,7 @@ def list_datasets(state_dir: Path) -> tuple[Dataset, ...]:
 
 
 def known_facts(state_dir: Path) -> tuple[DatasetFacts, ...]:
-    """What this machine tells the coordinator of its data."""
+    """Facts of its data that this machine reports to the coordinator."""
     return tuple(dataset.facts for dataset in list_datasets(state_dir))
 
 
@@ -273,7 +273,7 @@ class _Writer:
 
 
 def _made(field: FieldSchema, piece: Piece) -> Array:
-    """One field's samples of a piece, as declared."""
+    """Return a field's samples of a piece, as declared."""
     array = piece.arrays[field.source]
     try:
         for step in field.transforms:

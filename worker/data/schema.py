@@ -1,4 +1,4 @@
-"""What a data owner says of a data set, in one line a field: where it comes from, what is done to it.
+"""Schema of a data set as its owner writes it, a line for each field: its source and its transforms.
 
     FIELD[:TYPE] = SOURCE [| TRANSFORM]...
 
@@ -32,7 +32,7 @@ _FORM = "write FIELD:TYPE=SOURCE|TRANSFORM, for example 'x:float32[784]=pixels|s
 
 @dataclass(frozen=True, slots=True)
 class FieldSchema:
-    """One field. ``dtype`` "" and ``shape`` None: as source and transforms leave it."""
+    """A field. ``dtype`` "" and ``shape`` None: as source and transforms leave it."""
 
     name: str
     source: str
@@ -43,7 +43,7 @@ class FieldSchema:
 
 
 def parse_schema(lines: Iterable[str]) -> tuple[FieldSchema, ...]:
-    """The fields of all lines, in order; empty lines and those after # are left out.
+    """Return the fields of all lines, in order; empty lines and comments after # are skipped.
 
     UsageError names the field or line that cannot be used, and what would do.
     """
@@ -58,7 +58,7 @@ def parse_schema(lines: Iterable[str]) -> tuple[FieldSchema, ...]:
 
 
 def parse_field(line: str) -> FieldSchema:
-    """One line of a schema; UsageError where it is none."""
+    """Parse a line of a schema; UsageError where it is none."""
     text = line.strip()
     if len(text) > MAX_LINE_CHARS:
         raise UsageError(f"a schema line of {len(text)} characters; at most {MAX_LINE_CHARS}")

@@ -48,20 +48,20 @@ class Piece:
 
 
 class Source(Protocol):
-    """One registered file or folder, opened."""
+    """A registered file or folder, opened."""
 
     format: str
     total_bytes: int
     described: str  # what it offers, for messages
 
     def pieces(self, wanted: Sequence[str]) -> Iterator[Piece]:
-        """All samples in order; UsageError for a SOURCE that is not there."""
+        """Yield all samples in order; UsageError for a SOURCE that is not there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a source is written; "" as format: found from its name and first bytes."""
+    """Form in which a source is written; "" as format: found from its name and first bytes."""
 
     format: str = ""
     delimiter: str = ","  # of a CSV file; and whether its first line names the columns
@@ -124,7 +124,7 @@ def _row(first: int) -> Callable[[str, int, int | None], str]:
 
 
 class IdxSource:
-    """One IDX file, whose SOURCE is ``value``; or a folder, where SOURCE names a file. Also gzipped."""
+    """An IDX file, whose SOURCE is ``value``; or a folder, where SOURCE names a file. Also gzipped."""
 
     format = "idx"
 
@@ -185,9 +185,9 @@ def _read(file: IO[bytes], header: IdxHeader, rows: int, what: str) -> Array:
 
 def _same_count(counts: dict[str, int]) -> None:
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        shown = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         raise UsageError(
-            f"the fields have unequal numbers of samples: {told}; name files that belong together"
+            f"the fields have unequal numbers of samples: {shown}; name files that belong together"
         )
 
 
@@ -331,12 +331,12 @@ class CsvSource:
 
 
 def _single(source: str) -> bool:
-    """Whether a SOURCE is one column as such, whose sample is a number and not a row of one."""
+    """True when a SOURCE is one column as such, whose sample is a number and not a row of one."""
     return source != "*" and "," not in source and ".." not in source
 
 
 class _CsvRows:
-    """Rows of a table; what cannot be decoded or parsed is told with its line."""
+    """Rows of a table; errors name the line that cannot be decoded or parsed."""
 
     def __init__(self, path: Path, delimiter: str) -> None:
         self.path, self.done, self.line = path, 0, 0  # bytes read; line of the newest row
@@ -419,7 +419,7 @@ class TextSource:
             )
 
     def documents(self) -> Iterator[Array]:
-        """Each document's bytes; empty ones are left out."""
+        """Yield each document's bytes, without empty ones."""
         for path in self.files:
             data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
             parts: list[Array] = [data]

@@ -1,8 +1,8 @@
-"""What may be done to a data set's values when it is registered: a fixed list, by name and numbers.
+"""Transforms of a data set's values when it is registered: a fixed list, by name and numbers.
 
 A transform takes an array of samples [n, ...] and returns one of as many. Cells of a table arrive as
 text (dtype object) and become numbers at the first step that needs them. What does not fit raises
-``BadValue`` with its place in the array; whoever reads the file knows which line or row that is.
+``BadValue`` with its place in the array; the reader of the file knows which line or row that is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BadValue(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Transform:
-    """One step by name; ``numbers`` and ``words`` are its arguments, checked as it was parsed."""
+    """A step by name; ``numbers`` and ``words`` are its arguments, checked as it was parsed."""
 
     name: str
     numbers: tuple[tuple[float, ...], ...] = ()
@@ -47,7 +47,7 @@ class Transform:
 
     def apply(self, array: Array) -> Array:
         """The samples after this step. BadValue where one cannot take it."""
-        return _RULES[self.name].apply(array, self)
+        return _KINDS[self.name].apply(array, self)
 
     @property
     def first(self) -> float:
@@ -55,8 +55,8 @@ class Transform:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """How a transform is written, and what it does. ``least`` to ``most`` numbers."""
+class Kind:
+    """Form and meaning of a transform of ``least`` to ``most`` numbers."""
 
     apply: Callable[[Array, Transform], Array]
     form: str
@@ -70,14 +70,14 @@ class Rule:
 def parse_transform(field: str, text: str) -> Transform:
     """'scale:1/255' -> Transform; UsageError names the field and the right form."""
     name, _, rest = (part.strip() for part in text.partition(":"))
-    rule = _RULES.get(name)
-    if rule is None:
-        raise UsageError(f"field {field!r}: no transform {name[:40]!r}; there are {', '.join(_RULES)}")
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise UsageError(f"field {field!r}: no transform {name[:40]!r}; there are {', '.join(_KINDS)}")
     parts = [part.strip() for part in rest.split(",")] if rest else []
-    wrong = UsageError(f"field {field!r}: {text[:80]!r}; write {rule.form}: {rule.meaning}")
-    if not rule.least <= len(parts) <= rule.most or not all(parts):
+    wrong = UsageError(f"field {field!r}: {text[:80]!r}; write {kind.form}: {kind.meaning}")
+    if not kind.least <= len(parts) <= kind.most or not all(parts):
         raise wrong
-    if rule.words:
+    if kind.words:
         if len(set(parts)) != len(parts) or (name == "cast" and parts[0] not in DTYPES):
             raise wrong
         return Transform(name, words=tuple(parts))
@@ -90,7 +90,7 @@ def parse_transform(field: str, text: str) -> Transform:
     flat = [value for group in numbers for value in group]
     if not all(isfinite(value) for value in flat):
         raise wrong
-    if rule.whole and (any(value < 0 or value != int(value) for value in flat) or len(flat) != len(parts)):
+    if kind.whole and (any(value < 0 or value != int(value) for value in flat) or len(flat) != len(parts)):
         raise wrong
     if name == "normalise" and (min(numbers[1]) <= 0 or len({len(numbers[0]), len(numbers[1])} - {1}) > 1):
         raise wrong
@@ -176,7 +176,7 @@ def _reshaped(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _floating(array: Array) -> Array:
-    """As a float that holds the values: float32 for short integers, as nets are trained in."""
+    """Convert to a float that holds the values: float32 for short integers, as nets are trained in."""
     array = numbers_of(array) if array.dtype == object else array
     if array.dtype.kind == "f":
         return array
@@ -281,30 +281,30 @@ def _number(text: str) -> float:
     return float(top) / float(bottom) if slash else float(top)
 
 
-_RULES: dict[str, Rule] = {
-    "scale": Rule(_scale, "scale:FACTOR", "x * FACTOR, which may be a fraction: 1/255", 1, 1),
-    "normalise": Rule(
+_KINDS: dict[str, Kind] = {
+    "scale": Kind(_scale, "scale:FACTOR", "x * FACTOR, which may be a fraction: 1/255", 1, 1),
+    "normalise": Kind(
         _normalise, "normalise:MEAN,STD", "(x - MEAN) / STD; several by blanks: one a channel", 2, 2
     ),
-    "clip": Rule(_clip, "clip:LOW,HIGH", "x held between the two", 2, 2),
-    "reshape": Rule(_reshape, "reshape:SIZES", "each sample in this shape", 1, MAX_RANK, whole=True),
-    "transpose": Rule(
+    "clip": Kind(_clip, "clip:LOW,HIGH", "x held between the two", 2, 2),
+    "reshape": Kind(_reshape, "reshape:SIZES", "each sample in this shape", 1, MAX_RANK, whole=True),
+    "transpose": Kind(
         _transpose, "transpose:AXES", "a sample's axes, from 0, in this order", 1, MAX_RANK, whole=True
     ),
-    "crop": Rule(
+    "crop": Kind(
         _crop, "crop:LENGTH[,START]", "that much of a sample's first axis, from START", 1, 2, whole=True
     ),
-    "pad": Rule(
+    "pad": Kind(
         _pad, "pad:LENGTH[,VALUE]", "a sample's first axis filled up with VALUE or 0", 1, 2, whole=True
     ),
-    "cast": Rule(_cast, "cast:DTYPE", f"to one of {', '.join(DTYPES)}", 1, 1, words=True),
-    "classes": Rule(
+    "cast": Kind(_cast, "cast:DTYPE", f"to one of {', '.join(DTYPES)}", 1, 1, words=True),
+    "classes": Kind(
         _classes, "classes:A,B,...", "a word's place in this list, from 0", 1, MAX_CLASSES, words=True
     ),
-    "missing": Rule(_missing, "missing:VALUE", "VALUE for empty cells and NaN", 1, 1),
-    "bytes": Rule(
+    "missing": Kind(_missing, "missing:VALUE", "VALUE for empty cells and NaN", 1, 1),
+    "bytes": Kind(
         _bytes, "bytes:LENGTH", "a text cell's first UTF-8 bytes, filled up with 0", 1, 1, whole=True
     ),
 }
-TRANSFORMS = {name: (rule.form, rule.meaning) for name, rule in _RULES.items()}
+TRANSFORMS = {name: (kind.form, kind.meaning) for name, kind in _KINDS.items()}
 """Name -> (how it is written, what it does): for the help and the docs."""

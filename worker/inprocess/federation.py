@@ -1,7 +1,7 @@
-"""A whole federation in one process: real rules, the real trainer, no network.
+"""A whole federation in one process: real strategies, the real trainer, no network.
 
-What the workers and the coordinator do in a round: the reference that their runs are held to, and what
-experiments on heterogeneity, rules and codecs use. One trainer serves all clients in turn; updates go
+Does what workers and coordinator do in a round: the reference that their runs are held to, and the tool of
+experiments on heterogeneity, strategies and codecs. One trainer serves all clients in turn; updates go
 through the files that would travel where the uplink has a codec.
 """
 
@@ -47,13 +47,13 @@ STEP_S = 0.01
 
 
 def alike(client: str, steps: int, down_bytes: int, up_bytes: int) -> float:
-    """Seconds of a round where all machines are alike and lines cost nothing."""
+    """Seconds of a round where all machines are alike and links cost nothing."""
     return STEP_S * steps
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
-    """What the codec left out of one client's update of ``round``, by tensor."""
+class _Residuals:
+    """Error-feedback residual of a client's update of ``round``, by tensor."""
 
     round: int
     errors: dict[str, Tensor | None]
@@ -61,7 +61,7 @@ class _Left:
 
 @dataclass(frozen=True, slots=True)
 class RoundMetrics:
-    """What came of one round. ``loss``: of local training, mean over the participants' samples; bytes are
+    """Metrics of a round. ``loss``: of local training, mean over the participants' samples; bytes are
     those of the files that would travel."""
 
     round: int
@@ -79,7 +79,7 @@ def local_model(
     tensors: Mapping[str, Tensor],
     training: TrainingSpec,
 ) -> LocalModel:
-    """What clients compute with, from a capture's two graphs and its state."""
+    """Build what clients compute with, from a capture's two graphs and its state."""
     graphs = [train] if evaluation is None else [train, evaluation]
     states: dict[str, StateMeta] = {}
     for graph in reversed(graphs):  # the training graph knows what is trained and written
@@ -91,7 +91,7 @@ def local_model(
 
 
 class LocalFederation:
-    """Clients by name, each with its arrays by field, under one rule.
+    """Clients by name, each with its arrays by field, under one strategy.
 
     ``inputs``: input of the model -> field; by default fields are named after inputs. ``held_out_data``
     is the owner's own, by input, for ``evaluate``. ``seconds``: a model of rounds, which selectors learn from
@@ -114,8 +114,8 @@ class LocalFederation:
         if not clients:
             raise UsageError("a federation without clients; give the data of at least one")
         self.model, self.federated = model, federated
-        self.rule: Strategy = make_strategy(federated.strategy, federated.options)
-        self.trainer = LocalTrainer(model, self.rule, federated, device, floors=floors)
+        self.strategy: Strategy = make_strategy(federated.strategy, federated.options)
+        self.trainer = LocalTrainer(model, self.strategy, federated, device, floors=floors)
         named = dict(inputs) if inputs is not None else {name: name for name in model.inputs}
         seed = model.training.seed
         self.clients = {
@@ -134,15 +134,15 @@ class LocalFederation:
             self._owner = Client.whole("owner", LocalData(held_out_data, own, model.inputs))
         layout = self.trainer.layout
         weights = {n: model.tensors[n].detach().cpu().numpy().copy() for n in layout.metas}
-        self.state: ServerState = self.rule.init(model.layout(), weights, len(clients))
+        self.state: ServerState = self.strategy.init(model.layout(), weights, len(clients))
         self.client_states = dict.fromkeys(clients, ClientState())
         self.selector = make_selector(federated.selector, federated.selector_options)
         self._selection = self.selector.init()
         self._seconds = seconds
         self._round_s: dict[str, float] = {}  # of those that took part
-        check_feedback(self.rule, federated)
+        check_feedback(self.strategy, federated)
         self._uplink = parse_uplink(federated.uplink)
-        self._left: dict[str, _Left] = {}
+        self._left: dict[str, _Residuals] = {}
 
     @property
     def weights(self) -> Arrays:
@@ -152,7 +152,7 @@ class LocalFederation:
     def run_round(self, ratios: Mapping[str, float] | None = None) -> RoundMetrics:
         """Choose, train, aggregate. ``ratios``: by client, instead of the uplink's own (BCRS)."""
         chosen = self.choose()
-        broadcast = self.rule.configure(self.state)
+        broadcast = self.strategy.configure(self.state)
         updates: list[ClientUpdate] = []
         up_bytes: dict[str, int] = {}
         down_bytes = _nbytes(broadcast.weights, *broadcast.extra.values())
@@ -166,7 +166,7 @@ class LocalFederation:
             took_s = self._seconds(name, update.steps, down_bytes, up_bytes[name])
             self._round_s[name] = smoothed(self._round_s.get(name, 0.0), took_s)
             outcomes[name] = Outcome(found.square_loss, update.n_samples, self._round_s[name])
-        self.state = self.rule.aggregate(self.state, updates)
+        self.state = self.strategy.aggregate(self.state, updates)
         self._selection = self.selector.learn(self._selection, broadcast.round, outcomes)
         total = sum(update.n_samples for update in updates)
         return RoundMetrics(
@@ -191,13 +191,13 @@ class LocalFederation:
         arrays = update_arrays(update)
         if coding.codec == NONE:
             return update, _nbytes(arrays)
-        before = self._left.get(name, _Left(update.round, {}))
-        left = _Left(update.round, before.errors if residual_counts(before.round, update.round) else {})
+        before = self._left.get(name, _Residuals(update.round, {}))
+        left = _Residuals(update.round, before.errors if residual_counts(before.round, update.round) else {})
         seed = client_key(f"{name}/{update.round}")
         with TemporaryDirectory(prefix="atoll-") as folder:
             path = Path(folder) / "update"
             stored = write_update(path, arrays, coding, seed, left.errors.get, left.errors.__setitem__)
-            metas = update_metas(self.rule, self.trainer.layout)
+            metas = update_metas(self.strategy, self.trainer.layout)
             weights, slots = parted(read_update(path, metas, coding))
         self._left[name] = left
         return replace(update, delta=weights, extra=slots), stored.size
@@ -217,18 +217,18 @@ class LocalFederation:
         """The common model on the owner's held-out data."""
         if self._owner is None:
             raise UsageError("no held-out data; give held_out_data")
-        return self.trainer.evaluate(self._owner, self.rule.configure(self.state), ClientState())
+        return self.trainer.evaluate(self._owner, self.strategy.configure(self.state), ClientState())
 
     def evaluate_clients(self, names: Sequence[str] | None = None) -> dict[str, Evaluated]:
-        """What each client would use, on its own held-out share."""
-        broadcast = self.rule.configure(self.state)
+        """Evaluate what each client would use, on its own held-out share."""
+        broadcast = self.strategy.configure(self.state)
         return {name: self._evaluated(name, broadcast) for name in names or sorted(self.clients)}
 
     def _evaluated(self, name: str, broadcast: Broadcast) -> Evaluated:
         return self.trainer.evaluate(self.clients[name], broadcast, self.client_states[name])
 
     def _loss_of(self, name: str) -> float:
-        return self._evaluated(name, self.rule.configure(self.state)).loss
+        return self._evaluated(name, self.strategy.configure(self.state)).loss
 
     def _still(self) -> dict[str, Array]:
         return {n: self.model.tensors[n].detach().cpu().numpy() for n in self.trainer.layout.metas}

@@ -1,4 +1,4 @@
-"""All stages of a plan in one process, exchanging tensors in memory.
+"""The stages of a plan in one process, exchanging tensors in memory.
 
 The reference of the oracle: the same Stage, programs and action lists as over real workers; a
 tensor passes from stage to stage in the form in which it would cross a link, through the link's
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One committed step."""
+    """Figures of a committed step."""
 
     loss: float
     square_norms: tuple[float, ...]  # of all stages, in stage order
@@ -43,7 +43,7 @@ class StepResult:
 
 
 class LocalPipeline:
-    """K stages in one process; ``devices`` are used in turn, ``warmups`` default to K - s - 1. Where weights'
+    """K stages in one process; ``devices`` are used in turn, ``warmups`` default to K - s - 1. Where weight
     gradients are deferred, each stage holds at most K micro-batches."""
 
     def __init__(
@@ -97,7 +97,7 @@ class LocalPipeline:
         ]
 
     def codec_use(self) -> dict[tuple[int, int], CodecUse]:
-        """What the codecs did since the last ``relink``, by pair of stages: bytes and ``encode_s``
+        """Work of the codecs since the last ``relink``, by pair of stages: bytes and ``encode_s``
         from the first to the second, and ``decode_s`` at the first of what the second sent."""
         return {
             (stage, int(peer)): use
@@ -132,7 +132,7 @@ class LocalPipeline:
         return StepResult(loss, norms, scale, all(report.finite for report in reports))
 
     def compute(self, step: int, batches: Sequence[Inputs]) -> list[StageReport]:
-        """All forwards and backwards of ``step``, up to the point of commit or ``discard``."""
+        """Run all forwards and backwards of ``step``, up to the point of commit or ``discard``."""
         for stage in self.stages:
             stage.begin_step(step)
         self._step = step
@@ -191,7 +191,7 @@ class LocalPipeline:
 
 
 class _Walk:
-    """One step's walk through every stage's actions, each as soon as what it waits for is here."""
+    """A step's walk through every stage's actions, each as soon as what it waits for is here."""
 
     def __init__(self, pipeline: LocalPipeline, step: int, batches: Sequence[Inputs]) -> None:
         self.pipeline, self.step = pipeline, step

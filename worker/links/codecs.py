@@ -1,14 +1,14 @@
-"""Which codec a message between two stages takes, and what a gradient shares with its value.
+"""Codec of each message between two stages, and what a gradient shares with its value.
 
 Both ends derive the same answer from the plan's LinkSpecs and their stage's program, so nothing is
 negotiated: a boundary tensor takes the codec of its directed pair of stages where
-``catalogue.takes`` says so, everything else travels exactly. A gradient whose value has one
+``catalogue.takes`` is true, everything else travels exactly. A gradient whose value has one
 consuming stage goes back over the pair that the value came by; with ``Mask.SAME`` it carries the
 value's positions only, and no indices. The consumer computed on the decoded value, so that is the
 true gradient of the masked net: the elements that were not sent do not depend on what the producer
 kept to itself. Where gradients of several consumers fold, positions are chosen independently.
 
-A codec's state begins anew with every step and goes from micro-batch to micro-batch, so a step that
+A codec's state begins with every step and goes from micro-batch to micro-batch, so a step that
 is run again, here or on another worker, sends the same bits. Source: FusionLLM compresses
 activations and their gradients harder on slow links (AdaTopK); that a gradient keeps its value's
 positions is a choice of our own, derived in papers/decentralized.md 1.7.
@@ -49,7 +49,7 @@ NOTHING = TensorMeta((0,), "uint8")  # a zero mark's shape is the declared one: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coding:
-    """How one kind of message travels. ``codec`` is a SparseCompressor where a flag is set."""
+    """Coding of one kind of message. ``codec`` is a SparseCompressor where a flag is set."""
 
     codec: Compressor
     on_support: bool = False  # a gradient at the positions its value had
@@ -76,7 +76,7 @@ EXACT = Coding(make_compressor("none"))
 
 @dataclass(slots=True)
 class CodecUse:
-    """What the codecs did in training's steps on the way to and from one peer; evaluation counts apart. What
+    """Work of the codecs in training's steps on the way to and from one peer; evaluation counts apart. What
     travels as it is takes no codec's time: a copy, where its layout needs one, is handling."""
 
     dense_bytes: int = 0  # of boundary tensors sent, had they travelled as they are
@@ -86,7 +86,7 @@ class CodecUse:
 
 
 def lossy(links: Iterable[LinkSpec]) -> bool:
-    """Whether values lose anything on their way forward. Raises UsageError for an unknown codec."""
+    """True when values lose precision on their way forward. Raises UsageError for an unknown codec."""
     return any(spec.source < spec.target and not catalogue.codec(spec.codec).exact for spec in links)
 
 
@@ -131,7 +131,7 @@ class StageCodecs:
             self._learn_evaluation(eval_program)
 
     def coding(self, peer: str, key: MessageKey, *, sending: bool) -> Coding:
-        """How the message travels to (``sending``) or from ``peer``."""
+        """Coding of the message to (``sending``) or from ``peer``."""
         table = self._outgoing if sending else self._incoming
         return table.get((peer, key.direction, key.edge), EXACT)
 
@@ -266,14 +266,14 @@ class _Pairs:
         return bool(self._specs)
 
     def value(self, source: int, target: int, meta: TensorMeta, alone: bool) -> Coding:
-        """Of a value from ``source`` to ``target``; ``alone``: its only consumer."""
+        """Coding of a value from ``source`` to ``target``; ``alone``: its only consumer."""
         spec = self._taking(source, target, meta)
         if spec is None:
             return EXACT
         return self._coding(spec, keeps_support=alone and self._same_mask(target, source, meta))
 
     def gradient(self, source: int, target: int, meta: TensorMeta, alone: bool) -> Coding:
-        """Of a gradient from ``source`` to ``target``; ``alone``: of the value's only consumer."""
+        """Coding of a gradient from ``source`` to ``target``; ``alone``: of the value's only consumer."""
         spec = self._taking(source, target, meta)
         if spec is None:
             return EXACT
@@ -284,7 +284,7 @@ class _Pairs:
         return spec if spec is not None and catalogue.takes(catalogue.codec(spec.codec), meta) else None
 
     def _same_mask(self, source: int, target: int, meta: TensorMeta) -> bool:
-        """Whether gradients from ``source`` to ``target`` travel on their values' positions."""
+        """True when gradients from ``source`` to ``target`` travel on their values' positions."""
         back, forth = self._taking(source, target, meta), self._taking(target, source, meta)
         return (
             back is not None
@@ -303,7 +303,7 @@ class _Pairs:
 
 
 def _check_use(spec: LinkSpec) -> None:
-    """The planner's rule, checked here again: what a link carries, its codec must be valid for."""
+    """Check again, as the planner did, that a link's codec is valid for what it carries."""
     facts = catalogue.codec(spec.codec)
     use = Use.ACTIVATION if spec.source < spec.target else Use.GRADIENT
     if use not in facts.valid_for:

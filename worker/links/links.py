@@ -1,6 +1,6 @@
 """Tensors between the stages of one plan: compress, frame, send, and back.
 
-Which codec a message takes, ``worker.links.codecs`` says for each plan version. From a step on that the
+``worker.links.codecs`` chooses a message's codec for each plan version. From a step on that the
 coordinator names, the same stages may exchange under a new version with other codecs.
 
 Only declared messages are taken: key, sender, shape and dtype are known before a step begins.
@@ -37,7 +37,7 @@ TOGETHER_BYTES = 16 << 10
 next is encoded."""
 
 
-class LinksAborted(Exception):  # not an AtollError: nobody sees it
+class LinksAborted(Exception):  # not an AtollError: it is shown to no user
     """A wait ended because the links were aborted or closed; the reason is the message."""
 
 
@@ -55,7 +55,7 @@ class Arrival(Protocol):
 
 
 class Network(Protocol):
-    """What links need of a PeerNetwork."""
+    """The part of PeerNetwork that links use."""
 
     def register(self, job: str, receiver: Receiver) -> None: ...
 
@@ -94,7 +94,7 @@ class _Door:
 
 
 class Links:
-    """All edges of one stage. ``refused`` counts dropped messages by reason; thread-safe."""
+    """The edges of a stage. ``refused`` counts dropped messages by reason; thread-safe."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Links:
             self._eras[plan_version] = (first_step, codecs)
 
     def codec_use(self) -> dict[str, CodecUse]:
-        """What the codecs did on the way to and from each peer since the last call."""
+        """Work of the codecs on the way to and from each peer since the last call."""
         return self._codecs(self.plan_version).take_use()
 
     def send(self, peer: str, key: MessageKey, tensor: Tensor | None, *, more: bool = False) -> None:
@@ -258,7 +258,7 @@ class Links:
             self._arrived.notify_all()
 
     def lost(self, peer: str, reason: str) -> None:
-        """Wake whoever waits for this peer."""
+        """Wake the thread that waits for this peer."""
         with self._lock:
             self._lost[peer] = reason
             for expected in self._expected.values():
@@ -267,7 +267,7 @@ class Links:
             self._arrived.notify_all()
 
     def _unwanted(self, peer: str, key: MessageKey, total: int) -> str:
-        """Why a message is not taken; empty when it is."""
+        """Reason for refusing a message; empty when it is taken."""
         if key.plan_version not in self._eras:
             return "stale_plan"
         expected = self._expected.get(key)
@@ -317,5 +317,5 @@ class Links:
         return self._eras[version][1]
 
     def _coding(self, peer: str, key: MessageKey) -> Coding:
-        """How a message that is wanted arrives; the lock is held."""
+        """Coding of an expected message; the lock is held."""
         return self._codecs(key.plan_version).coding(peer, key, sending=False)

@@ -1,5 +1,5 @@
-"""How fast this machine's codecs are, for the coordinator's choice: measured when there is time,
-then remembered.
+"""Speeds of this machine's codecs, for the coordinator's choice: measured when there is time, then
+remembered.
 
 Measured after joining, before and between stages, on the thread that computes them and by the clock
 that training counts them by. Each codec works for at least 60 ms of processor time, so that a quota
@@ -46,7 +46,7 @@ Rates = dict[str, tuple[float, float]]
 
 
 def link_codecs() -> tuple[str, ...]:
-    """What a plan may put on a link, most wanted first; ``none`` has nothing to measure."""
+    """Codecs that a plan may put on a link, most wanted first; ``none`` has nothing to measure."""
     able = [name for name in catalogue.link_codecs() if name != "none"]
     return tuple(sorted(able, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST)))
 
@@ -76,7 +76,7 @@ class CodecGauge:
 
     @property
     def rates(self) -> Rates:
-        """What is known by now."""
+        """Speeds that are known by now."""
         return {name: (encode, decode) for name, (encode, decode, _) in sorted(self._known.items())}
 
     @property
@@ -123,7 +123,7 @@ class CodecGauge:
 
 
 def _read(path: Path, key: Mapping[str, str], now_s: float) -> dict[str, tuple[float, float, float]]:
-    """What was kept for these circumstances of late; nothing where the file is of others or damaged."""
+    """Return what was stored lately for these circumstances; nothing for a file of others, or damaged."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             return {}

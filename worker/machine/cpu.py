@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use at once, and how long they are at work, with what.
+"""CPU cores that this process may use at once, and how long they are at work, with what.
 
 The cores are its affinity, and what cgroups allow. Cgroups of version 1 (``cpu.cfs_quota_us``) and 2
 (``cpu.max``), from the process's own group up: the tightest of them counts. A container sees its own
@@ -23,7 +23,7 @@ REST_S = 1.0
 
 @dataclass(slots=True)
 class Taken:
-    """Told when it is over."""
+    """Seconds at work; set on exit."""
 
     seconds: float = 0.0
 
@@ -60,7 +60,7 @@ class CpuMeter:
             self._share_at_rest = min(self._share_at_rest, (self._cpu_clock() - used_s) / lasted_s)
 
     def forget(self) -> None:
-        """What came since the last ``beside_s`` does not count."""
+        """Do not count what came since the last ``beside_s``."""
         self._since = None
 
     def at_work_s(self) -> float:
@@ -74,7 +74,7 @@ class CpuMeter:
 
     @contextmanager
     def computing(self) -> Iterator[Taken]:
-        """What computes inside, by ``at_work_s``."""
+        """Measure what computes inside, by ``at_work_s``."""
         taken = Taken()
         begun_s = self.at_work_s()
         yield taken
@@ -94,12 +94,12 @@ class CpuMeter:
 
 @dataclass(frozen=True, slots=True)
 class Usable:
-    """What this process may use at once."""
+    """Cores that this process may use at once."""
 
     cores: float
-    """At least 0.01; a share of one core where a quota says so."""
+    """At least 0.01; a share of one core under a quota."""
     period_s: float = 0.0
-    """The quota counts anew this often; 0 without one."""
+    """Period of the quota in seconds; 0 without one."""
 
 
 def usable(own: Path = OWN, groups: Path = GROUPS) -> Usable:
@@ -114,7 +114,7 @@ def usable(own: Path = OWN, groups: Path = GROUPS) -> Usable:
 
 
 def _folders(own: Path, groups: Path) -> Iterator[Path]:
-    """Of this process's cpu groups and all above them."""
+    """Folders of this process's cpu groups and all above them."""
     try:
         lines = own.read_text(encoding="ascii").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -132,7 +132,7 @@ def _folders(own: Path, groups: Path) -> Iterator[Path]:
 
 
 def _quota(folder: Path) -> Usable | None:
-    """What a group may use; None without a limit."""
+    """Cores that a group may use; None without a limit."""
     for name, other in (("cpu.max", ""), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         try:
             words = (folder / name).read_text(encoding="ascii").split()

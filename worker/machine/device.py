@@ -1,4 +1,4 @@
-"""What this machine is: device facts for the planner, a few rates for people."""
+"""This machine: device facts for the planner, a few rates for people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.machine.cpu import usable
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
-RESERVE_SHARE = 0.15  # of free memory, left to the machine's owner unless --memory says otherwise
+RESERVE_SHARE = 0.15  # of free memory, left to the machine's owner where --memory is not given
 CPU_MATMUL = 512
 CUDA_MATMUL = 4096
 COPY_BYTES = 64 << 20
@@ -31,7 +31,7 @@ RATE_SECONDS = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the planner needs to know of this worker."""
+    """Facts of this worker's device that the planner uses."""
 
     kind: str  # cpu | cuda
     index: int
@@ -93,7 +93,7 @@ def prepare(device: Device, config: WorkerConfig) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What to name in a report of a fault."""
+    """Versions to name in a bug report."""
     return {
         "atoll": atoll.__version__,
         "torch": str(torch.__version__),
@@ -130,7 +130,7 @@ def outbound_host(toward: str, port: int) -> str:
 
 
 def used_memory_bytes(device: Device) -> int:
-    """What this process holds now on its device."""
+    """Bytes that this process holds now on its device."""
     if device.kind == "cuda":
         return int(torch.cuda.memory_reserved(device.index))
     return int(psutil.Process().memory_info().rss)

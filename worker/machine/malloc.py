@@ -17,7 +17,7 @@ LARGE_BYTES = 32 << 20
 
 
 def keep_chunk_memory() -> bool:
-    """Tell glibc to keep up to 64 MiB; False on other platforms, where nothing changes."""
+    """Make glibc keep up to 64 MiB; False on other platforms, where nothing changes."""
     if not sys.platform.startswith("linux"):
         return False
     try:

@@ -46,8 +46,8 @@ _POSITION = 1 << 20  # of the probed op, beyond every position it may refer to
 
 @dataclass(frozen=True, slots=True)
 class OpProbe:
-    """One op to time. ``op_inputs`` describe ``op_refs(node)``, ``leaves`` ``leaf_refs(node)``, in
-    order; ``op_grads`` says which op inputs require a gradient (None: guessed)."""
+    """An op to time. ``op_inputs`` describe ``op_refs(node)``, ``leaves`` ``leaf_refs(node)``, in
+    order; ``op_grads``: which op inputs require a gradient (None: guessed)."""
 
     signature: str
     node: OpNode
@@ -71,7 +71,7 @@ def time_ops(
     sustained_s: float = SUSTAINED_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, OpTiming]:
-    """Time each op; those that fail, exceed ``max_bytes`` or come after ``budget_s`` are left out.
+    """Time each op, without those that fail, exceed ``max_bytes`` or come after ``budget_s``.
 
     An op's window is at least ``sustained_s`` and MIN_REPETITIONS runs of forward and backward,
     so the budget may be exceeded by one op. Figures are means of an op's two fastest windows.
@@ -88,7 +88,7 @@ def time_ops(
         timings: dict[str, OpTiming] = {}
         for probe in left:
             if time.monotonic() > ends_s:
-                # A round that was cut short says nothing of the ops it did not reach.
+                # A round that was cut short has no figure of the ops it did not reach.
                 return _merged([*rounds, timings]) if rounds else timings
             try:
                 bench = _Bench(probe, place, precision, max_bytes)
@@ -124,7 +124,7 @@ def _merged(rounds: Sequence[Mapping[str, OpTiming]]) -> dict[str, OpTiming]:
 
 
 class _Bench:
-    """One op bound to its sets of random inputs."""
+    """An op bound to its sets of random inputs."""
 
     def __init__(self, probe: OpProbe, device: torch.device, precision: Precision, max_bytes: int) -> None:
         self.device = device
@@ -181,7 +181,7 @@ class _Bench:
 
 
 def _rehearsed(probe: OpProbe, precision: Precision, device: torch.device, max_bytes: int) -> bool:
-    """Whether the op runs on its shapes and makes what it declares: a peer chose it."""
+    """True when the op runs on its shapes and makes what it declares: a peer chose it."""
     metas = {leaf.name: meta for leaf, meta in zip(leaf_refs(probe.node), probe.leaves, strict=True)}
     try:
         program = _program_of(probe, dict(zip(op_refs(probe.node), probe.op_inputs, strict=True)))
@@ -286,7 +286,7 @@ def _guess_gradient(node: OpNode, at: int) -> bool:
 
 
 def _functional(probe: OpProbe) -> OpProbe:
-    """In-place ops as their functional namesakes: a leaf cannot be written again and again."""
+    """Replace in-place ops by their functional namesakes: a leaf cannot be written again and again."""
     parts = probe.node.target.split(".")
     if len(parts) == 3 and parts[1].endswith("_"):
         parts[1] = parts[1].rstrip("_")

@@ -1,4 +1,4 @@
-"""What a worker's session is told: by the coordinator, and by its own computation and links. Data only."""
+"""Events of a worker's session: of the coordinator, and of its own computation and links. Data only."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Relink:
-    """From ``first_step`` on the same stages exchange under ``version`` with other codecs."""
+    """New codecs of the same stages from ``first_step`` on, under ``version``."""
 
     version: int
     first_step: int
@@ -92,7 +92,7 @@ class EvaluationAsked:
 
 @dataclass(frozen=True, slots=True)
 class RoundSettled:
-    """What became of our update of ``round``."""
+    """Outcome of our update of ``round``."""
 
     job: str
     round: int
@@ -196,7 +196,7 @@ class UpdateStored:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTested:
+class RoundEvaluated:
     """A round's model is evaluated on our held-out share."""
 
     job: str
@@ -216,7 +216,7 @@ class TurnBroke:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Ops or a link were measured (or could not be): the answer to say."""
+    """Ops or a link were measured (or could not be): the answer to send."""
 
     message: Any = field(repr=False, compare=False)
 
@@ -234,12 +234,12 @@ class LeaveAsked:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """Everything was dropped and said; nothing is left to do."""
+    """Everything was dropped and sent; nothing is left to do."""
 
 
 Event = (
     Welcomed | Assigned | Started | Committed | Discarded | Released | Dismissed | OpsAsked | LinkAsked
     | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
     | PeerLost | LeaveAsked | Drained | Invited | TrainAsked | EvaluationAsked | RoundSettled | Joined
-    | UpdateStored | ModelTested | TurnBroke
+    | UpdateStored | RoundEvaluated | TurnBroke
 )  # fmt: skip

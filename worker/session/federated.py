@@ -26,7 +26,7 @@ def _invited(state: Session, event: ev.Invited) -> Step:
         if event.version < state.version or (event.version == state.version and state.phase is Phase.JOINING):
             return ignore(state)
         if event.version == state.version and state.phase in MEMBERS:
-            return state, (do.Say(do.StillHeld(event.job, event.version)),)
+            return state, (do.Send(do.StillHeld(event.job, event.version)),)
     dropped = drop(state, f"replaced by {event.job} version {event.version}")
     state = replace(
         state,
@@ -93,7 +93,7 @@ def _stored(state: Session, event: ev.UpdateStored) -> Step:
 
 
 @TRANSITIONS.on(Phase.EVALUATING_ROUND)
-def _evaluated(state: Session, event: ev.ModelTested) -> Step:
+def _evaluated(state: Session, event: ev.RoundEvaluated) -> Step:
     if event.round != state.step:
         return ignore(state)
     return send(replace(state, phase=Phase.ENROLLED), Kind.ROUND_EVALUATED, event.message, event.round)
@@ -108,15 +108,15 @@ def _broke(state: Session, event: ev.TurnBroke) -> Step:
     return send(replace(state, phase=Phase.FAILED if loading else Phase.ENROLLED), Kind.FAILED, failed)
 
 
-def _answer(state: Session, kind: Kind, at_round: int) -> tuple[do.Say, ...]:
+def _answer(state: Session, kind: Kind, at_round: int) -> tuple[do.Send, ...]:
     """The answer that was given for this round, to be sent again."""
     kept = (k for k in state.unacknowledged if (k.kind, k.round) == (kind, at_round))
-    return tuple(do.Say(k.message) for k in kept)
+    return tuple(do.Send(k.message) for k in kept)
 
 
 def _silenced(state: Session, at_round: int) -> Session:
     """Forget what an order for ``at_round`` shows to have arrived, or to be of no use any more. An update
-    stays until the coordinator says what became of it, or a later round replaces it."""
+    stays until the coordinator reports its outcome, or a later round replaces it."""
     updates = [k for k in state.unacknowledged if k.kind is Kind.UPDATE]
     latest = tuple(k for k in updates[-1:] if k.round is not None and k.round >= at_round - 1)
     return replace(state, unacknowledged=latest)

@@ -1,4 +1,4 @@
-"""What a worker's session has its shell do or say. Data only."""
+"""Instructions of a worker's session to its shell, and its own messages. Data only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ChangeLinks:
 
     job: str
     version: int
-    step: int  # whose commit said so
+    step: int  # whose commit announced it
     relink: Relink
 
 
@@ -120,7 +120,7 @@ class TimeLink:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Said to the coordinator: the stage cannot go on."""
+    """Message to the coordinator: the stage cannot go on."""
 
     job: str
     version: int
@@ -131,7 +131,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailed:
-    """Said to the coordinator: this client has no answer. ``during``: load | train | evaluate."""
+    """Message to the coordinator: this client has no answer. ``during``: load | train | evaluate."""
 
     job: str
     round: int
@@ -141,7 +141,7 @@ class TurnFailed:
 
 @dataclass(frozen=True, slots=True)
 class StillHeld:
-    """Said to the coordinator: the federated job it offers is loaded here already."""
+    """Message to the coordinator: the federated job it offers is loaded here already."""
 
     job: str
     version: int
@@ -149,7 +149,7 @@ class StillHeld:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Said to the coordinator: a probe that this worker will not run now."""
+    """Message to the coordinator: a probe that this worker will not run now."""
 
     request: int
     peer: str  # "" for ops
@@ -162,7 +162,7 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Send:
     message: Any
 
 
@@ -181,6 +181,6 @@ class Quit:
 
 Instruction = (
     LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
-    | TimeOps | TimeLink | Say | Reconnect | Quit | JoinFederation | TrainLocally | EvaluateLocally
+    | TimeOps | TimeLink | Send | Reconnect | Quit | JoinFederation | TrainLocally | EvaluateLocally
     | SettleRound
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """A worker's session with its coordinator as a pure machine: events in, instructions out.
 
 Connection and work are separate: losing the coordinator changes nothing in what is computed;
-what was said and may have been lost is kept and said again after the next welcome. Every event
+a message that may have been lost is kept and sent again after the next welcome. Every event
 of a job carries (job, version, step); what does not match the state is late or duplicate, which
 is normal on the internet: it is ignored and counted. A commit may announce that the stages change
 their links two steps on: from that step everything carries the new version, before it the old.
@@ -77,7 +77,7 @@ def _current(state: Session, event: ev.Event) -> bool:
 def _welcomed(state: Session, event: ev.Welcomed) -> Step:
     phase = Phase.IDLE if state.phase is Phase.CONNECTING else state.phase
     state = replace(state, phase=phase, worker=event.worker, connected=True, attempts=0)
-    return state, tuple(do.Say(kept.message) for kept in state.unacknowledged)
+    return state, tuple(do.Send(kept.message) for kept in state.unacknowledged)
 
 
 @TRANSITIONS.on(*LIVE)
@@ -91,7 +91,7 @@ def _disconnected(state: Session, event: ev.Disconnected) -> Step:
 def _leave(state: Session, event: ev.LeaveAsked) -> Step:
     return replace(state, phase=Phase.DRAINING, unacknowledged=()), (
         *drop(state, event.reason),
-        do.Say(do.Leaving(event.reason)),
+        do.Send(do.Leaving(event.reason)),
         do.Quit(event.reason, dismissed=False),
     )
 
@@ -135,7 +135,7 @@ def _assigned(state: Session, event: ev.Assigned) -> Step:
 
 @TRANSITIONS.on(*HOLDING)
 def _released(state: Session, event: ev.Released) -> Step:
-    # A release of a version that we never heard of (its Assign was lost) still ends the older one.
+    # A release of a version that we do not know (its Assign was lost) still ends the older one.
     if event.job != state.job or event.version < state.versions[0]:
         return ignore(state)
     dropped = drop(state, event.reason)
@@ -183,7 +183,7 @@ def _committed(state: Session, event: ev.Committed) -> Step:
 
 
 def _with_era(state: Session, relink: ev.Relink) -> Session:
-    """What was announced for that step or later before, and has not begun, no longer holds."""
+    """Drop what was announced for that step or later before, and has not begun."""
     first, *later = (era for era in state.eras if era[0] < relink.first_step)
     kept = later[-MAX_ERAS:]
     return replace(state, eras=(first, *kept, (relink.first_step, relink.version)))
@@ -253,7 +253,7 @@ def _peer_lost(state: Session, event: ev.PeerLost) -> Step:
 
 @TRANSITIONS.on(*WELCOMED)
 def _probed(state: Session, event: ev.Probed) -> Step:
-    return state, (do.Say(event.message),)
+    return state, (do.Send(event.message),)
 
 
 @TRANSITIONS.on(Phase.IDLE)
@@ -263,7 +263,7 @@ def _time_ops(state: Session, event: ev.OpsAsked) -> Step:
 
 @TRANSITIONS.on(*HOLDING)
 def _refuse_ops(state: Session, event: ev.OpsAsked) -> Step:
-    return state, (do.Say(do.Refused(event.request, "", f"busy: {state.phase}")),)
+    return state, (do.Send(do.Refused(event.request, "", f"busy: {state.phase}")),)
 
 
 @TRANSITIONS.on(Phase.IDLE)
@@ -273,4 +273,4 @@ def _time_link(state: Session, event: ev.LinkAsked) -> Step:
 
 @TRANSITIONS.on(*HOLDING)
 def _refuse_link(state: Session, event: ev.LinkAsked) -> Step:
-    return state, (do.Say(do.Refused(event.request, event.peer, f"busy: {state.phase}")),)
+    return state, (do.Send(do.Refused(event.request, event.peer, f"busy: {state.phase}")),)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from worker.session.events import Committed
-from worker.session.instructions import DropStage, Instruction, Say
+from worker.session.instructions import DropStage, Instruction, Send
 
 RECENT = 12  # events remembered for error messages
 
@@ -20,7 +20,7 @@ class Phase(StrEnum):
     WAITING = "waiting"  # step reported, waits for commit or discard
     APPLYING = "applying"
     EVALUATING = "evaluating"
-    FAILED = "failed"  # said why; waits for discard, release or a new plan
+    FAILED = "failed"  # reported why; waits for discard, release or a new plan
     JOINING = "joining"  # loads a federated job
     ENROLLED = "enrolled"  # in a federated job, waits for a round
     TRAINING_ROUND = "training round"
@@ -56,7 +56,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """All that decides what the next event means. ``unacknowledged`` holds one message of each kind, of a
+    """State that decides what the next event means. ``unacknowledged`` holds one message of each kind, of a
     federated job one of each kind and round. Of a federated job ``step`` is the round."""
 
     phase: Phase = Phase.CONNECTING
@@ -75,16 +75,16 @@ class Session:
 
     @property
     def version(self) -> int:
-        """Of the current step; 0 without a job."""
+        """Plan version of the current step; 0 without a job."""
         return self.version_at(self.step)
 
     def version_at(self, step: int) -> int:
-        """The plan version that ``step`` runs under, as far as it was said."""
+        """The plan version that ``step`` runs under, as far as it was announced."""
         return next((version for first, version in reversed(self.eras) if first <= step), 0)
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """All versions of this assignment."""
+        """Plan versions of this assignment, ascending."""
         return tuple(version for _, version in self.eras)
 
 
@@ -99,7 +99,7 @@ def ignore(state: Session) -> Step:
 def send(state: Session, kind: Kind, message: object, round: int | None = None) -> Step:
     """Send ``message`` now, and after every welcome until it is acknowledged; one of each kind and round."""
     others = tuple(kept for kept in state.unacknowledged if (kept.kind, kept.round) != (kind, round))
-    return replace(state, unacknowledged=(*others, Kept(kind, message, round))), (Say(message),)
+    return replace(state, unacknowledged=(*others, Kept(kind, message, round))), (Send(message),)
 
 
 def acknowledged(state: Session, *kinds: Kind, round: int | None = None) -> Session:

@@ -212,7 +212,7 @@ _READERS: Mapping[str, Any] = {
 # ---------------------------------------------------------------- to the coordinator
 
 
-def said(message: object) -> pb.FromWorker:
+def to_proto(message: object) -> pb.FromWorker:
     """A message of the session machine as pb2; ready-made pb2 messages pass through."""
     match message:
         case pb.FromWorker():
@@ -268,7 +268,7 @@ def step_ready(
 
 
 def wait_fields(wait: LongWait) -> dict[str, object]:
-    """What a stage has been waiting for, in words for a log."""
+    """Fields of a log line about what a stage has been waiting for."""
     key = wait.key
     return {
         "peer": wait.peer,
@@ -317,7 +317,7 @@ def loaded(job: str, version: int, took_s: float) -> pb.FromWorker:
 def state_stored(
     job: str, version: int, step: int, tensors: Mapping[str, str], error: str = ""
 ) -> pb.FromWorker:
-    """Where a snapshot's tensors are, or why they are not."""
+    """Report of a stored snapshot: where its tensors are, or why they are not."""
     return pb.FromWorker(
         stored=pb.StateStored(
             job=job,
@@ -330,7 +330,7 @@ def state_stored(
 
 
 def codec_speeds(rates: Mapping[str, tuple[float, float]]) -> pb.FromWorker:
-    """How fast the codecs are that were measured by now."""
+    """Report of the codecs' speeds that were measured by now."""
     return pb.FromWorker(codec_speeds=pb.CodecSpeeds(speeds=speeds_to_proto(rates)))
 
 
@@ -359,7 +359,7 @@ def ops_probed(request: int, timings: Mapping[str, OpTiming], error: str = "") -
 def link_probed(
     request: int, peer: str, rtt_s: float, bandwidth_bps: float, error: str = ""
 ) -> pb.FromWorker:
-    """One direction of one link, or why it could not be measured."""
+    """Report of one direction of a link, or why it could not be measured."""
     return pb.FromWorker(
         link_probed=pb.LinkProbed(
             request=request,

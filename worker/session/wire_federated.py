@@ -1,6 +1,6 @@
 """A federated job's messages: the coordinator's orders to events, a client's answers to pb2.
 
-Every reader raises BadFrame, or UsageError of the types' own rules, for what breaks a bound.
+Every reader raises BadFrame, or UsageError of the types' own checks, for what breaks a bound.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def update_ready(job: str, at_round: int, update: Update) -> pb.FromWorker:
 
 
 def client_evaluated(job: str, at_round: int, assessment: Assessment) -> pb.FromWorker:
-    """What a round's model does on this client's held-out share."""
+    """Report of a round's model on this client's held-out share."""
     return pb.FromWorker(
         client_evaluated=pb.ClientEvaluated(
             job=job,
