@@ -276,7 +276,7 @@ class Scheduler:
         stays = beat.job == worker.member.job or (driver is not None and driver.keeps(beat.job))
         if beat.job and not stays and held == worker.heard_job:  # twice: not just a release on its way
             reason = "this job does not use you any more"
-            self.effects.send(name, do.ReleaseStage(beat.job, beat.version, reason))
+            self.effects.send(name, do.Release(beat.job, beat.version, reason))
         dropped, worker.heard_job = worker.heard_job, held
         mine = self.driver_of(worker.member.job)
         if dropped[0] == worker.member.job != beat.job and mine is not None and mine.current(*dropped):

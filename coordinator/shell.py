@@ -206,7 +206,7 @@ class Shell:
 
     def _note_commit(self, posted: _Posted, instructions: list[do.Instruction]) -> None:
         for instruction in instructions:
-            if isinstance(instruction, do.SendTo) and isinstance(instruction.message, do.CommitStep):
+            if isinstance(instruction, do.SendTo) and isinstance(instruction.message, do.StepCommit):
                 job = instruction.message.job
                 took_s = time.perf_counter() - posted.at
                 self.commit_s.setdefault(job, deque(maxlen=COMMITS_KEPT)).append(took_s)

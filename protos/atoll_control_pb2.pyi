@@ -1452,7 +1452,7 @@ class Assign(_message.Message):
 Global___Assign: _TypeAlias = Assign  # noqa: Y015
 
 @_typing.final
-class Start(_message.Message):
+class StepStart(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
@@ -1474,7 +1474,7 @@ class Start(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Start: _TypeAlias = Start  # noqa: Y015
+Global___StepStart: _TypeAlias = StepStart  # noqa: Y015
 
 @_typing.final
 class StepCommit(_message.Message):
@@ -1857,7 +1857,7 @@ class ToWorker(_message.Message):
     @_builtins.property
     def assign(self) -> Global___Assign: ...
     @_builtins.property
-    def start(self) -> Global___Start: ...
+    def start(self) -> Global___StepStart: ...
     @_builtins.property
     def commit(self) -> Global___StepCommit: ...
     @_builtins.property
@@ -1883,7 +1883,7 @@ class ToWorker(_message.Message):
         probe_ops: Global___ProbeOps | None = ...,
         probe_link: Global___ProbeLink | None = ...,
         assign: Global___Assign | None = ...,
-        start: Global___Start | None = ...,
+        start: Global___StepStart | None = ...,
         commit: Global___StepCommit | None = ...,
         discard: Global___StepDiscard | None = ...,
         release: Global___Release | None = ...,

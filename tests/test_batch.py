@@ -7,8 +7,8 @@ from coordinator.messages import instructions as do
 from coordinator.messages.facts import StepCommitted
 
 FACT = StepCommitted("j", 1, 0, 1.0, 5.0)
-COMMIT = do.SendTo("w", do.CommitStep("j", 1, 0, 1.0, False, False, False))
-RELEASE = do.SendTo("w", do.ReleaseStage("j", 1, "it failed"))
+COMMIT = do.SendTo("w", do.StepCommit("j", 1, 0, 1.0, False, False, False))
+RELEASE = do.SendTo("w", do.Release("j", 1, "it failed"))
 LINE = do.Log("job.state", "info", "j", {})
 CAUSED = [do.Journal(FACT), LINE, COMMIT, RELEASE, do.Notify("j")]
 

@@ -259,7 +259,7 @@ def test_a_client_may_go_on_while_its_job_waits_for_it() -> None:
     world.submit(what=spec(min_clients=2))
     for _ in range(3):
         world.says("w1", ev.Heartbeat(world.now_s, "job-1", 1, 0, 0, 0))
-    assert not world.messages("w1", do.ReleaseStage)
+    assert not world.messages("w1", do.Release)
 
 
 def test_cancelling_lets_every_client_go() -> None:
@@ -269,7 +269,7 @@ def test_cancelling_lets_every_client_go() -> None:
     world.loads("w1", "w2")
     world.handle(ev.CancelAsked("job-1"))
     assert world.state().phase is Phase.CANCELLED
-    assert all(len(world.messages(w, do.ReleaseStage)) == 1 for w in ("w1", "w2"))
+    assert all(len(world.messages(w, do.Release)) == 1 for w in ("w1", "w2"))
 
 
 def test_a_full_disk_pauses_and_its_end_resumes() -> None:

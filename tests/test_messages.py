@@ -26,7 +26,7 @@ def commit(version: int = 2, first_step: int = 7, link: LinkSpec = LINK, **chang
 
 def test_a_commit_carries_new_links_and_the_wish_for_a_coded_evaluation() -> None:
     event = messages.event_from(commit(evaluate=True, evaluate_coded=True))
-    assert isinstance(event, events.Committed)
+    assert isinstance(event, events.StepCommit)
     assert event.relink is not None
     assert (event.relink.version, event.relink.first_step, event.relink.links) == (2, 7, (LINK,))
     assert event.evaluate_coded
@@ -35,7 +35,7 @@ def test_a_commit_carries_new_links_and_the_wish_for_a_coded_evaluation() -> Non
 def test_a_commit_without_new_links_leaves_them_as_they_are() -> None:
     plain = pb.ToWorker(commit=pb.StepCommit(job="j", plan_version=1, step=5, gradient_scale=1.0))
     event = messages.event_from(plain)
-    assert isinstance(event, events.Committed)
+    assert isinstance(event, events.StepCommit)
     assert event.relink is None
     assert not event.evaluate_coded
 

@@ -26,7 +26,7 @@ from coordinator.messages.facts import (
     to_record,
 )
 from coordinator.messages.facts import Record as JournalRecord
-from coordinator.messages.instructions import CommitStep, Relink
+from coordinator.messages.instructions import Relink, StepCommit
 from coordinator.messages.jobs import (
     Dropped,
     FromRank,
@@ -205,7 +205,7 @@ def test_damaged_links_in_the_journal_are_named() -> None:
 
 
 def test_the_message_to_workers_carries_the_change() -> None:
-    commit = CommitStep("j", 1, 4, 0.5, False, True, False, Relink(2, 6, COARSE), evaluate_coded=True)
+    commit = StepCommit("j", 1, 4, 0.5, False, True, False, Relink(2, 6, COARSE), evaluate_coded=True)
     graphs: GraphStore = None  # type: ignore[assignment]  # only assignments read it
     message = to_worker(commit, graphs).commit
     assert (message.relink.plan_version, message.relink.first_step) == (2, 6)
@@ -302,7 +302,7 @@ class Adapting(World):
         self.handle(ev.LinksChosen(request.job, request.attempt, links))
 
     def relinks(self) -> list[Relink]:
-        found = {m.relink for _, m in self.messages(do.CommitStep) if m.relink is not None}
+        found = {m.relink for _, m in self.messages(do.StepCommit) if m.relink is not None}
         return sorted(found, key=lambda one: one.version)
 
     def logged(self, event: str) -> list[do.Log]:
@@ -409,7 +409,7 @@ def guarded(
     stages = tuple(replace(s, eval_stop=1) for s in state.plan.stages)
     pipeline(world).jobs["job-1"] = replace(state, plan=replace(state.plan, stages=stages))
     world.steps(5)
-    assert all(m.evaluate_coded for _, m in world.messages(do.CommitStep)[-2:])
+    assert all(m.evaluate_coded for _, m in world.messages(do.StepCommit)[-2:])
     world.says("b", EvalReady("job-1", 1, 4, 4.2, 4.0))
     return world
 

@@ -17,7 +17,7 @@ from atoll.plan import LinkSpec, Plan, StageSpec
 from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
-from coordinator.messages.instructions import CommitStep, DiscardStep, StartStep
+from coordinator.messages.instructions import StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import Dropped, FromRank, JobState, Phase, Record, ReleaseAll, ToRanks
 from coordinator.pipeline import machine
 
@@ -69,8 +69,8 @@ def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[jobs.
     return state, todo
 
 
-def commits(todo: list[jobs.Todo]) -> list[CommitStep]:
-    return [t.message for t in todo if isinstance(t, ToRanks) and isinstance(t.message, CommitStep)]
+def commits(todo: list[jobs.Todo]) -> list[StepCommit]:
+    return [t.message for t in todo if isinstance(t, ToRanks) and isinstance(t.message, StepCommit)]
 
 
 def test_training_starts_when_every_stage_is_loaded() -> None:
@@ -79,7 +79,7 @@ def test_training_starts_when_every_stage_is_loaded() -> None:
         state, todo = step(state, FromRank(stage, Loaded("j", 1)))
         assert todo == []
     state, todo = step(state, FromRank(1, Loaded("j", 1)))
-    assert todo == [ToRanks(StartStep("j", 1, 0))]
+    assert todo == [ToRanks(StepStart("j", 1, 0))]
     assert state.phase is Phase.TRAINING
 
 
@@ -92,7 +92,7 @@ def test_a_step_is_committed_once_all_stages_are_ready_and_recorded_first() -> N
     state, todo = step(state, ready(2, 0))
     assert isinstance(todo[0], Record)
     assert isinstance(todo[0].fact, StepCommitted)
-    assert commits(todo) == [CommitStep("j", 1, 0, 1.0, store=False, evaluate=False, last=False)]
+    assert commits(todo) == [StepCommit("j", 1, 0, 1.0, store=False, evaluate=False, last=False)]
     assert (state.step, state.loss) == (1, 2.0)
 
 
@@ -160,7 +160,7 @@ def test_who_did_not_hear_the_last_commit_is_told_again() -> None:
     state, _ = committed(training())
     state, todo = step(state, ready(1, 0))
     assert [t for t in todo if isinstance(t, ToRanks)] == [
-        ToRanks(CommitStep("j", 1, 0, 1.0, store=False, evaluate=False, last=False), 1)
+        ToRanks(StepCommit("j", 1, 0, 1.0, store=False, evaluate=False, last=False), 1)
     ]
 
 
@@ -243,7 +243,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_job_with_its_checkpoint
     assert state.phase is Phase.FAILED
     assert "last good checkpoint is of step 1" in state.reason
     discards = [t.message for t in todo if isinstance(t, ToRanks)]
-    assert [type(d) for d in discards] == [DiscardStep]
+    assert [type(d) for d in discards] == [StepDiscard]
     assert state.checkpoint.step == 1
 
 

@@ -71,10 +71,10 @@ class World:
         match instruction:
             case do.Journal(fact):
                 self.facts.append(fact)
-            case do.SendTo(worker, do.ProbeOpsOf(request, _, signatures, _)):
+            case do.SendTo(worker, do.ProbeOps(request, _, signatures, _)):
                 timings = dict.fromkeys(signatures, (0.001, 0.002))
                 return self.arrives(worker, ev.OpsProbed(request, timings))
-            case do.SendTo(worker, do.ProbeLinkTo(request, peer)):
+            case do.SendTo(worker, do.ProbeLink(request, peer)):
                 return self.arrives(worker, ev.LinkProbed(request, peer, 1e-3, self.bandwidth_bps))
             case do.SendTo(worker, message):
                 self.sent.append((worker, message))
@@ -154,9 +154,9 @@ class World:
 
 def test_a_job_is_measured_planned_assigned_and_trained() -> None:
     world = World().training()
-    assert [w for w, _ in world.messages(do.AssignStage)] == ["a", "b"]
+    assert [w for w, _ in world.messages(do.Assign)] == ["a", "b"]
     world.step()
-    assert [(w, m.step) for w, m in world.messages(do.CommitStep)] == [("a", 0), ("b", 0)]
+    assert [(w, m.step) for w, m in world.messages(do.StepCommit)] == [("a", 0), ("b", 0)]
     assert world.state().step == 1
 
 
@@ -209,7 +209,7 @@ def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
     assert world.holders() == ["a", "c"]
     assert (
         "a",
-        do.ReleaseStage("job-1", 1, "b is lost: connection lost and not back within 0.5 s"),
+        do.Release("job-1", 1, "b is lost: connection lost and not back within 0.5 s"),
     ) in world.sent
 
 
@@ -235,7 +235,7 @@ def test_a_worker_that_reconnects_at_once_keeps_its_stage_and_hears_the_commit_a
     world.handle(ev.SessionClosed("b", world.sessions["b"]))
     world.sent.clear()
     world.join("b")
-    assert [(w, m.step) for w, m in world.messages(do.CommitStep)] == [("b", 0)]
+    assert [(w, m.step) for w, m in world.messages(do.StepCommit)] == [("b", 0)]
     assert world.state().phase is jobs.Phase.TRAINING
 
 
@@ -436,7 +436,7 @@ def test_a_worker_that_still_holds_a_stage_is_released_before_it_is_measured() -
     again = World(ledger=world.ledger, now_s=500.0)
     again.join("a", "b")
     first = next(type(m) for w, m in again.sent if w == "b")
-    assert first is do.ReleaseStage
+    assert first is do.Release
 
 
 def test_after_a_restart_missing_workers_are_not_waited_for_forever() -> None:
@@ -461,7 +461,7 @@ def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
     assert "no job" in (world.scheduler.refusal(replace(more, resume_of="job-9")) or "")
     world.submit("job-2", more)
     assert world.state("job-2").step == 1
-    assign = world.messages(do.AssignStage)[-1][1]
+    assign = world.messages(do.Assign)[-1][1]
     assert (assign.first_step, assign.tensors["w1"]) == (1, "01" * 32)
 
 
@@ -485,18 +485,18 @@ def test_a_question_about_a_plan_starts_nothing() -> None:
     asked = [i for i in world.other if isinstance(i, do.MakePlan)]
     assert [(i.job, len(i.fleet.devices)) for i in asked] == [("inquiry-1", 2)]
     assert asked[0].fleet.devices[0].timings == {"sig1": (1e-3, 2e-3), "sig2": (1e-3, 2e-3)}
-    assert world.messages(do.AssignStage) == []
+    assert world.messages(do.Assign) == []
 
 
 def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
     """Inside 200 Mbit/s, across 8 Mbit/s, which two flows at once halve."""
     world = World()
-    flows: list[tuple[str, do.ProbeLinkTo]] = []
+    flows: list[tuple[str, do.ProbeLink]] = []
     plain = world.carry_out
 
     def carry_out(instruction: do.Instruction) -> list[ev.Event]:
         match instruction:
-            case do.SendTo(worker, do.ProbeLinkTo() as probe):
+            case do.SendTo(worker, do.ProbeLink() as probe):
                 flows.append((worker, probe))
                 return answer()
             case _:
@@ -558,7 +558,7 @@ def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None
     world.altered = altered
     world.join("a", "b", "c")
     world.submit()
-    told = {w: [peer.worker for peer in m.peers] for w, m in world.messages(do.AssignStage)}
+    told = {w: [peer.worker for peer in m.peers] for w, m in world.messages(do.Assign)}
     assert told == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
 
 

@@ -26,12 +26,12 @@ def told(state: Session, *events: e.Event) -> tuple[Session, list[do.Instruction
     return state, todo
 
 
-def commit(step: int, **flags: Any) -> e.Committed:
+def commit(step: int, **flags: Any) -> e.StepCommit:
     chosen = {"store": False, "evaluate": False, "last": False, **flags}
-    return e.Committed("j", 1, step, 1.0, **chosen)
+    return e.StepCommit("j", 1, step, 1.0, **chosen)
 
 
-def relinked(step: int, version: int = 2, first_step: int = 6) -> e.Committed:
+def relinked(step: int, version: int = 2, first_step: int = 6) -> e.StepCommit:
     """A commit that announces new links."""
     return commit(step, relink=e.Relink(version, first_step, "links"))
 
@@ -45,23 +45,23 @@ def through(state: Session, *steps: int) -> Session:
     return state
 
 
-def assigned(version: int = 1, job: str = "j", first_step: int = 4) -> e.Assigned:
-    return e.Assigned(job, version, PEERS, first_step, "work")
+def assigned(version: int = 1, job: str = "j", first_step: int = 4) -> e.Assign:
+    return e.Assign(job, version, PEERS, first_step, "work")
 
 
-JOINED: tuple[e.Event, ...] = (e.Welcomed("w-a", 0.5),)
+JOINED: tuple[e.Event, ...] = (e.Welcome("w-a", 0.5),)
 LOADED: tuple[e.Event, ...] = (*JOINED, assigned(), e.StageLoaded("j", 1, "loaded"))
-TRAINING: tuple[e.Event, ...] = (*LOADED, e.Started("j", 1, 4))
+TRAINING: tuple[e.Event, ...] = (*LOADED, e.StepStart("j", 1, 4))
 WAITING: tuple[e.Event, ...] = (*TRAINING, e.StepDone("j", 1, 4, "ready 4"))
 
 
 def test_a_start_of_another_step_than_the_next_is_ignored():
     state, _ = told(Session(), *LOADED)
-    assert told(state, e.Started("j", 1, 3))[1] == []
-    state, _ = told(state, e.Started("j", 1, 4), e.StepDone("j", 1, 4, "ready 4"))
+    assert told(state, e.StepStart("j", 1, 3))[1] == []
+    state, _ = told(state, e.StepStart("j", 1, 4), e.StepDone("j", 1, 4, "ready 4"))
     state, _ = told(state, replace(commit(4), last=True), e.StepApplied("j", 1, 4))
     assert state.phase is Phase.READY
-    state, todo = told(state, e.Started("j", 1, 4))
+    state, todo = told(state, e.StepStart("j", 1, 4))
     assert (state.phase, todo) == (Phase.READY, [])
 
 
@@ -106,7 +106,7 @@ def test_a_lost_coordinator_disturbs_no_computation_and_hears_the_result_again()
     state, todo = told(state, e.Disconnected("reset", jitter=1.0))
     assert todo == [do.Reconnect(s.BACKOFF_FIRST_S, "reset")]
     assert state.phase is Phase.WAITING
-    state, todo = told(state, e.Welcomed("w-a", 0.5))
+    state, todo = told(state, e.Welcome("w-a", 0.5))
     assert todo == [do.Send("ready 4")]
     state, todo = told(state, commit(4))
     assert todo == [do.ApplyStep("j", 1, 4, 1.0, False)]
@@ -114,13 +114,13 @@ def test_a_lost_coordinator_disturbs_no_computation_and_hears_the_result_again()
 
 def test_a_result_that_was_answered_is_not_said_again():
     state, _ = told(Session(), *WAITING, commit(4), e.StepApplied("j", 1, 4))
-    _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
+    _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5))
     assert [i for i in todo if isinstance(i, do.Send)] == []
 
 
 def test_a_result_finished_while_the_coordinator_is_away_is_kept():
     state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.StepDone("j", 1, 4, "ready 4"))
-    _, todo = told(state, e.Welcomed("w-a", 0.5))
+    _, todo = told(state, e.Welcome("w-a", 0.5))
     assert todo == [do.Send("ready 4")]
 
 
@@ -132,7 +132,7 @@ def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
         waits += [i.after_s for i in todo if isinstance(i, do.Reconnect)]
     assert waits == sorted(waits)
     assert waits[-1] == s.BACKOFF_MOST_S
-    state, todo = told(state, e.Welcomed("w-a", 0.5), e.Disconnected("away", jitter=1.0))
+    state, todo = told(state, e.Welcome("w-a", 0.5), e.Disconnected("away", jitter=1.0))
     assert todo[-1] == do.Reconnect(s.BACKOFF_FIRST_S, "away")
 
 
@@ -141,11 +141,11 @@ def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
     [
         commit(3),
         commit(5),
-        e.Committed("j", 2, 4, 1.0, False, False, False),
-        e.Committed("other", 1, 4, 1.0, False, False, False),
-        e.Started("j", 1, 4),
-        e.Discarded("j", 1, 3, "late"),
-        e.Released("other", 1, "late"),
+        e.StepCommit("j", 2, 4, 1.0, False, False, False),
+        e.StepCommit("other", 1, 4, 1.0, False, False, False),
+        e.StepStart("j", 1, 4),
+        e.StepDiscard("j", 1, 3, "late"),
+        e.Release("other", 1, "late"),
         e.StepDone("j", 1, 3, "late"),
         assigned(),
     ],
@@ -166,7 +166,7 @@ def test_a_duplicate_commit_after_the_step_is_ignored():
 
 
 def test_a_release_drops_everything_of_the_job():
-    state, todo = told(Session(), *TRAINING, e.Released("j", 1, "done"))
+    state, todo = told(Session(), *TRAINING, e.Release("j", 1, "done"))
     assert todo[-1] == do.DropStage("j", 1, "done")
     assert (state.phase, state.job, state.unacknowledged) == (Phase.IDLE, "", ())
     _, todo = told(state, e.StepDone("j", 1, 4, "too late"))
@@ -191,24 +191,24 @@ def test_an_older_plan_version_is_ignored():
 def test_a_discard_undoes_the_step_and_waits_for_a_start():
     for before in (TRAINING, WAITING):
         state, _ = told(Session(), *before)
-        state, todo = told(state, e.Discarded("j", 1, 4, "loss is NaN"))
+        state, todo = told(state, e.StepDiscard("j", 1, 4, "loss is NaN"))
         assert todo == [do.DiscardStep("j", 1, 4, "loss is NaN")]
         assert state.phase is Phase.READY
-        _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
+        _, todo = told(state, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5))
         assert do.Send("ready 4") not in todo
 
 
 def test_a_broken_step_is_told_and_then_discarded():
     state, todo = told(Session(), *TRAINING, e.StageBroke("j", 1, 4, "out of memory"))
-    assert todo[-1] == do.Send(do.Failed("j", 1, 4, "out of memory"))
+    assert todo[-1] == do.Send(do.StageFailed("j", 1, 4, "out of memory"))
     assert state.phase is Phase.FAILED
-    state, todo = told(state, e.Discarded("j", 1, 4, "stage 1 failed"))
+    state, todo = told(state, e.StepDiscard("j", 1, 4, "stage 1 failed"))
     assert state.phase is Phase.READY
 
 
 def test_a_broken_apply_can_only_be_replaced_by_a_new_plan():
     state, _ = told(Session(), *WAITING, commit(4), e.StageBroke("j", 1, 4, "disk"))
-    after, todo = handle(state, e.Discarded("j", 1, 4, "again"))
+    after, todo = handle(state, e.StepDiscard("j", 1, 4, "again"))
     assert todo == ()
     after, todo = handle(after, assigned(2))
     assert after.phase is Phase.LOADING
@@ -217,7 +217,7 @@ def test_a_broken_apply_can_only_be_replaced_by_a_new_plan():
 def test_a_lost_neighbour_interrupts_the_step_and_is_named():
     state, todo = told(Session(), *TRAINING, e.PeerLost("w-b", "silent for 2 s"))
     assert isinstance(todo[-2], do.Interrupt)
-    assert todo[-1] == do.Send(do.Failed("j", 1, 4, "lost w-b: silent for 2 s", "w-b"))
+    assert todo[-1] == do.Send(do.StageFailed("j", 1, 4, "lost w-b: silent for 2 s", "w-b"))
     assert state.phase is Phase.FAILED
 
 
@@ -229,10 +229,10 @@ def test_a_lost_stranger_disturbs_nothing():
 
 
 def test_probing_is_refused_while_there_is_work():
-    state, todo = told(Session(), *JOINED, e.OpsAsked(1, "ops"), e.LinkAsked(2, "w-b", "there"))
+    state, todo = told(Session(), *JOINED, e.ProbeOps(1, "ops"), e.ProbeLink(2, "w-b", "there"))
     assert todo == [do.TimeOps(1, "ops"), do.TimeLink(2, "w-b", "there")]
     state, _ = told(state, assigned())
-    _, todo = told(state, e.OpsAsked(3, "ops"), e.LinkAsked(4, "w-b", "there"))
+    _, todo = told(state, e.ProbeOps(3, "ops"), e.ProbeLink(4, "w-b", "there"))
     assert todo == [
         do.Send(do.Refused(3, "", "busy: loading")),
         do.Send(do.Refused(4, "w-b", "busy: loading")),
@@ -252,7 +252,7 @@ def test_leaving_says_so_drops_the_work_and_ends():
 
 
 def test_a_dismissed_worker_leaves_without_a_word():
-    state, todo = told(Session(), *TRAINING, e.Dismissed("kicked", for_good=True))
+    state, todo = told(Session(), *TRAINING, e.Dismiss("kicked", for_good=True))
     assert todo[-1] == do.Quit("kicked", dismissed=True, for_good=True)
     assert state.phase is Phase.DRAINING
 
@@ -276,12 +276,12 @@ def test_new_links_are_made_before_the_step_in_front_of_theirs_and_take_over_at_
 
 def test_before_the_step_the_new_version_is_strange_and_after_it_the_old_one():
     state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), e.StepDone("j", 1, 5, "r"))
-    after, _ = handle(state, e.Committed("j", 2, 5, 1.0, False, False, False))
+    after, _ = handle(state, e.StepCommit("j", 2, 5, 1.0, False, False, False))
     assert after.ignored == state.ignored + 1
     state, _ = told(state, commit(5), e.StepApplied("j", 1, 5), e.StepDone("j", 2, 6, "r"))
     after, _ = handle(state, commit(6))
     assert after.ignored == state.ignored + 1
-    after, todo = handle(state, e.Committed("j", 2, 6, 1.0, False, False, False))
+    after, todo = handle(state, e.StepCommit("j", 2, 6, 1.0, False, False, False))
     assert todo == (do.ApplyStep("j", 2, 6, 1.0, False),)
 
 
@@ -298,7 +298,7 @@ def test_the_evaluation_and_the_snapshot_of_the_last_old_step_are_still_of_the_o
 
 def test_new_links_outlive_the_discard_of_the_step_between():
     state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
-    state, todo = told(state, e.Discarded("j", 1, 5, "again"), e.Started("j", 1, 5))
+    state, todo = told(state, e.StepDiscard("j", 1, 5, "again"), e.StepStart("j", 1, 5))
     assert todo == [do.DiscardStep("j", 1, 5, "again"), do.RunStep("j", 1, 5)]
     state = through(state, 5)
     assert (state.version, state.step) == (2, 6)
@@ -309,10 +309,10 @@ def test_a_discard_and_a_release_may_name_either_version(version: int):
     for steps in ((), (5,)):  # the new links wait, or have just begun
         state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
         state = through(state, *steps)
-        discarded, todo = told(state, e.Discarded("j", version, state.step, "stage 1 failed"))
+        discarded, todo = told(state, e.StepDiscard("j", version, state.step, "stage 1 failed"))
         assert todo == [do.DiscardStep("j", state.version, state.step, "stage 1 failed")]
         assert discarded.phase is Phase.READY
-        _, todo = told(state, e.Released("j", version, "done"))
+        _, todo = told(state, e.Release("j", version, "done"))
         assert isinstance(todo[-1], do.DropStage)
 
 
@@ -325,21 +325,21 @@ def test_a_new_plan_replaces_links_that_have_not_begun_even_under_their_number()
 
 def test_a_plan_and_a_release_from_before_the_assignment_stay_ignored_after_new_links():
     state, _ = told(
-        Session(), *JOINED, assigned(3, first_step=0), e.StageLoaded("j", 3, "loaded"), e.Started("j", 3, 0)
+        Session(), *JOINED, assigned(3, first_step=0), e.StageLoaded("j", 3, "loaded"), e.StepStart("j", 3, 0)
     )
     relink = e.Relink(4, 2)
     for step, carried in ((0, relink), (1, None)):
-        told_commit = e.Committed("j", 3, step, 1.0, False, False, False, False, carried)
+        told_commit = e.StepCommit("j", 3, step, 1.0, False, False, False, False, carried)
         state, _ = told(state, e.StepDone("j", 3, step, "r"), told_commit, e.StepApplied("j", 3, step))
     assert state.version == 4
-    for late in (assigned(3), assigned(4), e.Released("j", 2, "late")):
+    for late in (assigned(3), assigned(4), e.Release("j", 2, "late")):
         after, todo = handle(state, late)
         assert todo == ()
         assert after.ignored == state.ignored + 1
 
 
 def test_a_commit_repeated_after_a_lost_connection_brings_the_new_links_once():
-    state, _ = told(Session(), *WAITING, e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
+    state, _ = told(Session(), *WAITING, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5))
     state, todo = told(state, relinked(4), relinked(4), e.StepApplied("j", 1, 4), relinked(4))
     assert [type(i) for i in todo] == [do.ChangeLinks, do.ApplyStep, do.RunStep]
     assert state.eras == ((0, 1), (6, 2))
@@ -348,7 +348,7 @@ def test_a_commit_repeated_after_a_lost_connection_brings_the_new_links_once():
 @pytest.mark.parametrize("wrong", [e.Relink(1, 6), e.Relink(2, 5), e.Relink(0, 9)])
 def test_new_links_that_cannot_be_are_a_failure_that_only_a_new_plan_heals(wrong: e.Relink):
     state, todo = told(Session(), *WAITING, commit(4, relink=wrong))
-    (failed,) = [i.message for i in todo if isinstance(i, do.Send) and isinstance(i.message, do.Failed)]
+    (failed,) = [i.message for i in todo if isinstance(i, do.Send) and isinstance(i.message, do.StageFailed)]
     assert "too late" in failed.reason
     assert not any(isinstance(i, do.ApplyStep) for i in todo)
     assert (state.phase, state.spoiled) == (Phase.FAILED, True)
@@ -383,21 +383,21 @@ def test_a_coded_evaluation_is_asked_for_by_the_commit():
 RELINKS = st.none() | st.builds(e.Relink, st.integers(1, 3), st.integers(0, 5))
 EVENTS = st.one_of(
     st.sampled_from([*JOINED, assigned(), assigned(2), assigned(1, "k"), e.Drained()]),
-    st.builds(e.Started, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
+    st.builds(e.StepStart, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
     st.builds(e.StageLoaded, st.just("j"), st.integers(1, 2), st.just("loaded")),
     st.builds(e.StepDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("ready")),
     st.builds(e.StepApplied, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
     st.builds(e.EvalDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("eval")),
     st.builds(
-        e.Committed, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just(1.0), st.booleans(),
+        e.StepCommit, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just(1.0), st.booleans(),
         st.booleans(), st.booleans(), st.booleans(), RELINKS,
     ),
-    st.builds(e.Discarded, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
-    st.builds(e.Released, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
+    st.builds(e.StepDiscard, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
+    st.builds(e.Release, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
     st.builds(e.StageBroke, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
     st.builds(e.PeerLost, st.just("w-b"), st.just("why")),
     st.builds(e.Disconnected, st.just("why"), st.floats(0, 0.99)),
-    st.builds(e.Dismissed, st.just("why"), st.booleans()),
+    st.builds(e.Dismiss, st.just("why"), st.booleans()),
     st.builds(e.LeaveAsked, st.just("why")),
 )  # fmt: skip
 
@@ -432,7 +432,7 @@ def test_every_phase_of_the_table_can_be_left():
     for phase in Phase:
         if phase not in (Phase.GONE, Phase.DRAINING):
             assert (phase, e.LeaveAsked) in s.TRANSITIONS
-            assert (phase, e.Dismissed) in s.TRANSITIONS
+            assert (phase, e.Dismiss) in s.TRANSITIONS
 
 
 def test_every_event_has_a_handler_in_some_phase():

@@ -11,16 +11,20 @@ from worker.session import instructions as do
 from worker.session.machine import Phase, Session, handle
 from worker.session.state import Kind
 
-JOINED: tuple[e.Event, ...] = (e.Welcomed("w-a", 0.5), e.Invited("f", 1, "work"), e.Joined("f", 1, "loaded"))
-AGAIN: tuple[e.Event, ...] = (e.Disconnected("reset", 0.0), e.Welcomed("w-a", 0.5))
+JOINED: tuple[e.Event, ...] = (
+    e.Welcome("w-a", 0.5),
+    e.Participate("f", 1, "work"),
+    e.Joined("f", 1, "loaded"),
+)
+AGAIN: tuple[e.Event, ...] = (e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5))
 
 
-def train(at_round: int) -> e.TrainAsked:
-    return e.TrainAsked("f", at_round, f"order {at_round}")
+def train(at_round: int) -> e.TrainRound:
+    return e.TrainRound("f", at_round, f"order {at_round}")
 
 
-def evaluate(at_round: int) -> e.EvaluationAsked:
-    return e.EvaluationAsked("f", at_round, f"model {at_round}")
+def evaluate(at_round: int) -> e.EvaluateRound:
+    return e.EvaluateRound("f", at_round, f"model {at_round}")
 
 
 def trained(at_round: int) -> e.UpdateStored:
@@ -31,8 +35,8 @@ def assessed(at_round: int) -> e.RoundEvaluated:
     return e.RoundEvaluated("f", at_round, f"tested {at_round}")
 
 
-def settled(at_round: int, taken: bool = True) -> e.RoundSettled:
-    return e.RoundSettled("f", at_round, taken, "" if taken else "late")
+def settled(at_round: int, taken: bool = True) -> e.RoundTaken:
+    return e.RoundTaken("f", at_round, taken, "" if taken else "late")
 
 
 def test_a_client_joins_trains_hears_that_it_was_taken_evaluates_and_trains_again() -> None:
@@ -57,7 +61,7 @@ def test_asked_again_for_a_round_it_answers_without_training_twice() -> None:
     assert todo == []  # still at it
     state, todo = told(state, trained(0), train(0))
     assert todo == [do.Send("update 0"), do.Send("update 0")]
-    state, todo = told(state, *AGAIN, e.Invited("f", 1, "work"), train(0))
+    state, todo = told(state, *AGAIN, e.Participate("f", 1, "work"), train(0))
     assert todo[1:] == [do.Send("update 0"), do.Send(do.StillHeld("f", 1)), do.Send("update 0")]
     state, todo = told(state, settled(0), evaluate(1), assessed(1), evaluate(1))
     assert todo[-2:] == [do.Send("tested 1"), do.Send("tested 1")]
@@ -102,20 +106,20 @@ def test_the_word_on_an_update_counts_whenever_it_comes() -> None:
 def test_failures_are_said_with_what_was_done_and_the_client_stays_unless_it_could_not_load() -> None:
     state, _ = told(Session(), *JOINED, train(0))
     state, todo = told(state, e.TurnBroke("f", 0, "train", "the loss is nan"))
-    assert todo == [do.Send(do.TurnFailed("f", 0, "the loss is nan", "train"))]
+    assert todo == [do.Send(do.ClientFailed("f", 0, "the loss is nan", "train"))]
     _, todo = told(state, train(1))
     assert todo == [do.TrainLocally("f", 1, "order 1")]
     state, _ = told(Session(), *JOINED[:2])
     state, todo = told(state, e.TurnBroke("f", 0, "load", "no data set"))
-    assert todo == [do.Send(do.TurnFailed("f", 0, "no data set", "load"))]
+    assert todo == [do.Send(do.ClientFailed("f", 0, "no data set", "load"))]
     assert state.phase is Phase.FAILED
-    _, todo = told(state, e.Invited("f", 1, "again"))
+    _, todo = told(state, e.Participate("f", 1, "again"))
     assert todo == [do.DropStage("f", 1, "replaced by f version 1"), do.JoinFederation("f", 1, "again")]
 
 
 def test_release_and_leaving_stop_everything_of_the_job() -> None:
     state, _ = told(Session(), *JOINED, train(0))
-    released, todo = told(state, e.Released("f", 1, "the job is over"))
+    released, todo = told(state, e.Release("f", 1, "the job is over"))
     assert todo == [do.DropStage("f", 1, "the job is over")]
     assert (released.phase, released.job, released.unacknowledged) == (Phase.IDLE, "", ())
     _, todo = told(state, e.LeaveAsked("bye"))
@@ -126,20 +130,20 @@ def test_release_and_leaving_stop_everything_of_the_job() -> None:
 
 def test_a_plan_replaces_a_federated_job_and_the_other_way_round() -> None:
     state, _ = told(Session(), *JOINED)
-    state, todo = told(state, e.Assigned("j", 4, frozenset(), 0, "stage"))
+    state, todo = told(state, e.Assign("j", 4, frozenset(), 0, "stage"))
     assert todo == [do.DropStage("f", 1, "replaced by j version 4"), do.LoadStage("j", 4, "stage")]
-    _, todo = told(state, e.Invited("f", 1, "work"))
+    _, todo = told(state, e.Participate("f", 1, "work"))
     assert todo == [do.DropStage("j", 4, "replaced by f version 1"), do.JoinFederation("f", 1, "work")]
 
 
 EVENTS = st.one_of(
-    st.sampled_from([*AGAIN, e.Invited("f", 1, "work"), e.Joined("f", 1, "loaded")]),
+    st.sampled_from([*AGAIN, e.Participate("f", 1, "work"), e.Joined("f", 1, "loaded")]),
     st.integers(0, 3).flatmap(
         lambda r: st.sampled_from(
             [train(r), evaluate(r), trained(r), assessed(r), settled(r), settled(r, taken=False)]
         )
     ),
-    st.sampled_from([e.Released("f", 1, "over"), e.TurnBroke("f", 1, "train", "nan")]),
+    st.sampled_from([e.Release("f", 1, "over"), e.TurnBroke("f", 1, "train", "nan")]),
 )
 
 

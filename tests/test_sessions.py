@@ -69,7 +69,7 @@ def test_what_waited_for_a_replaced_session_is_not_said_to_it(stack: ExitStack, 
 
     def replace(server: Server) -> tuple[int, str]:
         before = server.shell.outboxes[first.worker]
-        before.queue.put_nowait(do.ReleaseStage("a-job", 1, "stale"))
+        before.queue.put_nowait(do.Release("a-job", 1, "stale"))
         server.shell.attach(type(before)(first.worker, before.session + 1, asyncio.Queue()))
         return before.queue.qsize(), before.reason
 
@@ -100,7 +100,7 @@ def test_a_worker_that_reads_nothing_cannot_keep_a_replaced_stream(
 
     def fill(server: Server) -> None:
         for _ in range(200):  # 13 MB, more than windows and sockets take in unread
-            server.shell.outboxes[worker.worker].queue.put_nowait(do.ReleaseStage("j", 1, "x" * 65_000))
+            server.shell.outboxes[worker.worker].queue.put_nowait(do.Release("j", 1, "x" * 65_000))
 
     running.call(fill)
     depths: list[int] = []

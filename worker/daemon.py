@@ -163,7 +163,7 @@ class Daemon:
             before = self._state
             self._state, todo = machine.handle(before, event)
             self._note(before, event)
-            if isinstance(event, events.Welcomed):
+            if isinstance(event, events.Welcome):
                 self._heartbeat_s = event.heartbeat_s
                 self._welcomed.set()
                 if self._apps is not None:
@@ -263,7 +263,7 @@ class Daemon:
 
     def _refused(self, error: AtollError) -> None:
         self._end = error
-        self._events.put(events.Dismissed(str(error), for_good=True))
+        self._events.put(events.Dismiss(str(error), for_good=True))
 
     def _send(self, message: pb.FromWorker) -> None:
         stream = self._stream

@@ -371,7 +371,7 @@ class FederatedDriver:
             self._free(state, name, reason)
 
     def _free(self, state: FederationState, worker: str, reason: str) -> None:
-        self.effects.send(worker, do.ReleaseStage(state.job, VERSION, reason))
+        self.effects.send(worker, do.Release(state.job, VERSION, reason))
         self.effects.move(worker, members.Released(f"released by {state.job}"))
 
 

@@ -62,7 +62,7 @@ class Measuring:
         self.effects.roster.ops.requests[self._requests] = OpsRequest(
             worker, job, precision, signatures, now_s, now_s + within_s
         )
-        self.effects.emit(do.SendTo(worker, do.ProbeOpsOf(self._requests, job, signatures, precision)))
+        self.effects.emit(do.SendTo(worker, do.ProbeOps(self._requests, job, signatures, precision)))
 
     def ops_probed(self, worker: str, message: OpsProbed) -> None:
         """Take in a worker's timings; impossible ones quarantine it."""
@@ -126,7 +126,7 @@ class Measuring:
         ours = self.effects.roster.addresses(source, target)
         expect = do.ExpectPeer(source, ours, dial=not theirs)
         most = self.config.max_bytes if request.rate else 0
-        probe = do.ProbeLinkTo(request.request, target, theirs, bool(theirs), self.config.seconds, most)
+        probe = do.ProbeLink(request.request, target, theirs, bool(theirs), self.config.seconds, most)
         self.effects.emit(do.SendTo(target, expect))
         self.effects.emit(do.SendTo(source, probe))
 

@@ -13,9 +13,9 @@ from coordinator.messages.facts import Fact
 
 FOR_PEOPLE = (do.Measured, do.Notify, do.Log, do.SweepBlobs)
 CONSEQUENCES = (
-    do.CommitStep,
-    do.StartStep,
-    do.AssignStage,
+    do.StepCommit,
+    do.StepStart,
+    do.Assign,
     do.Participate,
     do.TrainRound,
     do.EvaluateRound,

@@ -19,7 +19,7 @@ Addresses = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeOpsOf:
+class ProbeOps:
     """Time these ops; no signatures: an empty request, answered at once, to learn the round trip."""
 
     request: int
@@ -29,7 +29,7 @@ class ProbeOpsOf:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeLinkTo:
+class ProbeLink:
     request: int
     peer: str
     addresses: Addresses
@@ -56,7 +56,7 @@ class RankPeer:
 
 
 @dataclass(frozen=True, slots=True)
-class AssignStage:
+class Assign:
     job: str
     spec: JobSpec
     plan: Plan
@@ -67,7 +67,7 @@ class AssignStage:
 
 
 @dataclass(frozen=True, slots=True)
-class StartStep:
+class StepStart:
     job: str
     version: int
     step: int
@@ -83,7 +83,7 @@ class Relink:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitStep:
+class StepCommit:
     job: str
     version: int
     step: int
@@ -96,7 +96,7 @@ class CommitStep:
 
 
 @dataclass(frozen=True, slots=True)
-class DiscardStep:
+class StepDiscard:
     job: str
     version: int
     step: int
@@ -104,7 +104,7 @@ class DiscardStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseStage:
+class Release:
     job: str
     version: int
     reason: str
@@ -169,14 +169,14 @@ class Dismiss:
 
 
 Message = (
-    ProbeOpsOf
-    | ProbeLinkTo
+    ProbeOps
+    | ProbeLink
     | ExpectPeer
-    | AssignStage
-    | StartStep
-    | CommitStep
-    | DiscardStep
-    | ReleaseStage
+    | Assign
+    | StepStart
+    | StepCommit
+    | StepDiscard
+    | Release
     | Participate
     | TrainRound
     | EvaluateRound

@@ -11,7 +11,7 @@ from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.events import StageMessage, StepReady
 from coordinator.messages.facts import Checkpoint, Fact
-from coordinator.messages.instructions import CommitStep, DiscardStep, Relink, StartStep
+from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
 
 MessageT = TypeVar("MessageT", bound=StageMessage, covariant=True)
 
@@ -129,7 +129,7 @@ class Record:
 class ToRanks:
     """One message to every rank of the plan, or to ``rank`` alone."""
 
-    message: StartStep | CommitStep | DiscardStep
+    message: StepStart | StepCommit | StepDiscard
     rank: int | None = None
 
 
@@ -188,7 +188,7 @@ class JobState:
     plan: Plan | None = None
     loaded: frozenset[int] = frozenset()
     ready: Mapping[int, StepReady] = field(default_factory=dict)
-    last_commit: CommitStep | None = None
+    last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running
     stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None

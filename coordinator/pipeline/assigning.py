@@ -8,7 +8,7 @@ from coordinator.messages import instructions as do
 from coordinator.messages.jobs import JobState
 
 
-def assignment(state: JobState, rank: int, roster: Roster) -> do.AssignStage:
+def assignment(state: JobState, rank: int, roster: Roster) -> do.Assign:
     """Return the message that gives a rank of the adopted plan its stage."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
     places, neighbours = state.plan.places, _neighbours(state.plan, rank)
@@ -17,7 +17,7 @@ def assignment(state: JobState, rank: int, roster: Roster) -> do.AssignStage:
         for other, place in enumerate(places)
         if other in neighbours
     )
-    return do.AssignStage(
+    return do.Assign(
         state.job, state.spec, state.plan, rank, state.step, dict(state.checkpoint.tensors), peers
     )
 

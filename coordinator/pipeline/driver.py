@@ -198,7 +198,7 @@ class PipelineDriver:
         for state in self.jobs.values():
             if state.phase not in ENDED and state.rank_of(worker) is not None:
                 reason = "the stage was taken back while you were away"
-                self.effects.send(worker, do.ReleaseStage(state.job, state.version, reason))
+                self.effects.send(worker, do.Release(state.job, state.version, reason))
 
     def reconnected(self, job: str, worker: str) -> None:
         """Repeat what was under way to a worker; its own last words it repeats itself."""
@@ -209,7 +209,7 @@ class PipelineDriver:
         if state.phase is Phase.LOADING and rank not in state.loaded:
             self.effects.send(worker, assignment(state, rank, self.effects.roster))
         elif state.phase in STEPPING and state.last_commit is None:
-            self.effects.send(worker, do.StartStep(state.job, state.version, state.step))
+            self.effects.send(worker, do.StepStart(state.job, state.version, state.step))
         elif state.last_commit is not None:
             self.effects.send(worker, state.last_commit)
 
@@ -382,7 +382,7 @@ class PipelineDriver:
         for place in state.plan.places if state.plan else ():
             worker = self.effects.roster.workers.get(place.worker)
             if worker is not None and worker.member.job == state.job:
-                self.effects.send(place.worker, do.ReleaseStage(state.job, state.version, reason))
+                self.effects.send(place.worker, do.Release(state.job, state.version, reason))
                 self.effects.move(place.worker, members.Released(f"released by {state.job}"))
 
     def _links_due(self, state: JobState, due: LinksDue) -> None:

@@ -23,7 +23,7 @@ from coordinator.messages.facts import (
     PlanAdopted,
     StepCommitted,
 )
-from coordinator.messages.instructions import CommitStep, DiscardStep, Relink, StartStep
+from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import (
     ENDED,
     PREPARING,
@@ -185,7 +185,7 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
         begun_s=now_s,
         store_due_s=now_s + CHECKPOINT_EVERY_S,
     )
-    return begun, [ToRanks(StartStep(state.job, state.version, state.step))]
+    return begun, [ToRanks(StepStart(state.job, state.version, state.step))]
 
 
 # ---------------------------------------------------------------- steps
@@ -226,7 +226,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     loss = next((r.loss for r in reports if r.loss is not None), math.nan)
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
-    commit = CommitStep(
+    commit = StepCommit(
         state.job, state.version, state.step, scale, store, evaluate, last, change, evaluate_coded=coded
     )
     took_s = now_s - state.begun_s if state.begun_s is not None else None
@@ -305,7 +305,7 @@ def _diverged(state: JobState, rank: int, report: StepReady) -> Outcome:
         f"{_place(state, rank)}; the last good checkpoint is of step {state.checkpoint.step}; "
         "lower the learning rate or set a clip norm, then submit with --resume"
     )
-    discard = DiscardStep(state.job, state.version, state.step, reason)
+    discard = StepDiscard(state.job, state.version, state.step, reason)
     ended, todo = _end(state, Phase.FAILED, reason)
     return ended, [ToRanks(discard), *todo]
 

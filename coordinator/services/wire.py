@@ -221,11 +221,11 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
 def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
     """The pb2 form of what the scheduler wants said. Reads DAGs for Assign and ProbeOps."""
     match message:
-        case do.CommitStep():
+        case do.StepCommit():
             return pb.ToWorker(commit=_commit(message))
-        case do.StartStep(job, version, step):
-            return pb.ToWorker(start=pb.Start(job=job, plan_version=version, step=step))
-        case do.DiscardStep():
+        case do.StepStart(job, version, step):
+            return pb.ToWorker(start=pb.StepStart(job=job, plan_version=version, step=step))
+        case do.StepDiscard():
             discard = pb.StepDiscard(
                 job=message.job,
                 plan_version=message.version,
@@ -233,7 +233,7 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
                 reason=message.reason,
             )
             return pb.ToWorker(discard=discard)
-        case do.ReleaseStage(job, version, reason):
+        case do.Release(job, version, reason):
             return pb.ToWorker(release=pb.Release(job=job, plan_version=version, reason=reason))
         case do.Participate():
             return pb.ToWorker(participate=_participate(message, graphs))
@@ -255,7 +255,7 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
             return pb.ToWorker(round_taken=pb.RoundTaken(job=job, round=at_round, taken=taken, reason=reason))
         case do.Dismiss(reason, for_good):
             return pb.ToWorker(dismiss=pb.Dismiss(reason=reason, for_good=for_good))
-        case do.ProbeLinkTo():
+        case do.ProbeLink():
             probe = pb.ProbeLink(
                 request=message.request,
                 peer=_peer(message.peer, message.addresses),
@@ -266,13 +266,13 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
             return pb.ToWorker(probe_link=probe)
         case do.ExpectPeer(peer, addresses, dial):
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=_peer(peer, addresses), dial=dial))
-        case do.AssignStage():
+        case do.Assign():
             return pb.ToWorker(assign=_assign(message, graphs))
-        case do.ProbeOpsOf():
+        case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 
 
-def probe_ops_message(message: do.ProbeOpsOf, probes: dict[str, Probe]) -> pb.ToWorker:
+def probe_ops_message(message: do.ProbeOps, probes: dict[str, Probe]) -> pb.ToWorker:
     """The ops to time, with the shapes they need."""
     ops = [_probe(probes[signature]) for signature in message.signatures if signature in probes]
     return pb.ToWorker(probe_ops=pb.ProbeOps(request=message.request, ops=ops, precision=message.precision))
@@ -288,7 +288,7 @@ def _probe(probe: Probe) -> pb.ProbeOp:
     )
 
 
-def _commit(message: do.CommitStep) -> pb.StepCommit:
+def _commit(message: do.StepCommit) -> pb.StepCommit:
     commit = pb.StepCommit(
         job=message.job,
         plan_version=message.version,
@@ -310,7 +310,7 @@ def _commit(message: do.CommitStep) -> pb.StepCommit:
     return commit
 
 
-def _assign(message: do.AssignStage, graphs: GraphStore) -> pb.Assign:
+def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
     plan, places = message.plan, message.plan.places
     stage = places[message.rank].stage
     both = graphs.programs(plan)

@@ -204,7 +204,7 @@ class WorkService(rpc.WorkServicer):
     async def _converted(self, message: do.Message) -> pb.ToWorker | None:
         """The message as pb2; what needs a DAG is built in a thread."""
         shell = self._shell
-        if isinstance(message, do.ProbeOpsOf):
+        if isinstance(message, do.ProbeOps):
             if not message.signatures:
                 return probe_ops_message(message, {})
             spec = shell.scheduler.spec_of(message.job)
@@ -216,7 +216,7 @@ class WorkService(rpc.WorkServicer):
             return await asyncio.to_thread(
                 lambda: probe_ops_message(message, dict(shell.graphs.graphs(*dags).probes))
             )
-        if isinstance(message, do.AssignStage | do.Participate):
+        if isinstance(message, do.Assign | do.Participate):
             return await asyncio.to_thread(to_worker, message, shell.graphs)
         return to_worker(message, shell.graphs)
 

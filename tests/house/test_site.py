@@ -170,7 +170,7 @@ def test_every_phase_of_a_machines_table_is_drawn_unless_nothing_leads_there(nam
         ("job", "training", "StageLost", {"paused", "failed"}),
         ("federated-job", "queued", "Begin", {"gathering"}),
         ("federated-job", "training", "Interrupted", {"paused"}),
-        ("session", "connecting", "Welcomed", {"idle"}),
+        ("session", "connecting", "Welcome", {"idle"}),
         ("session", "loading", "StageLoaded", {"ready"}),
         ("session", "draining", "Drained", {"gone"}),
     ],

@@ -59,7 +59,7 @@ class Checks:
             raise Violation(f"{worker} applies step {step} of {job}, version {version}; next is {awaited}")
         self.applied[key] = step + 1
 
-    def missed(self, worker: str, work: do.AssignStage, blob: str) -> None:
+    def missed(self, worker: str, work: do.Assign, blob: str) -> None:
         """Only an assignment that is out of date may name a blob that was deleted."""
         coordinator = self.world.coordinator
         state = coordinator.scheduler.jobs.get(work.job)
@@ -83,12 +83,12 @@ class Checks:
         """Look at what the coordinator does."""
         self.events += 1
         match instruction:
-            case do.SendTo(_, do.CommitStep() as commit):
+            case do.SendTo(_, do.StepCommit() as commit):
                 self._commit(commit)
             case do.AggregateRound():
                 self._counted(instruction)
 
-    def _commit(self, commit: do.CommitStep) -> None:
+    def _commit(self, commit: do.StepCommit) -> None:
         driver: Any = self.world.coordinator.scheduler.driver_of(commit.job)
         state = driver.jobs[commit.job]
         ranks = {place.worker for place in state.plan.places}

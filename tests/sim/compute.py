@@ -64,7 +64,7 @@ Key = tuple[str, int, int, bool]
 class Held:
     """A stage: its place, its tensors after ``step`` steps, and neighbours' messages of the one under way."""
 
-    work: do.AssignStage
+    work: do.Assign
     tensors: dict[str, str]
     step: int
     outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss
@@ -113,7 +113,7 @@ class Bench:
     post: Callable[[e.Event], None]
     send: Callable[[str, Tensors], None]  # to a peer
     store: Callable[[str], None]  # a blob, into the coordinator's store
-    has: Callable[[do.AssignStage, str], bool]  # whether the store has a blob
+    has: Callable[[do.Assign, str], bool]  # whether the store has a blob
     applied: Callable[[str, int, int], None]  # job, version, step: for the checks
     held: Held | None = None
     joined: str = ""
@@ -177,7 +177,7 @@ class Bench:
 
     # ------------------------------------------------------------ stages
 
-    def _load(self, work: do.AssignStage) -> None:
+    def _load(self, work: do.Assign) -> None:
         self._stop()
         spec, place = work.spec, work.plan.places[work.rank]
         stage = work.plan.stages[place.stage]

@@ -11,7 +11,7 @@ from tests.sim.clock import Clock, Process
 
 KEEPALIVE_S = 10.0  # a stream that carries nothing for so long is given up by whoever looks
 RETRANSMIT_S = 0.25
-REPEATED_WITHIN_S = 8.0
+REPEATED_WITHIN_S = 6.0
 RESET_S = 0.05  # a killed process's machine answers for it
 
 
@@ -44,7 +44,7 @@ class Stream:
         self.last_s[1 - sender] = arrival_s
         self._deliver(1 - sender, message, arrival_s, clock.now_s)
         if clock.random.random() < network.repeats and not isinstance(message, Heartbeat):
-            late_s = arrival_s + REPEATED_WITHIN_S * clock.random.random() ** 2
+            late_s = arrival_s + REPEATED_WITHIN_S * clock.random.random()
             self._deliver(1 - sender, message, late_s, clock.now_s)
 
     def _deliver(self, at: int, message: Any, arrival_s: float, sent_s: float) -> None:

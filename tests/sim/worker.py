@@ -26,41 +26,39 @@ PEER_SILENCE_S = 4.0
 def event_of(message: do.Message) -> e.Event | None:
     """Return the event that a coordinator's message is to a session, None where the shell alone hears it."""
     match message:
-        case do.AssignStage(job, plan=plan, peers=peers, first_step=first_step):
-            return e.Assigned(
-                job, plan.version, frozenset(peer.worker for peer in peers), first_step, message
-            )
-        case do.StartStep(job, version, step):
-            return e.Started(job, version, step)
-        case do.CommitStep(job, version, step, scale, store, evaluate, last):
-            return e.Committed(job, version, step, scale, store, evaluate, last)
-        case do.DiscardStep(job, version, step, reason):
-            return e.Discarded(job, version, step, reason)
-        case do.ReleaseStage(job, version, reason):
-            return e.Released(job, version, reason)
+        case do.Assign(job, plan=plan, peers=peers, first_step=first_step):
+            return e.Assign(job, plan.version, frozenset(peer.worker for peer in peers), first_step, message)
+        case do.StepStart(job, version, step):
+            return e.StepStart(job, version, step)
+        case do.StepCommit(job, version, step, scale, store, evaluate, last):
+            return e.StepCommit(job, version, step, scale, store, evaluate, last)
+        case do.StepDiscard(job, version, step, reason):
+            return e.StepDiscard(job, version, step, reason)
+        case do.Release(job, version, reason):
+            return e.Release(job, version, reason)
         case do.Participate(job, version):
-            return e.Invited(job, version, message)
+            return e.Participate(job, version, message)
         case do.TrainRound(job, at_round):
-            return e.TrainAsked(job, at_round, message)
+            return e.TrainRound(job, at_round, message)
         case do.EvaluateRound(job, at_round):
-            return e.EvaluationAsked(job, at_round, message)
+            return e.EvaluateRound(job, at_round, message)
         case do.RoundTaken(job, at_round, taken, reason):
-            return e.RoundSettled(job, at_round, taken, reason)
+            return e.RoundTaken(job, at_round, taken, reason)
         case do.Dismiss(reason, for_good):
-            return e.Dismissed(reason, for_good)
-        case do.ProbeOpsOf(request):
-            return e.OpsAsked(request, message)
-        case do.ProbeLinkTo(request, peer):
-            return e.LinkAsked(request, peer, message)
+            return e.Dismiss(reason, for_good)
+        case do.ProbeOps(request):
+            return e.ProbeOps(request, message)
+        case do.ProbeLink(request, peer):
+            return e.ProbeLink(request, peer, message)
     return None
 
 
 def said(message: Any) -> Any:
     """Return what the coordinator hears of what a session says."""
     match message:
-        case todo.Failed(job, version, step, reason, lost_peer):
+        case todo.StageFailed(job, version, step, reason, lost_peer):
             return ev.StageFailed(job, version, step, reason, lost_peer)
-        case todo.TurnFailed(job, at_round, reason, during):
+        case todo.ClientFailed(job, at_round, reason, during):
             return ev.ClientFailed(job, at_round, reason, during)
         case todo.StillHeld(job, version):
             return ev.Loaded(job, version)
@@ -82,7 +80,7 @@ class Worker(Machine):
     peers: Callable[[str], Worker | None] = field(kw_only=True)
     applied: Callable[[str, str, int, int], None] = field(default=lambda *_: None, kw_only=True)
     said: Callable[[str, Any], None] = field(default=lambda *_: None, kw_only=True)
-    missed: Callable[[str, do.AssignStage, str], None] = field(default=lambda *_: None, kw_only=True)
+    missed: Callable[[str, do.Assign, str], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
     session: Session = field(default_factory=Session, init=False)
     stream: Stream | None = field(default=None, init=False)
@@ -165,7 +163,7 @@ class Worker(Machine):
     def _welcome(self, stream: Stream) -> None:
         def hear() -> None:
             self.stream = stream
-            self.hear(e.Welcomed(self.name, self.coordinator().config.liveness.heartbeat_s))
+            self.hear(e.Welcome(self.name, self.coordinator().config.liveness.heartbeat_s))
 
         # The welcome is the stream's first message: nothing overtakes it.
         arrival_s = self.clock.now_s + self.network.travel_s("", self.name, 100)
@@ -231,7 +229,7 @@ class Worker(Machine):
     def _store(self, blob: str) -> None:
         self.coordinator().folder.blobs.add(blob)
 
-    def _has(self, work: do.AssignStage, blob: str) -> bool:
+    def _has(self, work: do.Assign, blob: str) -> bool:
         found = blob in self.coordinator().folder.blobs
         if not found:
             self.missed(self.name, work, blob)

@@ -9,13 +9,13 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Welcomed:
+class Welcome:
     worker: str
     heartbeat_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Assigned:
+class Assign:
     job: str
     version: int
     peers: frozenset[str]
@@ -24,7 +24,7 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class StepStart:
     job: str
     version: int
     step: int
@@ -40,7 +40,7 @@ class Relink:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class StepCommit:
     job: str
     version: int
     step: int
@@ -53,7 +53,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class Discarded:
+class StepDiscard:
     job: str
     version: int
     step: int
@@ -61,14 +61,14 @@ class Discarded:
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class Release:
     job: str
     version: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Invited:
+class Participate:
     """A federated job wants this worker's data."""
 
     job: str
@@ -77,21 +77,21 @@ class Invited:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainAsked:
+class TrainRound:
     job: str
     round: int
     order: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationAsked:
+class EvaluateRound:
     job: str
     round: int
     order: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class RoundSettled:
+class RoundTaken:
     """Outcome of our update of ``round``."""
 
     job: str
@@ -101,19 +101,19 @@ class RoundSettled:
 
 
 @dataclass(frozen=True, slots=True)
-class Dismissed:
+class Dismiss:
     reason: str
     for_good: bool
 
 
 @dataclass(frozen=True, slots=True)
-class OpsAsked:
+class ProbeOps:
     request: int
     ops: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class LinkAsked:
+class ProbeLink:
     request: int
     peer: str
     target: Any = field(repr=False, compare=False)
@@ -238,8 +238,8 @@ class Drained:
 
 
 Event = (
-    Welcomed | Assigned | Started | Committed | Discarded | Released | Dismissed | OpsAsked | LinkAsked
+    Welcome | Assign | StepStart | StepCommit | StepDiscard | Release | Dismiss | ProbeOps | ProbeLink
     | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
-    | PeerLost | LeaveAsked | Drained | Invited | TrainAsked | EvaluationAsked | RoundSettled | Joined
+    | PeerLost | LeaveAsked | Drained | Participate | TrainRound | EvaluateRound | RoundTaken | Joined
     | UpdateStored | RoundEvaluated | TurnBroke
 )  # fmt: skip

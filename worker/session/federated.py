@@ -20,7 +20,7 @@ MEMBERS = (Phase.ENROLLED, Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND)
 
 
 @TRANSITIONS.on(*WELCOMED)
-def _invited(state: Session, event: ev.Invited) -> Step:
+def _invited(state: Session, event: ev.Participate) -> Step:
     """Join, unless this very participation is held already; whatever else is held goes."""
     if event.job == state.job:
         if event.version < state.version or (event.version == state.version and state.phase is Phase.JOINING):
@@ -48,7 +48,7 @@ def _joined(state: Session, event: ev.Joined) -> Step:
 
 
 @TRANSITIONS.on(*MEMBERS)
-def _train(state: Session, event: ev.TrainAsked) -> Step:
+def _train(state: Session, event: ev.TrainRound) -> Step:
     answer = _answer(state, Kind.UPDATE, event.round)
     if answer:
         return state, answer
@@ -61,7 +61,7 @@ def _train(state: Session, event: ev.TrainAsked) -> Step:
 
 
 @TRANSITIONS.on(*MEMBERS)
-def _evaluate(state: Session, event: ev.EvaluationAsked) -> Step:
+def _evaluate(state: Session, event: ev.EvaluateRound) -> Step:
     answer = _answer(state, Kind.ROUND_EVALUATED, event.round)
     training = state.phase is Phase.TRAINING_ROUND
     if answer and not training:
@@ -76,7 +76,7 @@ def _evaluate(state: Session, event: ev.EvaluationAsked) -> Step:
 
 
 @TRANSITIONS.on(*MEMBERS)
-def _settled(state: Session, event: ev.RoundSettled) -> Step:
+def _settled(state: Session, event: ev.RoundTaken) -> Step:
     state = acknowledged(state, Kind.UPDATE, round=event.round)
     settle = do.SettleRound(event.job, event.round, event.taken)
     if state.phase is Phase.TRAINING_ROUND and event.round == state.step:
@@ -104,7 +104,7 @@ def _broke(state: Session, event: ev.TurnBroke) -> Step:
     if event.round != state.step:
         return ignore(state)
     loading = state.phase is Phase.JOINING
-    failed = do.TurnFailed(event.job, event.round, event.reason, event.during)
+    failed = do.ClientFailed(event.job, event.round, event.reason, event.during)
     return send(replace(state, phase=Phase.FAILED if loading else Phase.ENROLLED), Kind.FAILED, failed)
 
 

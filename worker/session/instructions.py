@@ -119,7 +119,7 @@ class TimeLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class StageFailed:
     """Message to the coordinator: the stage cannot go on."""
 
     job: str
@@ -130,7 +130,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFailed:
+class ClientFailed:
     """Message to the coordinator: this client has no answer. ``during``: load | train | evaluate."""
 
     job: str

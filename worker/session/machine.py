@@ -56,8 +56,8 @@ def handle(state: Session, event: ev.Event) -> Step:
 
 def _current(state: Session, event: ev.Event) -> bool:
     """True unless an event names another plan than ours, or a step another version than it runs under;
-    Assigned, Invited and probes are judged by their handler."""
-    if isinstance(event, ev.Assigned | ev.Released | ev.Invited):
+    Assign, Participate and probes are judged by their handler."""
+    if isinstance(event, ev.Assign | ev.Release | ev.Participate):
         return True
     job: str | None = getattr(event, "job", None)
     version: int | None = getattr(event, "version", None)
@@ -65,7 +65,7 @@ def _current(state: Session, event: ev.Event) -> bool:
         return True
     if version is None:  # of a federated job: its handler looks at the round
         return job == state.job
-    if isinstance(event, ev.Discarded):
+    if isinstance(event, ev.StepDiscard):
         return job == state.job and version in state.versions
     return job == state.job and version == state.version_at(getattr(event, "step", 0))
 
@@ -74,7 +74,7 @@ def _current(state: Session, event: ev.Event) -> bool:
 
 
 @TRANSITIONS.on(*LIVE)
-def _welcomed(state: Session, event: ev.Welcomed) -> Step:
+def _welcomed(state: Session, event: ev.Welcome) -> Step:
     phase = Phase.IDLE if state.phase is Phase.CONNECTING else state.phase
     state = replace(state, phase=phase, worker=event.worker, connected=True, attempts=0)
     return state, tuple(do.Send(kept.message) for kept in state.unacknowledged)
@@ -97,7 +97,7 @@ def _leave(state: Session, event: ev.LeaveAsked) -> Step:
 
 
 @TRANSITIONS.on(*LIVE)
-def _dismissed(state: Session, event: ev.Dismissed) -> Step:
+def _dismissed(state: Session, event: ev.Dismiss) -> Step:
     state_after = replace(state, phase=Phase.DRAINING, unacknowledged=())
     return state_after, (
         *drop(state, event.reason),
@@ -114,7 +114,7 @@ def _drained(state: Session, event: ev.Drained) -> Step:
 
 
 @TRANSITIONS.on(*WELCOMED)
-def _assigned(state: Session, event: ev.Assigned) -> Step:
+def _assigned(state: Session, event: ev.Assign) -> Step:
     if event.job == state.job and event.version <= state.version:
         return ignore(state)
     # A newer plan, or another job, replaces what we hold: the coordinator alone decides.
@@ -134,7 +134,7 @@ def _assigned(state: Session, event: ev.Assigned) -> Step:
 
 
 @TRANSITIONS.on(*HOLDING)
-def _released(state: Session, event: ev.Released) -> Step:
+def _released(state: Session, event: ev.Release) -> Step:
     # A release of a version that we do not know (its Assign was lost) still ends the older one.
     if event.job != state.job or event.version < state.versions[0]:
         return ignore(state)
@@ -151,7 +151,7 @@ def _loaded(state: Session, event: ev.StageLoaded) -> Step:
 
 
 @TRANSITIONS.on(Phase.READY)
-def _started(state: Session, event: ev.Started) -> Step:
+def _started(state: Session, event: ev.StepStart) -> Step:
     """Run the step that is next here: a word that is repeated later names one that is over."""
     if event.step != state.step:
         return ignore(state)
@@ -167,7 +167,7 @@ def _done(state: Session, event: ev.StepDone) -> Step:
 
 
 @TRANSITIONS.on(Phase.WAITING)
-def _committed(state: Session, event: ev.Committed) -> Step:
+def _committed(state: Session, event: ev.StepCommit) -> Step:
     if event.step != state.step:
         return ignore(state)
     state = acknowledged(replace(state, phase=Phase.APPLYING, commit=event), Kind.READY)
@@ -217,7 +217,7 @@ def _next(state: Session) -> Step:
 
 
 @TRANSITIONS.on(Phase.TRAINING, Phase.WAITING, Phase.FAILED)
-def _discarded(state: Session, event: ev.Discarded) -> Step:
+def _discarded(state: Session, event: ev.StepDiscard) -> Step:
     """Back to ready; a step that runs again is started again, under a new plan version where
     neighbours may have messages of the first attempt under way."""
     if event.step != state.step or state.spoiled:
@@ -234,7 +234,7 @@ def _stored(state: Session, event: ev.Stored) -> Step:
 
 @TRANSITIONS.on(Phase.LOADING, Phase.READY, Phase.TRAINING, Phase.APPLYING, Phase.EVALUATING)
 def _broke(state: Session, event: ev.StageBroke) -> Step:
-    failed = do.Failed(event.job, event.version, event.step, event.reason, event.lost_peer)
+    failed = do.StageFailed(event.job, event.version, event.step, event.reason, event.lost_peer)
     spoiled = state.spoiled or state.phase not in (Phase.TRAINING, Phase.WAITING)
     return send(replace(state, phase=Phase.FAILED, spoiled=spoiled), Kind.FAILED, failed)
 
@@ -257,20 +257,20 @@ def _probed(state: Session, event: ev.Probed) -> Step:
 
 
 @TRANSITIONS.on(Phase.IDLE)
-def _time_ops(state: Session, event: ev.OpsAsked) -> Step:
+def _time_ops(state: Session, event: ev.ProbeOps) -> Step:
     return state, (do.TimeOps(event.request, event.ops),)
 
 
 @TRANSITIONS.on(*HOLDING)
-def _refuse_ops(state: Session, event: ev.OpsAsked) -> Step:
+def _refuse_ops(state: Session, event: ev.ProbeOps) -> Step:
     return state, (do.Send(do.Refused(event.request, "", f"busy: {state.phase}")),)
 
 
 @TRANSITIONS.on(Phase.IDLE)
-def _time_link(state: Session, event: ev.LinkAsked) -> Step:
+def _time_link(state: Session, event: ev.ProbeLink) -> Step:
     return state, (do.TimeLink(event.request, event.peer, event.target),)
 
 
 @TRANSITIONS.on(*HOLDING)
-def _refuse_link(state: Session, event: ev.LinkAsked) -> Step:
+def _refuse_link(state: Session, event: ev.ProbeLink) -> Step:
     return state, (do.Send(do.Refused(event.request, event.peer, f"busy: {state.phase}")),)

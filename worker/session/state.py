@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from worker.session.events import Committed
+from worker.session.events import StepCommit
 from worker.session.instructions import DropStage, Instruction, Send
 
 RECENT = 12  # events remembered for error messages
@@ -67,7 +67,7 @@ class Session:
     eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending; the first was assigned
     peers: frozenset[str] = frozenset()
     step: int = 0
-    commit: Committed | None = None  # being carried out
+    commit: StepCommit | None = None  # being carried out
     spoiled: bool = False  # an apply broke half way: only a new plan can help
     unacknowledged: tuple[Kept, ...] = ()
     ignored: int = 0

@@ -81,33 +81,33 @@ def event_from(message: pb.ToWorker) -> events.Event | PeerExpected:
     return event
 
 
-def refusal(message: pb.ToWorker, reason: str) -> instructions.Failed | instructions.TurnFailed:
+def refusal(message: pb.ToWorker, reason: str) -> instructions.StageFailed | instructions.ClientFailed:
     """The answer to a message of ``ANSWERED`` that breaks a bound."""
     match message.WhichOneof("body"):
         case "participate":
-            return instructions.TurnFailed(message.participate.job, 0, reason, "load")
+            return instructions.ClientFailed(message.participate.job, 0, reason, "load")
         case "train_round":
-            return instructions.TurnFailed(
+            return instructions.ClientFailed(
                 message.train_round.job, message.train_round.round, reason, "train"
             )
         case "evaluate_round":
             order = message.evaluate_round
-            return instructions.TurnFailed(order.job, order.round, reason, "evaluate")
+            return instructions.ClientFailed(order.job, order.round, reason, "evaluate")
     if message.WhichOneof("body") == "commit":
-        return instructions.Failed(
+        return instructions.StageFailed(
             message.commit.job, message.commit.plan_version, message.commit.step, reason
         )
-    return instructions.Failed(message.assign.job, message.assign.plan_version, 0, reason)
+    return instructions.StageFailed(message.assign.job, message.assign.plan_version, 0, reason)
 
 
-def _welcome(m: pb.Welcome) -> events.Welcomed:
-    return events.Welcomed(
+def _welcome(m: pb.Welcome) -> events.Welcome:
+    return events.Welcome(
         bounds.name("worker", m.worker, DEFAULT_LIMITS),
         bounds.number("heartbeat", m.heartbeat_s, 0.01, 3600.0),
     )
 
 
-def _assign(m: pb.Assign) -> events.Assigned:
+def _assign(m: pb.Assign) -> events.Assign:
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
         name, addresses = _peer(entry.peer)
@@ -127,15 +127,15 @@ def _assign(m: pb.Assign) -> events.Assigned:
         states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
         first_step=m.first_step,
     )
-    return events.Assigned(
+    return events.Assign(
         assignment.job, assignment.version, assignment.peers, assignment.first_step, assignment
     )
 
 
-def _commit(m: pb.StepCommit) -> events.Committed:
+def _commit(m: pb.StepCommit) -> events.StepCommit:
     scale = bounds.number("gradient scale", m.gradient_scale)
     relink = _relink(m) if m.HasField("relink") else None
-    return events.Committed(
+    return events.StepCommit(
         m.job, m.plan_version, m.step, scale, m.store, m.evaluate, m.last, m.evaluate_coded, relink
     )
 
@@ -150,10 +150,10 @@ def _relink(m: pb.StepCommit) -> events.Relink:
     )
 
 
-def _ops(m: pb.ProbeOps) -> events.OpsAsked:
+def _ops(m: pb.ProbeOps) -> events.ProbeOps:
     precision = bounds.one_of("precision", m.precision or "fp32", Precision)
     probes = tuple(_op_probe(op) for op in bounds.count("ops to time", list(m.ops), MAX_PROBES))
-    return events.OpsAsked(m.request, OpsRequest(probes, precision))
+    return events.ProbeOps(m.request, OpsRequest(probes, precision))
 
 
 def _op_probe(m: pb.ProbeOp) -> OpProbe:
@@ -170,11 +170,11 @@ def _op_probe(m: pb.ProbeOp) -> OpProbe:
     )
 
 
-def _link(m: pb.ProbeLink) -> events.LinkAsked:
+def _link(m: pb.ProbeLink) -> events.ProbeLink:
     peer, addresses = _peer(m.peer)
     seconds = bounds.number("probe seconds", m.seconds, 0.0, MAX_PROBE_S)
     max_bytes = bounds.within("probe bytes", m.max_bytes, 0, MAX_PROBE_BYTES)
-    return events.LinkAsked(m.request, peer, LinkRequest(addresses, m.dial, seconds, max_bytes))
+    return events.ProbeLink(m.request, peer, LinkRequest(addresses, m.dial, seconds, max_bytes))
 
 
 def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
@@ -196,16 +196,16 @@ _READERS: Mapping[str, Any] = {
     "probe_ops": _ops,
     "probe_link": _link,
     "assign": _assign,
-    "start": lambda m: events.Started(m.job, m.plan_version, m.step),
+    "start": lambda m: events.StepStart(m.job, m.plan_version, m.step),
     "commit": _commit,
-    "discard": lambda m: events.Discarded(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),
-    "release": lambda m: events.Released(m.job, m.plan_version, clean(m.reason, MAX_REASON_CHARS)),
-    "dismiss": lambda m: events.Dismissed(clean(m.reason, MAX_REASON_CHARS), m.for_good),
+    "discard": lambda m: events.StepDiscard(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),
+    "release": lambda m: events.Release(m.job, m.plan_version, clean(m.reason, MAX_REASON_CHARS)),
+    "dismiss": lambda m: events.Dismiss(clean(m.reason, MAX_REASON_CHARS), m.for_good),
     "expect_peer": _expect_peer,
     "participate": wire_federated.invited,
     "train_round": wire_federated.train_asked,
     "evaluate_round": wire_federated.evaluation_asked,
-    "round_taken": lambda m: events.RoundSettled(m.job, m.round, m.taken, clean(m.reason, MAX_REASON_CHARS)),
+    "round_taken": lambda m: events.RoundTaken(m.job, m.round, m.taken, clean(m.reason, MAX_REASON_CHARS)),
 }
 
 
@@ -217,7 +217,7 @@ def to_proto(message: object) -> pb.FromWorker:
     match message:
         case pb.FromWorker():
             return message
-        case instructions.Failed():
+        case instructions.StageFailed():
             failed = pb.StageFailed(
                 job=message.job,
                 plan_version=message.version,
@@ -226,7 +226,7 @@ def to_proto(message: object) -> pb.FromWorker:
                 lost_peer=message.lost_peer,
             )
             return pb.FromWorker(failed=failed)
-        case instructions.TurnFailed(job, at_round, reason, during):
+        case instructions.ClientFailed(job, at_round, reason, during):
             turn = pb.ClientFailed(job=job, round=at_round, reason=reason[:MAX_REASON_CHARS], during=during)
             return pb.FromWorker(client_failed=turn)
         case instructions.StillHeld(job, version):

@@ -22,7 +22,7 @@ MAX_ROUND = (1 << 31) - 1  # a round's steps have keys of 64 bits
 MAX_BATCH = 1 << 24
 
 
-def invited(m: pb.Participate) -> events.Invited:
+def invited(m: pb.Participate) -> events.Participate:
     """A federated job that wants this worker."""
     joining = Joining(
         job=bounds.name("job", m.job, DEFAULT_LIMITS),
@@ -38,21 +38,21 @@ def invited(m: pb.Participate) -> events.Invited:
         },
         batch=bounds.within("batch", m.batch, 1, MAX_BATCH),
     )
-    return events.Invited(joining.job, joining.version, joining)
+    return events.Participate(joining.job, joining.version, joining)
 
 
-def train_asked(m: pb.TrainRound) -> events.TrainAsked:
+def train_asked(m: pb.TrainRound) -> events.TrainRound:
     """A round to train."""
     at_round = bounds.within("round", m.round, 0, MAX_ROUND)
     codec = bounds.name("codec", m.codec, DEFAULT_LIMITS)
     ratio = bounds.number("ratio", m.ratio, 1.0, MAX_RATIO)
-    return events.TrainAsked(m.job, at_round, TrainOrder(at_round, _model(m.model), codec, ratio, m.seed))
+    return events.TrainRound(m.job, at_round, TrainOrder(at_round, _model(m.model), codec, ratio, m.seed))
 
 
-def evaluation_asked(m: pb.EvaluateRound) -> events.EvaluationAsked:
+def evaluation_asked(m: pb.EvaluateRound) -> events.EvaluateRound:
     """A model to evaluate."""
     at_round = bounds.within("round", m.round, 0, MAX_ROUND)
-    return events.EvaluationAsked(m.job, at_round, EvaluateOrder(at_round, _model(m.model)))
+    return events.EvaluateRound(m.job, at_round, EvaluateOrder(at_round, _model(m.model)))
 
 
 def _model(m: pb.Model) -> ModelRef:
