@@ -88,7 +88,7 @@ def built_in(name: str, training: TrainingSpec, dropout: float) -> Case:
 
 def _models() -> Mapping[str, Callable[..., Any]]:
     """The tests' models; imported late, for a job file needs none of them."""
-    from tests.architectures import ARCHITECTURES
+    from tests.coordinator.capture.architectures import ARCHITECTURES
     from tests.models import MODELS
 
     return {**MODELS, **ARCHITECTURES}

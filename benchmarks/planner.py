@@ -19,8 +19,8 @@ from atoll.job import TrainingSpec
 from benchmarks.harness import execute
 from coordinator.planning.clusters import groups
 from coordinator.planning.planner import PlanRequest, make_plan
-from tests.dags import gpt_like
-from tests.fleets import islands, random_fleet
+from tests.coordinator.planning.dags import gpt_like
+from tests.coordinator.planning.fleets import islands, random_fleet
 
 
 @dataclass(frozen=True)

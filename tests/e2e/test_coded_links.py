@@ -9,8 +9,8 @@ import pytest
 from atoll.microbatch import ScheduleName
 from benchmarks.oracle import every_link
 from compressors import catalogue
-from tests.crew import TRAINING, Crew, assign, case, cut_evenly
 from tests.patience import HUNG_S
+from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.run import StepReport

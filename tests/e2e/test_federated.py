@@ -21,7 +21,7 @@ from benchmarks.federated_fleet import COORDINATOR, FederatedFleet
 from coordinator.client.prepare import prepare
 from strategies.fedimpro_module import FedImpro
 from strategies.moon_module import Moon
-from tests.same_job import Classifier
+from tests.e2e.same_job import Classifier
 
 BATCH = 16
 

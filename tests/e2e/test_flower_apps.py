@@ -22,7 +22,7 @@ from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.flower.launcher import AppCommand
 from protos import command_line
-from tests.flower_apps import accept, command, restart_coordinator, run, write_app
+from tests.coordinator.flower.flower_apps import accept, command, restart_coordinator, run, write_app
 from worker.apps.store import AppStore
 from worker.cli import main as cli
 

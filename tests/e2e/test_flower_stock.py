@@ -12,7 +12,7 @@ pytest.importorskip("flwr")
 
 from benchmarks.rivals.flower_stock import StockFlower
 from strategies import STRATEGIES
-from tests.test_flower_digits import APP, LISTED, accuracies
+from tests.examples.test_flower_digits import APP, LISTED, accuracies
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NODES, ROUNDS = 4, 2

@@ -13,7 +13,7 @@ from atoll import Job
 from benchmarks.federated_fleet import FederatedFleet
 from benchmarks.real_workers import LoopbackFleet
 from coordinator.client.prepare import prepare
-from tests.same_job import CLIENTS, furthest, in_this_process, job, samples, write_app
+from tests.e2e.same_job import CLIENTS, furthest, in_this_process, job, samples, write_app
 
 RULES = ("fedavg", "fedavgm", "fedprox", "scaffold", "fednova", "feddyn")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -73,7 +73,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the app has left them when our coordinator and workers ran it."""
     pytest.importorskip("flwr")
-    from tests.flower_apps import run
+    from tests.coordinator.flower.flower_apps import run
 
     folder = tmp_path_factory.mktemp("here")
     with LoopbackFleet(len(CLIENTS), options=("--allow-apps",)) as fleet:

@@ -1,0 +1,140 @@
+"""What others wrote stands on the screen as they wrote it: no markup, no emoji codes, no traceback."""
+
+from __future__ import annotations
+
+import ast
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from rich.console import Console, RenderableType
+
+from atoll.microbatch import ScheduleName
+from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
+from coordinator.cli.render import plan_view, status_view, watch_line, watch_view
+from protos import atoll_control_pb2 as pb
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+ROOT = Path(__file__).resolve().parents[3]
+HOSTILE = "[/a][red]:bomb:"
+NAMES = {"w-1": f"name{HOSTILE}"}
+
+
+def shown(view: RenderableType) -> str:
+    """As a console with markup and emoji codes switched on shows it."""
+    text = io.StringIO()
+    Console(file=text, width=2000).print(view)
+    return text.getvalue()
+
+
+def hostile(message: Message) -> list[str]:
+    """Fill every text of ``message``, those below it too; returns the texts."""
+    filled: list[str] = []
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.type == FieldDescriptor.TYPE_MESSAGE:
+            filled += hostile(value.add() if field.is_repeated else value)
+        elif field.type == FieldDescriptor.TYPE_STRING and not field.is_repeated:
+            filled.append(f"{message.DESCRIPTOR.name}.{field.name}{HOSTILE}")
+            setattr(message, field.name, filled[-1])
+        elif field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+            setattr(message, field.name, 1.5)
+        elif field.cpp_type != FieldDescriptor.CPPTYPE_BOOL and not field.is_repeated:
+            setattr(message, field.name, 2)
+    return filled
+
+
+def test_a_workers_device_kind_is_no_markup() -> None:
+    status = pb.StatusReply(workers=[pb.WorkerStatus(worker="w-1", device=pb.DeviceFacts(kind="[/a]"))])
+    assert "[/a] x0" in shown(status_view(status))
+
+
+def test_every_text_of_a_status_stands_as_it_is() -> None:
+    status = pb.StatusReply()
+    texts = hostile(status)
+    found = shown(status_view(status))
+    told = [text for text in texts if text in found]
+    assert {text.partition(HOSTILE)[0] for text in told} >= {
+        "WorkerStatus.worker",
+        "WorkerStatus.name",
+        "WorkerStatus.state",
+        "WorkerStatus.reason",
+        "WorkerStatus.job",
+        "DeviceFacts.kind",
+        "JobUpdate.job",
+        "JobUpdate.name",
+        "JobUpdate.state",
+        "JobUpdate.reason",
+        "LinkStatus.shared",
+    }
+    # Whatever is shown at all is shown whole.
+    assert found.count(HOSTILE) == found.count("[/a]") == found.count(":bomb:")
+
+
+@pytest.mark.parametrize("federated", [False, True])
+def test_every_text_of_a_running_job_stands_as_it_is(federated: bool) -> None:
+    update = pb.JobUpdate()
+    texts = hostile(update)
+    if not federated:
+        update.ClearField("federated")
+    for view in (shown(watch_view(update, [1.0, 0.5], NAMES)), watch_line(update)):
+        assert view.count(HOSTILE) == view.count("[/a]") == view.count(":bomb:") >= 4
+    found = shown(watch_view(update, [1.0, 0.5], NAMES))
+    missing = {text.partition(HOSTILE)[0] for text in texts if text not in found}
+    expected = {
+        "FederatedStatus.strategy",
+        "FederatedStatus.data",
+        "ClientStatus.codec",
+        "ClientStatus.reason",
+    }
+    assert not missing & (expected if federated else {"LinkRate.codec", "LinkRate.reason", "JobUpdate.state"})
+
+
+def test_every_text_of_a_plan_stands_as_it_is() -> None:
+    plan = Plan(
+        job="j",
+        version=1,
+        dag_hash="",
+        eval_dag_hash="",
+        partitioner=f"partitioner{HOSTILE}",
+        schedule=ScheduleName.GPIPE,
+        n_micro=2,
+        stages=(
+            StageSpec(0, 3, 0, 3, ("w-1",), 2),
+            StageSpec(3, 5, 3, 5, (f"w-2{HOSTILE}",), 2),
+        ),
+        links=(LinkSpec(0, 1, f"codec{HOSTILE}", 2.0, reason=f"why{HOSTILE}"),),
+        prediction=Prediction(
+            step_s=1.0,
+            lower_bound_s=0.5,
+            bottleneck=f"bottleneck{HOSTILE}",
+            reason=f"reason{HOSTILE}",
+            stages=(StagePrediction("w-1", 0.1, 0.1, 1 << 20, 1 << 30),),
+            links=(LinkPrediction("w-1", f"w-2{HOSTILE}", 1000, 0.1, 2000),),
+            notes=(f"note{HOSTILE}",),
+        ),
+        left_out=(("w-1", f"left out{HOSTILE}"),),
+    )
+    found = shown(plan_view(plan, NAMES))
+    for word in ("partitioner", "name", "w-2", "codec", "why", "bottleneck", "note", "left out"):
+        assert f"{word}{HOSTILE}" in found
+
+
+def consoles() -> Iterator[tuple[str, ast.Call]]:
+    for path in [*ROOT.glob("coordinator/**/*.py"), *ROOT.glob("worker/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console":
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def test_no_console_of_a_command_reads_markup_or_emoji_codes() -> None:
+    found = dict(consoles())
+    assert len(found) >= 4
+    for where, call in found.items():
+        given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in call.keywords}
+        assert (given.get("markup"), given.get("emoji")) == (False, False), where

@@ -1,0 +1,144 @@
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll import Job, OptimizerName, Precision, Recompute, ScheduleKind, TrainingSpec
+from atoll.errors import UsageError
+from coordinator.client.job_file import load_job, load_module, override_job
+
+GOOD = """
+import torch
+from atoll import Job, Rows, TrainingSpec
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+def job():
+    x = torch.zeros(2, 3)
+    return Job(Net(), {"x": x}, Rows({"x": torch.zeros(8, 3)}), TrainingSpec(steps=10, n_micro=2), "tiny")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _path_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def _write(folder: Path, text: str) -> Path:
+    path = folder / "job.py"
+    path.write_text(text)
+    return path
+
+
+def _plain() -> Job:
+    return Job(module=None, example_inputs={}, data=None, training=TrainingSpec(steps=10, n_micro=2))  # type: ignore[arg-type]
+
+
+def test_a_job_file_gives_its_job(tmp_path: Path) -> None:
+    job = load_job(_write(tmp_path, GOOD))
+    assert job.name == "tiny"
+    assert job.training.steps == 10
+
+
+def test_overrides_reach_nested_fields_by_their_types(tmp_path: Path) -> None:
+    sets = ["optimizer.lr=3e-4", "steps=500", "optimizer.name=sgd", "schedule.kind=cosine", "recompute=full"]
+    job = load_job(
+        _write(tmp_path, GOOD), [*sets, "optimizer.betas=0.8,0.95", "optimizer.clip_norm=1", "name=other"]
+    )
+    assert job.training.optimizer.lr == 3e-4
+    assert job.training.steps == 500
+    assert job.training.optimizer.name is OptimizerName.SGD
+    assert job.training.schedule.kind is ScheduleKind.COSINE
+    assert job.training.recompute is Recompute.FULL
+    assert job.training.optimizer.betas == (0.8, 0.95)
+    assert job.training.optimizer.clip_norm == 1.0
+    assert job.name == "other"
+
+
+def test_an_optional_field_can_be_taken_back() -> None:
+    job = override_job(_plain(), ["training.optimizer.clip_norm=2", "optimizer.clip_norm=none"])
+    assert job.training.optimizer.clip_norm is None
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("lr=1", "unknown field; known here: steps, n_micro"),
+        ("optimizer.rate=1", "unknown field; known here: name, lr"),
+        ("optimizer=adamw", "set one of optimizer.name"),
+        ("steps.more=1", "has no fields"),
+        ("steps", "write FIELD=VALUE"),
+        ("=3", "write FIELD=VALUE"),
+        ("steps=many", "use a whole number"),
+        ("steps=1.5", "use a whole number"),
+        ("optimizer.lr=fast", "use a number"),
+        ("optimizer.betas=0.9", "use 2 numbers"),
+        ("optimizer.groups=x", "set it in the job file"),
+        ("precision=fp8", "use one of fp32, bf16"),
+        ("recompute=maybe", "use one of off, selective, full, auto"),
+        ("steps=0", "give a number from 1"),
+    ],
+)
+def test_a_wrong_override_says_what_would_be_accepted(item: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        override_job(_plain(), [item])
+
+
+@given(st.floats(min_value=1e-9, max_value=1e3), st.integers(1, 10**9), st.sampled_from(list(Precision)))
+def test_what_is_printed_can_be_set_again(lr: float, steps: int, precision: Precision) -> None:
+    job = override_job(_plain(), [f"optimizer.lr={lr!r}", f"steps={steps}", f"precision={precision}"])
+    assert (job.training.optimizer.lr, job.training.steps, job.training.precision) == (lr, steps, precision)
+
+
+def test_a_file_that_raises_is_told_with_its_own_line(tmp_path: Path) -> None:
+    path = _write(tmp_path, "import json\n\ndef job():\n    return json.loads('{')\n")
+    with pytest.raises(UsageError, match=r"job\.py:4: JSONDecodeError: .* at `return json"):
+        load_job(path)
+
+
+def test_the_whole_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        load_job(_write(tmp_path, "1 / 0\n"), full_trace=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def job(:\n", r"job\.py:1: SyntaxError"),
+        ("x = 1\n", r"no function job\(\)"),
+        ("def job():\n    return 3\n", "returned int; return an atoll.Job"),
+        ("import sys\nsys.exit(3)\n", r"job\.py:2: SystemExit"),
+        ("import nowhere_to_be_found\n", r"job\.py:1: ModuleNotFoundError"),
+    ],
+)
+def test_a_file_that_is_no_job_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_job(_write(tmp_path, text))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is not a file"):
+        load_job(tmp_path / "none.py")
+
+
+def test_loading_twice_gives_two_modules_and_neighbours_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "atoll_test_neighbour.py").write_text("VALUE = 7\n")
+    path = _write(tmp_path, "import atoll_test_neighbour as n\nvalue = [n.VALUE]\n")
+    first, second = load_module(path), load_module(path)
+    assert first is not second
+    assert first.value == [7]
+
+
+def test_a_job_files_own_constants_can_be_set_by_name() -> None:
+    gpt = Path(__file__).resolve().parents[3] / "examples" / "gpt.py"
+    made = load_job(gpt, ["MICRO_BATCH=3", "n_micro=5"])
+    assert made.example_inputs["tokens"].shape[0] == 3
+    assert made.training.n_micro == 5
+    with pytest.raises(UsageError, match="has no constant WIDHT"):
+        load_job(gpt, ["WIDHT=3"])
+    with pytest.raises(UsageError, match="give a int"):
+        load_job(gpt, ["MICRO_BATCH=three"])

@@ -1,0 +1,117 @@
+"""Blobs between a client and the coordinator: only what is missing travels, and goes on where it broke."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from atoll.errors import ConnectionFailed, StorageError
+from coordinator.client.transfer import PIECE_BYTES, download
+from protos.blob_transfer import BlobsOverGrpc, Chunk, LocalBlob, fetch, upload
+from protos.retries import retrying, stop_after_pauses
+from tests.coordinator.client.fake_owner import FakeOwnerServer, Script
+
+if TYPE_CHECKING:
+    from tenacity import Retrying
+
+
+def quick() -> Retrying:
+    return retrying(stop_after_pauses(5.0), sleep=lambda seconds: None)
+
+
+def local(data: bytes) -> LocalBlob:
+    return LocalBlob.of(lambda: data, PIECE_BYTES)
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def store(script: Script) -> Iterator[BlobsOverGrpc]:
+    with FakeOwnerServer(script) as server, server.endpoint.channel() as channel:
+        yield BlobsOverGrpc(channel, (), server.endpoint.address)
+
+
+def test_only_missing_blobs_are_sent_and_an_interrupted_one_goes_on(script: Script, store: BlobsOverGrpc):
+    data = bytes(range(256)) * 20_000
+    have, new = local(b"already there"), local(data)
+    script.blobs[have.hash] = b"already there"
+    script.partial[new.hash] = data[:3_000_000]
+    seen: list[tuple[int, int]] = []
+    sent = upload(store, [have, new, new], quick(), lambda done, total: seen.append((done, total)))
+    assert script.blobs[new.hash] == data
+    assert sent == len(data) - 3_000_000
+    assert seen[0] == (3_000_013, len(data) + 13)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_an_upload_survives_a_restart_of_the_coordinator(script: Script, store: BlobsOverGrpc):
+    script.fail_first = {"Missing": 2, "Put": 1}
+    script.break_after_chunks = 2
+    blob = local(bytes(5_000_000))
+    upload(store, [blob], quick())
+    assert len(script.blobs[blob.hash]) == 5_000_000
+
+
+def test_an_empty_blob_is_stored_too(script: Script, store: BlobsOverGrpc):
+    blob = local(b"")
+    assert upload(store, [blob], quick()) == 0
+    assert script.blobs[blob.hash] == b""
+
+
+def test_a_full_disk_ends_the_upload_with_the_servers_words(script: Script, store: BlobsOverGrpc):
+    script.refuse["Put"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "the disk is full")
+    with pytest.raises(StorageError, match="disk is full"):
+        upload(store, [local(b"x")], quick())
+
+
+def test_an_unreadable_blob_ends_the_upload_with_its_own_error(store: BlobsOverGrpc):
+    def broken(offset: int) -> Iterator[bytes]:
+        raise StorageError("cannot read it")
+        yield b""
+
+    with pytest.raises(StorageError, match="cannot read it"):
+        upload(store, [LocalBlob("0" * 64, 3, broken)], quick())
+
+
+def test_a_store_that_never_keeps_a_blob_is_not_asked_for_ever(script: Script, store: BlobsOverGrpc):
+    asked = 0
+
+    def put(chunks: Iterator[Chunk]) -> set[str]:
+        nonlocal asked
+        asked += 1
+        return {chunk.hash for chunk in chunks} - {blob.hash}
+
+    blob = local(b"x")
+    store.put = put  # type: ignore[method-assign]
+    with pytest.raises(ConnectionFailed, match="did not keep 1 blobs"):
+        upload(store, [blob], quick())
+    assert 2 < asked < 10
+
+
+def test_a_download_goes_on_where_it_broke_and_empty_blobs_arrive(script: Script, store: BlobsOverGrpc):
+    parts = [bytes([n]) * 2500 for n in range(3)] + [b""]
+    hashes = [hashlib.sha256(part).hexdigest() for part in parts]
+    script.blobs = dict(zip(hashes, parts, strict=True))
+    script.break_after_chunks = 4
+    assert [data for _, data in download(store, hashes, quick())] == parts
+
+
+def test_a_damaged_blob_is_refused(script: Script, store: BlobsOverGrpc):
+    name = hashlib.sha256(b"right").hexdigest()
+    script.blobs[name] = b"wrong"
+    with pytest.raises(StorageError, match="copy is damaged"):
+        list(download(store, [name], quick()))
+
+
+def test_a_store_that_sends_nothing_is_not_asked_for_ever():
+    asked: list[list[tuple[str, int]]] = []
+    with pytest.raises(ConnectionFailed, match="nothing of 1 blobs"):
+        list(fetch(lambda wanted: asked.append(wanted) or (), lambda: [("0" * 64, 0)], quick()))
+    assert 2 < len(asked) < 10

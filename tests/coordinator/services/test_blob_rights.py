@@ -1,0 +1,223 @@
+"""Who may fetch and put which blobs; what nothing needs goes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.errors import AccessDenied, StorageError
+from benchmarks.commit import WIDTH, upload
+from benchmarks.fake_worker import FakeWorker
+from coordinator.messages import events as ev
+from coordinator.server import Running
+from coordinator.services.blob_rights import Accounts, Allowance, ClientRole, StageRole, role_of
+from coordinator.services.sweep import sweep
+from protos import atoll_control_pb2 as pb
+from tests.coordinator.federated.test_driver import Fleet, spec
+from tests.coordinator.test_server import Owner, eventually, fleet, refused, stack, start
+from tests.patience import HUNG_S
+
+__all__ = ["stack"]  # a fixture
+NO_GRAPHS: Any = None  # a client runs the whole graph
+
+
+def name_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def put(worker: FakeWorker, data: bytes, size: int | None = None) -> Any:
+    chunk = pb.BlobChunk(hash=name_of(data), size=size or len(data), data=data)
+    return worker.blobs().Put(iter([chunk]), timeout=HUNG_S)
+
+
+def got(blobs: Any, name: str, metadata: Any = ()) -> bytes:
+    request = pb.BlobList(blobs=[pb.BlobRef(hash=name)])
+    return b"".join(chunk.data for chunk in blobs.Get(request, metadata=metadata, timeout=HUNG_S))
+
+
+def data_blob(running: Running, job: str) -> str:
+    (field,) = running.call(lambda server: server.ledger.jobs[job].submitted.spec.data.fields)
+    return str(field.blob)
+
+
+# ---------------------------------------------------------------- what a worker may put
+
+
+@given(
+    puts=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 140), st.booleans()), max_size=30),
+    most=st.integers(1, 3),
+)
+def test_what_a_worker_put_and_nothing_needs_is_never_more_than_it_was_asked_for(
+    puts: list[tuple[str, int, bool]], most: int
+) -> None:
+    accounts, here, settled = Accounts(), dict[str, int](), set[str]()
+
+    def admit(name: str, size: int) -> list[str]:
+        return accounts.admit("w", name, size, Allowance(100, most), lambda n: here.get(n, 0), settled)
+
+    for name, size, counts in puts:
+        if not 0 < size <= 100:
+            with pytest.raises(StorageError, match="at most 100"):
+                admit(name, size)
+            continue
+        away = admit(name, size)
+        assert name not in away
+        assert not settled.intersection(away)
+        here[name] = max(size, here.get(name, 0))
+        for gone in away:
+            del here[gone]
+        loose = [n for n in here if n not in settled]
+        assert sum(here[n] for n in loose) <= 100
+        assert len(loose) <= most
+        if counts:
+            settled.add(name)
+
+
+def test_what_somebody_else_began_does_not_go_with_a_workers_other_puts() -> None:
+    accounts, here = Accounts(), {"begun by the owner": 5}
+    for name, gone in (("begun by the owner", []), ("mine", []), ("newer", ["mine"])):
+        assert accounts.admit("w", name, 60, Allowance(100, 1), lambda n: here.get(n, 0), ()) == gone
+        here[name] = 60
+
+
+def test_a_clients_role_is_one_update_and_the_broadcast_of_its_round() -> None:
+    world = Fleet()
+    world.join("w1")
+    assert role_of(world.scheduler, NO_GRAPHS, "w1") is None
+    world.submit(what=spec())
+    world.loads("w1")
+    role = role_of(world.scheduler, NO_GRAPHS, "w1")
+    assert isinstance(role, ClientRole)
+    model = role.state.model
+    assert model is not None
+    assert role.named() == {*spec().tensors.values(), model.full.hash}
+    assert role.allowance().blobs == 1
+    assert model.full.hash in world.scheduler.blobs_in_flight()
+    world.says("w1", ev.Leaving("its owner needs the machine"))
+    assert role_of(world.scheduler, NO_GRAPHS, "w1") is None
+    assert role_of(world.scheduler, NO_GRAPHS, "nobody") is None
+
+
+# ---------------------------------------------------------------- over the wire
+
+
+def test_a_worker_fetches_what_its_job_named_and_nothing_else(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (inside,), owner = fleet(stack, running, 1, compute_s=0.05, memory_bytes=1 << 30), Owner(running)
+    secret = os.urandom(100)
+    upload(owner.blobs, {name_of(secret): secret}, owner.metadata)
+    job = owner.submit(steps=1000)
+    owner.watch(job, lambda u: u.state == "training")
+    assert inside.assigned is not None
+    named = inside.assigned.tensors[0].blob
+    assert name_of(got(inside.blobs(), named)) == named
+    for other in (name_of(secret), "0" * 64, data_blob(running, job)):
+        error = refused(lambda other=other: got(inside.blobs(), other))  # type: ignore[misc]
+        assert isinstance(error, AccessDenied)
+        assert "that your job did not name to you" in str(error)
+    (outside,) = fleet(stack, running, 1)
+    with pytest.raises(grpc.RpcError, match="no job uses this worker now"):
+        got(outside.blobs(), named)
+
+
+def test_a_worker_puts_no_more_than_its_job_asks_for(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (worker,), owner = fleet(stack, running, 1, compute_s=0.05, memory_bytes=1 << 30), Owner(running)
+    with pytest.raises(grpc.RpcError, match="no job uses this worker now"):
+        put(worker, b"for nobody")
+    job = owner.submit(n_ops=2, steps=1000)
+    owner.watch(job, lambda u: u.state == "training")
+    role = running.call(lambda server: role_of(server.shell.scheduler, server.shell.graphs, worker.worker))
+    assert isinstance(role, StageRole)
+    most = running.call(lambda server: role.allowance())
+    state = 2 * WIDTH * WIDTH * 4 * 4  # two tensors, each with three of the optimizer
+    assert 2 * state < most.n_bytes < 2 * (state + 200_000)
+    error = refused(lambda: put(worker, b"x", size=most.n_bytes + 1))
+    assert isinstance(error, StorageError)
+    before = running.call(lambda server: server.blobs.used_bytes)
+    for _ in range(3 * most.blobs):
+        put(worker, os.urandom(1000))
+        put(worker, b"", size=10)  # counts, but leaves no file
+    assert running.call(lambda server: server.blobs.used_bytes) - before == (most.blobs - 1) * 1000
+    assert len(list((tmp_path / "blobs" / "partial").iterdir())) == 0
+
+
+def test_the_owner_fetches_what_jobs_rest_on_and_no_clients_update(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    owner = Owner(running)
+    blob = data_blob(running, owner.submit())
+    assert name_of(got(owner.blobs, blob, owner.metadata)) == blob
+    update = running.call(lambda server: server.blobs.put(b"one client's update"))
+    error = refused(lambda: got(owner.blobs, update, owner.metadata))
+    assert isinstance(error, AccessDenied)
+    assert "of no job" in str(error)
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+def test_a_sweep_at_the_start_takes_what_nothing_needs_and_no_blob_of_a_fact(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    running = start(stack, tmp_path)
+    job = Owner(running).submit()
+    stale = running.call(lambda server: server.blobs.put(b"nobody came back for this"))
+    fresh = running.call(lambda server: server.blobs.put(b"its job will come"))
+    running.stop()
+    files = [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
+    for path in files:
+        if path.parent.name + path.name != fresh:
+            os.utime(path, (1000.0, 1000.0))
+    again = start(stack, tmp_path)
+    eventually(lambda: not again.call(lambda server: server.blobs.has(stale)))
+    facts = again.call(lambda server: server.ledger.referenced_blobs())
+    assert {path.parent.name + path.name for path in files} == {*facts, stale, fresh}
+    assert again.call(lambda server: [name for name in (*facts, fresh) if not server.blobs.has(name)]) == []
+    assert Owner(again).job(job).state == "queued"
+
+
+def test_an_upload_that_the_owner_asks_about_again_waits_again(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    owner, data = Owner(running), b"submitted tomorrow"
+    name = name_of(data)
+    upload(owner.blobs, {name: data}, owner.metadata)
+    path = running.call(lambda server: server.blobs.path(name))
+
+    def swept() -> Any:
+        work = running.call(lambda server: asyncio.ensure_future(sweep(server.shell)))
+        eventually(work.done)
+        return work.result()
+
+    os.utime(path, (1000.0, 1000.0))
+    asked = pb.BlobList(blobs=[pb.BlobRef(hash=name)])
+    assert not owner.blobs.Missing(asked, metadata=owner.metadata).blobs
+    assert swept() == (0, 0)
+    os.utime(path, (1000.0, 1000.0))
+    assert swept() == (1, len(data))
+
+
+def test_bytes_of_a_worker_are_a_sign_of_life(stack: ExitStack, tmp_path: Path) -> None:
+    running = start(stack, tmp_path)
+    (worker,) = fleet(stack, running, 1)
+
+    def unseen_s() -> float:
+        def ask(server: Any) -> float:
+            known = server.shell.scheduler.roster.workers.get(worker.worker)
+            return 0.0 if known is None else server.shell.clock() - known.member.seen_s
+
+        return float(running.call(ask))
+
+    worker.ended.set()  # no heartbeats any more
+    eventually(lambda: unseen_s() > 1.0)
+    with pytest.raises(grpc.RpcError, match="no job uses this worker now"):
+        put(worker, b"x")
+    eventually(lambda: unseen_s() < 1.0)

@@ -1,0 +1,225 @@
+"""A stage's step over links: several stages in threads end in the bits of one stage alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.job import TrainingSpec
+from atoll.microbatch import ScheduleName
+from tests.worker.stage.crew import JOIN_S, TRAINING, Case, Crew, assign, case, cut_evenly
+from worker.cancel import Cancel, Cancelled
+from worker.inprocess.pipeline import LocalPipeline
+from worker.machine.cpu import CpuMeter
+from worker.session import wire as messages
+from worker.stage import run as compute
+from worker.stage.expected import evaluation_arrivals, step_arrivals
+from worker.stage.run import LongWait, StepReport
+from worker.transport.frames import Direction
+from worker.transport.peer import PeerLost
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def local(made: Case, training: TrainingSpec) -> tuple[LocalPipeline, list[float], list[float]]:
+    """One stage in this process: losses of every step, and of the evaluations after each."""
+    programs, evaluations = made.programs((0,))
+    pipeline = LocalPipeline(programs, training, made.tensors, eval_programs=evaluations, states=made.states)
+    losses, held_out = [], []
+    for step in range(training.steps):
+        batches = [made.batches.of(step, micro) for micro in range(training.n_micro)]
+        losses.append(pipeline.step(step, batches).loss)
+        held_out.append(pipeline.evaluate(made.batches.held_out()))
+    return pipeline, losses, held_out
+
+
+def assert_same(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> None:
+    assert {n: sorted(t) for n, t in a.items()} == {n: sorted(t) for n, t in b.items()}
+    for name, tensors in a.items():
+        for key, value in tensors.items():
+            assert torch.equal(value, b[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("schedule", list(ScheduleName))
+@pytest.mark.parametrize("name", ["branches", "gpt2"])
+def test_three_stages_over_links_end_in_the_bits_of_one(name: str, schedule: ScheduleName) -> None:
+    made = case(name)
+    reference, losses, held_out = local(made, TRAINING)
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 3), TRAINING, schedule))
+    for step in range(TRAINING.steps):
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert len(reports) == 3
+        assert [r.stage.loss for r in reports if r.stage.loss is not None] == [losses[step]]
+        crew.all("apply", step, 1.0)
+        found = [loss for loss in crew.all("evaluate", step, Cancel()) if loss is not None]
+        assert found == [held_out[step]]
+    assert_same(crew.snapshot(), reference.snapshot())
+
+
+@pytest.mark.parametrize("schedule", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE])
+def test_a_discarded_step_leaves_no_trace(schedule: ScheduleName) -> None:
+    made = case("branches")
+    reference, _, _ = local(made, TRAINING)
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, schedule))
+    crew.all("run_step", 0, Cancel())
+    for run in crew.runs:
+        run.discard()
+    for step in range(TRAINING.steps):
+        crew.all("run_step", step, Cancel())
+        crew.all("apply", step, 1.0)
+    assert_same(crew.snapshot(), reference.snapshot())
+
+
+def test_on_a_part_of_a_core_what_other_threads_do_counts_as_handling() -> None:
+    made = case("branches")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    for run in crew.runs:
+        used = iter([100.0, 101.0, 200.0, 201.0])  # CPU seconds of the whole process
+        run._cpu = CpuMeter(0.125, cpu_clock=used.__next__)
+    handled: list[list[float]] = []
+    for step in range(4):
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        crew.all("apply", step, 1.0)
+        if step == 1:
+            crew.all("evaluate", step, Cancel())  # takes CPU, too, which is no step's
+        handled.append([r.handling_s + r.forward_s + r.backward_s + r.optimizer_s for r in reports])
+    assert max(handled[0] + handled[2]) < 5.0
+    for at in (1, 3):
+        assert handled[at] == pytest.approx([8.0, 8.0], rel=1e-3)  # but for what codecs took
+
+
+def test_every_message_was_declared_by_its_receiver() -> None:
+    made = case("gpt2")
+    assignments = assign(made, cut_evenly(made.dag, 3), TRAINING, ScheduleName.ONE_F_ONE_B)
+    crew = Crew(made, assignments)
+    crew.all("run_step", 0, Cancel())
+    crew.all("apply", 0, 1.0)
+    crew.all("evaluate", 0, Cancel())
+    declared = {
+        (arrival.peer, a.worker_of(a.stage), arrival.key)
+        for a in assignments
+        for arrival in (*step_arrivals(a, 0), *evaluation_arrivals(a, 0))
+    }
+    assert set(crew.hub.sent) == declared
+    assert len(crew.hub.sent) == len(declared)
+    assert {key.direction for *_, key in declared} == set(Direction) - {Direction.EVALUATION_CODED}
+
+
+def test_a_cancelled_step_stops_while_it_waits_for_a_neighbour() -> None:
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    cancel, ended = Cancel(), []
+
+    def run() -> None:
+        try:
+            crew.runs[1].run_step(0, cancel)
+        except Cancelled as stopped:
+            ended.append(str(stopped))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    cancel.set("released")
+    thread.join(JOIN_S)
+    assert ended == ["released"]
+
+
+def test_a_wait_that_lasts_is_told_and_again_when_it_has_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "POLL_S", 0.001)
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    cancel, told = Cancel(), []
+
+    def notice(wait: LongWait) -> None:
+        told.append(wait)
+        if len(told) == 3:
+            cancel.set("seen")
+
+    run = crew.runs[1]
+    run._notice, run._clock = notice, count(0, 25).__next__
+    with pytest.raises(Cancelled):
+        run.run_step(0, cancel)
+    assert [wait.waited_s for wait in told] == [75, 150, 300]
+    assert {(wait.peer, wait.key.direction, wait.key.micro) for wait in told} == {
+        ("w-0", Direction.FORWARD, 0)
+    }
+    line = json.loads(messages.waiting(told[0]).log.fields_json)
+    (edge,) = {arrival.key.edge for arrival in step_arrivals(run.assignment, 0)} & {told[0].key.edge}
+    expected = {"peer": "w-0", "direction": "forward", "step": 0, "micro": 0, "edge": edge, "waited_s": 75}
+    assert line == expected
+
+
+def test_a_lost_neighbour_ends_the_step_with_its_name() -> None:
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
+    for receiver in crew.hub.receivers.values():
+        receiver.lost("w-0", "connection reset")
+    with pytest.raises(PeerLost, match="w-0"):
+        crew.runs[1].run_step(0, Cancel())
+
+
+def test_a_step_reports_its_times_and_spans() -> None:
+    made = case("mlp")
+    training = replace(TRAINING, n_micro=2)
+    crew = Crew(made, assign(made, (0,), training, ScheduleName.GPIPE))
+    report = crew.runs[0].run_step(0, Cancel())
+    crew.runs[0].apply(0, 1.0)
+    assert report.forward_s > 0
+    assert report.backward_s > 0
+    kinds = [span.kind for span in crew.runs[0].spans.take()]
+    assert kinds == ["F", "B", "F", "B", "opt"] or kinds == ["F", "F", "B", "B", "opt"]
+    assert crew.runs[0].run_step(1, Cancel()).optimizer_s > 0
+
+
+def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
+    made = case("gpt2")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ZERO_BUBBLE))
+    last, first = crew.runs[1], crew.runs[0]
+    slow, forward = threading.Event(), first._stage.forward
+    backwards = []
+
+    def held_back(micro: int, *arguments: object) -> dict[int, Tensor]:
+        if micro == TRAINING.n_micro - 1:
+            slow.wait(JOIN_S)  # until the other has nothing left to do but its weights' gradients
+        return forward(micro, *arguments)  # type: ignore[arg-type]
+
+    first._stage.forward = held_back  # type: ignore[method-assign]
+    take, backward = last._stage.weight_gradients, last._stage.backward
+
+    def noted(micro: int, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
+        backwards.append(micro)
+        return backward(micro, grads)
+
+    def taken() -> None:
+        take()
+        if last._stage.owed is None and len(backwards) == TRAINING.n_micro - 1:
+            slow.set()
+
+    last._stage.backward = noted  # type: ignore[method-assign]
+    last._stage.weight_gradients = taken  # type: ignore[method-assign]
+    crew.all("run_step", 0, Cancel())
+    assert slow.is_set()
+    assert last._stage.owed is None
+    kinds = [(span.kind, span.micro) for span in last.spans.take() if span.kind in "FIW"]
+    at_last = kinds.index(("F", TRAINING.n_micro - 1))
+    assert {micro for kind, micro in kinds[:at_last] if kind == "W"} == set(range(TRAINING.n_micro - 1))
+    assert {micro for kind, micro in kinds[at_last:] if kind == "W"} == {TRAINING.n_micro - 1}
+
+
+def test_every_message_leaves_one_span_at_either_end() -> None:
+    made = case("mlp")
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.GPIPE))
+    crew.all("run_step", 0, Cancel())
+    spans = [run.spans.take() for run in crew.runs]
+    for here, there in ((0, 1), (1, 0)):
+        sent = [(s.micro, s.bytes) for s in spans[here] if s.kind == "send"]
+        got = [(s.micro, s.bytes) for s in spans[there] if s.kind == "recv"]
+        assert sent
+        assert sorted(sent) == sorted(got)
+    assert all(s.peer == "w-1" for s in spans[0] if s.kind in ("send", "recv"))

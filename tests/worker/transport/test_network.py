@@ -1,0 +1,678 @@
+"""Peer streams over loopback with TLS: who gets in, what arrives, and what happens when it ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import grpc
+import pytest
+
+from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
+from lab.shaper import Shaper
+from protos import PROTOCOL_VERSION
+from protos.credentials import (
+    Authority,
+    Identity,
+    channel_credentials,
+    identity_from,
+    name_options,
+    new_key,
+    signing_request,
+)
+from tests.patience import HUNG_S
+from worker.transport.channels import IDLE_WAKE_S, METHOD
+from worker.transport.connection import Connection
+from worker.transport.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
+from worker.transport.measure import burst_rate_bps
+from worker.transport.network import (
+    SPARE_ROUNDS,
+    PeerLost,
+    PeerNetwork,
+    TransportConfig,
+)
+from worker.transport.peer import Peer
+from worker.transport.window import Window
+
+PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
+"""For tests that are not about patience, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority.open(tmp_path_factory.mktemp("ca"))
+
+
+def enroll(authority: Authority, worker: str) -> Identity:
+    key = new_key()
+    return identity_from(key, authority.sign(signing_request(key, "x"), worker), authority.certificate_pem)
+
+
+def key(number: int = 0, direction: Direction = Direction.FORWARD, job: str = "job") -> MessageKey:
+    return MessageKey(job, 1, 0, number, 7, direction)
+
+
+class Host:
+    """A network whose deliveries and losses land in queues."""
+
+    def __init__(
+        self,
+        identity: Identity | None,
+        config: TransportConfig = PATIENT,
+        *,
+        listen: bool = True,
+        name: str = "",
+    ) -> None:
+        self.delivered: queue.Queue[tuple[str, MessageKey, bytes, bytes]] = queue.Queue()
+        self.lost: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.wanted: Callable[[MessageKey, int], bool] = lambda k, total: total <= 32 << 20
+        self.network = PeerNetwork(
+            identity,
+            ("127.0.0.1", 0) if listen else None,
+            lambda peer, k, header, payload: self.delivered.put((peer, k, header, bytes(payload))),
+            lambda peer, reason: self.lost.put((peer, reason)),
+            config,
+            expect=lambda peer, k, total: memoryview(bytearray(total)) if self.wanted(k, total) else None,
+            name=name,
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return ("127.0.0.1", self.network.port)
+
+
+Make = Callable[..., Host]
+
+
+@pytest.fixture
+def host(authority: Authority) -> Iterator[Make]:
+    before = set(threading.enumerate())
+    made: list[Host] = []
+
+    def make(name: str, config: TransportConfig = PATIENT, *, listen: bool = True) -> Host:
+        made.append(Host(enroll(authority, name), config, listen=listen))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.network.close()
+    left = [t for t in threading.enumerate() if t not in before and t.is_alive()]
+    for thread in left:
+        thread.join(HUNG_S)
+    assert [t.name for t in left if t.is_alive()] == []
+
+
+def connected(
+    make: Make, config: TransportConfig = PATIENT, shaping: Shaper | None = None
+) -> tuple[Host, Host]:
+    """``a`` accepts nobody and dials ``b``."""
+    a, b = make("w-a", config, listen=False), make("w-b", config)
+    a.network.shaping = b.network.shaping = shaping
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], HUNG_S)
+    b.network.wait_for("w-a", HUNG_S)
+    return a, b
+
+
+# ---------------------------------------------------------------- who gets in
+
+
+def test_a_worker_that_accepts_nobody_dials_out_and_frames_flow_both_ways(host: Make) -> None:
+    a, b = connected(host)
+    assert a.network.port == 0
+    a.network.send("w-b", key(), b"head", b"there")
+    b.network.send("w-a", key(), b"", b"back")
+    assert b.delivered.get(timeout=HUNG_S) == ("w-a", key(), b"head", b"there")
+    assert a.delivered.get(timeout=HUNG_S) == ("w-b", key(), b"", b"back")
+
+
+def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
+    a, b = host("w-a", listen=False), host("w-b")
+    with pytest.raises(ConnectionFailed, match="does not expect 'w-a'"):
+        a.network.dial("w-b", [b.address], 1.0)
+    assert b.network.refusals()["stranger"] > 0
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], HUNG_S)
+
+
+def test_a_server_with_another_name_is_refused_by_tls(host: Make) -> None:
+    a, b = host("w-a", listen=False), host("w-b")
+    b.network.admit("w-a")
+    with pytest.raises(AccessDenied, match="not who answers"):
+        a.network.dial("w-c", [b.address], 5)
+
+
+def test_a_worker_of_another_coordinator_does_not_get_in(host: Make, tmp_path: Path) -> None:
+    b = host("w-b")
+    b.network.admit("w-a")
+    stranger = Host(enroll(Authority.open(tmp_path), "w-a"), listen=False)
+    with pytest.raises((AccessDenied, ConnectionFailed)):
+        stranger.network.dial("w-b", [b.address], 1)
+    stranger.network.close()
+    assert not b.network.connected("w-a")
+
+
+def test_the_wrong_address_in_a_list_does_not_hinder_the_right_one(host: Make) -> None:
+    a, b, c = host("w-a", listen=False), host("w-b"), host("w-c")
+    b.network.admit("w-a")
+    assert a.network.dial("w-b", [("127.0.0.1", 1), c.address, b.address], HUNG_S) == b.address
+
+
+def test_nobody_there_is_a_clear_error(host: Make) -> None:
+    a = host("w-a", listen=False)
+    with pytest.raises(ConnectionFailed, match=r"cannot reach w-b within 0.2 s \(127.0.0.1:1"):
+        a.network.dial("w-b", [("127.0.0.1", 1)], 0.2)
+    with pytest.raises(ConnectionFailed, match="did not connect"):
+        a.network.wait_for("w-b", 0.05)
+    with pytest.raises(PeerLost):
+        a.network.send("w-b", key(), b"", b"x")
+
+
+def test_a_port_in_use_is_a_clear_error(host: Make, authority: Authority) -> None:
+    b = host("w-b")
+    with pytest.raises(ConnectionFailed, match="choose another port"):
+        PeerNetwork(enroll(authority, "w-c"), b.address)
+
+
+def test_without_tls_names_are_believed_and_payloads_are_summed() -> None:
+    a, b = Host(None, listen=False, name="w-a"), Host(None, name="w-b")
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], HUNG_S)
+    a.network.send("w-b", key(), b"", b"x" * 100_000)
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"x" * 100_000
+    a.network.close()
+    b.network.close()
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, streams: int) -> None:
+    a, b = connected(host, TransportConfig(streams=streams, silence_s=20, reconnect_s=10))
+    assert a.network.connections("w-b") == streams
+    rng = Random(4711)
+    sizes = [0, 1, 4095, 4096, 65_536, *(rng.randrange(3 << 20) for _ in range(15))]
+    sent = {}
+    for number, size in enumerate(sizes):
+        payload, header = rng.randbytes(size), rng.randbytes(size % 50)
+        k = key(number, rng.choice(list(Direction)))
+        sent[k] = (header, payload)
+        a.network.send("w-b", k, header, payload)
+    got = [b.delivered.get(timeout=HUNG_S) for _ in sizes]
+    assert {k: (header, payload) for _, k, header, payload in got} == sent
+    assert a.network.flush("w-b", HUNG_S)
+    (report,) = a.network.goodput()
+    assert report.peer == "w-b"
+    measured = (Direction.FORWARD, Direction.BACKWARD)
+    assert report.bytes == sum(len(payload) for k, (_, payload) in sent.items() if k.direction in measured)
+    assert report.busy_s > 0
+    assert report.rtt_s > 0
+    assert a.network.goodput() == []
+
+
+def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
+    a, b = connected(host, TransportConfig(silence_s=20, reconnect_s=10))
+    others = [d for d in Direction if d not in (Direction.FORWARD, Direction.BACKWARD)]
+    for number, direction in enumerate(others):
+        a.network.send("w-b", key(number, direction), b"", b"x" * 300_000)
+    for _ in others:
+        b.delivered.get(timeout=HUNG_S)
+    assert a.network.flush("w-b", HUNG_S)
+    assert a.network.goodput() == []
+
+
+def test_a_message_that_nobody_asks_about_any_more_arrives_all_the_same(
+    host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the fault: here no chunk asks for an acknowledgement, and none is ever sent unasked."""
+
+    def sent(window: Window, now_s: float, nbytes: int, *, last: bool) -> int:
+        ask(window, now_s, nbytes, last=last)
+        window.pressed()  # as if it had been
+        return 0
+
+    ask = Window.sent
+    monkeypatch.setattr(Window, "sent", sent)
+    monkeypatch.setattr(Peer, "relieve", lambda peer: None)
+    a, b = connected(host, TransportConfig(silence_s=20.0, reconnect_s=10.0, still_s=0.1, streams=1))
+    body = Random(1).randbytes(1 << 20)  # four first windows
+    a.network.send("w-b", key(), b"", body)
+    assert b.delivered.get(timeout=HUNG_S)[3] == body
+
+
+def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "shape.json"
+    slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 40, "ms": 5}}}')
+    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10)
+    a, b = connected(host, config, Shaper.load(slow))
+    for number in range(4):
+        a.network.send("w-b", key(number), b"", bytes(1 << 20))
+    a.network.send("w-b", key(0, Direction.BACKWARD), b"", bytes(100_000))
+    order = [b.delivered.get(timeout=HUNG_S)[1].direction for _ in range(5)]
+    assert order.index(Direction.BACKWARD) < 2
+
+
+def test_a_full_queue_makes_the_sender_wait_and_times_out_with_numbers(host: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "shape.json"
+    slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 1}}}')
+    config = TransportConfig(max_queued_bytes=1 << 20, silence_s=20, reconnect_s=10)
+    a, _ = connected(host, config, Shaper.load(slow))
+    a.network.send("w-b", key(0), b"", bytes(1 << 20))
+    with pytest.raises(TimeoutError, match="1048576 bytes in 1 messages"):
+        a.network.send("w-b", key(1), b"", bytes(1 << 20), timeout_s=0.1)
+    a.network.forget("job")
+    a.network.send("w-b", key(2), b"", bytes(1 << 20), timeout_s=20)
+
+
+def test_unwanted_messages_are_dropped_counted_and_do_not_fill_the_senders_queue(host: Make) -> None:
+    a, b = connected(host)
+    b.wanted = lambda k, total: k.job == "job"
+    a.network.send("w-b", key(job="stranger"), b"", bytes(3 << 20))
+    a.network.send("w-b", key(), b"", b"wanted")
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"wanted"
+    assert a.network.flush("w-b", HUNG_S)
+    assert b.network.refusals()["unexpected"] == 1
+    assert b.delivered.empty()
+
+
+def test_a_jobs_receiver_takes_its_messages_and_hears_of_losses(host: Make) -> None:
+    class Taker:
+        def __init__(self) -> None:
+            self.heard: queue.Queue[object] = queue.Queue()
+
+        def expect(self, peer: str, k: MessageKey, total: int) -> memoryview | None:
+            return memoryview(bytearray(total))
+
+        def deliver(self, peer: str, k: MessageKey, header: bytes, payload: memoryview) -> None:
+            self.heard.put(bytes(payload))
+
+        def lost(self, peer: str, reason: str) -> None:
+            self.heard.put((peer, reason))
+
+    a, b = connected(host)
+    taker = Taker()
+    b.network.register("job", taker)
+    a.network.send("w-b", key(), b"", b"for the taker")
+    assert taker.heard.get(timeout=HUNG_S) == b"for the taker"
+    a.network.close()
+    assert taker.heard.get(timeout=HUNG_S) == ("w-a", "left: worker is leaving")
+    b.network.unregister("job", Taker())
+    assert b.delivered.empty()
+
+
+def test_round_trip_and_bandwidth_are_measured(host: Make, tmp_path: Path) -> None:
+    slow = tmp_path / "shape.json"
+    slow.write_text('{"self": "x", "peers": {"w-b": {"mbit": 80, "ms": 20}, "x": {"mbit": 80, "ms": 20}}}')
+    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10)
+    a, _ = connected(host, config, Shaper.load(slow))
+    assert a.network.rtt("w-b") >= 0.04
+    # The shaper's own rate bounds it from above on any machine.
+    assert 1e6 < a.network.bandwidth("w-b", 0.5, 2 << 20) < 90e6
+
+
+# ---------------------------------------------------------------- hostile peers
+
+
+class Raw:
+    """A stream to ``host`` that sends what it likes, with a valid certificate."""
+
+    def __init__(self, target: Host, identity: Identity) -> None:
+        self._out: queue.Queue[bytes | None] = queue.Queue()
+        options = name_options(target.network.name)
+        credentials = channel_credentials(identity.ca_pem, identity)
+        self._channel = grpc.secure_channel(f"127.0.0.1:{target.network.port}", credentials, options=options)
+        call = self._channel.stream_stream(METHOD, None, None)
+        self.answers = call(iter(self._out.get, None), timeout=HUNG_S)
+
+    def send(self, frame: Frame | bytes, payload: bytes = b"") -> None:
+        self._out.put(frame if isinstance(frame, bytes) else encode(frame, payload))
+
+    def hello(self, name: str = "w-a", target: str = "w-b", protocol: int = PROTOCOL_VERSION) -> None:
+        self.send(Hello(protocol, 1, name, target))
+
+    def frames(self) -> list[Frame]:
+        """Everything the host says until it ends the stream."""
+        return [decode(message)[0] for message in self.answers]
+
+    def refusal(self) -> grpc.StatusCode:
+        with pytest.raises(grpc.RpcError) as raised:
+            list(self.answers)
+        return raised.value.code()
+
+    def close(self) -> None:
+        self._out.put(None)
+        self._channel.close()
+
+
+@pytest.fixture
+def victim(host: Make, authority: Authority) -> Iterator[tuple[Host, Callable[[], Raw]]]:
+    b = host("w-b")
+    b.network.admit("w-a")
+    opened: list[Raw] = []
+    identity = enroll(authority, "w-a")
+
+    def attack() -> Raw:
+        opened.append(Raw(b, identity))
+        return opened[-1]
+
+    yield b, attack
+    for raw in opened:
+        raw.close()
+
+
+def test_a_peer_that_gives_another_name_than_its_certificate_is_refused(
+    victim: tuple[Host, Callable[[], Raw]],
+) -> None:
+    b, attack = victim
+    b.network.admit("w-x")
+    raw = attack()
+    raw.hello(name="w-x")
+    assert raw.refusal() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_another_protocol_version_is_refused_and_the_dialler_sees_why(
+    victim: tuple[Host, Callable[[], Raw]], host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, attack = victim
+    raw = attack()
+    raw.hello(protocol=PROTOCOL_VERSION + 1)
+    assert raw.refusal() is grpc.StatusCode.FAILED_PRECONDITION
+    c = host("w-c", listen=False)
+    b.network.admit("w-c")
+    monkeypatch.setattr(c.network, "_hello", lambda peer, lane, lanes: Hello(99, 1, "w-c", peer.name))
+    with pytest.raises(ProtocolMismatch, match="protocol 99"):
+        c.network.dial("w-b", [b.address], 5)
+
+
+@pytest.mark.parametrize(
+    "attack_frames",
+    [
+        [b"garbage"],
+        [encode(Ping(1))[:-1]],
+        [encode(Data(0, key(), 0, 1 << 50), bytes(4096))],
+        [encode(Data(0, key(), 0, 9000), bytes(5000)), encode(Data(0, key(), 4000, 9000), bytes(5000))],
+        [encode(Hello(PROTOCOL_VERSION, 1, "w-a", "w-b"))],
+    ],
+    ids=["garbage", "truncated", "oversized", "overlapping", "second hello"],
+)
+def test_a_bad_frame_closes_its_connection_and_nothing_else(
+    victim: tuple[Host, Callable[[], Raw]], host: Make, attack_frames: list[bytes]
+) -> None:
+    b, attack = victim
+    c = host("w-c", listen=False)
+    b.network.admit("w-c")
+    c.network.dial("w-b", [b.address], HUNG_S)
+    raw = attack()
+    raw.hello()
+    for frame in attack_frames:
+        raw.send(frame)
+    last = raw.frames()[-1]
+    assert isinstance(last, Close)
+    assert not last.leaving
+    assert b.network.refusals()["malformed"] == 1
+    c.network.send("w-b", key(), b"", b"still here")
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"still here"
+
+
+def test_a_stream_that_begins_with_something_else_is_refused(victim: tuple[Host, Callable[[], Raw]]) -> None:
+    _, attack = victim
+    for first in (b"\0" * 100, encode(Ping(1)), encode(Data(0, key(), 0, 1), b"x")):
+        raw = attack()
+        raw.send(first)
+        assert raw.refusal() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_stream_that_never_begins_is_ended(host: Make, authority: Authority) -> None:
+    b = host("w-b", TransportConfig(handshake_s=0.2))
+    raw = Raw(b, enroll(authority, "w-a"))
+    assert raw.refusal() is grpc.StatusCode.CANCELLED
+    raw.close()
+
+
+def test_a_replayed_message_is_delivered_once(victim: tuple[Host, Callable[[], Raw]]) -> None:
+    b, attack = victim
+    raw = attack()
+    raw.hello()
+    for _ in range(3):
+        raw.send(Data(0, key(), 0, 4), b"once")
+    raw.send(Data(1, key(1), 0, 4, oldest=0), b"next")
+    assert [b.delivered.get(timeout=HUNG_S)[3] for _ in range(2)] == [b"once", b"next"]
+    assert b.network.refusals()["duplicate"] == 2
+    assert b.delivered.empty()
+
+
+def test_ten_thousand_random_mutations_do_no_harm(victim: tuple[Host, Callable[[], Raw]]) -> None:
+    b, attack = victim
+    rng = Random(4711)
+    for _ in range(20):
+        raw = attack()
+        raw.hello()
+        for number in range(500):
+            wire = bytearray(encode(Data(number, key(number), 0, 64), rng.randbytes(64)))
+            wire[rng.randrange(len(wire) - 64)] ^= 1 << rng.randrange(8)
+            raw.send(bytes(wire))
+        assert isinstance(raw.frames()[-1], Close)
+    assert b.delivered.empty()
+
+
+# ---------------------------------------------------------------- how it ends
+
+
+def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Make) -> None:
+    a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
+    rng = Random(4711)
+    payloads = [rng.randbytes(2 << 20) for _ in range(12)]
+
+    def send_all() -> None:
+        for number, payload in enumerate(payloads):
+            a.network.send("w-b", key(number), b"", payload)
+
+    sender = threading.Thread(target=send_all)
+    sender.start()
+    got = {}
+    for number in range(len(payloads)):
+        _, k, _, payload = b.delivered.get(timeout=HUNG_S)
+        got[k.micro] = payload
+        if number % 3 == 0:
+            for connection in list(a.network._connections)[: 1 + number % 2]:
+                connection.fail("cut by the test")
+    sender.join()
+    assert [got[n] for n in range(len(payloads))] == payloads
+    assert a.network.flush("w-b", HUNG_S)
+    assert b.delivered.empty()
+    assert a.lost.empty()
+    assert b.lost.empty()
+
+
+def test_two_that_remember_different_pasts_meet_anew_instead_of_forgetting_in_turns(host: Make) -> None:
+    a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
+    # b lost a, whose connections break; a still remembers the b that there was.
+    b.network._lose(b.network._peers["w-a"], "silent")
+    assert a.lost.get(timeout=HUNG_S)[0] == "w-b"
+    a.network.dial("w-b", [b.address], HUNG_S)
+    a.network.send("w-b", key(), b"", b"again")
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"again"
+
+
+def test_a_goodbye_is_heard_at_once_and_with_its_reason(host: Make) -> None:
+    a, b = connected(host)
+    a.network.close()
+    assert b.lost.get(timeout=HUNG_S) == ("w-a", "left: worker is leaving")
+    with pytest.raises(PeerLost):
+        b.network.send("w-a", key(), b"", b"x")
+
+
+def test_a_sender_waiting_on_a_full_queue_hears_of_the_loss(host: Make) -> None:
+    a, b = connected(host, TransportConfig(max_queued_bytes=1, silence_s=20, reconnect_s=10))
+    b.wanted = lambda k, total: threading.Event().wait(0.2)
+    errors: queue.Queue[Exception] = queue.Queue()
+
+    def send_many() -> None:
+        try:
+            for number in range(1000):
+                a.network.send("w-b", key(number), b"", bytes(100))
+        except PeerLost as error:
+            errors.put(error)
+
+    thread = threading.Thread(target=send_many)
+    thread.start()
+    b.network.close()
+    assert isinstance(errors.get(timeout=HUNG_S), PeerLost)
+    thread.join()
+
+
+def test_a_dismissed_peer_is_cut_off_and_refused(host: Make) -> None:
+    a, b = connected(host)
+    b.network.dismiss("w-a")
+    assert a.lost.get(timeout=HUNG_S)[0] == "w-b"
+    with pytest.raises(ConnectionFailed, match="does not expect"):
+        a.network.dial("w-b", [b.address], 1.0)
+
+
+PEER = """
+import sys
+from pathlib import Path
+from protos.credentials import Identity
+from worker.transport.network import PeerNetwork, TransportConfig
+identity = Identity.load(Path(sys.argv[1]))
+network = PeerNetwork(identity, None, config=TransportConfig(silence_s=60))
+network.dial("w-b", [("127.0.0.1", int(sys.argv[2]))], 120)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def remote(host: Make, authority: Authority, tmp_path: Path) -> Iterator[tuple[Host, subprocess.Popen[str]]]:
+    """A worker in a process of its own, connected to a host with default patience."""
+    enroll(authority, "w-a").save(tmp_path)
+    b = host("w-b", TransportConfig())
+    b.network.admit("w-a")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PEER, str(tmp_path), str(b.network.port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[3],
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    yield b, process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_a_killed_peer_is_noticed_by_its_broken_connection(
+    remote: tuple[Host, subprocess.Popen[str]],
+) -> None:
+    b, process = remote
+    process.kill()
+    peer, reason = b.lost.get(timeout=HUNG_S)
+    assert peer == "w-a"
+    assert "silent" not in reason
+
+
+def test_a_frozen_peer_is_noticed_by_its_silence(remote: tuple[Host, subprocess.Popen[str]]) -> None:
+    b, process = remote
+    process.send_signal(signal.SIGSTOP)
+    peer, reason = b.lost.get(timeout=HUNG_S)
+    assert peer == "w-a"
+    assert reason.startswith("silent for ")
+    # The promise is two seconds after the last sign of life; the figure is the transport's own.
+    assert float(reason.split()[2]) >= TransportConfig().silence_s
+
+
+# ---------------------------------------------------------------- pure parts
+
+
+def test_a_burst_is_measured_by_the_receivers_clock_and_without_its_start() -> None:
+    samples = [(0, 10**9, 500), (1, 10**9, 0)]
+    # 1 MB/s on each of two connections after a slow first second.
+    samples += [
+        (lane, (2 + t) * 10**9, base + t * 10**6) for t in range(9) for lane, base in ((0, 500), (1, 0))
+    ]
+    assert burst_rate_bps(samples) == pytest.approx(16e6, rel=0.07)
+    with pytest.raises(ConnectionFailed, match="too little"):
+        burst_rate_bps(samples[:1])
+
+
+def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: Make) -> None:
+    config = TransportConfig(streams=4, silence_s=20.0, reconnect_s=10.0)
+    a, _ = connected(host, config)
+    network = a.network
+    lanes = [c for c in network._connections if c.peer is not None]
+    first = [c for c in lanes if not c.spare]
+    assert (len(lanes), len(first)) == (4, 1)
+    now_s = first[0].heard_s + 1.0
+    for connection in lanes:
+        connection.asked_s = now_s  # and nothing came since
+    network._check(lanes, now_s + 19.0)
+    assert not any(c.ended for c in lanes)
+    network._check([c for c in lanes if c.spare], now_s + 60.0)
+    assert not any(c.ended for c in lanes)
+    network._check(first, now_s + 60.0)
+    assert first[0].ended
+
+
+def test_spare_connections_are_pinged_a_thirtieth_as_often_as_the_first(
+    host: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TransportConfig(streams=3, silence_s=20.0, reconnect_s=10.0, ping_s=0.02, idle_s=3600.0)
+    a, _ = connected(host, config)
+    lanes = [c for c in a.network._connections if c.peer is not None]
+    first, *spare = sorted(lanes, key=lambda c: c.spare)
+    pings: Counter[int] = Counter()
+    enough = threading.Event()
+
+    def ping(connection: Connection, now_s: float) -> int:
+        pings[connection.number] += 1
+        if pings[first.number] == 3 * SPARE_ROUNDS:
+            enough.set()
+        return 0
+
+    # Nothing is sent, so nothing is heard that would take a ping's place.
+    monkeypatch.setattr(Connection, "ping", ping)
+    monkeypatch.setattr(Connection, "heard", lambda connection, now_s: connection not in lanes)
+    assert enough.wait(HUNG_S)
+    assert [c.spare for c in lanes].count(False) == 1
+    for connection in spare:
+        assert 2 <= pings[connection.number] <= 4
+
+
+def test_silence_counts_from_the_first_question_that_nothing_answered(host: Make) -> None:
+    a, _ = connected(host, TransportConfig(streams=1, silence_s=20.0, reconnect_s=10.0))
+    (connection,) = [c for c in a.network._connections if c.peer is not None]
+    now_s = connection.heard_s + 100.0
+    assert connection.unanswered_s(now_s) == 0.0  # nothing was asked
+    connection.asked_s = now_s
+    assert connection.unanswered_s(now_s + 3.0) == 3.0
+    connection.heard_s = now_s + 1.0
+    assert connection.unanswered_s(now_s + 3.0) == 0.0
+
+
+def test_threads_that_wait_are_woken_by_what_they_wait_for_not_by_the_clock() -> None:
+    assert grpc._common.MAXIMUM_WAIT_TIMEOUT == IDLE_WAKE_S >= 1.0
+
+
+def test_a_peer_that_nothing_was_sent_to_for_long_is_hardly_pinged_until_it_is_used(host: Make) -> None:
+    a, _ = connected(host, TransportConfig(streams=1))
+    (connection,) = [c for c in a.network._connections if c.peer is not None]
+    assert not connection.spare
+    assert connection.peer is not None
+    connection.peer.used_s -= connection.peer.config.idle_s + 1.0
+    assert connection.spare
+    connection.peer.sent(connection.heard_s, 0, last=True)
+    assert not connection.spare
