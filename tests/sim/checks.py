@@ -11,6 +11,8 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import CheckpointStored, Fact, RoundClosed, StepCommitted
 from coordinator.messages.jobs import ENDED, Phase
+from coordinator.pipeline.driver import PipelineDriver
+from coordinator.pipeline.relink import version_at
 from tests.sim.compute import reference
 
 if TYPE_CHECKING:
@@ -132,6 +134,16 @@ class Checks:
         if fact.round != self.closed.get(fact.job, 0):
             raise Violation(f"{fact.job} closes round {fact.round}, next is {self.closed.get(fact.job, 0)}")
         self.closed[fact.job] = fact.round + 1
+
+    def current(self) -> None:
+        """What counts for the step in flight was said of it, under the plan that it runs with."""
+        driver = self.world.coordinator.scheduler.drivers[0]
+        assert isinstance(driver, PipelineDriver)
+        for job, state in driver.jobs.items():
+            for rank, report in state.ready.items():
+                said = (report.version, report.step)
+                if said != (version_at(state.lineage, state.step, state.version), state.step):
+                    raise Violation(f"{job} counts a report of {said} of rank {rank}")
 
     def folded(self) -> None:
         """The ledger is the fold of what is on the disk."""

@@ -239,7 +239,7 @@ class Coordinator(Process):
                 del self.outboxes[worker]
             self.post(ev.SessionClosed(worker, session))
 
-        stream = self.network.connect(End(self, heard, closed), end)
+        stream = self.network.connect(End(self, heard, closed, repeats=False), end)
         before = self.outboxes.get(worker)
         if before is not None:
             self._drop(before, "a newer session replaced this one")

@@ -169,7 +169,7 @@ class LossyWeather(Fault):
 
 @dataclass(frozen=True)
 class Repeats(Fault):
-    """Half of all messages but heartbeats arrive once more, up to seconds later."""
+    """Half of what workers say, but heartbeats, arrives once more, up to seconds later."""
 
     def strike(self, world: World) -> None:
         world.network.repeats = 0.5

@@ -22,6 +22,7 @@ class End:
     process: Process
     heard: Callable[[Any], None]
     closed: Callable[[str], None]
+    repeats: bool = True  # what it sends may arrive twice
     open: bool = True
 
 
@@ -43,7 +44,8 @@ class Stream:
         arrival_s = max(arrival_s, self.last_s[1 - sender])
         self.last_s[1 - sender] = arrival_s
         self._deliver(1 - sender, message, arrival_s, clock.now_s)
-        if clock.random.random() < network.repeats and not isinstance(message, Heartbeat):
+        repeated = clock.random.random() < network.repeats
+        if repeated and mine.repeats and not isinstance(message, Heartbeat):
             late_s = arrival_s + REPEATED_WITHIN_S * clock.random.random()
             self._deliver(1 - sender, message, late_s, clock.now_s)
 

@@ -145,6 +145,7 @@ class World:
         quiet_s = self.clock.now_s + FAULTS_WITHIN_S
         while self.clock.step(until_s):
             looked += 1
+            self.checks.current()
             if looked % FOLD_EVERY == 0:
                 self.checks.folded()
             if self.over and self.clock.now_s > quiet_s:
