@@ -27,7 +27,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work of one micro-batch."""
+    """Piece of work of a micro-batch."""
 
     work: Work
     micro: int

@@ -1,4 +1,4 @@
-"""The contract of every federated rule: a client half and a server half, state in, state out.
+"""The contract of every federated strategy: a client half and a server half, state in, state out.
 
 One round, whatever runs it (the workers of this project, a Flower app, a simulation):
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A rule. Subclasses override the hooks below the public methods; ``_aggregate`` is the least."""
+    """A strategy. Subclasses override the hooks below the public methods; ``_aggregate`` is the least."""
 
     name: ClassVar[str]
     FACTS: ClassVar[Facts]
@@ -64,7 +64,8 @@ class Strategy:
 
     @property
     def core(self) -> Strategy:
-        """The rule that sums: where ``facts.linear``, its ``contribute`` and ``finish`` take partial sums."""
+        """The strategy that sums: where ``facts.linear``, its ``contribute`` and ``finish`` take partial
+        sums."""
         return self
 
     @property
@@ -75,7 +76,7 @@ class Strategy:
     # What travels.
 
     def adapt(self, layout: Layout) -> Layout:
-        """The model's layout with the roles this rule gives its tensors; ``init`` applies it."""
+        """The model's layout with the roles this strategy gives its tensors; ``init`` applies it."""
         return layout
 
     def extra_down(self, layout: Layout) -> SlotMetas:
@@ -100,7 +101,7 @@ class Strategy:
         what the method does, each figure of at least ``least`` samples."""
 
     def check(self, layout: Layout, update: ClientUpdate) -> None:
-        """Raise BadUpdate for what only this rule can judge, after names, shapes and bounds."""
+        """Raise BadUpdate for what only this strategy can judge, after names, shapes and bounds."""
 
     # The server half.
 
@@ -113,7 +114,7 @@ class Strategy:
         return ServerState(0, layout, held, self._slots(layout, held), n_clients)
 
     def configure(self, state: ServerState) -> Broadcast:
-        """What every participant of round ``state.round`` gets."""
+        """Return the message to every participant of round ``state.round``."""
         return Broadcast(state.round, {**state.weights, **self._told(state)}, self._extra(state))
 
     def aggregate(self, state: ServerState, updates: Sequence[ClientUpdate]) -> ServerState:
@@ -133,11 +134,11 @@ class Strategy:
     # The client half.
 
     def client_init(self, layout: Layout) -> ClientState:
-        """What a client holds before its first round."""
+        """Return the state of a client before its first round."""
         return ClientState()
 
     def begin(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> tuple[Phase, ...]:
-        """What to train, in this order; the first phase is the one whose delta is uploaded."""
+        """Return the phases to train, in this order; the delta of the first is uploaded."""
         start = {**broadcast.weights, **state.slots.get(LOCAL_SLOT, {})}
         start.update(self._own_start(layout, broadcast, state))
         return (Phase(start, self._correction(layout, broadcast, state)),)

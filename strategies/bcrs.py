@@ -33,7 +33,7 @@ SPARSEST = 128.0  # base that is sought: less than a hundredth of an update hard
 
 @dataclass(frozen=True, slots=True)
 class Uplink:
-    """What one client needs for an update. ``bandwidth_bps``: payload bits per second, > 0."""
+    """Time of a client for an update, by its parts. ``bandwidth_bps``: payload bits per second, > 0."""
 
     bandwidth_bps: float
     latency_s: float = 0.0
@@ -54,7 +54,8 @@ class Ratios:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Who sends all it has, ascending: its finish is its line's doing, not the plan's."""
+        """Return the clients that send everything, ascending: their finish depends on their link, not on the
+        plan."""
         return tuple(name for name, ratio in sorted(self.ratios.items()) if ratio <= 1.0)
 
     @property

@@ -37,7 +37,8 @@ MAX_EFFECTIVE_STEPS = 1e9
 def effective_steps(
     steps: int, lr: float, momentum: float = 0.0, nesterov: bool = False, mu: float = 0.0
 ) -> float:
-    """How many lr of a constant gradient ``steps`` local steps go; ``steps`` for plain SGD."""
+    """Return the distance in lr of a constant gradient that ``steps`` local steps cover; ``steps`` for plain
+    SGD."""
     if not momentum and not mu:
         return float(steps)
     gone = velocity = 0.0

@@ -1,4 +1,4 @@
-"""Every rule by name as a Flower strategy, for stock ``flwr run`` in simulation and deployment.
+"""Every strategy by name as one of ``flwr.serverapp``, for stock ``flwr run`` in simulation and deployment.
 
     from strategies.flower import Scaffold                       # or atoll_strategy("scaffold")
     strategy = Scaffold(server_lr=1.0, trained=trained_names(model), min_train_nodes=4)
@@ -66,7 +66,8 @@ log = logging.getLogger("flwr")  # where Flower shows what a run does
 
 
 class AtollStrategy(FlowerFedAvg):
-    """A rule of ours under Flower's loop. ``settings``: of Flower's FedAvg (fractions, minimum nodes, keys).
+    """A strategy of ours under Flower's loop. ``settings``: of Flower's FedAvg (fractions, minimum nodes,
+    keys).
 
     ``trained``: names that have gradients (``trained_names(module)``); by default every floating array
     but BatchNorm's running statistics. ``averaged``: buffers that training writes; by default those
@@ -102,7 +103,7 @@ class AtollStrategy(FlowerFedAvg):
 
     @property
     def state(self) -> ServerState:
-        """The rule's state. UsageError before the first round."""
+        """The strategy's state. UsageError before the first round."""
         if self._held is None:
             raise UsageError(f"{self.rule.name} has no state before its first round")
         return self._held[0]
@@ -119,7 +120,7 @@ class AtollStrategy(FlowerFedAvg):
         return self._arrays
 
     def save(self) -> ArrayRecord:
-        """All that is needed to go on: model, roles, the rule's slots and round."""
+        """All that is needed to go on: model, roles, the strategy's slots and round."""
         return saved_state(self.rule, self.state, self._roles, words.from_record(self._arrays))
 
     def resume(self, saved: ArrayRecord) -> None:
@@ -138,7 +139,8 @@ class AtollStrategy(FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message a chosen node: the weights, the rule's extra arrays, and which rule it is."""
+        """Return a message per chosen node: the weights, the strategy's extra arrays, and the strategy's
+        name."""
         messages = list(super().configure_train(self._past + server_round, arrays, config, grid))
         if not messages:
             return []
@@ -158,7 +160,7 @@ class AtollStrategy(FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As Flower's, with the tensors that this rule sends."""
+        """As Flower's, with the tensors that this strategy sends."""
         if self._held is not None:
             self._announce(config)
             arrays = self._outgoing(arrays)
@@ -178,7 +180,7 @@ class AtollStrategy(FlowerFedAvg):
         return self._arrays, self.train_metrics_aggr_fn(common_metrics(found), self.weighted_by_key)
 
     def _begin(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
-        """The rule's state before the first round of a run."""
+        """The strategy's state before the first round of a run."""
         if self._held is not None and (server_round > 1 or self._resumed):
             self._resumed = False
             return
@@ -194,7 +196,7 @@ class AtollStrategy(FlowerFedAvg):
         self._held, self._arrays = (self.rule.init(roles, model, clients), roles), arrays
 
     def _announce(self, config: ConfigRecord) -> None:
-        """What the client half reads of a request."""
+        """Add the entries of a request that the client half reads."""
         config[words.STRATEGY] = self.rule.name
         config[words.OPTIONS] = words.options_text(_settings(self.rule))
         config[words.ROUND] = self.state.round
@@ -202,7 +204,7 @@ class AtollStrategy(FlowerFedAvg):
         config[words.AVERAGED] = list(self._roles.names(Role.AVERAGED))
 
     def _outgoing(self, weights: ArrayRecord) -> ArrayRecord:
-        """Of the whole model what goes to clients, ``weights`` where given.
+        """Return the part of the whole model that is sent to clients, ``weights`` where given.
 
         Tensors that never change go too, since a plain ClientApp loads a whole state dict; not under
         rules whose wrapper holds large ones (virtual images, frozen copies): there every client has them.
@@ -240,7 +242,7 @@ class AtollStrategy(FlowerFedAvg):
 
 
 def atoll_strategy(name: str, options: Mapping[str, Option] | None = None, **settings: Any) -> AtollStrategy:
-    """The rule ``name`` with ``options`` as a Flower strategy; ``settings`` as AtollStrategy's."""
+    """The strategy ``name`` with ``options`` as a Flower strategy; ``settings`` as AtollStrategy's."""
     return AtollStrategy(make_strategy(name, options), **settings)
 
 

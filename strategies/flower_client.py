@@ -1,4 +1,4 @@
-"""The client half of a rule inside any Flower ClientApp: one call for a round, one for an evaluation.
+"""The client half of a strategy inside any Flower ClientApp: one call for a round, one for an evaluation.
 
     @app.train()
     def train(message, context):
@@ -46,7 +46,7 @@ EXAMPLES = "num-examples"
 
 @dataclass(frozen=True)
 class LocalWork:
-    """One local training. ``start``: every tensor of the model as training begins."""
+    """A local training. ``start``: every tensor of the model as training begins."""
 
     round: int  # from 0
     phase: int  # the first is the one that is uploaded
@@ -54,7 +54,7 @@ class LocalWork:
     correction: Correction
     config: Mapping[str, Any]  # the request's, "server-round" among it
     at_epoch: Callable[[int], Arrays]
-    """Local epoch, from 0 -> buffers to set at its start; empty for most rules."""
+    """Local epoch, from 0 -> buffers to set at its start; empty for most strategies."""
 
 
 Train = Callable[[LocalWork], Done]
@@ -62,7 +62,7 @@ Train = Callable[[LocalWork], Done]
 
 @dataclass(frozen=True)
 class _Request:
-    """What a message asks for, read and checked."""
+    """Content of a request, read and checked."""
 
     rule: Strategy
     layout: Layout
@@ -75,7 +75,7 @@ class _Request:
 def local_round(
     message: Message, context: Context, model: Arrays, train: Train, *, seed: int | None = None
 ) -> Message:
-    """Train as the server's rule says, and the reply. ``model``: every tensor of the local model.
+    """Train as the server's strategy says, and the reply. ``model``: every tensor of the local model.
 
     ``train`` is called once a phase. ``seed``: of noise that a rule adds here, by default drawn anew.
     BadUpdate for a request that is not what the rule sends, or an answer that it would refuse.
@@ -166,7 +166,7 @@ def _state(context: Context) -> ClientState:
 
 
 def _content(message: Message, asked: _Request, first: Done, update: ClientUpdate) -> RecordDict:
-    """One ArrayRecord and one MetricRecord, as every strategy of Flower expects."""
+    """Return an ArrayRecord and a MetricRecord, as every strategy of Flower expects."""
     metrics: dict[str, Any] = {name: float(value) for name, value in update.metrics.items()}
     metrics[EXAMPLES] = update.n_samples
     if asked.stock:

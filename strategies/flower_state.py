@@ -1,4 +1,4 @@
-"""A rule's server state as one ArrayRecord, so that a Flower run can go on where another one ended.
+"""A strategy's server state as one ArrayRecord, so that a Flower run can go on where another one ended.
 
 Keys: ``model/NAME`` for every tensor, in order; ``slots/SLOT/NAME`` for the rule's own; ``roles`` (uint8
 [2, tensors]: before and after the rule's changes); ``facts`` (int64: version, round, clients); ``rule``
@@ -44,7 +44,7 @@ def saved_state(rule: Strategy, state: ServerState, before: Layout, model: Array
 
 
 def load_state(rule: Strategy, saved: ArrayRecord) -> tuple[ServerState, Layout, Mapping[str, Array]]:
-    """(state, roles before the rule's changes, whole model). UsageError for a record of another rule,
+    """(state, roles before the strategy's changes, whole model). UsageError for a record of another strategy,
     or one that is not whole."""
     try:
         arrays = words.from_record(saved)

@@ -1,4 +1,4 @@
-"""Rules whose aggregate is a weighted sum: ``contribute`` on each update, ``finish`` on the total.
+"""Strategies whose aggregate is a weighted sum: ``contribute`` on each update, ``finish`` on the total.
 
 ``finish(state, total(contribute(u) for u in updates))`` is the whole server half, so the sum may be
 taken anywhere and in any grouping (``strategies.sums``).
@@ -31,7 +31,7 @@ class Linear(Strategy):
     """
 
     def contribute(self, layout: Layout, update: ClientUpdate) -> Contribution:
-        """What ``update`` adds to the round's sums."""
+        """Return the contribution of ``update`` to the round's sums."""
         weight = self._weight(update)
         return Contribution(
             {

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LOSS = "start_loss"
 FLOOR = 1e-10
 MAX_SHARE = 1e34
-"""Of one client in a sum: of 4,096 of them the sum is still a float32."""
+"""Largest share of a client in a sum, so that the sum of 4,096 of them is still a float32."""
 LEAST_SHARE = 1e-30
 """Losses near 0 to a high q vanish as float32; where all of them do, a round shall not be 0 / 0."""
 

@@ -46,7 +46,7 @@ BASES: dict[str, type[Strategy]] = {
 
 @dataclass(frozen=True)
 class Vhl(Around):
-    """``base``: a rule of ``BASES`` by name; ``match_epochs`` >= 0; ``base_options``: the base's, as in
+    """``base``: a strategy of ``BASES`` by name; ``match_epochs`` >= 0; ``base_options``: the base's, as in
     "mu=0.1, server_lr=0.5", within the bounds that it has alone."""
 
     name: ClassVar[str] = "vhl"

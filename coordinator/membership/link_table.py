@@ -96,7 +96,7 @@ class LinkTable:
         return median(d for d, _ in self._drag.values()) if self._drag else 1.0
 
     def dragged_line(self, line: Uplink) -> Uplink:
-        """The line as messages get it: with the least drag known of the pairs that pass it."""
+        """The uplink as messages get it: with the least drag known of the pairs that pass it."""
 
         def rate(bps: float, direction: int) -> float:
             members = frozenset(line.members)
@@ -128,7 +128,7 @@ class LinkTable:
 
 
 def judge_link(source: str, target: str, bandwidth_bps: float, rtt_s: float) -> str | None:
-    """Why these figures cannot be true, None when they can."""
+    """Return why these figures cannot be true, None when they can."""
     if not isfinite(bandwidth_bps) or not MIN_BANDWIDTH_BPS <= bandwidth_bps <= MAX_BANDWIDTH_BPS:
         return (
             f"{source} reports {bandwidth_bps:.3g} bit/s to {target}; "
@@ -142,7 +142,7 @@ def judge_link(source: str, target: str, bandwidth_bps: float, rtt_s: float) -> 
 
 
 def judge_timing(worker: str, op: str, seconds: float, flops: int) -> str | None:
-    """Why ``worker`` cannot have run ``flops`` of ``op`` in ``seconds``, None when it can."""
+    """Return why ``worker`` cannot have run ``flops`` of ``op`` in ``seconds``, None when it can."""
     if not isfinite(seconds) or not 0.0 <= seconds <= MAX_OP_S:
         return f"{worker} reports {seconds:.3g} s for {op}; possible are 0 to {MAX_OP_S:.0f}"
     if flops / max(seconds, NOISE_FLOOR_S) > MAX_FLOPS_PER_S:
@@ -155,7 +155,7 @@ def judge_timing(worker: str, op: str, seconds: float, flops: int) -> str | None
 
 
 def judge_step(worker: str, busy_s: float, elapsed_s: float) -> str | None:
-    """Why a stage cannot have been busy for ``busy_s`` of a step that took ``elapsed_s``."""
+    """Return why a stage cannot have been busy for ``busy_s`` of a step that took ``elapsed_s``."""
     if not isfinite(busy_s) or busy_s < 0.0:
         return f"{worker} reports {busy_s:.3g} busy seconds in a step"
     if busy_s > 1.5 * elapsed_s + 0.1:  # clocks differ a little, and a report may be late
@@ -209,13 +209,13 @@ def infer_shared(
 
 
 def _crosses(pair: Pair, members: frozenset[str], direction: int) -> bool:
-    """Whether a flow passes the members' line upwards (0) or downwards (1)."""
+    """Return whether a flow passes the members' uplink outwards (0) or inwards (1)."""
     inside, outside = (pair[0], pair[1]) if direction == 0 else (pair[1], pair[0])
     return inside in members and outside not in members
 
 
 def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset[str], int]:
-    """(members, 0 for up or 1 for down) of the line that these concurrent pairs share, which all pass."""
+    """(members, 0 for up or 1 for down) of the uplink that these concurrent pairs share, which all pass."""
     sources = {a for a, _ in pairs}
     targets = {b for _, b in pairs}
     shares_down = len(targets) == 1 or len({sites.get(b, "") or b for b in targets}) == 1

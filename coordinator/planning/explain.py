@@ -1,4 +1,4 @@
-"""What bounds a step: found by asking the timeline, not by rules of thumb.
+"""Bottleneck of a step: found by varying the timeline's inputs, not by rules of thumb.
 
 Each stage, link resource and all latencies together are made 10 % better in turn; whatever
 shortens the step the most is the bottleneck, and by how much is the reason. In long pipelines
@@ -52,7 +52,7 @@ def bottleneck(problem: Problem, work: Workload, timeline: Timeline, caps: Seque
 
 
 def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence[int]) -> str:
-    """Why memory is what holds the step up, "" when more of it would gain less than 10 %."""
+    """Return why memory is the bottleneck of the step, "" when more of it would gain less than 10 %."""
     n = work.n_micro
     wanted = problem.warmups(work, [n] * len(caps))[0]
     short = [s for s, want in enumerate(wanted) if caps[s] <= want]

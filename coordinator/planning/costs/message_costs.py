@@ -1,4 +1,4 @@
-"""What messages take of their ends: seconds around a stage's forwards and backwards.
+"""Cost of messages for their ends: seconds around a stage's forwards and backwards.
 
 Threads beside the computing one handle them. On a machine with a second core they run beside it; on a
 part of a core they keep it waiting, as much longer as the part is smaller. A message costs each end
@@ -32,7 +32,7 @@ BYTE_CPU_S = 17e-9  # and a byte on a line of up to ...
 PACKETS_BPS = 15e6  # ... this rate; on faster ones more packets are read at a time ...
 LEAST_SHARE = 0.09  # ... down to this part of it: copies, encryption
 SCALE_RANGE = (0.05, 2.0)
-"""Of what training measured over what is foretold here."""
+"""Range of the ratio of training's measurement over the prediction here."""
 
 
 def message_cpu_s(tensors: int = 1) -> float:

@@ -43,11 +43,11 @@ FINE_PIECES = 6  # of a bundle of 128 KiB: chunks have 16 to 32
 
 
 Factors = Sequence[Sequence[float]]
-"""By stage and action: how much longer than usual it takes."""
+"""Factors by stage and action: how much longer than usual it takes."""
 
 
 class Cargo(IntEnum):
-    """What a bundle carries, in the order of priority on a wire."""
+    """Content of a bundle, in the order of priority on a wire."""
 
     BACKWARD = 0
     TIED_PARTIAL = 1
@@ -57,7 +57,7 @@ class Cargo(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One bar of the Gantt chart; times from the commit before the step."""
+    """Bar of the Gantt chart; times from the commit before the step."""
 
     kind: str  # F | B | I | W | send-F | send-B | send-tied | opt
     source: int  # stage
@@ -69,7 +69,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What one wire did in a step."""
+    """Use of one wire in a step."""
 
     source: int  # stage
     target: int
@@ -97,13 +97,13 @@ class Timeline:
 _Bundle = tuple[Cargo, int, float, int]  # cargo, micro or index of the tied parameter, bits, messages
 
 _PIECE, _FREE, _TIED, _DONE = range(4)
-"""What is due: a piece of a bundle, a wire, a tied tensor, an action; at one time in this order, so that what
-is under way on a shared line takes its turn before what an action sends. Where such a line sets the pace,
-actions do come to end just when a piece has passed."""
+"""Kinds of simulation events: a piece of a bundle, a wire, a tied tensor, an action; at one time in this
+order, so that what is under way on a shared link takes its turn before what an action sends. Where such a
+link is the bottleneck, actions often end just when a piece has passed."""
 
 
 class _Wire:
-    """One ordered pair of stages."""
+    """An ordered pair of stages."""
 
     __slots__ = (
         "alone",
@@ -147,7 +147,7 @@ _Out = tuple[_Wire, float, int]  # bits and messages of a hop
 
 
 class _Stage:
-    """How far one stage is in its list of actions; ``turn`` is an index in it."""
+    """Progress of a stage in its list of actions; ``turn`` is an index in it."""
 
     __slots__ = (
         "actions",
@@ -209,13 +209,13 @@ class _Stage:
         self.out_backward: list[_Out] = []
 
     def fill(self, free_s: float, until_s: float) -> float:
-        """Take deferred weights' gradients piece by piece until something arrives; when that ends."""
+        """Take deferred weight gradients piece by piece until something arrives; when that ends."""
         took = min(self.owed_s, ceil((until_s - free_s) / self.piece_s) * self.piece_s)
         self.owed_s -= took
         return free_s + took
 
     def pay(self) -> float:
-        """Seconds of what is left of the weights' gradients whose turn has come."""
+        """Seconds of what is left of the weight gradients whose turn has come."""
         self.owed -= 1
         took = max(0.0, self.owed_s - self.owed * self.load.weights_s)
         self.owed_s -= took

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a transfer costs beyond its bytes, and the step's fixed costs.
+    """Costs of a transfer beyond its bytes, and the step's fixed costs.
 
     Defaults are those of this project's transport on a CPU host; bulk rates already are payload.
     """
@@ -33,17 +33,17 @@ class Wire:
     pieces: int = 4  # ... or this part of a bundle: enough for a search
 
     def bits_of(self, n_bytes: int, messages: int) -> float:
-        """What messages of ``n_bytes`` together take on a line."""
+        """Return the bits that messages of ``n_bytes`` together occupy on a link."""
         return 8.0 * (n_bytes + messages * self.header_bytes)
 
     def pieces_of(self, n_bytes: float) -> int:
-        """In how many turns a bundle passes a line that it shares."""
+        """In how many turns a bundle passes a link that it shares."""
         return max(1, min(self.pieces, ceil(n_bytes / self.piece_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One stage on one device; seconds of one micro-batch."""
+    """Load of a stage on one device; seconds of one micro-batch."""
 
     device: int  # in Fleet.devices
     forward_s: float
