@@ -4,7 +4,7 @@ The ops are those that torch differentiates by each argument on its own (matrix 
 embeddings), so that both parts together do the work of the whole. The same kernels get the same tensors and
 each accumulator its micro-batches in the same order, so the bits are those of an undivided backward.
 
-Such an op has a graph of its own, which stays until its weights' gradients are taken. That graph and a second
+Such an op has a graph of its own, which stays until its weight gradients are taken. That graph and a second
 walk of torch's engine cost a third of a millisecond an op, as much as a small one itself; so of the layers
 that most models consist of (``ops.LAYERS``) both parts are the products that torch's own formulas come to.
 """

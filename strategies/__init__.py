@@ -1,6 +1,6 @@
 """Federated strategies by name: a client half and a server half each, pure (``strategies.base``).
 
-A new rule: its file, one entry here, one line in docs/federated.md; the conformance tests find it.
+A new strategy: its file, one entry here, one line in docs/federated.md; the conformance tests find it.
 Importing this package does not load torch; the files ``*_module.py`` do, for the owner's machine.
 """
 

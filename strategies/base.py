@@ -2,19 +2,19 @@
 
 One round, whatever runs it (the workers of this project, a Flower app, a simulation):
 
-    broadcast = rule.configure(state)                                   server
-    phases = rule.begin(layout, broadcast, mine)                        client
+    broadcast = strategy.configure(state)                               server
+    phases = strategy.begin(layout, broadcast, mine)                    client
         local training from phase.start, each gradient through phase.correction   (per step)
-        buffers of rule.at_epoch(layout, broadcast, epoch)              (per local epoch)
-    update, mine = rule.end(layout, broadcast, done, mine)              client
-    state = rule.aggregate(state, updates)                              server
+        buffers of strategy.at_epoch(layout, broadcast, epoch)          (per local epoch)
+    update, mine = strategy.end(layout, broadcast, done, mine)          client
+    state = strategy.aggregate(state, updates)                          server
 
 Everything is arrays by state-dict name and small numbers: a ServerState or a ClientState goes to
-disk or over a wire without code for each rule. numpy alone: the process that aggregates never loads
+disk or over a wire without code for each strategy. numpy alone: the process that aggregates never loads
 torch. Only ``Correction`` meets the trainer's own tensors, with plain operators, so it works on
 either. Nothing here keeps a clock, a file or a generator; what is drawn comes from a seed.
 
-A rule is a frozen dataclass; its fields are its options. It declares what it needs (``Facts``) and
+A strategy is a frozen dataclass; its fields are its options. It declares what it needs (``Facts``) and
 what travels beside the weights (``extra_down``, ``extra_up``, ``scalars_up``), so that traffic can
 be planned and an update be refused before it is counted (``strategies.checking``).
 """
@@ -120,7 +120,7 @@ class Strategy:
     def aggregate(self, state: ServerState, updates: Sequence[ClientUpdate]) -> ServerState:
         """The state after this round. The order of ``updates`` has no effect on a single bit.
 
-        BadUpdate when one of them is not what this rule declares, or comes twice from one client;
+        BadUpdate when one of them is not what this strategy declares, or comes twice from one client;
         UsageError for fewer than ``min_updates``; JobFailed when the result is not finite.
         """
         ordered = check_updates(self, state, updates)
@@ -156,7 +156,7 @@ class Strategy:
     ) -> tuple[ClientUpdate, ClientState]:
         """The answer to ``broadcast`` and the client's next state; commit it once the answer is taken.
 
-        ``seed``: of what a rule draws on the client (noise), known to this client alone.
+        ``seed``: of what a strategy draws on the client (noise), known to this client alone.
         """
         first = done[0]
         delta = {n: first.weights[n] - broadcast.weights[n] for n in layout.names(*SHARED)}

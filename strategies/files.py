@@ -1,9 +1,9 @@
 """Names of what a round's files hold, and what both ends expect of them.
 
     weights/NAME        the broadcast's weights, or the update's delta
-    extra/SLOT/NAME     the rule's own arrays
+    extra/SLOT/NAME     the strategy's own arrays
 
-Values and their codecs are ``compressors.model_file``'s; a rule knows nothing of files.
+Values and their codecs are ``compressors.model_file``'s; a strategy knows nothing of files.
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@
     strategy = Scaffold(server_lr=1.0, trained=trained_names(model), min_train_nodes=4)
     strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=50)
 
-The server half is the rule's own ``configure`` and ``aggregate``; choosing nodes, averaging metrics and
-the loop over rounds are Flower's. The client half is ``local_round`` in the ClientApp. Rules without
+The server half is the strategy's own ``configure`` and ``aggregate``; choosing nodes, averaging metrics and
+the loop over rounds are Flower's. The client half is ``local_round`` in the ClientApp. Strategies without
 one (``serves_any_client``) also take the replies of an unmodified ClientApp.
 
 What travels follows Flower's conventions: requests hold ``arrays`` and ``config``, replies exactly one
-ArrayRecord and one MetricRecord with ``num-examples``. What a rule sends beside the weights is a record
+ArrayRecord and one MetricRecord with ``num-examples``. What a strategy sends beside the weights is a record
 ``atoll.extra`` of the request and keys ``atoll.extra/SLOT/NAME`` of the reply's arrays. Replies carry
 weights, as Flower's do; the server subtracts what it sent.
 
-A reply that is not what the rule declares is left out with the reason, and the round closes without it;
+A reply that is not what the strategy declares is left out with the reason, and the round closes without it;
 Flower's own strategies drop the whole round instead. ``save`` gives the state after any round as one
 ArrayRecord, ``resume`` goes on from it.
 
@@ -96,7 +96,7 @@ class AtollStrategy(FlowerFedAvg):
         self.rule, self.n_clients = rule, n_clients
         self._limits = Limits(samples=max_samples)
         self._trained, self._averaged = trained, averaged
-        self._held: tuple[ServerState, Layout] | None = None  # and the roles before the rule changed any
+        self._held: tuple[ServerState, Layout] | None = None  # and the roles before the strategy changed any
         self._arrays = ArrayRecord()  # the whole model
         self._past = 0  # rounds before ``resume``
         self._resumed = False
@@ -126,14 +126,14 @@ class AtollStrategy(FlowerFedAvg):
     def resume(self, saved: ArrayRecord) -> None:
         """Go on after ``save``; give ``start`` this strategy's ``arrays`` and the rounds that are left.
 
-        UsageError when it was saved by another rule or with other options.
+        UsageError when it was saved by another strategy or with other options.
         """
         state, roles, model = load_state(self.rule, saved)
         self._held, self._arrays = (state, roles), words.to_record(model)
         self._past, self._resumed = state.round, True
 
     def summary(self) -> None:
-        log.info("\t├──> Rule: %s %s", self.rule.name, words.options_text(_settings(self.rule)))
+        log.info("\t├──> Strategy: %s %s", self.rule.name, words.options_text(_settings(self.rule)))
         super().summary()
 
     def configure_train(
@@ -207,7 +207,8 @@ class AtollStrategy(FlowerFedAvg):
         """Return the part of the whole model that is sent to clients, ``weights`` where given.
 
         Tensors that never change go too, since a plain ClientApp loads a whole state dict; not under
-        rules whose wrapper holds large ones (virtual images, frozen copies): there every client has them.
+        strategies whose wrapper holds large ones (virtual images, frozen copies): there every client has
+        them.
         """
         layout, roles = self.state.layout, self._roles.roles
         names = [

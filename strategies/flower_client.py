@@ -2,7 +2,7 @@
 
     @app.train()
     def train(message, context):
-        def local(work):                        # once a phase; most rules have one
+        def local(work):                        # once a phase; most strategies have one
             model.load_state_dict(tensors(work.start))
             correction = work.correction.mapped(torch.from_numpy)
             for epoch in range(epochs):
@@ -11,12 +11,12 @@
             return Done(arrays(model), n_samples, steps, lr, metrics={"train_loss": loss})
         return local_round(message, context, arrays(model), local)
 
-Which rule, with which options, is what the server's strategy says (``strategies.flower``), from our own
-rules by name; no code travels. Under a stock strategy the same ClientApp trains plainly.
+Which strategy, with which options, is what the server's strategy says (``strategies.flower``), from our own
+strategies by name; no code travels. Under a stock strategy the same ClientApp trains plainly.
 
 A client's state is kept in ``Context.state`` as soon as the reply is made: Flower does not tell a node
 whether its reply was taken. Flower keeps a Context in memory only and gives an unauthenticated node a
-new one at each start, so such a node begins anew, which every rule allows.
+new one at each start, so such a node begins anew, which every strategy allows.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def local_round(
 ) -> Message:
     """Train as the server's strategy says, and the reply. ``model``: every tensor of the local model.
 
-    ``train`` is called once a phase. ``seed``: of noise that a rule adds here, by default drawn anew.
-    BadUpdate for a request that is not what the rule sends, or an answer that it would refuse.
+    ``train`` is called once a phase. ``seed``: of noise that a strategy adds here, by default drawn anew.
+    BadUpdate for a request that is not what the strategy sends, or an answer that it would refuse.
     """
     asked = _request(message, model)
     state = _state(context)
@@ -142,7 +142,7 @@ def _request(message: Message, model: Arrays, *, evaluating: bool = False) -> _R
     if missing:
         raise BadUpdate(f"the server sent {len(received)} arrays without {missing[0]!r}")
     broadcast = Broadcast(at_round, {name: received[name] for name in sent}, slots)
-    if not evaluating:  # which goes without the rule's extra arrays
+    if not evaluating:  # which goes without the strategy's extra arrays
         check_broadcast(rule, layout, broadcast)
     return _Request(rule, layout, broadcast, config, keys[0], stock)
 

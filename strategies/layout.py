@@ -76,8 +76,8 @@ class Layout:
         for name, state in states.items():
             if state.meta.dtype not in NUMPY_DTYPES:
                 raise UsageError(
-                    f"{name!r} is {state.meta.dtype}, which rules cannot average; keep the model in float32 "
-                    "and set precision=BF16 for the computation"
+                    f"{name!r} is {state.meta.dtype}, which strategies cannot average; keep the model in "
+                    "float32 and set precision=BF16 for the computation"
                 )
             trained = state.requires_grad and name not in frozen
             known = Role.TRAINED if trained else Role.AVERAGED if state.mutated else Role.STILL

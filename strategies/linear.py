@@ -26,7 +26,7 @@ SAMPLES, WEIGHT = "samples", "weight"
 class Linear(Strategy):
     """The mean of the deltas, weighted by ``_weight``, then ``_step`` on the trained tensors.
 
-    Averaged buffers (BatchNorm's statistics) get the mean by samples whatever the rule: a momentum or
+    Averaged buffers (BatchNorm's statistics) get the mean by samples whatever the strategy: a momentum or
     an adaptive rate on a running variance makes it negative.
     """
 

@@ -2,12 +2,12 @@
 
     L = CE(real) + alpha CE(virtual) + lambda SupCon([f_real, stopgrad(f_virtual)]) + 0.1 SupCon(f_virtual)
 
-The loss lives in the wrapper of the owner's module (``strategies.vhl_module``); this file is the rule
-around it: another rule by name as ``base``, with its own options, and the buffer that ends the matching after
-``match_epochs`` local epochs of a round. The virtual set is a buffer of the wrapper, so it goes out once
-with the job and is the same bytes everywhere; a client that makes it from the seed compares its
-fingerprint (``strategies.virtual_data``). Costs: about twice the local computation, 2C instead of C
-outputs. Source: VHL (Tang 2022); papers/federated.md 1.
+The loss lives in the wrapper of the owner's module (``strategies.vhl_module``); this file is the strategy
+around it: another strategy by name as ``base``, with its own options, and the buffer that ends the matching
+after ``match_epochs`` local epochs of a round. The virtual set is a buffer of the wrapper, so it goes out
+once with the job and is the same bytes everywhere; a client that makes it from the seed compares its
+fingerprint (``strategies.virtual_data``). Costs: about twice the local computation, 2C instead of C outputs.
+Source: VHL (Tang 2022); papers/federated.md 1.
 """
 
 from __future__ import annotations

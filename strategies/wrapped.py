@@ -2,7 +2,7 @@
 tensors.
 
 The wrapper holds the owner's module as ``net``, so its tensors are "net.NAME" while the job trains and
-NAME again in what is exported. The wrapper's own tensors are named after the rule.
+NAME again in what is exported. The wrapper's own tensors are named after the strategy.
 """
 
 from __future__ import annotations

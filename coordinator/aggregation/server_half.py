@@ -2,7 +2,7 @@
 
 The state's file holds ``weights/NAME`` and ``extra/SLOT/NAME`` as a broadcast's does, and the two
 numbers ``about/round`` and ``about/clients``. Updates are taken one at a time in the order of their
-clients' names, so that the sum's last bit depends on nothing else; where the rule is linear, only the
+clients' names, so that the sum's last bit depends on nothing else; where the strategy is linear, only the
 sums and one update are in memory. What an update claims is judged before it counts.
 """
 

@@ -4,12 +4,12 @@ Links are measured only between workers without work and only while no job runs,
 on its own, so that probing disturbs neither training nor itself:
 
 1. a look: the round trip of every pair, a few small echoes that disturb nobody;
-2. the rate of every pair. Two rates are measured at once only when no line can be common to both:
+2. the rate of every pair. Two rates are measured at once only when no link can be common to both:
    they share no worker, and no worker of one is *near* one of the other. Machines behind one
-   line are near each other: the same declared site, an uplink that was found shared, or a round
+   uplink are near each other: the same declared site, an uplink that was found shared, or a round
    trip below ``NEAR_RTT_S``;
 3. when the pairs are known, deliberately concurrent probes show what is shared: one between every
-   two groups for the line that joins them, and two a worker, out of it and into it, for its own.
+   two groups for the uplink that joins them, and two a worker, out of it and into it, for its own.
 
 A pair that cannot be measured counts as 1 kbit/s: plans avoid it.
 """
@@ -50,7 +50,7 @@ class Kind(Enum):
     """Purpose of a probe."""
 
     LOOK = "look"  # the round trip
-    ALONE = "alone"  # the rate, on lines that nobody else uses meanwhile
+    ALONE = "alone"  # the rate, on links that nobody else uses meanwhile
     TOGETHER = "together"  # several rates at once, to see what they share
 
 
@@ -198,7 +198,7 @@ class LinkProbing:
         named = dict(sites)
         for pairs, rates in self.together.items():
             if len({source for source, _ in pairs}) < 2 or len({target for _, target in pairs}) < 2:
-                continue  # one worker's own line
+                continue  # one worker's own uplink
             if not self._shared(rates):
                 continue
             for at, group in enumerate(self._groups(workers)):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PROBE_WEIGHT = 0.5  # a probe fills the link on purpose: trust it
 GOODPUT_WEIGHT = 0.1  # training's own traffic may be limited by the sender (decentralized.md 1.5)
-SLOWER_LINE = 0.25  # of the rate: less than this is another line, more is drag
-DRAG_RANGE = (1.0, 1.1)  # short bursts of TCP; what ends take is foretold around their actions
+SLOWER_LINE = 0.25  # of the rate: less than this is another link, more is drag
+DRAG_RANGE = (1.0, 1.1)  # short bursts of TCP; what ends take is predicted around their actions
 MIN_GOODPUT_BYTES = 64 * 1024  # less than this measures latency, not rate
 
 MAX_BANDWIDTH_BPS = 1e12  # no host's network card is faster today
@@ -165,7 +165,7 @@ def judge_step(worker: str, busy_s: float, elapsed_s: float) -> str | None:
 
 # Sharing shows when flows that each reach the rate alone reach it together only in sum.
 SHARED_BELOW = 0.75  # of the sum of the solo rates
-CONTRADICTED_ABOVE = 1.25  # of a line's rate: a single flow out of it shows that it is none
+CONTRADICTED_ABOVE = 1.25  # of a uplink's rate: a single flow out of it shows that it is none
 
 
 def infer_shared(
@@ -177,7 +177,7 @@ def infer_shared(
     ``sites``: worker -> site, "" for none. A concurrent probe whose sum stays below 75 % of the
     solo sum shows that its sources (or, when those differ in nothing, its targets) share a
     rate: the sum, or what one of these flows reached alone, where that is more. Another flow alone
-    that was faster than that shows that the line is another's.
+    that was faster than that shows that the uplink is another's.
     Members of a site that no concurrent probe covers share the best rate that any
     of them reached alone, towards and from outside.
     """
@@ -224,7 +224,7 @@ def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset
     members = frozenset(_neighbours(ends, sites))
     if all(_crosses(pair, members, direction) for pair in pairs):
         return members, direction
-    # Inside one site it is the line of the one end that they have in common.
+    # Inside one site it is the uplink of the one end that they have in common.
     return (frozenset(targets), 1) if len(targets) == 1 else (frozenset(sources), 0)
 
 

@@ -244,7 +244,7 @@ class Roster:
         table = self.links.table
         for link in report.links:
             if link.peer in self.workers:
-                # Shrunk messages are over before a fast line shows its rate: they tell latency only.
+                # Shrunk messages are over before a fast link shows its rate: they tell latency only.
                 telling = link.n_bytes if 2 * link.n_bytes > link.dense_bytes else 0
                 wrong = table.carried(worker, link.peer, telling, link.busy_s, link.rtt_s, link.quickest_bps)
                 if wrong is not None:

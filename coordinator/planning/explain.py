@@ -90,7 +90,7 @@ def _wires(
 ) -> list[tuple[str, frozenset[tuple[int, int]], float]]:
     """(name, stage pairs, busy seconds) of what may be scarce, busiest first.
 
-    Several lines in a row may be equally scarce, so what is improved is the whole way of all
+    Several links in a row may be equally scarce, so what is improved is the whole way of all
     pairs that meet in one of them, both directions; resources met by the same pairs are one.
     """
     users: dict[str, set[tuple[int, int]]] = {}
@@ -109,7 +109,7 @@ def _wires(
 
 
 def _faster_routes(work: Workload, pairs: frozenset[tuple[int, int]]) -> Workload:
-    # Activations one way and gradients the other fill a line in turn: one direction alone helps little.
+    # Activations one way and gradients the other fill a link in turn: one direction alone helps little.
     pairs = pairs | {(b, a) for a, b in pairs if (b, a) in work.routes}
     scarce = {name for pair in pairs for name, _ in work.routes[pair].resources}
     routes = {

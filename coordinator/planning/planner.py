@@ -80,7 +80,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     plan = _bare_plan(problem, best, request)
     notes = [why] if why else []
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
-        notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weights' gradients")
+        notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weight gradients")
     if request.eval_dag is not None:
         plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     Positions = NDArray[np.intp]
 
 
-DEFERRING_GAINS = 0.97  # of the step: it has to come below, to be worth its memory and what is not foretold
+DEFERRING_GAINS = 0.97  # of the step: it has to come below, to be worth its memory and what is not predicted
 APART = 0.03
 """Overhead of a split backward, as a share of the weights' seconds, as it reads activations and gradients
 twice; measured on one core with stages of 9 to 25 ms. And CPU seconds of each op with weights ..."""

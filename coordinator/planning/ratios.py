@@ -1,7 +1,7 @@
 """Which codec, at which ratio, on which link; and why.
 
 A link is a directed pair of stages. Its dense time R_j is what one micro-batch's traffic occupies
-the scarcest line on its way, everything that the plan sends through that line included: on a
+the scarcest link on its way, everything that the plan sends through that link included: on a
 shared gateway the flows get a share of the rate, and it is that share that decides. Latency is
 left out: a codec does not shorten it, and other micro-batches use the link meanwhile.
 
@@ -55,8 +55,8 @@ class Link:
     """A directed stage pair as the choice sees it."""
 
     load: LinkLoad
-    dense_s: float  # R_j: of one micro-batch on the scarcest line, with all that passes it
-    line: str  # that line's name
+    dense_s: float  # R_j: of one micro-batch on the scarcest link, with all that passes it
+    line: str  # that link's name
     flows: int  # links of the plan that pass it
     sender: Device
     receiver: Device

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home line, until probed
+UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home uplink, until probed
 TCP_SHARE = 0.95  # payload share of a configured rate (decentralized.md 0.1)
 
 

@@ -1,7 +1,7 @@
 """Bytes a stage holds, for any interval of ops.
 
 bytes(a, b, q) = state(a, b) + q * activations(a, b) + 2 * boundary(a, b), with q micro-batches
-in flight. A micro-batch whose weights' gradients are still to come keeps what these need instead of all
+in flight. A micro-batch whose weight gradients are still to come keeps what these need instead of all
 activations, which may be more. state counts weights, gradients and optimizer state once a parameter, plus
 buffers and constants. This is the planner's figure, compared with a worker's budget; it leaves out what
 the process itself (interpreter, libraries) takes.

@@ -19,7 +19,7 @@ class LinkEstimate:
 class Uplink:
     """A rate that a set of workers share towards everyone outside the set, each direction its own.
 
-    One member: a host's own line. Several: a home router, a campus, a cluster's gateway.
+    One member: a host's own uplink. Several: a home router, a campus, a cluster's gateway.
     """
 
     name: str

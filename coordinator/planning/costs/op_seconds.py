@@ -71,7 +71,7 @@ class Costs:
 
     forward_s: Floats  # [ops]
     backward_s: Floats
-    weights_s: Floats  # of backward_s: weights' gradients that can come later
+    weights_s: Floats  # of backward_s: weight gradients that can come later
     measured_share: float  # of the seconds, from probes rather than from the fallback
 
 

@@ -1,13 +1,13 @@
 """Event simulation of one training step of a plan: when every micro-batch runs and is sent.
 
 Stages run their actions in order; an action starts when the stage is free and all it needs has arrived;
-under a quota of CPU time one that starts after a rest ends a little sooner. Weights' gradients that were
+under a quota of CPU time one that starts after a rest ends a little sooner. Weight gradients that were
 deferred are taken in pieces whenever a stage would wait, the rest when their turn comes. What a stage
 produces in an action goes out when the action ends, as one bundle to each peer; sends overlap compute, and
 the stage is free once it has handled the bytes. Each ordered pair of stages is one wire that carries one
 bundle at a time, gradients before activations. A bundle reserves, first in first out, each resource on its
 way for size / rate from the moment its head arrives there; it has arrived when its tail has passed the
-slowest, a fixed time for each message and one latency later. Flows that share a line get it in turns, not
+slowest, a fixed time for each message and one latency later. Flows that share a link get it in turns, not
 one after the other: where another pair uses a resource on its way, a bundle passes in equal pieces of about
 a chunk, each when the one before has passed. The step ends when every stage has all gradients, tied
 parameters exchanged, and the coordinator's commit has come back.
@@ -178,7 +178,7 @@ class _Stage:
         forward_s, backward_s = load.forward_s + load.action_s, load.backward_s + load.action_s
         if load.defers:
             backward_s = load.input_s + load.apart_s + load.action_s
-        self.took_s: list[float] = []  # by turn; of weights' gradients it is not known yet
+        self.took_s: list[float] = []  # by turn; of weight gradients it is not known yet
         self.missing: list[int] = []  # bundles, by turn
         self.forward_turns: list[int] = []  # by micro-batch: every schedule takes them in ascending order
         self.backward_turns: list[int] = []
@@ -201,7 +201,7 @@ class _Stage:
         self.at = 0  # its next turn, or the one that runs
         self.waits = False  # for something that is missing
         self.free_s = 0.0  # since when, if it waits
-        self.owed_s = 0.0  # of weights' gradients that were deferred
+        self.owed_s = 0.0  # of weight gradients that were deferred
         self.owed = 0  # micro-batches whose turn for that has not come
         self.piece_s = load.weights_s / load.pieces  # in which they can be taken meanwhile
         self.done_s: float | None = None
@@ -437,7 +437,7 @@ def simulate(work: Workload, keep_spans: bool = False) -> Timeline:
     """Simulate one step of ``work``.
 
     Raises ValueError when the actions cannot finish (a schedule that waits for itself).
-    Cost: a heap operation for each action, a few for each bundle on a shared line; 4 stages x 16
+    Cost: a heap operation for each action, a few for each bundle on a shared link; 4 stages x 16
     micro-batches take about half a millisecond.
     """
     run = _finished(work, keep_spans)
@@ -469,7 +469,7 @@ def expected_step_s(work: Workload, simulated_s: float) -> float:
     """Seconds of a step whose forwards and backwards vary, where that matters; ``simulated_s``: of one whose
     do not.
 
-    Where several pairs of stages share a line, who comes first decides who waits, and with times that never
+    Where several pairs of stages share a link, who comes first decides who waits, and with times that never
     vary the same order comes back in every round: eight stages in join order across two gateways took 18.9
     or 24.8 s by how finely their flows took turns, and 21 to 25 s in the lab. The mean over some steps of
     forwards and backwards that vary as they do there does not hang on such a pattern.
