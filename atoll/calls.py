@@ -29,7 +29,7 @@ class Shapes:
         self._leaves = {**leaves, **inputs}
 
     def of(self, ref: OpRef | LeafRef) -> tuple[TensorMeta, ...] | None:
-        """One meta, or those of a tuple; None for a value that the program does not have."""
+        """Return one meta, or those of a tuple; None for a value that the program does not have."""
         if isinstance(ref, OpRef):
             return self._values.get(ref.op)
         found = self._leaves.get(ref.name)
@@ -38,7 +38,8 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node with its arguments bound to the names of its schema; what is left to a default is absent."""
+    """A node with its arguments bound to the names of its schema; arguments left at their default are
+    absent."""
 
     node: OpNode
     given: Mapping[str, Arg]

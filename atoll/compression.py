@@ -1,4 +1,4 @@
-"""What an owner asks of the links: the words after ``--compress``.
+"""Compression of links as an owner requests it: the values of ``--compress``.
 
     off | lossless | auto[:RATIO] | adatopk[:RATIO] | CODEC[:RATIO]
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Layout(StrEnum):
-    """How a sample is cut from a field's stored tensor."""
+    """Format of the samples in a field's stored tensor."""
 
     ROWS = "rows"  # stored [N, ...]; sample i is row i
     WINDOWS = "windows"  # stored [L]; sample i is [i*stride + offset, ... + length)
@@ -15,7 +15,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DataField:
-    """One input of the DAG: its stored tensor and how samples are cut from it."""
+    """Input of the DAG: its stored tensor and the layout of its samples."""
 
     input: str
     blob: str  # safetensors, key "value"; may be of a narrower dtype than the input

@@ -4,7 +4,7 @@ The ops are those that torch differentiates by each argument on its own (matrix 
 embeddings), so that both parts together do the work of the whole. The same kernels get the same tensors and
 each accumulator its micro-batches in the same order, so the bits are those of an undivided backward.
 
-Such an op has a graph of its own, which stays until its weights' gradients are taken. That graph and a second
+Such an op has a graph of its own, which stays until its weight gradients are taken. That graph and a second
 walk of torch's engine cost a third of a millisecond an op, as much as a small one itself; so of the layers
 that most models consist of (``ops.LAYERS``) both parts are the products that torch's own formulas come to.
 """
@@ -40,9 +40,9 @@ class Owed(Protocol):
 
 
 class Debt:
-    """What is owed, and for whom the ops run. Graphs know this, not the executor, which would live as long
-    as they, for they are no part of what Python's garbage collector sees. ``selective``: saved values may be
-    computed again, so nobody else may keep them."""
+    """Pending weight gradients, and whose ops run. Graphs refer to this, not to the executor, which would
+    live as long as they, for they are invisible to Python's garbage collector. ``selective``: saved values
+    may be recomputed, so nobody else may keep them."""
 
     def __init__(self, anchor: Tensor, selective: bool) -> None:
         self.anchor = anchor
@@ -101,7 +101,7 @@ class _OwnGraph:
 
 
 class _Op:
-    """One micro-batch's run of an op on arguments that were cut off from the graph around it."""
+    """Run of an op for one micro-batch, on arguments that were cut off from the graph around it."""
 
     __slots__ = ("debt", "edge", "inner", "leaves", "micro", "out")
 
@@ -191,8 +191,8 @@ class _Layer(NamedTuple):
         return args[self.value], args[self.weight], args[self.bias] if self.bias < len(args) else None
 
     def fits(self, value: Any, weight: Any, bias: Any) -> bool:
-        """Whether torch's formulas for these come to the products below: strides as if new, no cast, all
-        weights trained, and a gradient of the value to give on."""
+        """Return whether torch's formulas for these are the products below: strides as if new, no cast, all
+        weights trained, and a gradient of the value to pass on."""
         return (
             isinstance(value, Tensor)
             and value.grad_fn is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """What decides in which order a machine adds numbers; within one class results are bit-equal.
+    """Facts that decide in which order a machine adds numbers; within one class results are bit-equal.
 
     ``device`` is a GPU's model or a CPU's instruction set, ``threads`` those that compute.
     """

@@ -1,4 +1,4 @@
-"""What ops write and what their results share memory with, read from the op schemas.
+"""Memory that ops write and that their results share, read from the op schemas.
 
 Torch's schemas say it for most ops; where they are silent (batch norm writes its running
 statistics, dropout may return its argument) this module errs towards "written" and "shared".
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Effects:
-    """What the ops of a program write, and which of its constants hold for all micro-batches."""
+    """Values that the ops of a program write, and the constants that hold for all micro-batches."""
 
     cached: frozenset[int]  # constant ops to run once, at load
     leaves: frozenset[LeafRef]  # named tensors that an op may write
@@ -85,7 +85,7 @@ def _written_args(node: OpNode) -> list[Arg]:
 
 
 def may_alias(node: OpNode) -> bool:
-    """Whether the op's result may share memory with an argument."""
+    """Return whether the op's result may share memory with an argument."""
     if node.target == GETITEM:
         return True
     op = overload(node.target)

@@ -85,7 +85,7 @@ def torch_literal(literal: TorchLiteral, device: torch.device) -> object:
 
 @dataclass(slots=True)
 class _Micro:
-    """What one micro-batch keeps from its forward for its backward."""
+    """Values that a micro-batch keeps from its forward for its backward."""
 
     step: int
     loss: Tensor | None = None
@@ -99,8 +99,8 @@ class _Micro:
 
 
 class _Notes:
-    """Where the forward that runs notes how cheap results came about. Its ops know this, not the executor,
-    which would then be part of a ring with its weights."""
+    """Record of how the running forward computed cheap results. Its ops refer to this, not to the executor,
+    which would then be part of a reference cycle with its weights."""
 
     repeats: Repeats | None = None
 
@@ -137,7 +137,7 @@ class _Boundary(torch.autograd.Function):
 
 
 class Executor:
-    """One stage's ops, its leaves, and the graphs of the micro-batches in flight.
+    """Interpreter of a stage: its ops, its leaves, and the graphs of the micro-batches in flight.
 
     ``differentiate=False`` is for evaluation: no graph, no recompute. ``seed`` None draws from the
     process's generator as it stands, as a plain module would. ``recompute``: what of a forward is run again

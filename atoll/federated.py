@@ -48,12 +48,12 @@ MAX_RESIDUAL_ROUNDS = 10
 """A client drawn for half of the rounds misses so many in a row once in 1,000 times; ``bandwidth_aware``, as
 it comes, lets nobody wait longer."""
 MIN_BATCH = 3
-"""Of two samples, mean and variance are the samples; of three they are not."""
+"""Smallest micro-batch by default: mean and variance of two samples reveal both, those of three do not."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 
 class Downlink(StrEnum):
-    """How the model goes down; every form gives the clients the same bits."""
+    """Coding of the model on its way down; every form gives the clients the same bits."""
 
     OFF = "off"
     LOSSLESS = "lossless"
@@ -62,7 +62,7 @@ class Downlink(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Federated:
-    """How a federation trains. UsageError for a figure out of its range.
+    """Settings of a federation's training. UsageError for a figure out of its range.
 
     ``uplink``: off | lossless | CODEC[:RATIO] | bcrs[:RATIO], as ``atoll.compression`` writes ratios.
     """
@@ -114,7 +114,8 @@ class Federated:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """What a data owner demands of whatever leaves its machine. UsageError for a figure out of its range."""
+    """A data owner's floors for everything that leaves its machine. UsageError for a figure out of its
+    range."""
 
     batch: int = MIN_BATCH  # samples in a micro-batch, so in every mean and statistic; of a class in one
     samples: int = 10  # that an update was trained on
@@ -133,7 +134,7 @@ class Floors:
 
 
 NO_FLOORS = Floors(batch=1, samples=1, steps=1, clients=1)
-"""Of experiments on data that are nobody's secret."""
+"""Floors of experiments on public data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class FieldFacts:
-    """One field of a registered data set: dtype and shape of a single sample."""
+    """Field of a registered data set: dtype and shape of a single sample."""
 
     name: str
     dtype: str
@@ -223,7 +224,7 @@ def parse_uplink(text: str) -> Compression:
 
 
 def residual_counts(left_in: int, at_round: int) -> bool:
-    """Whether what a codec left out of the update of round ``left_in`` is added to that of ``at_round``.
+    """Return whether the residual of the update of round ``left_in`` is added to that of ``at_round``.
 
     Older than ``MAX_RESIDUAL_ROUNDS`` it was left by a model too far back, and by one that is still to come
     if the rounds began anew: both are dropped.

@@ -330,7 +330,7 @@ def _mvlgamma(call: Call) -> None:
 
 @_guards("combinations")
 def _combinations(call: Call) -> None:
-    """Its shapes take a loop over the elements of each combination, squared."""
+    """Bound the combinations: shapes alone take a loop over the elements of each combination, squared."""
     if not 0 <= call.number("r", 2) <= MAX_CHOSEN:
         raise call.refuse(f"combinations of {call.number('r', 2)}; 0 to {MAX_CHOSEN} are accepted")
 

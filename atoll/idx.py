@@ -25,7 +25,7 @@ _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E:
 
 @dataclass(frozen=True, slots=True)
 class IdxHeader:
-    """What an IDX file begins with; ``dtype`` as stored, big-endian."""
+    """First bytes of an IDX file; ``dtype`` as stored, big-endian."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class IdxHeader:
 
 
 def looks_like_idx(start: bytes) -> bool:
-    """Whether a file that starts with these four bytes or more may be IDX."""
+    """Return whether a file that starts with these four bytes or more may be IDX."""
     return len(start) >= 4 and start[:2] == b"\0\0" and start[2] in _TYPES and 1 <= start[3] <= MAX_RANK
 
 

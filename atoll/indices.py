@@ -49,7 +49,7 @@ class Range:
     besides: int | None = None
 
     def both(self, other: Range) -> Range:
-        """What both accept."""
+        """Return the range that both accept."""
         besides = self.besides if self.besides == other.besides else None
         return Range(max(self.low, other.low), min(self.high, other.high), besides)
 
@@ -131,7 +131,7 @@ def _size(call: Call, name: str, dim: int) -> int:
 
 
 def _behind(arg: Arg, nodes: Mapping[int, OpNode]) -> Arg:
-    """What ``arg`` is, looking through ops that only change its shape."""
+    """Return the source of ``arg``, looking through ops that only change its shape."""
     for _ in range(MAX_LOOK_THROUGH):
         if not isinstance(arg, OpRef) or arg.op not in nodes:
             return arg

@@ -105,7 +105,7 @@ class Schedule:
 
 
 class Recompute(StrEnum):
-    """What a micro-batch in flight keeps for its backward."""
+    """Recomputation: which activations a micro-batch in flight stores for its backward."""
 
     OFF = "off"  # all that the backward reads
     SELECTIVE = "selective"  # not the results of cheap ops: ``atoll.repeats``
@@ -115,7 +115,7 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpec:
-    """What every stage must know to train: declared, bounded, the same on each."""
+    """Settings of training that every stage needs: declared, bounded, the same on each."""
 
     steps: int
     n_micro: int

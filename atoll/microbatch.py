@@ -27,7 +27,7 @@ class Work(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work of one micro-batch."""
+    """Piece of work of a micro-batch."""
 
     work: Work
     micro: int
@@ -36,7 +36,7 @@ class Action:
 class ScheduleName(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
-    ZERO_BUBBLE = "zero-bubble"  # 1F1B, weights' gradients when nothing else is to be done
+    ZERO_BUBBLE = "zero-bubble"  # 1F1B, weight gradients when nothing else is to be done
 
 
 def gpipe(n_micro: int) -> tuple[Action, ...]:
@@ -47,7 +47,7 @@ def gpipe(n_micro: int) -> tuple[Action, ...]:
 def one_f_one_b(n_micro: int, warmup: int, held: int = 0) -> tuple[Action, ...]:
     """``warmup`` forwards, then one forward and one backward in turn, then the rest backward.
 
-    With ``held`` backwards come in two parts, weights' gradients as late as possible, while at most
+    With ``held`` backwards come in two parts, weight gradients as late as possible, while at most
     ``held`` micro-batches (but ``warmup`` + 1 at least) hold activations; without it ``warmup`` + 1 do.
     Both are at least 0, larger values act as n_micro. n_micro >= 1, else UsageError.
     """
@@ -55,7 +55,7 @@ def one_f_one_b(n_micro: int, warmup: int, held: int = 0) -> tuple[Action, ...]:
         raise UsageError(f"micro-batches: {n_micro} < 1; ask for at least 1")
     warmup = min(max(warmup, 0), n_micro)
     actions: list[Action] = []
-    owed = 0  # the first micro-batch whose weights' gradients are to come
+    owed = 0  # the first micro-batch whose weight gradients are to come
     for m in range(n_micro + warmup):
         if m < n_micro:
             if held and m - owed >= max(held, warmup + 1):

@@ -30,7 +30,7 @@ FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "complex64"})
 
 
 class Kind(StrEnum):
-    """What an op is to the planner; PLACEHOLDER marks the DAG's inputs."""
+    """Class of an op for the planner; PLACEHOLDER marks the DAG's inputs."""
 
     PLACEHOLDER = "placeholder"
     PARAMETRIC = "parametric"
@@ -39,7 +39,7 @@ class Kind(StrEnum):
 
 
 class Source(StrEnum):
-    """Where a named leaf tensor comes from."""
+    """Origin of a named leaf tensor."""
 
     INPUT = "input"  # a micro-batch's data, from the data provider
     PARAMETER = "parameter"
@@ -100,7 +100,7 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True)
 class OpNode:
-    """One operator call.
+    """Operator call of a graph.
 
     ``outputs`` has one entry for an op that returns a tensor and n for one that returns a
     tuple (``is_tuple``); the ``builtin.getitem`` nodes of a tuple stand right behind it, so only

@@ -273,9 +273,9 @@ def resolve(target: str) -> Callable[..., Any]:
 
 
 def weights_may_wait(node: OpNode) -> bool:
-    """Whether the gradients of the op's weights can be taken after that of its input at no cost: torch has
-    a kernel for each. (Of a normalisation one pass over the input gives both.) Not of one that reads a
-    value twice: in which order that value's gradients are summed would depend on it."""
+    """Return whether the op's weight gradients can be taken after that of its input at no cost, since torch
+    has a kernel for each. (One pass over the input gives both for a normalisation.) Not for an op that reads
+    a value twice: the order in which that value's gradients are summed would depend on it."""
     if node.target not in _WEIGHTS_APART or node.is_tuple:
         return False
     refs = [arg for arg in arguments(node) if isinstance(arg, OpRef)]
@@ -283,13 +283,14 @@ def weights_may_wait(node: OpNode) -> bool:
 
 
 def is_layer(node: OpNode) -> bool:
-    """Whether the op is a layer whose products ``atoll.deferred`` knows by hand, if its tensors are plain."""
+    """Return whether the op is a layer whose products ``atoll.deferred`` computes itself, if its tensors are
+    plain."""
     return node.target in LAYERS and not node.kwargs
 
 
 def cheap_again(node: OpNode) -> int:
-    """How many leading arguments must need a gradient for the op's result to be computed again in the
-    backward rather than kept, at the cost of one pass over what its own backward keeps; 0: never."""
+    """Return how many leading arguments must need a gradient for the op's result to be recomputed in the
+    backward rather than stored, at the cost of one pass over what its own backward stores; 0: never."""
     if node.target not in _CHEAP_AGAIN or node.random:
         return 0
     return 2 if node.target.startswith("aten.mul.") else 1

@@ -39,7 +39,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What one worker of a plan runs; its number among the plan's places is the worker's rank."""
+    """Work of one worker of a plan; its number among the plan's places is the worker's rank."""
 
     worker: str
     stage: int
@@ -56,7 +56,7 @@ class Mask(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """What compresses the tensors from one stage to another; fixed within a plan version."""
+    """Codec of the tensors from one stage to another; fixed within a plan version."""
 
     source: int  # stage
     target: int  # stage
@@ -89,7 +89,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the timeline says of a Plan; every number in seconds or bytes per step."""
+    """Prediction of a plan by the timeline; every number in seconds or bytes per step."""
 
     step_s: float
     lower_bound_s: float  # papers/peers.md 7.1
@@ -105,7 +105,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One versioned way to run one job."""
+    """Versioned way to run one job."""
 
     job: str
     version: int
@@ -136,14 +136,14 @@ class Plan:
         return next((rank for rank, place in enumerate(self.places) if place.worker == worker), None)
 
     def actions(self, stage: int) -> tuple[Action, ...]:
-        """What stage ``stage`` runs in a step, in order."""
+        """Return the actions of stage ``stage`` in a step, in order."""
         if self.schedule is ScheduleName.GPIPE:
             return gpipe(self.n_micro)
         spec = self.stages[stage]
         return one_f_one_b(self.n_micro, spec.warmup, spec.held)
 
     def defers(self, stage: int) -> bool:
-        """Whether its backwards leave weights' gradients for later."""
+        """Return whether its backwards defer weight gradients."""
         return any(action.work is Work.INPUT for action in self.actions(stage))
 
 

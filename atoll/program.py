@@ -1,4 +1,5 @@
-"""What one stage of a Plan runs, receives and sends: derived from the op-DAG and the cut.
+"""Ops that a stage of a Plan runs, and values that it receives and sends: derived from the op-DAG and the
+cut.
 
 Planner and worker derive the same programs from the same inputs, so both ends of every link
 agree by construction. Two rules keep sums independent of the cut (DESIGN section 3): the

@@ -37,7 +37,7 @@ logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 @dataclass(frozen=True, slots=True)
 class RehearsalLimits:
-    """What a program may ask of a worker before it computes anything."""
+    """Bounds of a program before a worker computes anything of it."""
 
     ops: int = 200_000
     output_bytes: int = 1 << 35  # of one tensor, those inside an op too
@@ -48,7 +48,7 @@ class RehearsalLimits:
 
 @dataclass(frozen=True, slots=True)
 class OpCost:
-    """What one op's forward moves and computes."""
+    """Bytes and operations of an op's forward."""
 
     bytes: int = 0
     flops: int = 0

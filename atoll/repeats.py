@@ -44,7 +44,7 @@ def repeatable(program: StageProgram, written: Collection[int]) -> dict[int, int
 
 
 class _Again:
-    """One call that gives its result once more."""
+    """Call that computes its result once more."""
 
     __slots__ = ("__weakref__", "args", "call", "memory", "mode")
 
@@ -78,7 +78,7 @@ class _Kept:
 
 
 class Repeats:
-    """Of one micro-batch; the graph of its forward, run under ``hooks``, holds it."""
+    """Repeatable calls of a micro-batch; the graph of its forward, run under ``hooks``, holds them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device_type = device.type
@@ -88,7 +88,7 @@ class Repeats:
         self._newest: tuple[ref[_Again], Tensor] | None = None
 
     def hooks(self) -> saved_tensors_hooks:
-        """What a forward runs under."""
+        """Return the saved-tensor hooks under which a forward runs."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def note(self, call: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""What an op is given, shares memory with, writes and draws, read from torch's op schemas.
+"""Arguments of an op, the memory that it shares and writes, and its random draws, read from torch's op
+schemas.
 
 From short lists where the schemas are silent; errs towards "shares" and "writes".
 """
@@ -39,7 +40,7 @@ _DROPOUTS = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropo
 
 
 def is_random(node: OpNode) -> bool:
-    """Whether the op draws from the generator; ops that hide a dropout are asked for its rate."""
+    """Return whether the op draws from the generator; for ops with a hidden dropout its rate decides."""
     if node.target == GETITEM or node.target not in ALLOWED:
         return False
     given = named_arguments(node)

@@ -58,7 +58,7 @@ _TYPE = re.compile(r"(Optional\[)?(List\[)?(Optional\[)?(\w+)\]*")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of an op as its schema declares it."""
+    """Argument of an op as its schema declares it."""
 
     name: str
     kind: str  # Tensor, int, number, float, bool, str, ScalarType, Layout, MemoryFormat, Device, Generator

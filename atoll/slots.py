@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """What compiled calls need of the executor that runs them."""
+    """Interface of the executor that compiled calls need."""
 
     def own_leaf(self, leaf: LeafRef) -> bool:
-        """Whether every use of the leaf has a slot of its own."""
+        """Return whether every use of the leaf has a slot of its own."""
         ...
 
     def leaf_value(self, op: int, leaf: LeafRef) -> object:
-        """What a leaf's slot holds from the start, read by ``op``."""
+        """Return the initial content of a leaf's slot, read by ``op``."""
         ...
 
     def literal(self, literal: TorchLiteral) -> object:
@@ -48,7 +48,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One compiled op: ``values[out] = call(*get(values))``, then free ``dead``."""
+    """Compiled op: ``values[out] = call(*get(values))``, then free ``dead``."""
 
     position: int
     call: Call

@@ -385,7 +385,7 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, default=5, help="paired seeds, from --seed on")
     made.add_argument("--rounds", type=int, default=40)
     made.add_argument("--full", action="store_true", help="all 60,000 images, 10,000 test images")
-    made.add_argument("--only", help=f"rules, by commas (default {','.join(DEFAULT)})")
+    made.add_argument("--only", help=f"strategies, by commas (default {','.join(DEFAULT)})")
     made.add_argument("--also", action="append", default=[], help="NAME=STRATEGY[:OPTION=NUMBER,...]")
     made.add_argument("--jobs", type=int, default=2, help="trainings at a time, one thread each")
     made.add_argument("--state", help="JSON lines of finished trainings; goes on from there")
@@ -406,7 +406,7 @@ def main() -> None:
     own = [text.partition("=")[0] for text in args.also]
     wanted = args.only.split(",") if args.only else [*DEFAULT, *own]
     if unknown := set(wanted) - set(known):
-        raise SystemExit(f"--only: no rule {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        raise SystemExit(f"--only: no strategy {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     need_mnist(args.json)
     results = run_all(args, [known[name] for name in wanted])
     found = report(results)

@@ -1,6 +1,6 @@
 """Seconds a step of one cut under both orders of work, alternating in one lab.
 
-`1f1b` takes backwards whole; `zero-bubble` leaves the weights' gradients for when a stage would wait. The
+`1f1b` takes backwards whole; `zero-bubble` leaves the weight gradients for when a stage would wait. The
 cut is op_fence's for 1f1b, on the devices as they joined. Losses must be equal to the last bit, as both
 orders compute the same; else the benchmark ends with exit code 1. A short job goes before, not measured,
 so that all plans are made by a fleet that has trained once.

@@ -1,6 +1,6 @@
 """What a backward in two parts costs: CPU milliseconds of a stage's micro-batch, on this machine.
 
-`whole`: one backward. `two_parts`: what other stages wait for first, the weights' gradients after it.
+`whole`: one backward. `two_parts`: what other stages wait for first, the weight gradients after it.
 `own_graphs`: the same as if no op's products were known by hand, so each has a graph of its own. The job is
 cut into stages of about equal work; those to whose backward nobody waits are left out. The three take turns,
 with the caches swept between the parts, as waits for messages sweep them. Their gradients must be equal to

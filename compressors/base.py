@@ -126,7 +126,7 @@ State = Any
 
 
 class Compressor(Protocol):
-    """One codec with its settings. Pure: the same tensor, state and seed give the same packet.
+    """A codec with its settings. Pure: the same tensor, state and seed give the same packet.
 
     What it is valid for, whether it is exact, linear or unbiased, and how many bytes it is expected
     to take, stands in ``compressors.catalogue`` under its name.

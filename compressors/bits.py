@@ -42,7 +42,7 @@ def pack(numbers: npt.NDArray[Any], width: int) -> Bytes:
 
 
 def unpack(data: Bytes, count: int, width: int) -> Ints:
-    """What ``pack`` packed. Raises BadFrame when ``data`` has another length or a set bit behind the end."""
+    """Invert ``pack``. Raises BadFrame when ``data`` has another length or a set bit behind the end."""
     if len(data) != packed_bytes(count, width):
         raise BadFrame(f"{len(data)} bytes for {count} numbers of {width} bits")
     rest = width % 8

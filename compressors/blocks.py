@@ -30,7 +30,7 @@ class BlockScaler:
         self._work = torch.empty(CHUNK, dtype=torch.float32)
 
     def scales(self, chunk: Floats) -> Floats:
-        """One a block of this chunk (at most CHUNK elements); the last block may be short."""
+        """Return a scale per block of this chunk (at most CHUNK elements); the last block may be short."""
         values, work = torch.from_numpy(chunk), self._work[: chunk.size]
         torch.abs(values, out=work)
         largest = np.empty(-(-chunk.size // self.block), np.float32)

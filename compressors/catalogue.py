@@ -20,11 +20,11 @@ from compressors.contrib.ranks import acp_bytes, cut_bytes, powersgd_bytes
 MIN_BYTES = 4096
 """Tensors below this cross a link as they are: latency, not rate, is what they cost."""
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
-"""What lossy codecs take; anything else travels as it is."""
+"""Dtypes that lossy codecs take; others travel uncompressed."""
 
 
 class Use(StrEnum):
-    """What a tensor is to training, which decides what may be lost of it."""
+    """Use of a tensor in training, which decides how lossy its codec may be."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
@@ -323,14 +323,14 @@ def link_codecs() -> list[str]:
 
 
 def for_links(codec: Codec) -> bool:
-    """Whether a plan may put it on a link: both directions of a stage pair carry one codec where they can,
-    so it must take activations."""
+    """Return whether a plan may put it on a link: both directions of a stage pair use one codec where they
+    can, so it must take activations."""
     # A link repeats a step's packets after a discard and after a loss: no state may tie its ends.
     return Use.ACTIVATION in codec.valid_for and not codec.shared_state
 
 
 def takes(codec: Codec, meta: TensorMeta) -> bool:
-    """Whether a link with this codec compresses a tensor of ``meta``, or sends it as it is.
+    """Return whether a link with this codec compresses a tensor of ``meta``, or sends it uncompressed.
 
     Both ends ask this, so a packet's codec needs no negotiation.
     """

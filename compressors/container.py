@@ -228,7 +228,7 @@ def _mapping_of(array: Array) -> mmap.mmap | None:
 
 
 def dense_metas(path: Path, most_header_bytes: int = 64 << 20) -> dict[str, TensorMeta]:
-    """What a dense file of this machine's own says it holds, for ``read_dense``."""
+    """Return the tensors that a dense file of this machine's own declares, for ``read_dense``."""
     mapped = _mapped(path)
     (length,) = _SIZE.unpack_from(mapped) if len(mapped) >= _SIZE.size else (0,)
     if not 2 <= length <= min(most_header_bytes, len(mapped) - _SIZE.size):
@@ -277,7 +277,7 @@ def write_coded(
     base: bytes = NO_DIGEST,
     digest: Callable[[], bytes] = lambda: NO_DIGEST,
 ) -> Stored:
-    """One packet after another, as they are made; ``digest`` is asked after the last."""
+    """Write packets one after another, as they are made; ``digest`` is called after the last."""
     entries = []
     with HashingFile(path) as file:
         file.write(MAGIC)

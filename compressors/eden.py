@@ -180,7 +180,7 @@ def _pack(turned: torch.Tensor, width: int, packed: Bytes) -> tuple[torch.Tensor
 
 
 def _unpack(packed: Bytes, width: int, rows: int) -> torch.Tensor:
-    """What ``_pack`` wrote, as levels [rows, columns]."""
+    """Invert ``_pack``: levels [rows, columns]."""
     length = packed.size // width
     codes = np.unpackbits(packed[:length])
     for bit in range(1, width):

@@ -96,7 +96,8 @@ class ErrorFeedback:
         return self.codec.payload_bytes(meta)
 
     def _left(self, wanted: Tensor, packet: Packet) -> Tensor | None:
-        """What of ``wanted`` (overwritten) ``packet`` does not hold; None where either is not finite."""
+        """Return the part of ``wanted`` (overwritten) that ``packet`` does not hold; None where either is not
+        finite."""
         if isinstance(self.codec, Scattered):
             # Elsewhere all of it waits, and what is not finite shows among the kept: no other pass.
             positions, values = self.codec.kept_of(packet)

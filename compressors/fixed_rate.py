@@ -1,4 +1,4 @@
-"""What codecs share whose payload length follows from the number of elements alone."""
+"""Shared part of the codecs whose payload length follows from the number of elements alone."""
 
 from __future__ import annotations
 

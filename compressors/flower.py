@@ -153,7 +153,8 @@ def _pack_reply(
 
 
 def _seed(message: Message, context: Context, key: str, name: str) -> int:
-    """Of random roundings: another for every round, node and array, the same when a run is repeated."""
+    """Return the seed of random roundings: another for every round, node and array, the same when a run is
+    repeated."""
     rounds = [c[ROUND] for c in message.content.config_records.values() if ROUND in c]
     node = context.node_config.get("partition-id", context.node_id)
     text = f"{rounds or message.metadata.message_id}/{node}/{key}/{name}"

@@ -1,4 +1,4 @@
-"""Where the kept elements are: k sorted unique positions below d, in as few bytes as they need.
+"""Positions of the kept elements: k sorted unique numbers below d, in as few bytes as they need.
 
 Costs in bits a position, for uniform positions of density p = k/d (the bound is
 log2 C(d, k) / k, about log2(e/p) for small p):
@@ -44,7 +44,7 @@ _BLOCK = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class IndexCodec:
-    """One encoding. ``encode(positions, d)``; ``decode(data, k, d)`` gives int64 positions."""
+    """An encoding. ``encode(positions, d)``; ``decode(data, k, d)`` gives int64 positions."""
 
     name: str
     encode: Callable[[Ints, int], bytes]
@@ -309,7 +309,8 @@ def _varint_bits(gaps: Ints) -> float:
 
 
 def encode_positions(positions: Ints, total: int, name: str = "auto") -> bytes:
-    """One byte of encoding, then its stream. ``positions``: int64, ascending, unique, in 0..total-1."""
+    """Return one byte that names the encoding, then its stream. ``positions``: int64, ascending, unique, in
+    0..total-1."""
     if not 0 <= total < MAX_POSITIONS or len(positions) > total:
         raise ValueError(f"{len(positions)} positions below {total}")
     if not len(positions):
@@ -326,7 +327,7 @@ def _encoded(positions: Ints, total: int, name: str) -> bytes:
 
 
 def decode_positions(data: Buffer, kept: int, total: int) -> Ints:
-    """What ``encode_positions`` encoded. Raises BadFrame for anything else."""
+    """Invert ``encode_positions``. Raises BadFrame for anything else."""
     if not 0 <= kept <= total < MAX_POSITIONS:
         raise BadFrame(f"{kept} positions below {total}")
     stream = as_bytes(data)

@@ -44,7 +44,7 @@ class Layout:
         return cls(tuple(strides))
 
     def to_bytes(self) -> bytes:
-        """One byte of lead, eight a stride."""
+        """Return one byte of lead, eight a stride."""
         return struct.pack(f"!B{len(self.strides)}Q", self.lead, *self.strides)
 
     @classmethod
@@ -115,7 +115,7 @@ def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _fault(shape: tuple[int, ...], layout: Layout, element_size: int) -> str:
-    """Why a layout is not acceptable, "" when it is."""
+    """Return why a layout is not acceptable, "" when it is."""
     strides = layout.strides
     if len(strides) != len(shape) or any(stride < 0 for stride in strides):
         return "does not have one non-negative stride a dimension"

@@ -200,7 +200,7 @@ def _parsed(packet: Packet) -> tuple[list[int] | None, Layout]:
 
 
 def _sources(payload: memoryview, sizes: list[int], meta: TensorMeta) -> list[Callable[[slice], Plane]]:
-    """For each plane what gives its elements block by block. BadFrame for a damaged one."""
+    """Return for each plane a function that gives its elements block by block. BadFrame for a damaged one."""
     full = plane_bytes(meta.dtype, meta.nbytes)
     order = sorted(range(len(sizes)), key=lambda i: sizes[i] < full[i])  # stable: raw ones first
     sources: dict[int, Callable[[slice], Plane]] = {}

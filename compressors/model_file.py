@@ -1,4 +1,4 @@
-"""What a federated round sends: broadcasts, exact or as deltas, and updates in the round's codec.
+"""Files of a federated round: broadcasts, exact or as deltas, and updates in the round's codec.
 
     model, off        the arrays, dense
     model, lossless   each tensor through the ``lossless`` codec
@@ -64,7 +64,7 @@ Keep = Callable[[str, "Tensor | None"], None]
 
 @dataclass(frozen=True)
 class Coding:
-    """How updates of one round travel: ``codec`` for the names in ``lossy``, exactness for the rest.
+    """Coding of a round's updates: ``codec`` for the names in ``lossy``, exact for the rest.
 
     UsageError for a codec that is unknown, keeps a state of its own or is not made for deltas.
     """
@@ -85,12 +85,12 @@ class Coding:
 
     @property
     def exact(self) -> bool:
-        """Whether every update arrives bit for bit."""
+        """Return whether every update arrives bit for bit."""
         return codec(self.codec).exact or not self.lossy
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether clients carry a residual from round to round."""
+        """Return whether clients carry a residual from round to round."""
         if self.exact:
             return False
         named = self.codec == ErrorFeedback.name
@@ -170,7 +170,7 @@ def read_update(path: Path, expected: Metas, coding: Coding) -> dict[str, Array]
 
 
 def packet_seed(seed: int, name: str) -> int:
-    """Of one tensor's packet, in [0, 2^63)."""
+    """Return the seed of one tensor's packet, in [0, 2^63)."""
     key = seed.to_bytes(16, "little", signed=True) + name.encode()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
 
@@ -201,7 +201,7 @@ def read_model(path: Path, expected: Metas) -> dict[str, Array]:
 
 
 def write_delta(path: Path, arrays: Arrays, base: Arrays, base_hash: str) -> Stored:
-    """What turns ``base``, the broadcast known as ``base_hash``, into ``arrays``."""
+    """Write the delta that turns ``base``, the broadcast known as ``base_hash``, into ``arrays``."""
     check_names(base, {name: _array_meta(array) for name, array in arrays.items()})
     digest = sha256()
 

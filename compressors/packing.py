@@ -1,4 +1,4 @@
-"""What lossy codecs share: elements as float32 numpy, chunk by chunk, and checks of a packet's parts.
+"""Shared part of the lossy codecs: elements as float32 numpy, chunk by chunk, and checks of a packet's parts.
 
 A chunk of float32 fits a core's second-level cache with room for two or three buffers of the same
 size, so that an encoder of several passes reads main memory once: measured 2 to 4 times faster
@@ -55,7 +55,7 @@ def rebuild(values: Floats, meta: TensorMeta) -> torch.Tensor:
 
 
 def zeros(meta: TensorMeta) -> torch.Tensor:
-    """What a packet marked ZERO stands for."""
+    """Return the tensor that a packet marked ZERO represents."""
     return torch.zeros(meta.shape, dtype=TORCH_DTYPES[meta.dtype])
 
 

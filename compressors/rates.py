@@ -19,7 +19,7 @@ MAX_RATIO_8_BIT = 4.0
 
 
 def ceil_div(elements: int, size: int) -> int:
-    """How many pieces of ``size`` hold so many elements."""
+    """Return how many pieces of ``size`` hold so many elements."""
     return -(-elements // size)
 
 
@@ -89,7 +89,7 @@ def eden_bytes(elements: int, bits: int, longer: int) -> int:
 
 
 def eden_size(meta: TensorMeta, ratio: float) -> float:
-    """Of ``eden``."""
+    """Return the payload bytes of ``eden``."""
     return float(eden_bytes(meta.elements, *eden_widths(ratio)))
 
 
@@ -99,5 +99,5 @@ def size_of(length: Callable[[int], int]) -> Callable[[TensorMeta, float], float
 
 
 def qsgd_size(meta: TensorMeta, ratio: float) -> float:
-    """Of ``qsgd``, which the ratio makes narrower."""
+    """Return the payload bytes of ``qsgd``, which the ratio makes narrower."""
     return float(qsgd_bytes(meta.elements, 8 if ratio <= MAX_RATIO_8_BIT else 4))

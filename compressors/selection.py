@@ -128,7 +128,7 @@ def _noise(kept: int, total: int) -> int:
 
 
 def largest_in_rows(bits: Keys, width: int, kept: int) -> Ints:
-    """For each row of ``width`` elements its ``kept`` largest, as ascending positions into all."""
+    """Return the ``kept`` largest elements of each row of ``width``, as ascending positions into all."""
     if kept >= width:
         return np.arange(len(bits))
     if width > BLOCK:
@@ -220,6 +220,6 @@ def place(target: torch.Tensor, positions: Ints, values: torch.Tensor) -> None:
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is infinite or NaN. A finite sum proves it in one fast pass."""
+    """Return whether no element is infinite or NaN. A finite sum proves it in one fast pass."""
     whole = flat(tensor)
     return bool(torch.isfinite(whole.sum(dtype=torch.float32))) or bool(torch.isfinite(whole).all())

@@ -1,4 +1,4 @@
-"""What codecs that keep some elements share: a packet of positions and values, and the values alone.
+"""Shared part of the codecs that keep some elements: a packet of positions and values, and the values alone.
 
 Payload: the positions (``indices.py``), then the values (``values.py``). Params: form, value codec,
 how many were kept, in how many groups (each with a scale, for values of one and two bits).
@@ -29,7 +29,7 @@ _WITH_POSITIONS, _VALUES_ONLY, _NOT_FINITE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """How much a codec keeps of a tensor: expected and at most, over all its groups."""
+    """Number of elements that a codec keeps of a tensor: expected and at most, over all its groups."""
 
     groups: int
     kept: int
@@ -84,7 +84,7 @@ class Sparse(Scattered):
 
     @abstractmethod
     def keep(self, meta: TensorMeta) -> Keep:
-        """Of a tensor of ``meta``."""
+        """Return how much is kept of a tensor of ``meta``."""
 
     @abstractmethod
     def select(self, bits: Keys, meta: TensorMeta, state: State) -> tuple[Ints, State]:

@@ -1,4 +1,4 @@
-"""How many elements sparse codecs keep, and the bytes they take: formulas without torch.
+"""Counts of elements that sparse codecs keep, and the bytes they take: formulas without torch.
 
 A selection group is a row of the last dimension when that has at least 64 elements (one token's
 features), else the whole tensor. Every group keeps the same number of elements, the largest whose
@@ -110,7 +110,7 @@ def random_k_size(meta: TensorMeta, ratio: float) -> float:
 
 
 def whole_size(meta: TensorMeta, ratio: float) -> float:
-    """Of a selection over the whole tensor, values in 16 bits."""
+    """Return the bytes of a selection over the whole tensor, values in 16 bits."""
     kept = kept_of_row(1, meta.elements, meta.nbytes / ratio, "fp16")
     return sparse_bytes(kept, meta.elements, 1, "fp16")
 

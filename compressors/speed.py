@@ -1,4 +1,4 @@
-"""How fast a codec is on this machine, and when that pays.
+"""Speed of a codec on this machine, and the link rate below which it pays.
 
 A worker measures its link codecs when it has joined and reports them; the coordinator's chooser and
 `atoll codecs` apply the break-even formula to what was measured, never to a fixed table.
@@ -29,7 +29,7 @@ SUSTAINED_MOST_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CodecRate:
-    """One codec on one thread count; rates count dense bytes."""
+    """Speed of a codec on one thread count; rates count dense bytes."""
 
     encode_bytes_per_s: float
     decode_bytes_per_s: float

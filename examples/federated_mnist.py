@@ -1,4 +1,4 @@
-"""Handwritten digits that never leave their owners: a federated job, with a rule for unlike clients.
+"""Handwritten digits that never leave their owners: a federated job, with a strategy for unlike clients.
 
 On each data owner's machine (docs/federated.md leads through it step by step):
 
@@ -100,7 +100,7 @@ class FedImproClassifier(FedImpro):
 
 
 def wrapped(net: nn.Module, images: Tensor) -> nn.Module:
-    """The net with the loss that the rule needs."""
+    """The net with the loss that the strategy needs."""
     if STRATEGY == "vhl":
         # A small net has little room for images that it need not know. Mirrored digits would be other ones.
         virtual = VirtualSpec(seed=7, classes=CLASSES, shape=(1, 28, 28), spread=0.2)

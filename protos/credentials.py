@@ -45,7 +45,7 @@ CA_LIFETIME = dt.timedelta(days=3650)
 CERTIFICATE_LIFETIME = dt.timedelta(days=365)
 RENEW_BEFORE = dt.timedelta(days=30)
 CLOCK_SKEW = dt.timedelta(days=1)
-"""How far a volunteer's clock may run behind ours before a fresh certificate looks unborn."""
+"""Tolerated lag of a volunteer's clock, in which a fresh certificate would look not yet valid."""
 
 MAX_PEM_BYTES = 16 * 1024
 MAX_TOKEN_CHARS = 8 * 1024

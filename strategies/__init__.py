@@ -1,6 +1,6 @@
-"""Federated rules by name: a client half and a server half each, pure (``strategies.base``).
+"""Federated strategies by name: a client half and a server half each, pure (``strategies.base``).
 
-A new rule: its file, one entry here, one line in docs/federated.md; the conformance tests find it.
+A new strategy: its file, one entry here, one line in docs/federated.md; the conformance tests find it.
 Importing this package does not load torch; the files ``*_module.py`` do, for the owner's machine.
 """
 
@@ -57,7 +57,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def make_strategy(name: str, options: Mapping[str, Option] | None = None) -> Strategy:
-    """The rule ``name`` with ``options``. UsageError for an unknown name or option, or one out of bounds."""
+    """The strategy ``name`` with ``options``. UsageError for an unknown name or option, or one out of
+    bounds."""
     rule = STRATEGIES.get(name)
     if rule is None:
         raise UsageError(f"no strategy {name[:64]!r}; there are {', '.join(sorted(STRATEGIES))}")

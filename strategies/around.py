@@ -1,4 +1,4 @@
-"""A rule around another: every question goes to the inner one, so that a wrapper answers only its own."""
+"""A strategy around another: every question goes to the inner one, so that a wrapper answers only its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Around(Strategy):
-    """Another rule, unchanged: every question goes to ``inner``."""
+    """Another strategy, unchanged: every question goes to ``inner``."""
 
     @property
     def inner(self) -> Strategy:

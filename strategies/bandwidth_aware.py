@@ -65,5 +65,5 @@ class BandwidthAware(Selector):
 
 
 def _due(slacks: list[int], count: int) -> int:
-    """How many must come now so that nobody is late; ``slacks`` ascending."""
+    """Return how many must be chosen now so that none waits too long; ``slacks`` ascending."""
     return max([0, *(at + 1 - count * slack for at, slack in enumerate(slacks))])

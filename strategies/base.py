@@ -1,20 +1,20 @@
-"""The contract of every federated rule: a client half and a server half, state in, state out.
+"""The contract of every federated strategy: a client half and a server half, state in, state out.
 
 One round, whatever runs it (the workers of this project, a Flower app, a simulation):
 
-    broadcast = rule.configure(state)                                   server
-    phases = rule.begin(layout, broadcast, mine)                        client
+    broadcast = strategy.configure(state)                               server
+    phases = strategy.begin(layout, broadcast, mine)                    client
         local training from phase.start, each gradient through phase.correction   (per step)
-        buffers of rule.at_epoch(layout, broadcast, epoch)              (per local epoch)
-    update, mine = rule.end(layout, broadcast, done, mine)              client
-    state = rule.aggregate(state, updates)                              server
+        buffers of strategy.at_epoch(layout, broadcast, epoch)          (per local epoch)
+    update, mine = strategy.end(layout, broadcast, done, mine)          client
+    state = strategy.aggregate(state, updates)                          server
 
 Everything is arrays by state-dict name and small numbers: a ServerState or a ClientState goes to
-disk or over a wire without code for each rule. numpy alone: the process that aggregates never loads
+disk or over a wire without code for each strategy. numpy alone: the process that aggregates never loads
 torch. Only ``Correction`` meets the trainer's own tensors, with plain operators, so it works on
 either. Nothing here keeps a clock, a file or a generator; what is drawn comes from a seed.
 
-A rule is a frozen dataclass; its fields are its options. It declares what it needs (``Facts``) and
+A strategy is a frozen dataclass; its fields are its options. It declares what it needs (``Facts``) and
 what travels beside the weights (``extra_down``, ``extra_up``, ``scalars_up``), so that traffic can
 be planned and an update be refused before it is counted (``strategies.checking``).
 """
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A rule. Subclasses override the hooks below the public methods; ``_aggregate`` is the least."""
+    """A strategy. Subclasses override the hooks below the public methods; ``_aggregate`` is the least."""
 
     name: ClassVar[str]
     FACTS: ClassVar[Facts]
@@ -64,7 +64,8 @@ class Strategy:
 
     @property
     def core(self) -> Strategy:
-        """The rule that sums: where ``facts.linear``, its ``contribute`` and ``finish`` take partial sums."""
+        """The strategy that sums: where ``facts.linear``, its ``contribute`` and ``finish`` take partial
+        sums."""
         return self
 
     @property
@@ -75,7 +76,7 @@ class Strategy:
     # What travels.
 
     def adapt(self, layout: Layout) -> Layout:
-        """The model's layout with the roles this rule gives its tensors; ``init`` applies it."""
+        """The model's layout with the roles this strategy gives its tensors; ``init`` applies it."""
         return layout
 
     def extra_down(self, layout: Layout) -> SlotMetas:
@@ -100,7 +101,7 @@ class Strategy:
         what the method does, each figure of at least ``least`` samples."""
 
     def check(self, layout: Layout, update: ClientUpdate) -> None:
-        """Raise BadUpdate for what only this rule can judge, after names, shapes and bounds."""
+        """Raise BadUpdate for what only this strategy can judge, after names, shapes and bounds."""
 
     # The server half.
 
@@ -113,13 +114,13 @@ class Strategy:
         return ServerState(0, layout, held, self._slots(layout, held), n_clients)
 
     def configure(self, state: ServerState) -> Broadcast:
-        """What every participant of round ``state.round`` gets."""
+        """Return the message to every participant of round ``state.round``."""
         return Broadcast(state.round, {**state.weights, **self._told(state)}, self._extra(state))
 
     def aggregate(self, state: ServerState, updates: Sequence[ClientUpdate]) -> ServerState:
         """The state after this round. The order of ``updates`` has no effect on a single bit.
 
-        BadUpdate when one of them is not what this rule declares, or comes twice from one client;
+        BadUpdate when one of them is not what this strategy declares, or comes twice from one client;
         UsageError for fewer than ``min_updates``; JobFailed when the result is not finite.
         """
         ordered = check_updates(self, state, updates)
@@ -133,11 +134,11 @@ class Strategy:
     # The client half.
 
     def client_init(self, layout: Layout) -> ClientState:
-        """What a client holds before its first round."""
+        """Return the state of a client before its first round."""
         return ClientState()
 
     def begin(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> tuple[Phase, ...]:
-        """What to train, in this order; the first phase is the one whose delta is uploaded."""
+        """Return the phases to train, in this order; the delta of the first is uploaded."""
         start = {**broadcast.weights, **state.slots.get(LOCAL_SLOT, {})}
         start.update(self._own_start(layout, broadcast, state))
         return (Phase(start, self._correction(layout, broadcast, state)),)
@@ -155,7 +156,7 @@ class Strategy:
     ) -> tuple[ClientUpdate, ClientState]:
         """The answer to ``broadcast`` and the client's next state; commit it once the answer is taken.
 
-        ``seed``: of what a rule draws on the client (noise), known to this client alone.
+        ``seed``: of what a strategy draws on the client (noise), known to this client alone.
         """
         first = done[0]
         delta = {n: first.weights[n] - broadcast.weights[n] for n in layout.names(*SHARED)}

@@ -5,7 +5,7 @@
     R_i = least ratio in [1, R] with C_i + L_i + wire(R_i) / B_i <= T
 
 C_i all that comes before the upload (the model's download, computation), L_i latency, B_i uplink, wire(r)
-the bytes an update takes at ratio r: the plan is for whole rounds. The faster a client's line, the more of
+the bytes an update takes at ratio r: the plan is for whole rounds. The faster a client's link, the more of
 its update it sends, at no cost in time. Who has time for all it has (R_i = 1) is done earlier, and no ratio
 changes that; ``even_base`` says how small the slowest's update must be for all to end together. The paper
 lets uploads alone end together (its C_i is 0) and states ratios as kept
@@ -27,13 +27,13 @@ from atoll.errors import UsageError
 HALVINGS = 24  # of the logarithm: a ratio to one part in a million
 ROUNDING = 1e-9
 EVEN = 0.15  # finish times this close count as even
-PLANNED = 0.12  # so close a plan brings them: machines and lines vary by the rest
+PLANNED = 0.12  # so close a plan brings them: machines and links vary by the rest
 SPARSEST = 128.0  # base that is sought: less than a hundredth of an update hardly moves a model
 
 
 @dataclass(frozen=True, slots=True)
 class Uplink:
-    """What one client needs for an update. ``bandwidth_bps``: payload bits per second, > 0."""
+    """Time of a client for an update, by its parts. ``bandwidth_bps``: payload bits per second, > 0."""
 
     bandwidth_bps: float
     latency_s: float = 0.0
@@ -54,7 +54,8 @@ class Ratios:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Who sends all it has, ascending: its finish is its line's doing, not the plan's."""
+        """Return the clients that send everything, ascending: their finish depends on their link, not on the
+        plan."""
         return tuple(name for name, ratio in sorted(self.ratios.items()) if ratio <= 1.0)
 
     @property
@@ -85,7 +86,7 @@ def bcrs(
     """Ratios in [1, ``ratio``] for the participants of a round.
 
     ``wire_bytes(r)`` does not grow with r; by default dense_bytes / r. UsageError for an empty round,
-    a ratio below 1 or a line without bandwidth.
+    a ratio below 1 or a link without bandwidth.
     """
     wire = wire_bytes if wire_bytes is not None else lambda r: dense_bytes / r
     _check(uplinks, dense_bytes, ratio)

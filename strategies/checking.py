@@ -36,8 +36,8 @@ SAME_RATE = 1e-6  # two machines' libraries may round a schedule's cosine apart
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What no honest update exceeds, or differs from. ``samples``: what this client registered and the
-    owner lets count, where that is known."""
+    """Bounds and values that every honest update meets. ``samples``: samples that this client registered and
+    the owner lets count, where known."""
 
     samples: int = MOST_COUNTED
     steps: int = 10**8
@@ -49,7 +49,7 @@ NO_LIMITS = Limits()
 
 
 class Declares(Protocol):
-    """What a strategy says of itself, and every message is checked against; ``strategies.base.Strategy``."""
+    """A strategy's declarations, against which every message is checked; ``strategies.base.Strategy``."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""Whether a captured graph measures what FedImpro measures, and nothing else.
+"""Check that a captured graph measures FedImpro's statistics, and nothing else.
 
 The buffers of class means, deviations and counts go home with each update, so what is written into them
 is compared, op by op, with what ``strategies.fedimpro_module`` is captured as: of each class with at least
@@ -72,7 +72,7 @@ def _learned(buffer: LeafRef, moved: Op) -> Op:
 
 
 def patterns(means: str, stds: str, counts: str) -> dict[str, Op]:
-    """What writes each of the three buffers."""
+    """Return the ops that write each of the three buffers."""
     mean, std, count = (LeafRef(Source.BUFFER, name) for name in (means, stds, counts))
     spread = op("clamp.default", _moved(std, STDS), None, Number("max_std"))
     return {
@@ -113,7 +113,7 @@ class _Match:
         return all(map(self.fits, pattern.args, node.args))
 
     def through(self, ref: OpRef, pattern: Op) -> Arg:
-        """What was cast to another dtype before it came here."""
+        """Return the source of ``ref``, looking through casts to another dtype."""
         while (node := self.walked.nodes[ref.op]).target in CASTS and node.target != pattern.target:
             self.passed.add(ref.op)
             (below, *_) = node.args

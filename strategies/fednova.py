@@ -7,7 +7,7 @@ so a client that took more steps does not pull harder. It removes the bias of un
 not the drift of each client. a_k is counted by running the optimizer on gradient 1, which for plain
 SGD gives tau; for momentum rho (tau - rho(1 - rho^tau)/(1 - rho))/(1 - rho); with a proximal term mu
 (1 - (1 - lr mu)^tau)/(lr mu); and is right for Nesterov and for both together too. With AdamW there
-is no such sum: the rule refuses it. Under quantity skew FedNova may collapse (0.10 against FedAvg's
+is no such sum: the strategy refuses it. Under quantity skew FedNova may collapse (0.10 against FedAvg's
 0.72 in the authors' own CIFAR-10 table as papers/federated.md 4 quotes it): large p_k times large
 a_k make an effective step that diverges. ``beta`` adds FedAvgM's server momentum.
 Source: Wang 2020, eq. 9 and table 1; papers/federated.md 4.
@@ -37,7 +37,8 @@ MAX_EFFECTIVE_STEPS = 1e9
 def effective_steps(
     steps: int, lr: float, momentum: float = 0.0, nesterov: bool = False, mu: float = 0.0
 ) -> float:
-    """How many lr of a constant gradient ``steps`` local steps go; ``steps`` for plain SGD."""
+    """Return the distance in lr of a constant gradient that ``steps`` local steps cover; ``steps`` for plain
+    SGD."""
     if not momentum and not mu:
         return float(steps)
     gone = velocity = 0.0

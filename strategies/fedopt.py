@@ -1,6 +1,6 @@
 """FedOpt: the mean delta as the gradient of an adaptive optimizer on the server.
 
-    D = mean delta;  m <- b1 m + (1 - b1) D;  v <- by rule;  w <- w + eta m / (sqrt(v) + tau)
+    D = mean delta;  m <- b1 m + (1 - b1) D;  v <- by the strategy;  w <- w + eta m / (sqrt(v) + tau)
 
 m starts at 0 and v at tau^2, the least the paper allows. Averaged buffers get their plain mean. Flower
 pairs arrays by position, so replies that list them in another order corrupt m and v; here they are

@@ -1,9 +1,9 @@
 """Names of what a round's files hold, and what both ends expect of them.
 
     weights/NAME        the broadcast's weights, or the update's delta
-    extra/SLOT/NAME     the rule's own arrays
+    extra/SLOT/NAME     the strategy's own arrays
 
-Values and their codecs are ``compressors.model_file``'s; a rule knows nothing of files.
+Values and their codecs are ``compressors.model_file``'s; a strategy knows nothing of files.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def parted(arrays: Arrays) -> tuple[dict[str, Array], dict[str, dict[str, Array]
 
 
 def broadcast_metas(rule: Strategy, layout: Layout) -> dict[str, TensorMeta]:
-    """What every broadcast's file holds; ``layout`` as ``adapt`` left it."""
+    """Return the tensors in every broadcast's file; ``layout`` as ``adapt`` left it."""
     return joined(layout.metas_of(*SHARED, Role.TOLD), rule.extra_down(layout))
 
 
 def update_metas(rule: Strategy, layout: Layout) -> dict[str, TensorMeta]:
-    """What every update's file holds."""
+    """Return the tensors in every update's file."""
     return joined(layout.metas_of(*SHARED), rule.extra_up(layout))
 
 
 def lossy_names(layout: Layout) -> frozenset[str]:
-    """The names in an update's file that may lose something: deltas of trained tensors. Running
-    statistics are small, and a rule's own arrays (SCAFFOLD's controls) are kept by the client as they
-    were before any codec."""
+    """The names in an update's file that may lose something: deltas of trained tensors. Running statistics
+    are small, and a strategy's own arrays (SCAFFOLD's controls) are kept by the client as they were before
+    any codec."""
     return frozenset(WEIGHTS + name for name in layout.names(Role.TRAINED))
 
 

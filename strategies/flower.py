@@ -1,19 +1,19 @@
-"""Every rule by name as a Flower strategy, for stock ``flwr run`` in simulation and deployment.
+"""Every strategy by name as one of ``flwr.serverapp``, for stock ``flwr run`` in simulation and deployment.
 
     from strategies.flower import Scaffold                       # or atoll_strategy("scaffold")
     strategy = Scaffold(server_lr=1.0, trained=trained_names(model), min_train_nodes=4)
     strategy.start(grid=grid, initial_arrays=ArrayRecord(model.state_dict()), num_rounds=50)
 
-The server half is the rule's own ``configure`` and ``aggregate``; choosing nodes, averaging metrics and
-the loop over rounds are Flower's. The client half is ``local_round`` in the ClientApp. Rules without
+The server half is the strategy's own ``configure`` and ``aggregate``; choosing nodes, averaging metrics and
+the loop over rounds are Flower's. The client half is ``local_round`` in the ClientApp. Strategies without
 one (``serves_any_client``) also take the replies of an unmodified ClientApp.
 
 What travels follows Flower's conventions: requests hold ``arrays`` and ``config``, replies exactly one
-ArrayRecord and one MetricRecord with ``num-examples``. What a rule sends beside the weights is a record
+ArrayRecord and one MetricRecord with ``num-examples``. What a strategy sends beside the weights is a record
 ``atoll.extra`` of the request and keys ``atoll.extra/SLOT/NAME`` of the reply's arrays. Replies carry
 weights, as Flower's do; the server subtracts what it sent.
 
-A reply that is not what the rule declares is left out with the reason, and the round closes without it;
+A reply that is not what the strategy declares is left out with the reason, and the round closes without it;
 Flower's own strategies drop the whole round instead. ``save`` gives the state after any round as one
 ArrayRecord, ``resume`` goes on from it.
 
@@ -66,7 +66,8 @@ log = logging.getLogger("flwr")  # where Flower shows what a run does
 
 
 class AtollStrategy(FlowerFedAvg):
-    """A rule of ours under Flower's loop. ``settings``: of Flower's FedAvg (fractions, minimum nodes, keys).
+    """A strategy of ours under Flower's loop. ``settings``: of Flower's FedAvg (fractions, minimum nodes,
+    keys).
 
     ``trained``: names that have gradients (``trained_names(module)``); by default every floating array
     but BatchNorm's running statistics. ``averaged``: buffers that training writes; by default those
@@ -95,14 +96,14 @@ class AtollStrategy(FlowerFedAvg):
         self.rule, self.n_clients = rule, n_clients
         self._limits = Limits(samples=max_samples)
         self._trained, self._averaged = trained, averaged
-        self._held: tuple[ServerState, Layout] | None = None  # and the roles before the rule changed any
+        self._held: tuple[ServerState, Layout] | None = None  # and the roles before the strategy changed any
         self._arrays = ArrayRecord()  # the whole model
         self._past = 0  # rounds before ``resume``
         self._resumed = False
 
     @property
     def state(self) -> ServerState:
-        """The rule's state. UsageError before the first round."""
+        """The strategy's state. UsageError before the first round."""
         if self._held is None:
             raise UsageError(f"{self.rule.name} has no state before its first round")
         return self._held[0]
@@ -119,26 +120,27 @@ class AtollStrategy(FlowerFedAvg):
         return self._arrays
 
     def save(self) -> ArrayRecord:
-        """All that is needed to go on: model, roles, the rule's slots and round."""
+        """All that is needed to go on: model, roles, the strategy's slots and round."""
         return saved_state(self.rule, self.state, self._roles, words.from_record(self._arrays))
 
     def resume(self, saved: ArrayRecord) -> None:
         """Go on after ``save``; give ``start`` this strategy's ``arrays`` and the rounds that are left.
 
-        UsageError when it was saved by another rule or with other options.
+        UsageError when it was saved by another strategy or with other options.
         """
         state, roles, model = load_state(self.rule, saved)
         self._held, self._arrays = (state, roles), words.to_record(model)
         self._past, self._resumed = state.round, True
 
     def summary(self) -> None:
-        log.info("\t├──> Rule: %s %s", self.rule.name, words.options_text(_settings(self.rule)))
+        log.info("\t├──> Strategy: %s %s", self.rule.name, words.options_text(_settings(self.rule)))
         super().summary()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """One message a chosen node: the weights, the rule's extra arrays, and which rule it is."""
+        """Return a message per chosen node: the weights, the strategy's extra arrays, and the strategy's
+        name."""
         messages = list(super().configure_train(self._past + server_round, arrays, config, grid))
         if not messages:
             return []
@@ -158,7 +160,7 @@ class AtollStrategy(FlowerFedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As Flower's, with the tensors that this rule sends."""
+        """As Flower's, with the tensors that this strategy sends."""
         if self._held is not None:
             self._announce(config)
             arrays = self._outgoing(arrays)
@@ -178,7 +180,7 @@ class AtollStrategy(FlowerFedAvg):
         return self._arrays, self.train_metrics_aggr_fn(common_metrics(found), self.weighted_by_key)
 
     def _begin(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
-        """The rule's state before the first round of a run."""
+        """The strategy's state before the first round of a run."""
         if self._held is not None and (server_round > 1 or self._resumed):
             self._resumed = False
             return
@@ -194,7 +196,7 @@ class AtollStrategy(FlowerFedAvg):
         self._held, self._arrays = (self.rule.init(roles, model, clients), roles), arrays
 
     def _announce(self, config: ConfigRecord) -> None:
-        """What the client half reads of a request."""
+        """Add the entries of a request that the client half reads."""
         config[words.STRATEGY] = self.rule.name
         config[words.OPTIONS] = words.options_text(_settings(self.rule))
         config[words.ROUND] = self.state.round
@@ -202,10 +204,11 @@ class AtollStrategy(FlowerFedAvg):
         config[words.AVERAGED] = list(self._roles.names(Role.AVERAGED))
 
     def _outgoing(self, weights: ArrayRecord) -> ArrayRecord:
-        """Of the whole model what goes to clients, ``weights`` where given.
+        """Return the part of the whole model that is sent to clients, ``weights`` where given.
 
         Tensors that never change go too, since a plain ClientApp loads a whole state dict; not under
-        rules whose wrapper holds large ones (virtual images, frozen copies): there every client has them.
+        strategies whose wrapper holds large ones (virtual images, frozen copies): there every client has
+        them.
         """
         layout, roles = self.state.layout, self._roles.roles
         names = [
@@ -240,7 +243,7 @@ class AtollStrategy(FlowerFedAvg):
 
 
 def atoll_strategy(name: str, options: Mapping[str, Option] | None = None, **settings: Any) -> AtollStrategy:
-    """The rule ``name`` with ``options`` as a Flower strategy; ``settings`` as AtollStrategy's."""
+    """The strategy ``name`` with ``options`` as a Flower strategy; ``settings`` as AtollStrategy's."""
     return AtollStrategy(make_strategy(name, options), **settings)
 
 

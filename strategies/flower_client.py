@@ -1,8 +1,8 @@
-"""The client half of a rule inside any Flower ClientApp: one call for a round, one for an evaluation.
+"""The client half of a strategy inside any Flower ClientApp: one call for a round, one for an evaluation.
 
     @app.train()
     def train(message, context):
-        def local(work):                        # once a phase; most rules have one
+        def local(work):                        # once a phase; most strategies have one
             model.load_state_dict(tensors(work.start))
             correction = work.correction.mapped(torch.from_numpy)
             for epoch in range(epochs):
@@ -11,12 +11,12 @@
             return Done(arrays(model), n_samples, steps, lr, metrics={"train_loss": loss})
         return local_round(message, context, arrays(model), local)
 
-Which rule, with which options, is what the server's strategy says (``strategies.flower``), from our own
-rules by name; no code travels. Under a stock strategy the same ClientApp trains plainly.
+Which strategy, with which options, is what the server's strategy says (``strategies.flower``), from our own
+strategies by name; no code travels. Under a stock strategy the same ClientApp trains plainly.
 
 A client's state is kept in ``Context.state`` as soon as the reply is made: Flower does not tell a node
 whether its reply was taken. Flower keeps a Context in memory only and gives an unauthenticated node a
-new one at each start, so such a node begins anew, which every rule allows.
+new one at each start, so such a node begins anew, which every strategy allows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EXAMPLES = "num-examples"
 
 @dataclass(frozen=True)
 class LocalWork:
-    """One local training. ``start``: every tensor of the model as training begins."""
+    """A local training. ``start``: every tensor of the model as training begins."""
 
     round: int  # from 0
     phase: int  # the first is the one that is uploaded
@@ -54,7 +54,7 @@ class LocalWork:
     correction: Correction
     config: Mapping[str, Any]  # the request's, "server-round" among it
     at_epoch: Callable[[int], Arrays]
-    """Local epoch, from 0 -> buffers to set at its start; empty for most rules."""
+    """Local epoch, from 0 -> buffers to set at its start; empty for most strategies."""
 
 
 Train = Callable[[LocalWork], Done]
@@ -62,7 +62,7 @@ Train = Callable[[LocalWork], Done]
 
 @dataclass(frozen=True)
 class _Request:
-    """What a message asks for, read and checked."""
+    """Content of a request, read and checked."""
 
     rule: Strategy
     layout: Layout
@@ -75,10 +75,10 @@ class _Request:
 def local_round(
     message: Message, context: Context, model: Arrays, train: Train, *, seed: int | None = None
 ) -> Message:
-    """Train as the server's rule says, and the reply. ``model``: every tensor of the local model.
+    """Train as the server's strategy says, and the reply. ``model``: every tensor of the local model.
 
-    ``train`` is called once a phase. ``seed``: of noise that a rule adds here, by default drawn anew.
-    BadUpdate for a request that is not what the rule sends, or an answer that it would refuse.
+    ``train`` is called once a phase. ``seed``: of noise that a strategy adds here, by default drawn anew.
+    BadUpdate for a request that is not what the strategy sends, or an answer that it would refuse.
     """
     asked = _request(message, model)
     state = _state(context)
@@ -142,7 +142,7 @@ def _request(message: Message, model: Arrays, *, evaluating: bool = False) -> _R
     if missing:
         raise BadUpdate(f"the server sent {len(received)} arrays without {missing[0]!r}")
     broadcast = Broadcast(at_round, {name: received[name] for name in sent}, slots)
-    if not evaluating:  # which goes without the rule's extra arrays
+    if not evaluating:  # which goes without the strategy's extra arrays
         check_broadcast(rule, layout, broadcast)
     return _Request(rule, layout, broadcast, config, keys[0], stock)
 
@@ -166,7 +166,7 @@ def _state(context: Context) -> ClientState:
 
 
 def _content(message: Message, asked: _Request, first: Done, update: ClientUpdate) -> RecordDict:
-    """One ArrayRecord and one MetricRecord, as every strategy of Flower expects."""
+    """Return an ArrayRecord and a MetricRecord, as every strategy of Flower expects."""
     metrics: dict[str, Any] = {name: float(value) for name, value in update.metrics.items()}
     metrics[EXAMPLES] = update.n_samples
     if asked.stock:

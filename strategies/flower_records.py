@@ -1,4 +1,4 @@
-"""Flower's records and the arrays of our rules; the words that travel beside them.
+"""Flower's records and the arrays of our strategies; the words that travel beside them.
 
 Only Flower's public record types are used, and only their public fields: an ``Array`` is dtype, shape,
 stype and the bytes of ``numpy.save``. What a peer sent is read as a view of the bytes that arrived,
@@ -30,7 +30,7 @@ STATE = "atoll.state"
 """Record of a node's Context: what its client half keeps from round to round."""
 STRATEGY, OPTIONS, ROUND = "atoll-strategy", "atoll-options", "atoll-round"
 TRAINED, AVERAGED = "atoll-trained", "atoll-averaged"
-"""Keys of a request's config: which rule, its options as JSON, its round, the tensors' roles."""
+"""Keys of a request's config: which strategy, its options as JSON, its round, the tensors' roles."""
 STEPS = "atoll-steps"
 OWN = "atoll-"
 """Prefix of our own metrics in a reply."""
@@ -51,7 +51,7 @@ def to_record(arrays: Arrays) -> ArrayRecord:
 
 
 def to_array(array: NumpyArray) -> Array:
-    """One of them; its dimensions stay, zero included."""
+    """Convert one array; its dimensions stay, zero included."""
     return Array(np.asarray(array, order="C"))
 
 
@@ -104,7 +104,7 @@ def roles_of(names: Iterable[str], dtypes: Mapping[str, Any]) -> tuple[list[str]
 
 
 def options_text(options: Mapping[str, Any]) -> str:
-    """A rule's options as they travel and are compared."""
+    """A strategy's options as they travel and are compared."""
     return json.dumps(dict(options), sort_keys=True)
 
 

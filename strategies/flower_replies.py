@@ -1,5 +1,5 @@
-"""What a Flower reply says, as the update that a rule knows. Nothing here is believed: names, shapes and
-numbers are judged by ``strategies.checking`` afterwards."""
+"""A Flower reply as the update that a strategy expects. Nothing here is trusted: names, shapes and numbers
+are checked by ``strategies.checking`` afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ Counted = tuple[ClientUpdate, MetricRecord]
 
 
 def serves_any_client(rule: Strategy) -> bool:
-    """Whether an unmodified ClientApp does all that the rule asks of a client: plain local training."""
+    """Return whether an unmodified ClientApp does all that the strategy needs of a client: plain local
+    training."""
     hooks = ("begin", "at_epoch", "evaluate_with", "_correction", "_own_start", "_uploads")
     plain = all(getattr(type(rule), hook) is getattr(Strategy, hook) for hook in hooks)
     return plain and not rule.facts.needs_client_state and not rule.facts.changes_loss

@@ -1,7 +1,7 @@
-"""A rule's server state as one ArrayRecord, so that a Flower run can go on where another one ended.
+"""A strategy's server state as one ArrayRecord, so that a Flower run can go on where another one ended.
 
-Keys: ``model/NAME`` for every tensor, in order; ``slots/SLOT/NAME`` for the rule's own; ``roles`` (uint8
-[2, tensors]: before and after the rule's changes); ``facts`` (int64: version, round, clients); ``rule``
+Keys: ``model/NAME`` for every tensor, in order; ``slots/SLOT/NAME`` for the strategy's own; ``roles`` (uint8
+[2, tensors]: before and after the strategy's changes); ``facts`` (int64: version, round, clients); ``rule``
 (its name and options as text). Every array is a plain one: safetensors or ``numpy.savez`` keep it.
 """
 
@@ -44,7 +44,7 @@ def saved_state(rule: Strategy, state: ServerState, before: Layout, model: Array
 
 
 def load_state(rule: Strategy, saved: ArrayRecord) -> tuple[ServerState, Layout, Mapping[str, Array]]:
-    """(state, roles before the rule's changes, whole model). UsageError for a record of another rule,
+    """(state, roles before the strategy's changes, whole model). UsageError for a record of another strategy,
     or one that is not whole."""
     try:
         arrays = words.from_record(saved)
@@ -61,7 +61,7 @@ def load_state(rule: Strategy, saved: ArrayRecord) -> tuple[ServerState, Layout,
     except (KeyError, ValueError, IndexError, BadUpdate) as error:
         raise UsageError(f"this is no saved state: {error!r}; give what save() returned") from None
     if title != _title(rule):
-        raise UsageError(f"saved by {title[:200]!r}; resume it with the same rule, not {_title(rule)!r}")
+        raise UsageError(f"saved by {title[:200]!r}; resume it with the same strategy, not {_title(rule)!r}")
     if version != VERSION or at_round < 0 or n_clients < 1:
         raise UsageError(f"saved state of version {version}, round {at_round}; this side reads {VERSION}")
     held = {name: model[name] for name in after.names(*SHARED, Role.TOLD)}

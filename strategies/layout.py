@@ -1,4 +1,4 @@
-"""What a rule does with each tensor of a model: roles by state-dict name."""
+"""Roles of a model's tensors under a strategy, by state-dict name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Role(StrEnum):
-    """What a rule does with a tensor of the state dict."""
+    """Role of a tensor of the state dict under a strategy."""
 
     TRAINED = "trained"  # has gradients; down and up every round
     AVERAGED = "averaged"  # floating buffer that training writes; down and up, always a plain mean
@@ -76,8 +76,8 @@ class Layout:
         for name, state in states.items():
             if state.meta.dtype not in NUMPY_DTYPES:
                 raise UsageError(
-                    f"{name!r} is {state.meta.dtype}, which rules cannot average; keep the model in float32 "
-                    "and set precision=BF16 for the computation"
+                    f"{name!r} is {state.meta.dtype}, which strategies cannot average; keep the model in "
+                    "float32 and set precision=BF16 for the computation"
                 )
             trained = state.requires_grad and name not in frozen
             known = Role.TRAINED if trained else Role.AVERAGED if state.mutated else Role.STILL
@@ -102,7 +102,8 @@ def meta_of(array: Array) -> TensorMeta:
 
 
 def pieces(size: int) -> Iterator[slice]:
-    """Of a flat array of ``size`` elements: what is computed of one needs no tensor's memory again."""
+    """Return slices of a flat array of ``size`` elements, so that computing on one needs no tensor's memory
+    again."""
     return (slice(at, at + PIECE_ELEMENTS) for at in range(0, size, PIECE_ELEMENTS))
 
 

@@ -1,4 +1,4 @@
-"""Rules whose aggregate is a weighted sum: ``contribute`` on each update, ``finish`` on the total.
+"""Strategies whose aggregate is a weighted sum: ``contribute`` on each update, ``finish`` on the total.
 
 ``finish(state, total(contribute(u) for u in updates))`` is the whole server half, so the sum may be
 taken anywhere and in any grouping (``strategies.sums``).
@@ -26,12 +26,12 @@ SAMPLES, WEIGHT = "samples", "weight"
 class Linear(Strategy):
     """The mean of the deltas, weighted by ``_weight``, then ``_step`` on the trained tensors.
 
-    Averaged buffers (BatchNorm's statistics) get the mean by samples whatever the rule: a momentum or
+    Averaged buffers (BatchNorm's statistics) get the mean by samples whatever the strategy: a momentum or
     an adaptive rate on a running variance makes it negative.
     """
 
     def contribute(self, layout: Layout, update: ClientUpdate) -> Contribution:
-        """What ``update`` adds to the round's sums."""
+        """Return the contribution of ``update`` to the round's sums."""
         weight = self._weight(update)
         return Contribution(
             {

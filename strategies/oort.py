@@ -37,7 +37,7 @@ PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a client showed last."""
+    """Newest observation of a client."""
 
     utility: float
     at_round: int  # from 1

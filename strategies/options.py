@@ -1,4 +1,5 @@
-"""Options of rules and selectors: names and types, checked as they are given, and bounds, as one is built."""
+"""Options of strategies and selectors: names and types, checked as they are given, and bounds, as one is
+built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one data set is dealt out to clients: each sample to one client, from a seed.
+"""Splits of one data set among clients: each sample to one client, from a seed.
 
 Every function returns one ascending int64 array of sample numbers a client. Which split a paper means
 differs by implementation (NIID-Bench fills clients evenly in its Dirichlet split, flwr_datasets does
@@ -95,7 +95,7 @@ def quantity_skew(n: int, clients: int, beta: float, seed: int, least: int = 10)
 
 
 def natural(owners: Sequence[Hashable], clients: int | None = None) -> Parts:
-    """By author, document or writer: ``owners[i]`` of sample i; nobody's samples are parted.
+    """Split by author, document or writer: ``owners[i]`` of sample i; no owner's samples are divided.
 
     ``clients`` None: one client an owner, in the order of first appearance. Else owners are joined:
     largest first, each to the client that holds least.

@@ -43,7 +43,7 @@ class PowerOfChoice(Selector):
         seed: int,
         losses: Mapping[str, float] | None = None,
     ) -> Selection:
-        """Who did not tell a finite loss comes last."""
+        """Select by loss; clients that reported no finite loss come last."""
         told = losses or {}
 
         def low(name: str) -> tuple[bool, float, str]:

@@ -3,11 +3,11 @@
     D_k = L (w - w_k),  L = 1 / lr;   F_k = local loss at the round's start
     w <- w - sum_k F_k^q D_k / sum_k (q F_k^(q-1) |D_k|^2 + L F_k^q)
 
-q = 0 is the unweighted mean. F_k must be the loss at the received weights: Flower takes whatever the
-client calls train_loss, usually that after or during training, and so weighs by another quantity.
-1e-10 is added to F_k. A job's server knows the round's lr and refuses another; F_k and w_k it has to
-believe, so this is no rule where clients may lie: with q < 1 one that claims a loss of 0 swells the divisor
-until nothing moves. Source: Li 2020 (fair resource allocation), Alg. 2; papers/federated.md 4.
+q = 0 is the unweighted mean. F_k must be the loss at the received weights: Flower takes whatever the client
+calls train_loss, usually that after or during training, and so weighs by another quantity. 1e-10 is added to
+F_k. A job's server knows the round's lr and refuses another; F_k and w_k it has to believe, so this is no
+strategy where clients may lie: with q < 1 one that claims a loss of 0 swells the divisor until nothing moves.
+Source: Li 2020 (fair resource allocation), Alg. 2; papers/federated.md 4.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LOSS = "start_loss"
 FLOOR = 1e-10
 MAX_SHARE = 1e34
-"""Of one client in a sum: of 4,096 of them the sum is still a float32."""
+"""Largest share of a client in a sum, so that the sum of 4,096 of them is still a float32."""
 LEAST_SHARE = 1e-30
 """Losses near 0 to a high q vanish as float32; where all of them do, a round shall not be 0 / 0."""
 

@@ -1,4 +1,4 @@
-"""What a federated graph may return of the data: nothing that holds a single sample by its place.
+"""Check of the data that a federated graph may return: nothing that holds a single sample by its position.
 
 Beside the update of the weights a job's model owner hears of buffers, metrics and losses. Of those that
 depend on the data there may be: batch norm's running statistics, single numbers in which every sample of a
@@ -92,7 +92,7 @@ def _check_outputs(walked: Walked) -> None:
 
 
 def _held(value: Value) -> str:
-    """What a value holds of the samples, for people."""
+    """Return what a value holds of the samples, for people."""
     why = f" ({value.why})" if value.why else ""
     match value.kind:
         case Kind.ROWS:

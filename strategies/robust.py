@@ -1,4 +1,4 @@
-"""What the rules that outvote faulty clients share: every update is seen, samples do not count.
+"""Shared part of the strategies that outvote faulty clients: every update is seen, samples do not count.
 
 A client that lies about its samples would otherwise outweigh all others. Not linear: no partial sums,
 no secure aggregation. Under label skew honest clients with rare classes look faulty, and are outvoted.

@@ -1,7 +1,7 @@
-"""Who takes part in a round: what every selector follows, and the plain random one.
+"""Client selection: the interface of every selector, and the plain random one.
 
 A selector is pure: (state, candidates, count, round, seed) -> (names, state). Draws follow from the
-seed and the round alone, not from earlier draws, so all rules compared on one seed see the same rounds
+seed and the round alone, not from earlier draws, so all strategies compared on one seed see the same rounds
 where they may (papers/federated.md 5, protocol). Selectors that need the losses of candidates ask first
 (``ask``); what came of a round is told by ``learn``.
 """
@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a participant showed. ``square_loss``: mean over its local steps of the squared loss of a
+    """Observation of a participant. ``square_loss``: mean over its local steps of the squared loss of a
     micro-batch, itself a mean; ``seconds`` as a Candidate's."""
 
     square_loss: float
@@ -60,7 +60,7 @@ class Selector:
         return None
 
     def ask(self, candidates: Candidates, count: int, at_round: int, seed: int) -> tuple[str, ...]:
-        """Whose loss at the current weights ``choose`` needs."""
+        """Return the clients whose loss at the current weights ``choose`` needs."""
         return ()
 
     def choose(

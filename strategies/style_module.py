@@ -52,7 +52,7 @@ class StyleSpec:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One resolution: weights of its convolution, its style and its image; per-class noise means."""
+    """Layer of one resolution: weights of its convolution, its style and its image; per-class noise means."""
 
     convolution: Tensor  # [width, width, 3, 3]
     style: Tensor  # [width, style]

@@ -1,4 +1,4 @@
-"""Weighted sums of updates that add up in any grouping: what makes a rule linear.
+"""Weighted sums of updates that add up in any grouping: what makes a strategy linear.
 
 A client's Contribution is (weight, arrays) per term and a few numbers; a device that trains several
 clients, or a relay, adds theirs into one Sums and sends that alone; sums of sums are the same sum.
@@ -30,7 +30,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one client adds."""
+    """Contribution of a client."""
 
     terms: Mapping[str, Term]
     scalars: Mapping[str, float]
@@ -38,7 +38,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Sums:
-    """What ``clients`` of them add up to, not normalised. Arrays in float32 at least."""
+    """Sums over ``clients`` contributions, not normalised. Arrays in float32 at least."""
 
     arrays: Slots = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)

@@ -53,7 +53,7 @@ def with_inputs(net: nn.Module, inner: nn.Module, x: Tensor) -> tuple[Tensor, Te
 
 
 def with_outputs(net: nn.Module, inner: nn.Module, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """What ``net`` returns when ``change`` is applied to what ``inner`` returns."""
+    """Return the output of ``net`` when ``change`` is applied to the output of ``inner``."""
     seen: list[Tensor] = []
 
     def replace(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""What the two halves of a strategy exchange and keep: arrays by state-dict name, and small numbers."""
+"""Values that the two halves of a strategy exchange and keep: arrays by state-dict name, and small
+numbers."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ if TYPE_CHECKING:
     from strategies.layout import Array, Arrays, Layout, Slots
 
 LOCAL_SLOT = "local"
-"""Where a client keeps the tensors whose role is LOCAL."""
+"""Slot in which a client keeps the tensors whose role is LOCAL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a rule needs of whoever runs it."""
+    """Requirements of a strategy on whoever runs it."""
 
     summary: str  # one line for users
     source: str  # paper and section
@@ -51,14 +52,14 @@ class ServerState:
 
 @dataclass(frozen=True)
 class ClientState:
-    """What one client keeps from round to round; an empty one is a client seen for the first time."""
+    """State of a client from round to round; an empty one is a client seen for the first time."""
 
     slots: Slots = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What every participant of a round gets."""
+    """Message to every participant of a round."""
 
     round: int
     weights: Arrays  # TRAINED, AVERAGED, TOLD
@@ -67,7 +68,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Correction:
-    """What a rule adds to a local gradient before the optimizer sees it:
+    """Term that a strategy adds to a local gradient before the optimizer sees it:
 
         g' = g + offset + pull * (w - anchor)
 
@@ -100,8 +101,8 @@ class Correction:
 
 @dataclass(frozen=True)
 class Phase:
-    """One local training. ``start``: tensors to set; all others begin as the job gave them, so that
-    a round is a function of broadcast, client state and seed."""
+    """A local training. ``start``: tensors to set; all others start as the job gave them, so that a round is
+    a function of broadcast, client state and seed."""
 
     start: Arrays
     correction: Correction = field(default_factory=Correction)
@@ -109,7 +110,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a phase. ``lr`` is the mean over ``steps``; ``momentum`` that of SGD."""
+    """Result of a phase. ``lr`` is the mean over ``steps``; ``momentum`` that of SGD."""
 
     weights: Arrays
     n_samples: int
@@ -123,7 +124,7 @@ class Done:
 
 @dataclass(frozen=True)
 class ClientUpdate:
-    """What a participant uploads: ``delta`` = its weights - the broadcast's, for TRAINED and AVERAGED.
+    """Upload of a participant: ``delta`` = its weights - the broadcast's, for TRAINED and AVERAGED.
 
     ``client`` is set by who received it, from the authenticated session, never by the peer.
     """
@@ -152,7 +153,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Uploads:
-    """A rule's own part of a client's answer, and the slots it keeps."""
+    """A strategy's own part of a client's answer, and the slots it keeps."""
 
     extra: Slots = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)

@@ -2,12 +2,12 @@
 
     L = CE(real) + alpha CE(virtual) + lambda SupCon([f_real, stopgrad(f_virtual)]) + 0.1 SupCon(f_virtual)
 
-The loss lives in the wrapper of the owner's module (``strategies.vhl_module``); this file is the rule
-around it: another rule by name as ``base``, with its own options, and the buffer that ends the matching after
-``match_epochs`` local epochs of a round. The virtual set is a buffer of the wrapper, so it goes out once
-with the job and is the same bytes everywhere; a client that makes it from the seed compares its
-fingerprint (``strategies.virtual_data``). Costs: about twice the local computation, 2C instead of C
-outputs. Source: VHL (Tang 2022); papers/federated.md 1.
+The loss lives in the wrapper of the owner's module (``strategies.vhl_module``); this file is the strategy
+around it: another strategy by name as ``base``, with its own options, and the buffer that ends the matching
+after ``match_epochs`` local epochs of a round. The virtual set is a buffer of the wrapper, so it goes out
+once with the job and is the same bytes everywhere; a client that makes it from the seed compares its
+fingerprint (``strategies.virtual_data``). Costs: about twice the local computation, 2C instead of C outputs.
+Source: VHL (Tang 2022); papers/federated.md 1.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BASES: dict[str, type[Strategy]] = {
 
 @dataclass(frozen=True)
 class Vhl(Around):
-    """``base``: a rule of ``BASES`` by name; ``match_epochs`` >= 0; ``base_options``: the base's, as in
+    """``base``: a strategy of ``BASES`` by name; ``match_epochs`` >= 0; ``base_options``: the base's, as in
     "mu=0.1, server_lr=0.5", within the bounds that it has alone."""
 
     name: ClassVar[str] = "vhl"

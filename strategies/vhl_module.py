@@ -58,7 +58,7 @@ class Vhl(nn.Module):
     over 2C outputs, the virtual ones from ``vhl_weight``, ``vhl_bias`` on the features that enter
     ``head``; the owner's net keeps its shape, so its exported weights load as they are. In evaluation
     CE of the C real outputs. Virtual features are detached in the first SupCon term, or they collapse
-    onto the real ones; they may be of either label there. ``vhl_match`` is set by the rule each epoch.
+    onto the real ones; they may be of either label there. ``vhl_match`` is set by the strategy each epoch.
     """
 
     vhl_images: Tensor

@@ -28,7 +28,7 @@ MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class VirtualSpec:
-    """What a set of virtual images follows from. ``base`` = the image size gives unsmoothed noise."""
+    """Parameters of a set of virtual images. ``base`` = the image size gives unsmoothed noise."""
 
     seed: int
     classes: int = 10

@@ -1,7 +1,8 @@
-"""Names of a module that a rule has wrapped before capture: the owner's net, and the rule's own tensors.
+"""Names of a module that a strategy has wrapped before capture: the owner's net, and the strategy's own
+tensors.
 
 The wrapper holds the owner's module as ``net``, so its tensors are "net.NAME" while the job trains and
-NAME again in what is exported. The wrapper's own tensors are named after the rule.
+NAME again in what is exported. The wrapper's own tensors are named after the strategy.
 """
 
 from __future__ import annotations

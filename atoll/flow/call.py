@@ -1,4 +1,4 @@
-"""One op call as the families of ops see it: arguments by name, values in place of references."""
+"""An op call as the families of ops see it: arguments by name, values in place of references."""
 
 from __future__ import annotations
 

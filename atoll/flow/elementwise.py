@@ -28,7 +28,7 @@ def overwritten(call: Call) -> Value:
 
 
 def like(call: Call) -> Value:
-    """Of its argument's shape alone."""
+    """Return the value of an op that depends on its argument's shape alone."""
     return plain(call.shape, Kind.CLEAN, Vary.SAME)
 
 
@@ -48,7 +48,7 @@ def loose(value: Value) -> Value:
 
 
 def bernoulli(call: Call) -> Value:
-    """Of its argument's values, of ``p``'s, or of its shape alone."""
+    """Return the value of a draw by its argument's values, by ``p``'s, or by its shape alone."""
     if call.overload == "default":
         return random_(call)
     p = call.given.get("p")
@@ -60,7 +60,7 @@ def bernoulli(call: Call) -> Value:
 
 
 def normal(call: Call) -> Value:
-    """Of tensors' means and deviations, or of its shape alone."""
+    """Return the value of a draw by tensors' means and deviations, or by its shape alone."""
     return random_(call) if "Tensor" in call.overload else plain(call.shape, Kind.CLEAN, Vary.DRAWN)
 
 

@@ -167,7 +167,8 @@ FAMILIES: dict[str, Family] = _table(
 
 
 def transferred(call: Call) -> Result:
-    """What ``call`` gives. ValueError, IndexError, KeyError or TypeError for arguments no honest call has."""
+    """Return the result of ``call``. ValueError, IndexError, KeyError or TypeError for arguments no honest
+    call has."""
     family = FAMILIES.get(call.name)
     if family is not None:
         return family(call)

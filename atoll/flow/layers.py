@@ -71,7 +71,7 @@ def each_sample(call: Call) -> int:
 
 
 def attention(call: Call) -> Value:
-    """Of each sample within itself; ``attn_mask`` is broadcast."""
+    """Return the value of attention within each sample; ``attn_mask`` is broadcast."""
     given = [call.given.get(name) for name in ("query", "key", "value", "attn_mask")]
     values = [v for v in given if isinstance(v, Value)]
     if (found := broken(values, call.shape)) is not None:
@@ -128,7 +128,7 @@ def recurrent(call: Call) -> Result:
 
 
 def _begins(state: object, value: Value) -> bool:
-    """Whether a first state [layers, batch, ...] is each sample's own, or the same for all."""
+    """Return whether a first state [layers, batch, ...] is each sample's own, or the same for all."""
     if not isinstance(state, Value) or len(state.shape) != 3:
         return False
     if state.plain:

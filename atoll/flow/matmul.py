@@ -56,7 +56,7 @@ def _matmul(one: Shape, other: Shape) -> str:
 
 
 def _letters(count: int) -> str:
-    """Of ``count`` leading dims, alike from the right."""
+    """Return letters of ``count`` leading dims, aligned from the right."""
     return string.ascii_lowercase[:count][::-1]
 
 

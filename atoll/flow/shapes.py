@@ -45,7 +45,7 @@ def reshaped(value: Value, shape: Shape) -> Value:
 
 
 def _rows_reshaped(value: Value, shape: Shape) -> Value:
-    """Where the samples' place in the flat index comes to lie, if that is within one dim."""
+    """Return the value with the samples' new position in the flat index, if that is within one dim."""
     ahead = prod(value.shape[: value.dim])
     if len(value.parts) == 1:
         ahead *= value.before
@@ -133,7 +133,7 @@ def _part(value: Value, start: int, length: int, shape: Shape, step: int) -> Val
 
 
 def selected(value: Value, dim: int, shape: Shape) -> Value:
-    """One entry of ``dim``, which goes."""
+    """Return the value of a single entry of ``dim``, which is removed."""
     if value.plain:
         return plain(shape, value.kind, [v for at, v in enumerate(value.varies) if at != dim], value.why)
     if value.kind is Kind.ROWS and dim != value.dim:

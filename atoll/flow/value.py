@@ -1,4 +1,4 @@
-"""What a value of a graph says of the samples of a micro-batch.
+"""Types of a graph's values by their dependence on the samples of a micro-batch.
 
     CLEAN   nothing: no input went into it
     MEAN    sums and means in which every sample counts alike, and what follows from them
@@ -34,7 +34,7 @@ class Kind(IntEnum):
 
 
 class Vary(IntEnum):
-    """How a value differs along a dim: not, by chance alone, or by its place."""
+    """Variation of a value along a dim: none, at random only, or by position."""
 
     SAME = 0
     DRAWN = 1
@@ -63,16 +63,17 @@ class Value:
 
     @property
     def strict(self) -> bool:
-        """Whether every sample counts alike, whatever is drawn."""
+        """Return whether every sample has the same weight, whatever is drawn."""
         return self.kind is not Kind.RAW and not self.why
 
     @property
     def plain(self) -> bool:
-        """Whether it holds nothing of a single sample."""
+        """Return whether the value reveals nothing of a single sample."""
         return self.kind <= Kind.MEAN
 
     def along(self, dim: int) -> Vary:
-        """How a plain value differs along ``dim``, -1 being the last; beyond its dims it does not."""
+        """Return the variation of a plain value along ``dim``, -1 being the last; beyond its dims there is
+        none."""
         return self.varies[dim] if -dim <= len(self.varies) else Vary.SAME
 
 
@@ -105,7 +106,7 @@ def samples_of(shape: Shape) -> Value:
 
 
 def same_samples(one: Value, other: Value) -> bool:
-    """Whether two ROWS hold the same samples in the same order."""
+    """Return whether two ROWS hold the same samples in the same order."""
     return (one.before, one.parts, one.batch) == (other.before, other.parts, other.batch)
 
 
@@ -120,7 +121,7 @@ def broken(values: Sequence[Value], shape: Shape) -> Value | None:
 
 
 def blend(values: Sequence[Value], shape: Shape, vary: Vary = Vary.PLACED) -> Value | None:
-    """What plain values give when nothing is known of where; None where one is not plain."""
+    """Return the result of plain values combined at unknown positions; None where one is not plain."""
     if not all(v.plain for v in values):
         return None
     kind = max((v.kind for v in values), default=Kind.CLEAN)
@@ -175,7 +176,7 @@ def _pairwise(values: Sequence[Value], shape: Shape) -> Value:
 
 
 def _of_pairs(value: Value, size: int) -> bool:
-    """Whether a ROWS or PAIRS value has one entry a row, a column, or a pair."""
+    """Return whether a ROWS or PAIRS value has one entry a row, a column, or a pair."""
     if value.kind is Kind.PAIRS:
         return value.shape == (size, size)
     return value.shape in ((size,), (1, size), (size, 1))

@@ -69,7 +69,7 @@ def slice_(call: Call) -> Value:
 
 
 def select(call: Call) -> Value:
-    """One entry of a dim."""
+    """Return the value of a single entry of a dim."""
     value = call.values[0]
     return selected(value, wrapped(call.number("dim"), len(value.shape)), call.shape)
 

@@ -25,7 +25,7 @@ BUFFERS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 """Ops with running statistics, and the argument that has them written."""
 STATISTICS = ("running_mean", "running_var")
 FORGED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What arguments that no capture makes, of whatever kind, end in."""
+"""Exceptions that arguments which no capture makes lead to, of whatever kind."""
 _ALIASES = frozenset({"alias", "detach", "lift_fresh"})
 _MAY_COPY = frozenset({"to", "contiguous", "reshape", "flatten", "reshape_as", "ravel", "unflatten"})
 _SAME_ORDER = _MAY_COPY | {"view", "view_as", "_unsafe_view", "squeeze", "unsqueeze"}
@@ -44,7 +44,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Walked:
-    """One program. ``values`` of tuple ops are tuples."""
+    """Result of a walk through a program. ``values`` of tuple ops are tuples."""
 
     program: StageProgram
     nodes: Mapping[int, OpNode]
@@ -128,7 +128,7 @@ class _Walk:
     # ---------------------------------------------------------------- writes
 
     def overlaps(self, into: Ref, node: OpNode) -> bool:
-        """Whether the op reads, while it writes ``into``, the same memory under another name."""
+        """Return whether the op reads, while it writes ``into``, the same memory under another name."""
         others = {ref for ref in arguments(node) if isinstance(ref, OpRef | LeafRef) and ref != into}
         return any(self.roots(into) & self.roots(ref) for ref in others)
 
@@ -166,7 +166,7 @@ class _Walk:
             raise UnsupportedOp("the graph writes into views too often to be looked through; it is refused")
 
     def merged(self, ref: Ref, base: Ref, value: Value) -> Value:
-        """What ``base`` holds after ``value`` was written into ``ref``, a view of it."""
+        """Return the value of ``base`` after ``value`` was written into ``ref``, a view of it."""
         before = self.values[base]
         if not isinstance(ref, OpRef):
             raise TypeError("a leaf is no view")
@@ -242,7 +242,7 @@ class _Walk:
 
 
 def _whole_of(parts: Sequence[Value], value: Value, shape: tuple[int, ...] | None = None) -> Value:
-    """What a tensor holds of which one view, nobody says where, became ``value``."""
+    """Return the value of a tensor of which one view, at an unknown position, became ``value``."""
     shape, kind = value.shape if shape is None else shape, max(v.kind for v in (*parts, value))
     if kind <= Kind.MEAN:
         return plain(shape, kind, Vary.PLACED, first_why([*parts, value]))

@@ -44,7 +44,7 @@ _STEP = struct.Struct("!Q")
 
 @dataclass(frozen=True, slots=True)
 class AcpState:
-    """What the next step of one tensor begins with."""
+    """State with which the next step of one tensor begins."""
 
     step: int  # even: the basis is Q [m, r]; odd: P [n, r]
     basis: Matrix  # orthonormal columns
@@ -69,7 +69,7 @@ def next_basis(factor: Matrix) -> Matrix:
 
 
 def rejoined(state: AcpState) -> AcpState:
-    """What a worker that comes back goes on with, given a neighbour's state."""
+    """Return the state of a worker that rejoins, given a neighbour's state."""
     return replace(state, residual=None)
 
 

@@ -53,7 +53,7 @@ class Split(Protocol):
         """The tensor of ``meta``. Raises BadFrame."""
 
     def kept(self, meta: TensorMeta) -> TensorMeta:
-        """What the values of a tensor of ``meta`` are: the same at both ends."""
+        """Return the meta of the kept values of a tensor of ``meta``: the same at both ends."""
 
     def max_side_bytes(self, meta: TensorMeta) -> int:
         """No side is longer."""
@@ -174,7 +174,7 @@ class Chain:
         return self.codec.payload_bytes(metas[-1]) + sides
 
     def _metas(self, meta: TensorMeta) -> list[TensorMeta]:
-        """Of the tensor before each split, and of the values behind the last."""
+        """Return the metas of the tensor before each split, and of the values behind the last."""
         metas = [meta]
         for split in self.splits:
             metas.append(split.kept(metas[-1]))

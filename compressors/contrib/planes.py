@@ -27,7 +27,7 @@ class Planes:
         return int(self.base**self.digits)
 
     def part(self, chunk: slice) -> slice:
-        """Where the bytes of a chunk lie, one of those that ``packing.chunks`` gives."""
+        """Return the bytes of a chunk, one of those that ``packing.chunks`` gives."""
         start = digit_bytes(chunk.start, self.digits)
         return slice(start, start + ceil_div(chunk.stop - chunk.start, self.digits))
 

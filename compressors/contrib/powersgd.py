@@ -38,7 +38,7 @@ START_SEED = 0x506F776572534744
 
 @dataclass(frozen=True, slots=True)
 class PowerState:
-    """What the next step of one tensor begins with."""
+    """State with which the next step of one tensor begins."""
 
     q: Matrix  # [m, r]: the last step's right factor
     residual: Matrix  # [n, m]: what has not been sent yet
@@ -61,7 +61,7 @@ def restored(basis: Matrix, q: Matrix) -> Matrix:
 
 
 def rejoined(state: PowerState) -> PowerState:
-    """What a worker that comes back goes on with, given a neighbour's state."""
+    """Return the state of a worker that rejoins, given a neighbour's state."""
     return replace(state, residual=torch.zeros_like(state.residual))
 
 

@@ -26,7 +26,7 @@ _MAX_TABLE = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """How chunks of ``width`` with ``kept`` positions each are coded."""
+    """Coding of chunks of ``width`` with ``kept`` positions each."""
 
     width: int
     kept: int
@@ -36,7 +36,7 @@ class RankPlan:
 
     @property
     def bits(self) -> int:
-        """Of a chunk."""
+        """Bits of a chunk."""
         return self.kept * self.low_bits + self.rank_bits
 
     def bytes_of(self, chunks: int) -> int:
@@ -82,7 +82,7 @@ def encode_ranks(local: Ints, plan: RankPlan) -> Bytes:
 
 
 def decode_ranks(data: Bytes, chunks: int, plan: RankPlan) -> Ints:
-    """What ``encode_ranks`` encoded. Raises BadFrame unless it is positions, ascending and unique."""
+    """Invert ``encode_ranks``. Raises BadFrame unless it is positions, ascending and unique."""
     if len(data) != plan.bytes_of(chunks):
         raise BadFrame(f"{len(data)} bytes for {chunks} chunks of {plan}")
     split = packed_bytes(chunks, plan.rank_bits)

@@ -63,7 +63,7 @@ def cut_rank(meta: TensorMeta, ratio: float) -> int:
 
 
 def powersgd_bytes(meta: TensorMeta, ratio: float) -> float:
-    """Both factors, or the tensor as it is."""
+    """Return the bytes of both factors, or of the tensor uncompressed."""
     rank, matrix = powersgd_rank(meta, ratio), gradient_matrix(meta)
     return float(FACTOR_BYTES * rank * sum(matrix)) if rank and matrix else _dense(meta)
 
@@ -75,7 +75,7 @@ def acp_bytes(meta: TensorMeta, ratio: float) -> float:
 
 
 def cut_bytes(meta: TensorMeta, ratio: float) -> float:
-    """Both factors and their scales, or the tensor as it is."""
+    """Return the bytes of both factors and their scales, or of the tensor uncompressed."""
     rank, matrix = cut_rank(meta, ratio), activation_matrix(meta)
     return float(rank * (CUT_BYTES * sum(matrix) + SCALE_BYTES)) if rank and matrix else _dense(meta)
 

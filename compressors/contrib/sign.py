@@ -1,4 +1,4 @@
-"""One bit a value: which side of zero; and one magnitude for all."""
+"""Signs: one bit a value for its side of zero, and one magnitude for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many elements the sparse codecs of ``contrib`` keep, and the bytes they take; no torch."""
+"""Counts of elements that the sparse codecs of ``contrib`` keep, and the bytes they take; no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def topk2_size_on(meta: TensorMeta, ratio: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DctBlocks:
-    """How ``dct_topk`` cuts a tensor, as a matrix padded with zeros, into blocks."""
+    """Blocks into which ``dct_topk`` cuts a tensor, as a matrix padded with zeros."""
 
     rows: int
     columns: int
@@ -56,7 +56,7 @@ def _block_side(size: int) -> int:
 
 
 def dct_ratio(meta: TensorMeta, ratio: float) -> float:
-    """Of the coefficients' bytes to the payload's, where the tensor's are to be ``ratio``."""
+    """Return the ratio of the coefficients' bytes to the payload's, where the tensor's is to be ``ratio``."""
     return max(1.0, ratio * dct_blocks(meta).coefficients.nbytes / max(1, meta.nbytes))
 
 

@@ -37,7 +37,7 @@ class Rounder:
     """
 
     scale = float(_ONE)
-    """What to multiply values by before ``round``."""
+    """Factor by which to multiply values before ``round``."""
 
     def __init__(self, seed: int) -> None:
         self._dice = Dice(seed)

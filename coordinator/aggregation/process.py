@@ -64,7 +64,7 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 class Aggregating:
-    """One job's server half, and its central evaluation once that is asked for."""
+    """Server half of a job, and its central evaluation once that is requested."""
 
     def __init__(self, begins: Callable[[str], None] = lambda client: None) -> None:
         """``begins(client)`` is called before each piece of work."""

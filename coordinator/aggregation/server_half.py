@@ -2,7 +2,7 @@
 
 The state's file holds ``weights/NAME`` and ``extra/SLOT/NAME`` as a broadcast's does, and the two
 numbers ``about/round`` and ``about/clients``. Updates are taken one at a time in the order of their
-clients' names, so that the sum's last bit depends on nothing else; where the rule is linear, only the
+clients' names, so that the sum's last bit depends on nothing else; where the strategy is linear, only the
 sums and one update are in memory. What an update claims is judged before it counts.
 """
 
@@ -45,7 +45,7 @@ Begins = Callable[[str], None]  # called with the client whose update is taken n
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One client's update as the coordinator knows it."""
+    """A client's update as the coordinator knows it."""
 
     blob: str
     n_samples: int
@@ -67,7 +67,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Summed:
-    """What came of a round. ``state`` None: too few updates could be counted, nothing changed."""
+    """Result of a round. ``state`` None: too few updates could be counted, nothing changed."""
 
     state: Written | None
     model: Written | None
@@ -85,10 +85,10 @@ class _Round:
 
 
 class ServerHalf:
-    """One job's rule and its state. Files appear under ``scratch``, named after the job."""
+    """A job's strategy and its state. Files appear under ``scratch``, named after the job."""
 
     def __init__(self, job: str, spec: JobSpec, graphs: Graphs, blobs: BlobStore, scratch: Path) -> None:
-        """UsageError for a job that is not federated, or a rule that the model does not fit."""
+        """UsageError for a job that is not federated, or a strategy that the model does not fit."""
         if spec.federated is None:
             raise UsageError(f"{job} is no federated job")
         self.job, self.spec, self.graphs = job, spec, graphs
@@ -137,7 +137,8 @@ class ServerHalf:
         return Summed(kept, model, delta, dropped)
 
     def weights(self) -> dict[str, Array]:
-        """What central evaluation sets: the global model as a client without a past would use it."""
+        """Return the tensors that central evaluation sets: the global model as a client without a past would
+        use it."""
         assert self.state is not None  # noqa: S101 - opened before it is evaluated
         broadcast = self.rule.configure(self.state)
         return dict(self.rule.evaluate_with(broadcast, self.rule.client_init(self.layout)))
@@ -239,7 +240,7 @@ class ServerHalf:
 
 
 def layout_of(spec: JobSpec, graphs: Graphs) -> Layout:
-    """Roles of the model's tensors before a rule adapts them: the same that every client derives."""
+    """Roles of the model's tensors before a strategy adapts them: the same that every client derives."""
     programs = [stage_programs(dag, [0])[0] for dag in _dags(graphs)]
     used = {name for p in programs for name in (*p.parameters, *p.buffers)}
     states: dict[str, StateMeta] = {}

@@ -42,7 +42,7 @@ Asked = do.OpenAggregator | do.AggregateRound | do.EvaluateModel
 
 @dataclass(slots=True)
 class _Worker:
-    """One job's process and what it was asked."""
+    """Process of a job and its pending request."""
 
     asked: asyncio.Queue[Asked]
     task: asyncio.Task[None] | None = None
@@ -164,7 +164,7 @@ class Aggregators:
                 return {"what": EVALUATE}
 
     def _bytes_of(self, request: Asked) -> int:
-        """What is to be read for it, as far as it is here."""
+        """Return the bytes to be read for it, as far as they are here."""
         match request:
             case do.OpenAggregator():
                 blobs = [request.spec.dag_hash, *request.spec.tensors.values(), request.state]

@@ -30,7 +30,7 @@ MAX_LISTED = 20  # unsupported ops named in one message
 
 @dataclass(frozen=True)
 class Captured:
-    """Both graphs and every tensor they or the module's state dict name.
+    """Both graphs, and every tensor that they or the module's state dict name.
 
     ``state`` holds detached tensors that share the module's memory, under the module's own
     names; lifted constants are "constant/N".

@@ -1,4 +1,4 @@
-"""What a cut must respect: aliases, in-place writes, buffers, tuples; and what needs no input.
+"""Constraints on a cut: aliases, in-place writes, buffers, tuples; and ops that need no input.
 
 Works on the flat node list of a captured graph, in graph order: rewrites, then dead ops go,
 tuple items move behind their op, and ranges that must stay whole and ops that depend on nothing

@@ -1,4 +1,4 @@
-"""What each op of a captured graph costs: measured once on example inputs, by running it.
+"""Costs of each op of a captured graph: measured once on example inputs, by running it.
 
 The run gives actual shapes, dtypes and who needs a gradient; FLOPs come from torch's own
 formulas for matrix products, convolutions and attention, and from a few operations per element
@@ -131,7 +131,7 @@ class _Ledger:
         self.repeatable[position], self.pending_repeatable = self.pending_repeatable, 0
 
     def shares(self, position: int) -> bool:
-        """Whether the op's result is a view of an argument."""
+        """Return whether the op's result is a view of an argument."""
         own = self.storages[position]
         return any(own & self.storages[r] for r in op_refs(self.dag.ops[position]))
 
@@ -203,7 +203,7 @@ def _elementwise(node: OpNode, read: list[TensorMeta]) -> int:
 
 
 def _backward_factor(dag: OpDag, ledger: _Ledger, position: int) -> float:
-    """One product for each of the (two) operands that need a gradient; 1 for other ops."""
+    """Return a product for each of the (two) operands that need a gradient; 1 for other ops."""
     node = ledger.nodes[position]
     if not ledger.products[position]:
         return 1.0

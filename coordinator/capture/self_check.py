@@ -36,7 +36,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor that is not the module's: its largest deviation, absolute and relative."""
+    """A tensor that differs from the module's: its largest deviation, absolute and relative."""
 
     what: str
     absolute: float
@@ -186,7 +186,7 @@ class _Check:
 
     @contextmanager
     def run(self, failing: str, seed: int) -> Iterator[None]:
-        """One side's run from one state of the generator; its failure in words."""
+        """Run a side from one state of the generator; its failure becomes text."""
         torch.manual_seed(seed)
         try:
             yield

@@ -181,7 +181,7 @@ def export(
 
 @contextmanager
 def _torch_silent() -> Iterator[None]:
-    """Where export fails, torch prints the half-made graph; our error names the line instead."""
+    """Suppress torch's print of the half-made graph where export fails; our error names the line instead."""
     log = logging.getLogger("torch.fx.experimental")
     before = log.level
     log.setLevel(logging.CRITICAL)
@@ -193,7 +193,7 @@ def _torch_silent() -> Iterator[None]:
 
 
 def device_of(module: nn.Module, inputs: Mapping[str, Tensor]) -> torch.device:
-    """Where the module lives: its first parameter or buffer, else the first input."""
+    """Return the module's device: of its first parameter or buffer, else of the first input."""
     for tensor in (*module.parameters(), *module.buffers(), *inputs.values()):
         return tensor.device
     return torch.device("cpu")

@@ -102,7 +102,7 @@ def serve(
 
 
 def _metrics(text: str) -> dict[str, Any]:
-    """Where metrics are served, as fields of the configuration; UsageError when it is no [HOST:]PORT."""
+    """Return the metrics' address as fields of the configuration; UsageError when it is no [HOST:]PORT."""
     if not text:
         return {}
     host, port = parse_address(f"127.0.0.1:{text}" if text.isdigit() else text, -1)

@@ -34,7 +34,7 @@ pays below: on a slower link, packing, sending and unpacking one after another
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One codec on this machine, one thread; rates count dense bytes."""
+    """Speed of a codec on this machine, one thread; rates count dense bytes."""
 
     codec: Codec
     asked: float | None  # the ratio asked for; None: the codec takes none

@@ -63,7 +63,7 @@ def _draw_busy(axes: object, labels: list[str], names: Mapping[str, str], predic
 
 
 def _shrunk(link: LinkPrediction) -> str:
-    """How far compression has shrunk what a link carries, "" where it has not."""
+    """Return the factor by which compression shrinks a link's bytes, "" where it does not."""
     if link.bytes_per_step >= link.dense_bytes_per_step:
         return ""
     return f", 1/{link.dense_bytes_per_step / max(link.bytes_per_step, 1):.3g} of dense"

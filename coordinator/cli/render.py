@@ -1,4 +1,4 @@
-"""What the `atoll` command shows: plans, fleets and running jobs as rich tables and plain lines."""
+"""Output of the `atoll` command: plans, fleets and running jobs as rich tables and plain lines."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _workers_table(workers: Sequence[pb.WorkerStatus]) -> RenderableType:
 
 
 def jobs_table(jobs: Sequence[pb.JobUpdate]) -> RenderableType:
-    """One row a job."""
+    """Return a table with a row per job."""
     if not jobs:
         return Text("no jobs; submit one with `atoll submit JOBFILE`", style=DIM)
     table = _table("job", "name", "state", "step", "loss", "held-out", "step time", "ETA", "why")
@@ -211,7 +211,7 @@ def watch_line(update: pb.JobUpdate, told: str = "") -> str:
 
 
 def codec_label(link: pb.LinkRate) -> str:
-    """What the link's tensors go through: topk:31.2, bf16, none."""
+    """Return the label of the codec of a link's tensors: topk:31.2, bf16, none."""
     return f"{link.codec}:{link.ratio:.3g}" if link.ratio > 1.0 else link.codec
 
 

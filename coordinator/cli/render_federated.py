@@ -1,4 +1,4 @@
-"""What the `atoll` command shows of federated jobs: the round, its clients and what they measured."""
+"""Output of the `atoll` command for federated jobs: the round, its clients and what they measured."""
 
 from __future__ import annotations
 

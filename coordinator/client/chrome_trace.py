@@ -29,7 +29,7 @@ MICRO_BATCH = ("F", "B", "I", "W")
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """One span of one worker, in the coordinator's time."""
+    """A span of one worker, in the coordinator's time."""
 
     worker: str
     stage: int

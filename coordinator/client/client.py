@@ -57,7 +57,7 @@ class LivePlan:
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` wrote."""
+    """Result of `export`."""
 
     path: Path
     step: int
@@ -66,7 +66,7 @@ class Exported:
 
 
 class Client:
-    """One owner's connection to one coordinator; close it, or use it in ``with``.
+    """An owner's connection to one coordinator; close it, or use it in ``with``.
 
     ``timeout_s`` bounds each short call, ``attempts`` how long a lost coordinator is waited for
     by calls that go on afterwards (uploads, downloads, ``watch``).
@@ -132,7 +132,7 @@ class Client:
         schedule: str = "auto",
         timeout_s: float = 600.0,
     ) -> LivePlan:
-        """What the coordinator would do with this model on its fleet now; nothing is started."""
+        """Return the coordinator's plan for this model on its fleet now; nothing is started."""
         upload(self._blobs, [graphs.blob, graphs.eval_blob], self._attempts())
         request = pb.PlanRequest(
             dag_hash=graphs.blob.hash,
@@ -237,7 +237,7 @@ class Client:
             return list(self._owner.ListTokens(pb.Empty(), **self._short()).tokens)
 
     def revoke_token(self, token: str) -> None:
-        """Nobody joins with this token any more; who has joined stays."""
+        """Let no other worker join with this token; those that have joined stay."""
         with calling(self.endpoint.address):
             self._owner.RevokeToken(pb.TokenRequest(id=token), **self._short())
 

@@ -1,4 +1,4 @@
-"""Where the coordinator is and who is asking: given on the command line or remembered locally.
+"""Address of the coordinator and credential of the caller: given on the command line or remembered locally.
 
 ``atoll serve`` leaves its address and the owner's token in its state folder, so that commands on
 the same machine need neither option; elsewhere ``--coordinator`` and ``--token`` name them.
@@ -57,7 +57,7 @@ class Endpoint:
         return grpc.secure_channel(self.address, channel_credentials(self.token.ca_pem), options=options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every owner's call carries."""
+        """Return the metadata of every owner's call."""
         return () if self.token is None else self.token.metadata
 
 
@@ -67,7 +67,7 @@ def address_text(host: str, port: int) -> str:
 
 
 def default_state_dir() -> Path:
-    """Where a coordinator keeps its state unless told otherwise."""
+    """Return a coordinator's default state folder."""
     return Path.home() / ".local" / "state" / "atoll"
 
 

@@ -44,7 +44,7 @@ Telling = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Graphs:
-    """What planning needs of a model: both op-DAGs, and each as the blob it travels in."""
+    """Input of a plan from a model: both op-DAGs, and each as the blob it travels in."""
 
     dag: OpDag
     eval_dag: OpDag
@@ -61,7 +61,7 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is submitted (``spec``) and the bytes it names (``blobs``)."""
+    """A submission (``spec``) and the bytes that it names (``blobs``)."""
 
     spec: JobSpec
     blobs: tuple[LocalBlob, ...]
@@ -136,7 +136,7 @@ def check_graphs(rule: Federated, captured: Captured) -> None:
 
 
 def federated_spec(job: Job) -> FederatedSpec | None:
-    """What a federated job says to its clients; None for one that is cut into stages.
+    """Return a federated job's specification for its clients; None for a job that is cut into stages.
 
     UsageError for data that are here although clients train, or the other way round, for rules that do
     not go together, and for a wrapper that is missing.

@@ -22,7 +22,7 @@ MNIST_SIZES = {"train": 60_000, "t10k": 10_000}
 PIXELS = (28, 28)
 GENRES = "cats.txt"
 PARTED = "\f"
-"""What parts the documents of one text file, also where a worker registers it."""
+"""Separator of the documents of one text file, also where a worker registers it."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Mnist:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text of the Brown corpus."""
+    """A text of the Brown corpus."""
 
     name: str  # ca01 .. cr09
     genre: str

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]  # files unpacked, of all
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One data set's archive. ``wanted`` matches its members' whole names."""
+    """Archive of a data set. ``wanted`` matches its members' whole names."""
 
     name: str
     version: str
@@ -78,7 +78,7 @@ PACKAGES = {
 
 
 def cache_dir(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where fetched data is kept: atoll/data under XDG_CACHE_HOME or ~/.cache."""
+    """Return the folder of fetched data: atoll/data under XDG_CACHE_HOME or ~/.cache."""
     base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base).expanduser() / "atoll" / "data"
 

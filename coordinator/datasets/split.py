@@ -45,7 +45,7 @@ WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one client gets."""
+    """A client's share of a split."""
 
     client: str
     file: str
@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What was written, as ``split.json`` holds it."""
+    """Record of what was written, as in ``split.json``."""
 
     data: str
     how: str

@@ -20,7 +20,7 @@ _GLOBAL_V6 = IPv6Network("2000::/3")
 
 
 class Near(IntEnum):
-    """How near a network is to the machines in it."""
+    """Nearness of a network to the machines in it."""
 
     PUBLIC = 0
     PRIVATE = 1
@@ -39,7 +39,8 @@ def literal(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def nearness(host: str) -> Near | None:
-    """Of an address; None for a name and for what nobody can be reached at."""
+    """Return the nearness of an address; None for a name and for an address at which nothing can be
+    reached."""
     found = literal(host)
     if found is None or found.is_multicast or found.is_unspecified:
         return None

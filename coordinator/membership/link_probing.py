@@ -1,15 +1,15 @@
-"""When to measure which link: pure policy, answers with requests.
+"""Schedule of link measurements: pure policy, answers with requests.
 
 Links are measured only between workers without work and only while no job runs, each direction
 on its own, so that probing disturbs neither training nor itself:
 
 1. a look: the round trip of every pair, a few small echoes that disturb nobody;
-2. the rate of every pair. Two rates are measured at once only when no line can be common to both:
+2. the rate of every pair. Two rates are measured at once only when no link can be common to both:
    they share no worker, and no worker of one is *near* one of the other. Machines behind one
-   line are near each other: the same declared site, an uplink that was found shared, or a round
+   uplink are near each other: the same declared site, an uplink that was found shared, or a round
    trip below ``NEAR_RTT_S``;
 3. when the pairs are known, deliberately concurrent probes show what is shared: one between every
-   two groups for the line that joins them, and two a worker, out of it and into it, for its own.
+   two groups for the uplink that joins them, and two a worker, out of it and into it, for its own.
 
 A pair that cannot be measured counts as 1 kbit/s: plans avoid it.
 """
@@ -47,10 +47,10 @@ HOPELESS = LinkEstimate(MIN_BANDWIDTH_BPS, MAX_RTT_S / 2)  # of a pair that cann
 
 
 class Kind(Enum):
-    """What a probe is for."""
+    """Purpose of a probe."""
 
     LOOK = "look"  # the round trip
-    ALONE = "alone"  # the rate, on lines that nobody else uses meanwhile
+    ALONE = "alone"  # the rate, on links that nobody else uses meanwhile
     TOGETHER = "together"  # several rates at once, to see what they share
 
 
@@ -64,7 +64,7 @@ class Measurement:
 
 @dataclass(slots=True)
 class _Flow:
-    """One direction being measured."""
+    """A direction being measured."""
 
     pair: Pair
     deadline_s: float
@@ -87,7 +87,7 @@ class LinkRequest:
 
 @dataclass(slots=True)
 class LinkProbing:
-    """What was measured when, and what is being measured now."""
+    """Times of past measurements, and the measurements in flight."""
 
     config: Probing
     table: LinkTable = field(default_factory=LinkTable)
@@ -198,7 +198,7 @@ class LinkProbing:
         named = dict(sites)
         for pairs, rates in self.together.items():
             if len({source for source, _ in pairs}) < 2 or len({target for _, target in pairs}) < 2:
-                continue  # one worker's own line
+                continue  # one worker's own uplink
             if not self._shared(rates):
                 continue
             for at, group in enumerate(self._groups(workers)):
@@ -228,7 +228,7 @@ class LinkProbing:
         return fresh and now_s - at_s > self.config.stale_after_s
 
     def _unseen(self, pair: Pair) -> bool:
-        """Nobody knows yet whether the two are neighbours; a pair that failed is not looked at again."""
+        """Return whether the pair's round trip is still unknown; a pair that failed is not measured again."""
         return frozenset(pair) not in self.looked_s and not self.attempts.get(pair)
 
     def _looks(self, pairs: list[Pair]) -> Iterator[Measurement]:
@@ -248,7 +248,7 @@ class LinkProbing:
     def _apart(
         self, wanted: Iterable[Measurement], near: Callable[[str, str], bool]
     ) -> Iterator[Measurement]:
-        """Those that can have no line in common with each other and with what is under way."""
+        """Those that can have no link in common with each other and with what is under way."""
         held = {worker for flow in self.flows.values() for worker in flow.pair}
         room = self.config.probes_at_once - len(self.flows)
         for measurement in wanted:
@@ -261,7 +261,7 @@ class LinkProbing:
                 yield measurement
 
     def _nearness(self, workers: list[str], sites: Mapping[str, str]) -> Callable[[str, str], bool]:
-        """Whether two workers may use one line to the outside. Unknown counts as near."""
+        """Return a function: whether two workers may share an uplink. Unknown counts as near."""
         shared = [set(u.members) for u in self.uplinks({w: sites.get(w, "") for w in workers})]
 
         def near(a: str, b: str) -> bool:
@@ -285,7 +285,7 @@ class LinkProbing:
         return [[workers[i] for i in group] for group in groups(rate)]
 
     def _between_groups(self, workers: list[str]) -> list[Measurement]:
-        """For every two groups of at least two: two flows at once, between different pairs."""
+        """Return two flows at once, between different pairs, for every two groups of at least two."""
         if len(workers) < 4:
             return []
         large = [group for group in self._groups(workers) if len(group) > 1]
@@ -299,7 +299,7 @@ class LinkProbing:
         return found[:MAX_TOGETHER]
 
     def _own_lines(self, workers: list[str]) -> Iterator[Measurement]:
-        """For every worker two of its fastest flows out at once, and two of its fastest flows in.
+        """Yield for every worker two of its fastest flows out at once, and two of its fastest flows in.
 
         Among flows about as fast, those of workers not yet used: then more fit side by side.
         """

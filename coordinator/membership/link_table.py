@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 PROBE_WEIGHT = 0.5  # a probe fills the link on purpose: trust it
 GOODPUT_WEIGHT = 0.1  # training's own traffic may be limited by the sender (decentralized.md 1.5)
-SLOWER_LINE = 0.25  # of the rate: less than this is another line, more is drag
-DRAG_RANGE = (1.0, 1.1)  # short bursts of TCP; what ends take is foretold around their actions
+SLOWER_LINE = 0.25  # of the rate: less than this is another link, more is drag
+DRAG_RANGE = (1.0, 1.1)  # short bursts of TCP; what ends take is predicted around their actions
 MIN_GOODPUT_BYTES = 64 * 1024  # less than this measures latency, not rate
 
 MAX_BANDWIDTH_BPS = 1e12  # no host's network card is faster today
@@ -96,7 +96,7 @@ class LinkTable:
         return median(d for d, _ in self._drag.values()) if self._drag else 1.0
 
     def dragged_line(self, line: Uplink) -> Uplink:
-        """The line as messages get it: with the least drag known of the pairs that pass it."""
+        """The uplink as messages get it: with the least drag known of the pairs that pass it."""
 
         def rate(bps: float, direction: int) -> float:
             members = frozenset(line.members)
@@ -128,7 +128,7 @@ class LinkTable:
 
 
 def judge_link(source: str, target: str, bandwidth_bps: float, rtt_s: float) -> str | None:
-    """Why these figures cannot be true, None when they can."""
+    """Return why these figures cannot be true, None when they can."""
     if not isfinite(bandwidth_bps) or not MIN_BANDWIDTH_BPS <= bandwidth_bps <= MAX_BANDWIDTH_BPS:
         return (
             f"{source} reports {bandwidth_bps:.3g} bit/s to {target}; "
@@ -142,7 +142,7 @@ def judge_link(source: str, target: str, bandwidth_bps: float, rtt_s: float) -> 
 
 
 def judge_timing(worker: str, op: str, seconds: float, flops: int) -> str | None:
-    """Why ``worker`` cannot have run ``flops`` of ``op`` in ``seconds``, None when it can."""
+    """Return why ``worker`` cannot have run ``flops`` of ``op`` in ``seconds``, None when it can."""
     if not isfinite(seconds) or not 0.0 <= seconds <= MAX_OP_S:
         return f"{worker} reports {seconds:.3g} s for {op}; possible are 0 to {MAX_OP_S:.0f}"
     if flops / max(seconds, NOISE_FLOOR_S) > MAX_FLOPS_PER_S:
@@ -155,7 +155,7 @@ def judge_timing(worker: str, op: str, seconds: float, flops: int) -> str | None
 
 
 def judge_step(worker: str, busy_s: float, elapsed_s: float) -> str | None:
-    """Why a stage cannot have been busy for ``busy_s`` of a step that took ``elapsed_s``."""
+    """Return why a stage cannot have been busy for ``busy_s`` of a step that took ``elapsed_s``."""
     if not isfinite(busy_s) or busy_s < 0.0:
         return f"{worker} reports {busy_s:.3g} busy seconds in a step"
     if busy_s > 1.5 * elapsed_s + 0.1:  # clocks differ a little, and a report may be late
@@ -165,7 +165,7 @@ def judge_step(worker: str, busy_s: float, elapsed_s: float) -> str | None:
 
 # Sharing shows when flows that each reach the rate alone reach it together only in sum.
 SHARED_BELOW = 0.75  # of the sum of the solo rates
-CONTRADICTED_ABOVE = 1.25  # of a line's rate: a single flow out of it shows that it is none
+CONTRADICTED_ABOVE = 1.25  # of a uplink's rate: a single flow out of it shows that it is none
 
 
 def infer_shared(
@@ -177,7 +177,7 @@ def infer_shared(
     ``sites``: worker -> site, "" for none. A concurrent probe whose sum stays below 75 % of the
     solo sum shows that its sources (or, when those differ in nothing, its targets) share a
     rate: the sum, or what one of these flows reached alone, where that is more. Another flow alone
-    that was faster than that shows that the line is another's.
+    that was faster than that shows that the uplink is another's.
     Members of a site that no concurrent probe covers share the best rate that any
     of them reached alone, towards and from outside.
     """
@@ -209,13 +209,13 @@ def infer_shared(
 
 
 def _crosses(pair: Pair, members: frozenset[str], direction: int) -> bool:
-    """Whether a flow passes the members' line upwards (0) or downwards (1)."""
+    """Return whether a flow passes the members' uplink outwards (0) or inwards (1)."""
     inside, outside = (pair[0], pair[1]) if direction == 0 else (pair[1], pair[0])
     return inside in members and outside not in members
 
 
 def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset[str], int]:
-    """(members, 0 for up or 1 for down) of the line that these concurrent pairs share, which all pass."""
+    """(members, 0 for up or 1 for down) of the uplink that these concurrent pairs share, which all pass."""
     sources = {a for a, _ in pairs}
     targets = {b for _, b in pairs}
     shares_down = len(targets) == 1 or len({sites.get(b, "") or b for b in targets}) == 1
@@ -224,7 +224,7 @@ def _sharing(pairs: Sequence[Pair], sites: Mapping[str, str]) -> tuple[frozenset
     members = frozenset(_neighbours(ends, sites))
     if all(_crosses(pair, members, direction) for pair in pairs):
         return members, direction
-    # Inside one site it is the line of the one end that they have in common.
+    # Inside one site it is the uplink of the one end that they have in common.
     return (frozenset(targets), 1) if len(targets) == 1 else (frozenset(sources), 0)
 
 

@@ -18,7 +18,7 @@ NO_RANK = -1
 
 
 class Phase(StrEnum):
-    """Where a worker stands."""
+    """Phase of a worker's membership."""
 
     JOINED = "joined"  # its session is open, its facts are not yet accepted
     POOL = "pool"
@@ -41,7 +41,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Its facts are possible; it may be planned with."""
+    """The worker's facts are possible; it may be planned with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class AssignedTo:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Its job has no use for it any more."""
+    """The worker's job does not use it any more."""
 
     reason: str
 
@@ -94,7 +94,7 @@ FROM_PEER = (Joined, Heard, LeavingSaid)
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker's membership; ``history`` holds its last changes, oldest first."""
+    """Membership of a worker; ``history`` holds its last changes, oldest first."""
 
     worker: str
     phase: Phase

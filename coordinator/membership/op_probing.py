@@ -42,7 +42,7 @@ class OpProbing:
         return tuple(s for s in signatures if s not in known and s not in failed)
 
     def asked(self, worker: str) -> bool:
-        """Whether an answer of this worker is awaited."""
+        """Return whether an answer of this worker is awaited."""
         return any(request.worker == worker for request in self.requests.values())
 
     def give_up(self, request: OpsRequest) -> None:

@@ -51,7 +51,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class Worker:
-    """One worker; ``session`` None while it is not connected."""
+    """A worker; ``session`` None while it is not connected."""
 
     member: Member
     introduction: Introduction
@@ -75,7 +75,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a job's newest plan was made with: later measurements are held against it."""
+    """Figures that a job's newest plan was made with: later measurements are compared with them."""
 
     scales: Mapping[str, float]  # by worker
     codec_scales: Mapping[str, float]
@@ -133,12 +133,12 @@ class Roster:
         return [name for name, worker in self.workers.items() if worker.idle]
 
     def addresses(self, worker: str, caller: str) -> Addresses:
-        """Where ``caller`` may be asked to dial ``worker``; none: nowhere."""
+        """Return the addresses of ``worker`` that ``caller`` may be asked to dial; none: nowhere."""
         them, us = self.workers[worker].introduction, self.workers[caller].introduction
         return them.addresses + (them.nearby if them.seen == us.seen else ())
 
     def connectable(self, one: str, other: str) -> bool:
-        """Whether one of two workers may dial the other."""
+        """Return whether one of two workers may dial the other."""
         return bool(self.addresses(one, other) or self.addresses(other, one))
 
     def fingerprint(self) -> frozenset[tuple[str, int, bool]]:
@@ -214,7 +214,7 @@ class Roster:
         return self.planned.get(job, NOT_PLANNED)
 
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:
-        """A committed step's transfers refine a link's drag; ``link`` is what was foretold."""
+        """A committed step's transfers refine a link's drag; ``link`` is what was predicted."""
         pair = (link.source, link.target)
         planned = self._planned(job).drags.get(pair)
         if planned is None or carried.n_bytes < MIN_GOODPUT_BYTES:
@@ -244,7 +244,7 @@ class Roster:
         table = self.links.table
         for link in report.links:
             if link.peer in self.workers:
-                # Shrunk messages are over before a fast line shows its rate: they tell latency only.
+                # Shrunk messages are over before a fast link shows its rate: they tell latency only.
                 telling = link.n_bytes if 2 * link.n_bytes > link.dense_bytes else 0
                 wrong = table.carried(worker, link.peer, telling, link.busy_s, link.rtt_s, link.quickest_bps)
                 if wrong is not None:
@@ -262,7 +262,7 @@ class Roster:
 
 
 def refusal(introduction: Introduction) -> str | None:
-    """Why these facts cannot be true or usable, None when they can."""
+    """Return why these facts cannot be true or usable, None when they can."""
     limit, there = introduction.memory_limit_bytes, introduction.memory_bytes
     if not MIN_MEMORY_BYTES <= limit <= MAX_MEMORY_BYTES or not MIN_MEMORY_BYTES <= there <= MAX_MEMORY_BYTES:
         return (

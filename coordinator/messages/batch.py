@@ -23,7 +23,7 @@ CONSEQUENCES = (
 )
 
 Caused = Sequence[do.Instruction]
-"""By one event, in the scheduler's order."""
+"""Instructions caused by one event, in the scheduler's order."""
 
 
 def facts(batch: Iterable[Caused]) -> list[Fact]:

@@ -1,4 +1,4 @@
-"""What the scheduler hears: messages of workers in our own types, and our own events."""
+"""Events of the scheduler: messages of workers in our own types, and our own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Who a worker says it is."""
+    """Facts that a worker states about itself."""
 
     name: str
     incarnation: int
@@ -239,7 +239,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """One message on a session."""
+    """A message on a session."""
 
     worker: str
     session: int
@@ -362,8 +362,8 @@ class CentrallyEvaluated:
 
 @dataclass(frozen=True, slots=True)
 class AggregatorBroke:
-    """Its process ended, or it cannot go on; ``hopeless``: nor could another one; ``storage``: the disk
-    refused, so that waiting may help; ``client``: whose update it was at."""
+    """The aggregator's process ended, or it cannot go on; ``hopeless``: nor could another one; ``storage``:
+    the disk failed, so that waiting may help; ``client``: whose update it was processing."""
 
     job: str
     reason: str
@@ -377,7 +377,7 @@ AggregatorEvent = AggregatorOpened | Aggregated | CentrallyEvaluated | Aggregato
 
 @dataclass(frozen=True, slots=True)
 class PlanAsked:
-    """What would happen with this job now? Answered by MakePlan under ``inquiry``, nothing starts."""
+    """Request for the plan of this job now. Answered by MakePlan under ``inquiry``, nothing starts."""
 
     inquiry: str
     spec: JobSpec

@@ -19,12 +19,12 @@ from protos.convert import decode, encode
 
 ENDED = ("finished", "failed", "cancelled")
 STATE, MODEL = "federated/state", "federated/model"
-"""Where the checkpoint of a federated job has the server's state and the newest global model."""
+"""Names in a federated job's checkpoint of the server's state and the newest global model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One event: what kind, when (seconds since the epoch), and its JSON-able content."""
+    """An event: its kind, its time (seconds since the epoch), and its JSON-able content."""
 
     kind: str
     at_s: float
@@ -216,7 +216,7 @@ def _links(value: Any) -> tuple[LinkSpec, ...]:
 
 @dataclass(slots=True)
 class JobRecord:
-    """What is durably known of a job."""
+    """Durable knowledge of a job."""
 
     submitted: JobSubmitted
     plan: Plan | None = None
@@ -235,7 +235,7 @@ class JobRecord:
 
     @property
     def has_result(self) -> bool:
-        """Whether there are weights beyond the submitted ones."""
+        """Return whether there are weights beyond the submitted ones."""
         return bool(self.checkpoints or self.closed or self.submitted.start_tensors)
 
     @property

@@ -1,4 +1,4 @@
-"""What the scheduler wants done: messages to workers, and work for the shell."""
+"""Instructions of the scheduler: messages to workers, and work for the shell."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class EvaluateRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """What became of a client's update."""
+    """Result of a client's update."""
 
     job: str
     round: int
@@ -299,7 +299,7 @@ class MemberMoved:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One point of a job's metrics."""
+    """A point of a job's metrics."""
 
     job: str
     step: int

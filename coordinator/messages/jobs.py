@@ -1,4 +1,4 @@
-"""What a job's machine knows, hears and wants: states, events and instructions of ``rounds``."""
+"""States, events and instructions of a job's machine, ``pipeline.machine``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MessageT = TypeVar("MessageT", bound=StageMessage, covariant=True)
 
 
 class Phase(StrEnum):
-    """Where a job stands; the words that users see."""
+    """Phase of a job, in the words that users see."""
 
     QUEUED = "queued"
     PROFILING = "profiling"
@@ -43,7 +43,7 @@ ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 
 
 class StepPhase(StrEnum):
-    """Where the step in flight stands."""
+    """Phase of the step in flight."""
 
     COMPUTING = "computing"
     COMMITTING = "committing"  # some stages are ready
@@ -127,7 +127,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ToRanks:
-    """One message to every rank of the plan, or to ``rank`` alone."""
+    """A message to every rank of the plan, or to ``rank`` alone."""
 
     message: StepStart | StepCommit | StepDiscard
     rank: int | None = None
@@ -175,7 +175,7 @@ Todo = Record | ToRanks | AssignAll | ReleaseAll | Point | Dropped | LinksDue
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """One job; ``step`` is the step in flight, so ``step`` steps are committed."""
+    """State of a job; ``step`` is the step in flight, so ``step`` steps are committed."""
 
     job: str
     spec: JobSpec

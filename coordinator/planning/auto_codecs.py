@@ -97,7 +97,7 @@ def _taus(links: Sequence[Link], limit: float, unnoticed_s: float, count: int) -
 
 
 def _by_pair(links: Sequence[Link]) -> list[list[Link]]:
-    """Both directions of each stage pair together, the least loaded first."""
+    """Return both directions of each stage pair together, the least loaded first."""
     pairs: dict[tuple[int, int], list[Link]] = {}
     for link in links:
         pairs.setdefault((min(link.pair), max(link.pair)), []).append(link)
@@ -139,7 +139,7 @@ def _matched(links: Sequence[Link], specs: Sequence[LinkSpec]) -> list[tuple[Lin
 
 
 def without_codecs(specs: Sequence[LinkSpec]) -> bool:
-    """Whether nothing is compressed."""
+    """Return whether no link is compressed."""
     return all(spec.codec == DENSE for spec in specs)
 
 

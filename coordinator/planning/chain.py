@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """One order of devices over n positions.
+    """An order of devices over n positions.
 
     ``compute``: [devices, n] prefix seconds. ``link``: [devices, n] seconds a micro-batch occupies
     the link into a device that begins at a position; ``toll``: what that link adds to one
@@ -91,8 +91,8 @@ def backwards(n: int) -> Bools:
 def extend(
     chain: Chain, j: int, best: Floats, blocked: Bools, ceiling: float | None
 ) -> tuple[Floats, NDArray[np.intp]]:
-    """One row of the dynamic program: the best value of ending device j at each position, and
-    the position where it then begins. ``ceiling`` None: min-max, else min-sum below it."""
+    """Compute a row of the dynamic program: the best value of ending device j at each position, and the
+    position where it then begins. ``ceiling`` None: min-max, else min-sum below it."""
     p = chain.compute[j]
     stage = p[None, :] - p[:, None]
     fits = chain.fits[j]

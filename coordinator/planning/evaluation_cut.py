@@ -78,7 +78,7 @@ def _holders(dag: OpDag, starts: Sequence[int]) -> dict[LeafRef, set[int]]:
 
 
 def _stateful(dag: OpDag, leaf: LeafRef) -> bool:
-    """Whether training changes the leaf, so that only its holder has the newest value."""
+    """Return whether training changes the leaf, so that only its holder has the newest value."""
     if leaf.source is Source.BUFFER:
         return dag.buffers[leaf.name].mutated
     return leaf.source is Source.PARAMETER

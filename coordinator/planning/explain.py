@@ -1,4 +1,4 @@
-"""What bounds a step: found by asking the timeline, not by rules of thumb.
+"""Bottleneck of a step: found by varying the timeline's inputs, not by rules of thumb.
 
 Each stage, link resource and all latencies together are made 10 % better in turn; whatever
 shortens the step the most is the bottleneck, and by how much is the reason. In long pipelines
@@ -52,7 +52,7 @@ def bottleneck(problem: Problem, work: Workload, timeline: Timeline, caps: Seque
 
 
 def _memory(problem: Problem, work: Workload, timeline: Timeline, caps: Sequence[int]) -> str:
-    """Why memory is what holds the step up, "" when more of it would gain less than 10 %."""
+    """Return why memory is the bottleneck of the step, "" when more of it would gain less than 10 %."""
     n = work.n_micro
     wanted = problem.warmups(work, [n] * len(caps))[0]
     short = [s for s, want in enumerate(wanted) if caps[s] <= want]
@@ -90,7 +90,7 @@ def _wires(
 ) -> list[tuple[str, frozenset[tuple[int, int]], float]]:
     """(name, stage pairs, busy seconds) of what may be scarce, busiest first.
 
-    Several lines in a row may be equally scarce, so what is improved is the whole way of all
+    Several links in a row may be equally scarce, so what is improved is the whole way of all
     pairs that meet in one of them, both directions; resources met by the same pairs are one.
     """
     users: dict[str, set[tuple[int, int]]] = {}
@@ -109,7 +109,7 @@ def _wires(
 
 
 def _faster_routes(work: Workload, pairs: frozenset[tuple[int, int]]) -> Workload:
-    # Activations one way and gradients the other fill a line in turn: one direction alone helps little.
+    # Activations one way and gradients the other fill a link in turn: one direction alone helps little.
     pairs = pairs | {(b, a) for a, b in pairs if (b, a) in work.routes}
     scarce = {name for pair in pairs for name, _ in work.routes[pair].resources}
     routes = {

@@ -1,4 +1,4 @@
-"""Why a device is not in the plan: what the step would take with it."""
+"""Reasons why a device is not in the plan: the step's duration with it."""
 
 from __future__ import annotations
 

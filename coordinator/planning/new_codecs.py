@@ -70,7 +70,7 @@ def step_with(
 def _problem_of(
     plan: Plan, dag: OpDag, training: TrainingSpec, fleet: Fleet, wire: Wire | None
 ) -> tuple[Problem, Candidate, list[Depth]]:
-    """What the plan solves on its workers alone, and the plan as a candidate for it."""
+    """Return the plan's problem on its workers alone, and the plan as a candidate for it."""
     workers = fleet.subset([stage.worker for stage in plan.stages])
     problem = Problem(dag, training, workers, wire=wire or Wire(), recompute=plan.recompute)
     candidate = Candidate(tuple(range(len(plan.stages))), tuple(stage.start for stage in plan.stages))

@@ -50,11 +50,11 @@ class Effort:
     short_actions: int = 60_000  # ... one local improvement simulates so many actions
 
     def affordable(self, most: int, problem: Problem, candidate: Candidate) -> int:
-        """How many timeline runs of such a candidate are worth their time, at least 3."""
+        """Return how many timeline runs of such a candidate are worth their time, at least 3."""
         return self._runs(most, self.actions, problem, candidate)
 
     def improving(self, problem: Problem, candidate: Candidate) -> int:
-        """How many of them improving it is worth, at least 3."""
+        """Return how many timeline runs improving it is worth, at least 3."""
         short = len(candidate.devices) <= self.short
         return self._runs(self.moves, self.short_actions if short else self.actions, problem, candidate)
 

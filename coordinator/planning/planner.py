@@ -56,7 +56,7 @@ JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What is to be planned: a job's graphs, and the fleet that may run them."""
+    """Input of a plan: a job's graphs, and the fleet that may run them."""
 
     job: str
     version: int
@@ -80,7 +80,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     plan = _bare_plan(problem, best, request)
     notes = [why] if why else []
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
-        notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weights' gradients")
+        notes.append(f"{best.schedule} instead of {problem.schedule}: no stage can defer weight gradients")
     if request.eval_dag is not None:
         plan, note = _with_evaluation(plan, request.dag, request.eval_dag, request.training)
         notes += [note] if note else []
@@ -220,7 +220,7 @@ def given_cut(problem: Problem, text: str) -> Candidate:
 
 
 def predict(problem: Problem, scored: Scored, notes: tuple[str, ...] = ()) -> Prediction:
-    """What the timeline says of a scored candidate."""
+    """Return the timeline's prediction for a scored candidate."""
     work, timeline = problem.timeline(scored, keep_spans=False)
     bound = lower_bound(_needed(problem, scored, work), problem.fleet.payload_share)
     dense = problem.workload(scored.candidate, scored.depths)
@@ -380,7 +380,7 @@ def _dense(problem: Problem) -> Problem:
 
 
 def _compression_note(wanted: Compression, scored: Scored, dense: Workload) -> tuple[str, ...]:
-    """What compressing gains on this very cut."""
+    """Return the gain of compression on this very cut, as a note."""
     if without_codecs(scored.specs):
         return ()
     step_s = step_seconds(dense)

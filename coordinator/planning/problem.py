@@ -1,4 +1,4 @@
-"""One planning problem: a DAG, how it is trained, a fleet; and what any candidate would cost.
+"""A planning problem: a DAG, how it is trained, a fleet; and what any candidate would cost.
 
 A Candidate is an order of devices with the position where each begins. ``Problem`` turns one
 into a Workload, compressed as the training asks, chooses how many micro-batches each stage may
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     Positions = NDArray[np.intp]
 
 
-DEFERRING_GAINS = 0.97  # of the step: it has to come below, to be worth its memory and what is not foretold
+DEFERRING_GAINS = 0.97  # of the step: it has to come below, to be worth its memory and what is not predicted
 APART = 0.03
-"""Of the weights' seconds: what a backward in two parts takes longer, as it reads activations and gradients
+"""Overhead of a split backward, as a share of the weights' seconds, as it reads activations and gradients
 twice; measured on one core with stages of 9 to 25 ms. And CPU seconds of each op with weights ..."""
 LAYER_CPU_S = 1.5e-4  # ... whose products are known by hand ...
 OWN_GRAPH_CPU_S = 4e-4  # ... or that has a graph of its own; all of it out of the caches after each wait
@@ -68,7 +68,7 @@ class Candidate:
 
 
 class Depth(NamedTuple):
-    """How far a stage's order of work departs from one micro-batch after the other."""
+    """Number of micro-batches that a stage has in flight beyond one after the other."""
 
     warmup: int  # forwards before the first backward
     held: int = 0  # most micro-batches that hold activations, where backwards come in two parts
@@ -143,7 +143,7 @@ class Problem:
 
     @cached_property
     def positions(self) -> Positions:
-        """Where a stage may begin or end: 0, every cuttable position, the end."""
+        """Positions where a stage may begin or end: 0, every cuttable position, the end."""
         return np.array([0, *self.dag.cuttable(), self.n_ops], dtype=np.intp)
 
     def coarse(self, most: int) -> Positions:
@@ -227,7 +227,7 @@ class Problem:
         return handled(work, devices)
 
     def undisturbed(self, work: Workload) -> Workload:
-        """``work`` on the rates that its lines have shown, whatever training's messages got of them."""
+        """``work`` on the rates that its links have shown, whatever training's messages got of them."""
         fleet = self.fleet.probed
         if fleet is None:
             return work
@@ -257,7 +257,7 @@ class Problem:
         return pace * min(1.0, FILL_SHARE * self.n_micro / hops)
 
     def specs(self, candidate: Candidate) -> tuple[LinkSpec, ...]:
-        """What the compression makes of the candidate's links; empty when that is nothing.
+        """Return the codecs that compression gives the candidate's links; empty when all stay dense.
 
         For ``auto`` a first guess without the timeline (``coordinator.planning.auto_codecs`` has the rest):
         every link fast enough to go unnoticed, or as fast as the limit allows.
@@ -286,7 +286,7 @@ class Problem:
         return found
 
     def short_of_memory(self, scored: Scored) -> bool:
-        """Whether a stage would have more micro-batches in flight if memory allowed."""
+        """Return whether a stage would have more micro-batches in flight if memory allowed."""
         caps = self.caps(scored.candidate)
         return any(
             cap < self.n_micro and depth.in_flight >= cap
@@ -353,7 +353,7 @@ class Problem:
 
     @property
     def scored(self) -> int:
-        """How many candidates the timeline has judged."""
+        """Number of candidates that the timeline has scored."""
         return len(self._scores)
 
     def scheduled(self, candidate: Candidate, specs: tuple[LinkSpec, ...]) -> Scored | None:
@@ -389,7 +389,7 @@ class Problem:
         return Scored(candidate, name, depths, step_s, specs)
 
     def deferring(self, scored: Scored) -> Scored:
-        """The same with weights' gradients deferred, where that gains DEFERRING_GAINS at least or was asked
+        """The same with weight gradients deferred, where that gains DEFERRING_GAINS at least or was asked
         for; with as few micro-batches held as come within 1 % of the best.
 
         The search does without: it would take twice as long, and deferring shortens what fills and empties
@@ -413,9 +413,9 @@ class Problem:
         return found if asked or found.step_s <= DEFERRING_GAINS * scored.step_s else scored
 
     def _held(self, scored: Scored, work: Workload, most: int) -> tuple[Depth, ...]:
-        """How many micro-batches each stage holds when it defers what nobody waits for: ``most``, fewer
-        where memory is short, 0 where that leaves no room, or where it costs more than it can gain: the
-        other stages' backwards, of their (S - 1)(F + B + W) in which a stage waits."""
+        """Return how many micro-batches each stage holds when it defers what no other stage waits for:
+        ``most``, fewer where memory is short, 0 where that leaves no room, or where it costs more than it can
+        gain: the other stages' backwards, of their (S - 1)(F + B + W) in which a stage waits."""
         awaited = {hop.source for hop in work.backward}
         gain_s = sum(load.backward_s for load in work.stages)
         if self.schedule is ScheduleName.ZERO_BUBBLE:

@@ -1,7 +1,7 @@
 """Which codec, at which ratio, on which link; and why.
 
 A link is a directed pair of stages. Its dense time R_j is what one micro-batch's traffic occupies
-the scarcest line on its way, everything that the plan sends through that line included: on a
+the scarcest link on its way, everything that the plan sends through that link included: on a
 shared gateway the flows get a share of the rate, and it is that share that decides. Latency is
 left out: a codec does not shorten it, and other micro-batches use the link meanwhile.
 
@@ -35,9 +35,9 @@ DEFAULT_RATIO = 32.0
 """R of ``adatopk`` and ``auto``, and of a codec that takes a ratio, when none is given: between the 10
 by which a slow link is to shrink at least and the 100 of decentralized.md 1.8."""
 FINE, SPARSE = "eden", "topk"
-"""What adatopk and the strongest rung of auto shrink with: within FINE_RATIOS every element in
-four to two bits, which at equal bytes costs the trained model far less than leaving elements out; for
-more the largest elements alone (decision 010)."""
+"""Codecs of adatopk and of auto's strongest rung: within FINE_RATIOS every element in four to two bits, which
+at equal bytes costs the trained model far less than dropping elements; for more the largest elements alone
+(decision 010)."""
 FINE_RATIOS = (8.0, 16.0)
 TOLERANCE = 1e-3  # of tau, when a ratio is solved for
 ENOUGH = 0.95  # of tau: the ratio that follows from the times alone is near enough
@@ -52,11 +52,11 @@ BACKWARD_RUNGS = ("lossless", "bf16", "int8_block")
 
 @dataclass(frozen=True)
 class Link:
-    """One directed stage pair as the choice sees it."""
+    """A directed stage pair as the choice sees it."""
 
     load: LinkLoad
-    dense_s: float  # R_j: of one micro-batch on the scarcest line, with all that passes it
-    line: str  # that line's name
+    dense_s: float  # R_j: of one micro-batch on the scarcest link, with all that passes it
+    line: str  # that link's name
     flows: int  # links of the plan that pass it
     sender: Device
     receiver: Device
@@ -72,11 +72,11 @@ class Link:
 
     @property
     def rate_bps(self) -> float:
-        """What this link's own bytes really get."""
+        """Rate that this link's own bytes really get."""
         return 8.0 * self._with_headers(self.dense_bytes) / self.dense_s if self.dense_s else float("inf")
 
     def send_s(self, n_bytes: float) -> float:
-        """Seconds of ``n_bytes`` of payload when the line's other flows shrink alike."""
+        """Seconds of ``n_bytes`` of payload when the link's other flows shrink alike."""
         return self.dense_s * self._with_headers(n_bytes) / self._with_headers(self.dense_bytes)
 
     def coded_s(self, spec: LinkSpec) -> float:
@@ -120,7 +120,7 @@ def mask_of(wanted: Compression) -> Mask:
 
 
 def assumed_ratio(wanted: Compression) -> float:
-    """How many times fewer bytes the scarcest link will carry, before any cut is known."""
+    """Return how many times fewer bytes the scarcest link will carry, before any cut is known."""
     if wanted.mode == OFF:
         return 1.0
     if wanted.mode in (AUTO, ADATOPK):
@@ -190,7 +190,7 @@ def adatopk(
 
 
 def uniform(links: Sequence[Link], name: str, ratio: float, mask: Mask = Mask.SAME) -> tuple[LinkSpec, ...]:
-    """One codec and ratio on every link that it shrinks: the baseline."""
+    """Return one codec and ratio on every link that it shrinks: the baseline."""
     found = []
     for pair in _pairs(links):
         specs = _both(pair, name, ratio if codec(name).rated else 1.0, mask)
@@ -261,7 +261,7 @@ def _lossless(link: Link) -> LinkSpec:
 def _harsh(
     pair: Sequence[Link], tau: float, limit: float, mask: Mask, names: Sequence[str] = (FINE, SPARSE)
 ) -> dict[tuple[int, int], LinkSpec]:
-    """Both directions under the first codec that brings them within ``tau``, else under the last."""
+    """Return both directions under the first codec that brings them within ``tau``, else under the last."""
     found: dict[tuple[int, int], LinkSpec] = {}
     for name in names:
         if name == FINE and limit < FINE_RATIOS[0]:
@@ -314,8 +314,8 @@ def _sparse(
 
 
 def _both(pair: Sequence[Link], name: str, ratio: float, mask: Mask) -> dict[tuple[int, int], LinkSpec]:
-    """Both directions of a stage pair under one codec; dense where it is not valid or shrinks
-    nothing. The gradient takes its value's positions only where the value went out sparse."""
+    """Return both directions of a stage pair under one codec; dense where it is not valid or shrinks nothing.
+    The gradient takes its value's positions only where the value was sent sparse."""
     facts = codec(name)
     ratio = ratio if facts.rated else 1.0
     found: dict[tuple[int, int], LinkSpec] = {}

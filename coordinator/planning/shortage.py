@@ -1,4 +1,4 @@
-"""Why no cut fits a fleet's memory: by how much, and where."""
+"""Reasons why no cut fits a fleet's memory: by how much, and where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = float(2**20)
 
 
 def shortage(problem: Problem, partitioner: str) -> str:
-    """One sentence with the numbers and the next move."""
+    """Return a sentence with the numbers and the remedy."""
     need = problem.memory.bytes(0, problem.n_ops, 1)
     remedy = (
         f"lower the micro-batch size, {recompute_hint(problem)}raise a worker's --memory-limit or add workers"

@@ -62,13 +62,13 @@ class BlobStore:
         return self._used
 
     def path(self, name: str) -> Path:
-        """Where the blob lies once it is whole; UsageError for a name that is no hash."""
+        """Return the path of a whole blob; UsageError for a name that is no hash."""
         if not _NAME.fullmatch(name):
             raise UsageError(f"blob name {name[:80]!r} is not 64 hexadecimal digits")
         return self.root / name[:2] / name[2:]
 
     def has(self, name: str) -> bool:
-        """Whether the whole blob is here."""
+        """Return whether the whole blob is here."""
         return self.path(name).exists()
 
     def size(self, name: str) -> int:
@@ -79,7 +79,7 @@ class BlobStore:
             raise StorageError(f"blob {name[:12]} is not in the store; submit the job again") from None
 
     def held(self, name: str) -> int:
-        """How many bytes of the blob have arrived."""
+        """Return how many bytes of the blob have arrived."""
         whole = self.path(name)
         if whole.exists():
             return whole.stat().st_size
@@ -87,7 +87,8 @@ class BlobStore:
         return partial.stat().st_size if partial.exists() else 0
 
     def resumes(self, name: str) -> int:
-        """Where a sender goes on with a blob that is not whole: at the last byte that is here, not behind it.
+        """Return the offset at which a sender resumes an incomplete blob: at the last byte that is here, not
+        behind it.
 
         A coordinator that was killed between a blob's last byte and its name has all of it, and would wait
         for what nobody has left to send.
@@ -131,7 +132,7 @@ class BlobStore:
 
     @property
     def partial(self) -> Path:
-        """Where files lie that are no blobs yet."""
+        """Folder of incomplete blobs."""
         return self.root / "partial"
 
     def adopt(self, file: Path, name: str, size: int) -> None:
@@ -185,7 +186,7 @@ class BlobStore:
         return freed
 
     def touch(self, name: str) -> None:
-        """Somebody counts on this blob: a sweep takes it for new. One that is not here is left so."""
+        """Mark the blob as needed: a sweep treats it as new. A missing one is ignored."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.path(name))
 
@@ -223,7 +224,7 @@ class BlobStore:
         return swept, freed
 
     def _forget_scraps(self) -> None:
-        """What lies among the partial blobs and is none was left by a process that was killed."""
+        """Remove the files among the partial blobs that are none: left by a process that was killed."""
         for path in self.partial.iterdir():
             if not _NAME.fullmatch(path.name):
                 path.unlink(missing_ok=True)
@@ -266,7 +267,7 @@ class BlobStore:
 
 
 def storage_error(error: OSError, where: Path) -> StorageError:
-    """What a failed write means for the user."""
+    """Return the error of a failed write, with its meaning for the user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(
             f"the disk under {where} is full; free some space: jobs go on by themselves, a submit is to be "

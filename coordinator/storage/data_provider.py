@@ -39,7 +39,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One input of one micro-batch, stacked: [batch, ...]."""
+    """An input of one micro-batch, stacked: [batch, ...]."""
 
     step: int
     micro: int

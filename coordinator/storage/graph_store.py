@@ -86,7 +86,7 @@ class GraphStore:
         return found
 
     def programs(self, plan: Plan) -> Programs:
-        """What every stage of ``plan`` runs."""
+        """Return the programs of all stages of ``plan``."""
         key = (plan.job, plan.version)
         with self._lock:
             if key in self._programs:
@@ -103,8 +103,8 @@ class GraphStore:
         return found
 
     def check(self, spec: JobSpec, resumed: JobSpec | None = None) -> Graphs:
-        """Whether everything a job names is here and fits together, also with the job ``resumed`` that
-        it goes on from; UsageError says what does not."""
+        """Check that everything a job names is here and fits together, also with the job ``resumed`` that it
+        continues; UsageError names what does not."""
         graphs = self.graphs(spec.dag_hash, spec.eval_dag_hash)
         _check_tensors(spec, graphs)
         _check_inputs(spec, graphs)

@@ -1,4 +1,4 @@
-"""What a run leaves behind for people: log lines, metric points, CSV, TensorBoard, trace spans.
+"""Records of a run for people: log lines, metric points, CSV, TensorBoard, trace spans.
 
 All of it is bounded, none of it decides anything: a full disk here stops no job.
 """
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One metric's value after ``step`` committed steps."""
+    """Value of a metric after ``step`` committed steps."""
 
     step: int
     name: str
@@ -86,7 +86,7 @@ class _TensorBoard:
 
 @dataclass
 class RunLog:
-    """One job's files under ``folder``: metrics.csv, TensorBoard events, spans."""
+    """Files of a job under ``folder``: metrics.csv, TensorBoard events, spans."""
 
     folder: Path
     trace_bytes: int

@@ -1,4 +1,4 @@
-"""Weights' gradients taken later, of the layers whose products are known by hand: the bits of torch's own."""
+"""Weight gradients taken later, of the layers whose products are known by hand: the bits of torch's own."""
 
 from __future__ import annotations
 

@@ -563,7 +563,7 @@ def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None
 
 
 def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
-    """Its few views take twelve times what was foretold: all overhead."""
+    """Its few views take twelve times what was predicted: all overhead."""
     world = World()
 
     def altered(plan: Plan, request: do.MakePlan) -> Plan:
@@ -629,7 +629,7 @@ def test_what_messages_take_around_the_actions_is_learnt_for_the_next_plan() -> 
         roster.handled("job", "a", 0.4, measured_s)
     (device,) = roster.fleet_for("job", ["a"], "fp32").devices
     assert (fresh.handling_scale, device.handling_scale) == (1.0, pytest.approx(0.75))
-    roster.handled("job", "a", 0.3, 0.3)  # as foretold: nothing to learn
+    roster.handled("job", "a", 0.3, 0.3)  # as predicted: nothing to learn
     assert roster.workers["a"].handling.value == pytest.approx(0.75)
     roster.handled("another", "a", 0.8, 9.0)
     assert roster.workers["a"].handling.value == pytest.approx(0.75)

@@ -122,7 +122,7 @@ def test_a_saved_run_goes_on_as_if_it_had_never_stopped(rule: Strategy) -> None:
 
 def test_a_saved_state_is_resumed_by_its_own_rule_only() -> None:
     saved = run(make_strategy("fedavgm"), 1)[0].save()
-    with pytest.raises(UsageError, match="same rule"):
+    with pytest.raises(UsageError, match="same strategy"):
         flower.AtollStrategy(make_strategy("fedavgm", {"beta": 0.5})).resume(saved)
     for key in ("rule", "facts", "roles"):
         broken = ArrayRecord({k: a for k, a in saved.items() if k != key})

@@ -25,7 +25,7 @@ MAX_RANK = 8
 MAX_SAMPLE_ELEMENTS = 1 << 28
 MAX_CLASSES = 100_000
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
-"""What a field may be stored as: what numpy and the op-DAG both know."""
+"""Dtypes of stored fields: those that both numpy and the op-DAG know."""
 EXACT_FLOAT = 2**53  # whole numbers up to here survive a float64
 
 

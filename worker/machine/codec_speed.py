@@ -37,7 +37,7 @@ MAX_AGE_S = 7 * 86_400.0  # of what is kept
 BUDGET_S = 2.5  # of one occasion, and one codec more
 RATIO = 16.0  # for codecs whose speed depends on it
 FIRST = ("eden", "topk", "int8_block", "fp16", "bf16", "lossless")
-"""What plans choose from: measured before anything else may begin, while the budget lasts."""
+"""Codecs that plans choose from: measured before anything else may begin, while the budget lasts."""
 
 BROKEN = (RuntimeError, ImportError, OSError, TypeError, ValueError, ArithmeticError, AtollError)
 

@@ -45,7 +45,7 @@ class CpuMeter:
         self._thread_clock = thread_clock
         self._one_computes = threads == 1
         self.computed_s = 0.0
-        """Of ``computing`` so far."""
+        """Seconds of ``computing`` so far."""
         self._share_at_rest = math.inf
         self._since: tuple[float, float, float] | None = None  # (s, CPU s, computed s) of the last call
 

@@ -39,7 +39,7 @@ MAX_REASON_CHARS = 2000
 MAX_VERSION = (1 << 32) - 1
 MAX_STEP = (1 << 63) - 1
 ANSWERED = frozenset({"assign", "commit", "participate", "train_round", "evaluate_round"})
-"""What must be answered even when it is refused, or a job waits for ever."""
+"""Messages that must be answered even when refused, or a job would wait for ever."""
 
 
 @dataclass(frozen=True, slots=True)

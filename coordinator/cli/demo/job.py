@@ -66,7 +66,7 @@ def data() -> ByteText:
 
 
 def job() -> Job:
-    """What Atoll trains."""
+    """Return the job that Atoll trains."""
     return Job(
         module=model(),
         example_inputs={"tokens": torch.zeros(MICRO_BATCH, LENGTH, dtype=torch.long)},

@@ -44,7 +44,7 @@ def start_here(host: str, arguments: Sequence[str], **streams: Any) -> subproces
 
 
 class Processes:
-    """What a demo has started, with one log a process in ``folder``. Use it in ``with``."""
+    """Processes that a demo has started, with one log a process in ``folder``. Use it in ``with``."""
 
     def __init__(self, folder: Path, start: Start = start_here) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ class Processes:
         return line
 
     def lines(self, name: str, host: str, arguments: Sequence[str]) -> Iterator[str]:
-        """What a command prints, line by line as it comes, and "" whenever nothing has come for a while.
+        """Yield a command's output, line by line as it comes, and "" whenever nothing has come for a while.
 
         DemoFailed when the command fails or a daemon ends meanwhile.
         """

@@ -69,7 +69,7 @@ def _join(processes: Processes, scene: Scene, shown: Shown, address: str, token:
 
 @dataclass
 class _Job:
-    """What the owner's command has said of the job so far."""
+    """The job as reported by the owner's command so far."""
 
     name: str = ""
     update: Mapping[str, Any] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def _train(processes: Processes, scene: Scene, shown: Shown) -> _Job:
 
 
 class _Fleet:
-    """What the coordinator's log tells of the fleet before there is a plan."""
+    """The fleet as the coordinator's log reports it before there is a plan."""
 
     def __init__(self, count: int, log: LogReader) -> None:
         self._count = count
@@ -143,7 +143,7 @@ class _Fleet:
 
     @property
     def progress(self) -> tuple[float, str]:
-        """How far the whole is, and what is being done."""
+        """Return the whole's progress, and what is being done."""
         n = self._count
         most = 2 * n * (n - 1) + 1  # a look and a rate a pair and way, and some of them together
         done = len(self._joined) / n + min(1.0, self._links / most) + len(self._timed) / n
@@ -155,7 +155,7 @@ class _Fleet:
 
 
 def training_progress(update: Mapping[str, Any]) -> tuple[float, str]:
-    """How far the whole is while the job runs, and what is being done."""
+    """Return the whole's progress while the job runs, and what is being done."""
     step, steps = update["step"], update["steps"]
     if update["state"] in ENDINGS:
         share = TRAINED if update["state"] == "evaluating" else (TRAINED + STORED) / 2

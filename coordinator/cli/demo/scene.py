@@ -1,4 +1,4 @@
-"""What a demo consists of, what it promises, and what is said of it when it is over."""
+"""Parts of a demo, its promises, and its summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME_LOSS = 2e-4  # the stages and the plain module may add in another order
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """One worker: its name, which is its host's too, and further options of `atoll-worker join`."""
+    """A worker: its name, which is its host's too, and further options of `atoll-worker join`."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Lender:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is trained, on whom, and what must come out."""
+    """The job, its workers, and the expected result."""
 
     title: str
     job: str  # path of the job file, which evaluates exported weights when it is run with --load
@@ -72,7 +72,7 @@ def small_scene(folder: Path, steps: int) -> Scene:
 
 
 def check(outcome: Outcome, scene: Scene) -> None:
-    """What a demo promises; DemoFailed with the number that broke each."""
+    """Check a demo's promises; DemoFailed with the number that broke one."""
     if broken := list(_broken(outcome, scene)):
         raise DemoFailed("\n".join(broken))
 
@@ -88,7 +88,7 @@ def _broken(outcome: Outcome, scene: Scene) -> Iterator[str]:
 
 
 def summary(outcome: Outcome, scene: Scene, took_s: float) -> str:
-    """What was shown, in plain words."""
+    """Return a summary in plain words."""
     share = outcome.plain_loss / outcome.entropy
     lines = [
         f"trained {outcome.steps} steps in {outcome.stages} stages on {outcome.devices} workers: {scene.why}",

@@ -1,4 +1,4 @@
-"""What a demo shows while it runs: its commands, and how far it is."""
+"""Output of a demo while it runs: its commands, and its progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE_EVERY = 0.12  # of the whole: further apart are no two lines where there is
 
 
 class Shown:
-    """One progress bar below the commands on a terminal; plain lines elsewhere. Use it in ``with``."""
+    """A progress bar below the commands on a terminal; plain lines elsewhere. Use it in ``with``."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
@@ -60,7 +60,7 @@ class Shown:
         self.console.print(what, soft_wrap=isinstance(what, str))
 
     def progress(self, share: float, words: str) -> None:
-        """How far the whole is, from 0 to 1, and what is being done."""
+        """Show the whole's progress, from 0 to 1, and what is being done."""
         if self._bar is not None:
             self._bar.update(self._task, completed=share, description=words)
         elif share >= self._last + LINE_EVERY:

@@ -1,4 +1,4 @@
-"""What the links' codecs make of a cut: bytes on the wires, seconds at both ends.
+"""Effect of the links' codecs on a cut: bytes on the wires, seconds at both ends.
 
 Sizes come from ``compressors.catalogue``, so they are expectations; speeds are bytes of dense
 tensor a second, measured by each worker, or the defaults below. Encoding and decoding run on the
@@ -40,15 +40,15 @@ DEFAULT_SPEEDS: Mapping[str, Speed] = {
     "low_rank": (0.4e9, 0.8e9),
     "lossless": (0.79e9, 1.5e9),
 }
-"""Of a worker that has reported none: one modest core (compression.md 1.1, measured; the
-quantisers' decoders, int4 and low_rank estimated)."""
+"""Speeds of a worker that has reported none: one modest core (compression.md 1.1, measured; the quantisers'
+decoders, int4 and low_rank estimated)."""
 UNKNOWN_SPEED: Speed = (0.25e9, 1e9)
 CALL_CPU_S = 2e-4  # one encode or decode of a tensor, whatever its size: dispatch, allocation, header
 SPEED_RANGE = (1e5, 1e13)  # bytes a second: outside, a report cannot be true
 
 
 def judge_speeds(speeds: Mapping[str, Speed]) -> str | None:
-    """Why these codec speeds cannot be true, None when they can."""
+    """Return why these codec speeds cannot be true, None when they can."""
     low, high = SPEED_RANGE
     for name, speed in speeds.items():
         for what, value in zip(("encodes", "decodes"), speed, strict=True):

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home line, until probed
+UNKNOWN = LinkEstimate(bandwidth_bps=20e6, latency_s=0.03)  # a home uplink, until probed
 TCP_SHARE = 0.95  # payload share of a configured rate (decentralized.md 0.1)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One worker as the planner sees it.
+    """A worker as the planner sees it.
 
     Seconds of an op: ``timings[signature]`` where it was probed, else the analytic fallback of
     ``op_seconds`` from the rates; both times ``scale``, what training measured over what was predicted.

@@ -3,7 +3,7 @@
 papers/peers.md 7.1, generalised from a chain to stages whose values skip: E(x) is the longest
 way from the step's start to the start of x, W(x) the longest way from the end of x to the end
 of the step, over one micro-batch's forwards, transfers and backwards. Where backwards b come in two
-parts, only the one that others wait for lies on these ways: weights' gradients w may come at any time
+parts, only the one that others wait for lies on these ways: weight gradients w may come at any time
 (w = 0 where backwards are whole). Then, with M micro-batches,
 
 - stage:    max_i  E(F_i) + M (f_i + b_i) + max(0, W(B_i) - M w_i)

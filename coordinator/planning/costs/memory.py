@@ -1,7 +1,7 @@
 """Bytes a stage holds, for any interval of ops.
 
 bytes(a, b, q) = state(a, b) + q * activations(a, b) + 2 * boundary(a, b), with q micro-batches
-in flight. A micro-batch whose weights' gradients are still to come keeps what these need instead of all
+in flight. A micro-batch whose weight gradients are still to come keeps what these need instead of all
 activations, which may be more. state counts weights, gradients and optimizer state once a parameter, plus
 buffers and constants. This is the planner's figure, compared with a worker's budget; it leaves out what
 the process itself (interpreter, libraries) takes.
@@ -70,8 +70,8 @@ class MemoryModel:
         return n_bytes, float(self._tensors[b] - self._tensors[a])
 
     def per_micro_bytes(self, a: int, b: int, *, defer: bool = False) -> float:
-        """What one micro-batch in flight keeps: saved activations and received values; where weights'
-        gradients are deferred, as much as these need until they come."""
+        """Return the bytes that a micro-batch in flight stores: saved activations and received values; where
+        weight gradients are deferred, also what these need until they are computed."""
         kept = float(self.live[a]) + (0.0 if self.full else float(self._saved[b] - self._saved[a]))
         owed = float(self._owed[b] - self._owed[a]) if defer else 0.0
         # Under autocast an op's own graph keeps its arguments as they came beside the cast ones.
@@ -146,8 +146,8 @@ class MemoryModel:
 
 
 def _owed_bytes(dag: OpDag, optimizer: Optimizer, deepest: int) -> Floats:
-    """[ops] what each op's weights' gradients need, where they can come later: its arguments and the
-    gradient of its result. An argument of several ops counts for each: they may be in different stages."""
+    """[ops] what each op's weight gradients need, where they can come later: its arguments and the gradient
+    of its result. An argument of several ops counts for each: they may be in different stages."""
     found = np.zeros(len(dag.ops))
     for op, node in enumerate(dag.ops):
         if weights_share(dag, op, optimizer):
@@ -157,7 +157,7 @@ def _owed_bytes(dag: OpDag, optimizer: Optimizer, deepest: int) -> Floats:
 
 
 def _held_bytes(dag: OpDag, op: int, deepest: int) -> int:
-    """Of what is kept for an op's result: itself, or what it is computed again from."""
+    """Return the bytes stored for an op's result: itself, or the values from which it is recomputed."""
     node = dag.ops[op]
     if deepest and cheap_again(node):
         return sum(_held_bytes(dag, ref, deepest - 1) for ref in op_refs(node))

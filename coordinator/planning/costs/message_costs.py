@@ -1,8 +1,8 @@
-"""What messages take of their ends: seconds around a stage's forwards and backwards.
+"""Cost of messages for their ends: seconds around a stage's forwards and backwards.
 
 Threads beside the computing one handle them. On a machine with a second core they run beside it; on a
 part of a core they keep it waiting, as much longer as the part is smaller. A message costs each end
-some CPU time whatever its size, every further tensor in it a little more, and on a slow line every
+some CPU time whatever its size, every further tensor in it a little more, and on a slow link every
 byte: what trickles in wakes its reader for each packet, what comes fast is read many at a time.
 
 What a message costs comes before it leaves, and after it has arrived. Its bytes are handled while they
@@ -28,11 +28,11 @@ ACTION_S = 5e-4
 ACTION_CPU_S = 0.6e-3  # around an action without messages
 MESSAGE_CPU_S = 0.8e-3  # of one end, all tensors of a hop; and ...
 TENSOR_CPU_S = 0.2e-3  # ... every one but the first
-BYTE_CPU_S = 17e-9  # and a byte on a line of up to ...
+BYTE_CPU_S = 17e-9  # and a byte on a link of up to ...
 PACKETS_BPS = 15e6  # ... this rate; on faster ones more packets are read at a time ...
 LEAST_SHARE = 0.09  # ... down to this part of it: copies, encryption
 SCALE_RANGE = (0.05, 2.0)
-"""Of what training measured over what is foretold here."""
+"""Range of the ratio of training's measurement over the prediction here."""
 
 
 def message_cpu_s(tensors: int = 1) -> float:

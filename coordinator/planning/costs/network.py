@@ -1,4 +1,4 @@
-"""What a link between two workers carries, and what several of them share."""
+"""Rates and delays of links between workers, and uplinks that several of them share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Pair = tuple[str, str]  # (source, target)
 
 @dataclass(frozen=True, slots=True)
 class LinkEstimate:
-    """What one direction between two workers carries."""
+    """Rate and delay of one direction between two workers."""
 
     bandwidth_bps: float  # payload bits per second, > 0
     latency_s: float  # one way
@@ -19,7 +19,7 @@ class LinkEstimate:
 class Uplink:
     """A rate that a set of workers share towards everyone outside the set, each direction its own.
 
-    One member: a host's own line. Several: a home router, a campus, a cluster's gateway.
+    One member: a host's own uplink. Several: a home router, a campus, a cluster's gateway.
     """
 
     name: str

@@ -56,7 +56,7 @@ APPLY_OVERHEAD_S = 20e-6  # per parameter tensor
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One distinct op to time, with what it needs: the ProbeOp message in our own types."""
+    """A distinct op to time, with what it needs: the ProbeOp message in our own types."""
 
     signature: str
     op: int  # a position where it occurs
@@ -71,7 +71,7 @@ class Costs:
 
     forward_s: Floats  # [ops]
     backward_s: Floats
-    weights_s: Floats  # of backward_s: weights' gradients that can come later
+    weights_s: Floats  # of backward_s: weight gradients that can come later
     measured_share: float  # of the seconds, from probes rather than from the fallback
 
 
@@ -194,13 +194,13 @@ class OpTable:
 
 
 def is_trained(dag: OpDag, parameter: str, optimizer: Optimizer) -> bool:
-    """Whether a parameter gets gradients: requires them and is in no frozen group."""
+    """Return whether a parameter gets gradients: requires them and is in no frozen group."""
     group = optimizer.group_of(parameter)
     return dag.parameters[parameter].requires_grad and not (group is not None and group.frozen)
 
 
 def weights_share(dag: OpDag, op: int, optimizer: Optimizer) -> float:
-    """Part of an op's backward that its weights' gradients take, where they can come later.
+    """Part of an op's backward that its weight gradients take, where they can come later.
 
     Of a product both gradients cost as much as the product itself; what has only the weights' to give, as
     an embedding or a first layer, has nothing else.

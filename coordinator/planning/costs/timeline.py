@@ -1,13 +1,13 @@
 """Event simulation of one training step of a plan: when every micro-batch runs and is sent.
 
 Stages run their actions in order; an action starts when the stage is free and all it needs has arrived;
-under a quota of CPU time one that starts after a rest ends a little sooner. Weights' gradients that were
+under a quota of CPU time one that starts after a rest ends a little sooner. Weight gradients that were
 deferred are taken in pieces whenever a stage would wait, the rest when their turn comes. What a stage
 produces in an action goes out when the action ends, as one bundle to each peer; sends overlap compute, and
 the stage is free once it has handled the bytes. Each ordered pair of stages is one wire that carries one
 bundle at a time, gradients before activations. A bundle reserves, first in first out, each resource on its
 way for size / rate from the moment its head arrives there; it has arrived when its tail has passed the
-slowest, a fixed time for each message and one latency later. Flows that share a line get it in turns, not
+slowest, a fixed time for each message and one latency later. Flows that share a link get it in turns, not
 one after the other: where another pair uses a resource on its way, a bundle passes in equal pieces of about
 a chunk, each when the one before has passed. The step ends when every stage has all gradients, tied
 parameters exchanged, and the coordinator's commit has come back.
@@ -43,11 +43,11 @@ FINE_PIECES = 6  # of a bundle of 128 KiB: chunks have 16 to 32
 
 
 Factors = Sequence[Sequence[float]]
-"""By stage and action: how much longer than usual it takes."""
+"""Factors by stage and action: how much longer than usual it takes."""
 
 
 class Cargo(IntEnum):
-    """What a bundle carries, in the order of priority on a wire."""
+    """Content of a bundle, in the order of priority on a wire."""
 
     BACKWARD = 0
     TIED_PARTIAL = 1
@@ -57,7 +57,7 @@ class Cargo(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One bar of the Gantt chart; times from the commit before the step."""
+    """Bar of the Gantt chart; times from the commit before the step."""
 
     kind: str  # F | B | I | W | send-F | send-B | send-tied | opt
     source: int  # stage
@@ -69,7 +69,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What one wire did in a step."""
+    """Use of one wire in a step."""
 
     source: int  # stage
     target: int
@@ -97,13 +97,13 @@ class Timeline:
 _Bundle = tuple[Cargo, int, float, int]  # cargo, micro or index of the tied parameter, bits, messages
 
 _PIECE, _FREE, _TIED, _DONE = range(4)
-"""What is due: a piece of a bundle, a wire, a tied tensor, an action; at one time in this order, so that what
-is under way on a shared line takes its turn before what an action sends. Where such a line sets the pace,
-actions do come to end just when a piece has passed."""
+"""Kinds of simulation events: a piece of a bundle, a wire, a tied tensor, an action; at one time in this
+order, so that what is under way on a shared link takes its turn before what an action sends. Where such a
+link is the bottleneck, actions often end just when a piece has passed."""
 
 
 class _Wire:
-    """One ordered pair of stages."""
+    """An ordered pair of stages."""
 
     __slots__ = (
         "alone",
@@ -147,7 +147,7 @@ _Out = tuple[_Wire, float, int]  # bits and messages of a hop
 
 
 class _Stage:
-    """How far one stage is in its list of actions; ``turn`` is an index in it."""
+    """Progress of a stage in its list of actions; ``turn`` is an index in it."""
 
     __slots__ = (
         "actions",
@@ -178,7 +178,7 @@ class _Stage:
         forward_s, backward_s = load.forward_s + load.action_s, load.backward_s + load.action_s
         if load.defers:
             backward_s = load.input_s + load.apart_s + load.action_s
-        self.took_s: list[float] = []  # by turn; of weights' gradients it is not known yet
+        self.took_s: list[float] = []  # by turn; of weight gradients it is not known yet
         self.missing: list[int] = []  # bundles, by turn
         self.forward_turns: list[int] = []  # by micro-batch: every schedule takes them in ascending order
         self.backward_turns: list[int] = []
@@ -201,7 +201,7 @@ class _Stage:
         self.at = 0  # its next turn, or the one that runs
         self.waits = False  # for something that is missing
         self.free_s = 0.0  # since when, if it waits
-        self.owed_s = 0.0  # of weights' gradients that were deferred
+        self.owed_s = 0.0  # of weight gradients that were deferred
         self.owed = 0  # micro-batches whose turn for that has not come
         self.piece_s = load.weights_s / load.pieces  # in which they can be taken meanwhile
         self.done_s: float | None = None
@@ -209,13 +209,13 @@ class _Stage:
         self.out_backward: list[_Out] = []
 
     def fill(self, free_s: float, until_s: float) -> float:
-        """Take deferred weights' gradients piece by piece until something arrives; when that ends."""
+        """Take deferred weight gradients piece by piece until something arrives; when that ends."""
         took = min(self.owed_s, ceil((until_s - free_s) / self.piece_s) * self.piece_s)
         self.owed_s -= took
         return free_s + took
 
     def pay(self) -> float:
-        """Seconds of what is left of the weights' gradients whose turn has come."""
+        """Seconds of what is left of the weight gradients whose turn has come."""
         self.owed -= 1
         took = max(0.0, self.owed_s - self.owed * self.load.weights_s)
         self.owed_s -= took
@@ -437,7 +437,7 @@ def simulate(work: Workload, keep_spans: bool = False) -> Timeline:
     """Simulate one step of ``work``.
 
     Raises ValueError when the actions cannot finish (a schedule that waits for itself).
-    Cost: a heap operation for each action, a few for each bundle on a shared line; 4 stages x 16
+    Cost: a heap operation for each action, a few for each bundle on a shared link; 4 stages x 16
     micro-batches take about half a millisecond.
     """
     run = _finished(work, keep_spans)
@@ -469,7 +469,7 @@ def expected_step_s(work: Workload, simulated_s: float) -> float:
     """Seconds of a step whose forwards and backwards vary, where that matters; ``simulated_s``: of one whose
     do not.
 
-    Where several pairs of stages share a line, who comes first decides who waits, and with times that never
+    Where several pairs of stages share a link, who comes first decides who waits, and with times that never
     vary the same order comes back in every round: eight stages in join order across two gateways took 18.9
     or 24.8 s by how finely their flows took turns, and 21 to 25 s in the lab. The mean over some steps of
     forwards and backwards that vary as they do there does not hang on such a pattern.

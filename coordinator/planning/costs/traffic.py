@@ -1,4 +1,4 @@
-"""What a cut of the DAG sends: the planner's fast form of ``atoll.program``.
+"""Tensors that a cut of the DAG sends: the planner's fast form of ``atoll.program``.
 
 Each value that crosses goes once from its producer straight to every stage that reads it; its
 gradient folds down the chain of those stages, latest first, to the producer. The same rules as
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What one stage sends another for one micro-batch, in one direction."""
+    """Tensors that one stage sends another for one micro-batch, in one direction."""
 
     source: int  # stage
     target: int
@@ -39,7 +39,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One tensor of a hop: a value, or the gradient of one."""
+    """A tensor of a hop: a value, or the gradient of one."""
 
     meta: TensorMeta
     direct: bool  # exactly one stage reads the value, so its gradient goes back the way it came
@@ -127,7 +127,7 @@ class Traffic:
         return self._swept([int(g) for g in self._grad])
 
     def cut(self, starts: Sequence[int]) -> Cut:
-        """What crosses when the stages begin at ``starts`` (ascending, first 0)."""
+        """Return the tensors that cross when the stages begin at ``starts`` (ascending, first 0)."""
         forward: dict[tuple[int, int], list[int]] = {}
         backward: dict[tuple[int, int], list[int]] = {}
         for v, owner, stages in self._crossing(starts):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a transfer costs beyond its bytes, and the step's fixed costs.
+    """Costs of a transfer beyond its bytes, and the step's fixed costs.
 
     Defaults are those of this project's transport on a CPU host; bulk rates already are payload.
     """
@@ -29,21 +29,21 @@ class Wire:
     per_message_s: float = 3e-4  # framing, copy and dispatch of one tensor, on the link
     header_bytes: int = 96  # frame header and key
     commit_s: float = 1.5e-3  # journal and dispatch at the coordinator
-    piece_bytes: float = 16 << 10  # on lines that other pairs use too flows take turns, a chunk each ...
+    piece_bytes: float = 16 << 10  # on links that other pairs use too flows take turns, a chunk each ...
     pieces: int = 4  # ... or this part of a bundle: enough for a search
 
     def bits_of(self, n_bytes: int, messages: int) -> float:
-        """What messages of ``n_bytes`` together take on a line."""
+        """Return the bits that messages of ``n_bytes`` together occupy on a link."""
         return 8.0 * (n_bytes + messages * self.header_bytes)
 
     def pieces_of(self, n_bytes: float) -> int:
-        """In how many turns a bundle passes a line that it shares."""
+        """In how many turns a bundle passes a link that it shares."""
         return max(1, min(self.pieces, ceil(n_bytes / self.piece_bytes)))
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One stage on one device; seconds of one micro-batch."""
+    """Load of a stage on one device; seconds of one micro-batch."""
 
     device: int  # in Fleet.devices
     forward_s: float
@@ -53,7 +53,7 @@ class StageLoad:
     actions: tuple[Action, ...]
     codec_s: float = 0.0  # of forward_s + backward_s: encoding and decoding
     action_s: float = 0.0  # around each forward or backward: waking, queues, messages' own work
-    weights_s: float = 0.0  # of backward_s: weights' gradients that can come later
+    weights_s: float = 0.0  # of backward_s: weight gradients that can come later
     apart_s: float = 0.0  # more that a backward in two parts takes
     pieces: int = 1  # in which they can be taken: ops with such weights
     bytes_s: float = 0.0  # after each, when its messages have left: their bytes, handled as they travel

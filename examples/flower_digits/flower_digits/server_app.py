@@ -1,4 +1,4 @@
-"""The server: Flower's FedAvg or FedProx, or a rule of Atoll, and the accuracy after every round."""
+"""The server: Flower's FedAvg or FedProx, or a strategy of Atoll, and the accuracy after every round."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def made(run: UserConfig) -> tuple[Strategy, ArrayRecord]:
     }
     strategy: Strategy
     if name.startswith("atoll.") and run["paired-with"]:
-        raise ValueError("paired-with is for fedavg and fedprox; leave it out with a rule of Atoll")
+        raise ValueError("paired-with is for fedavg and fedprox; leave it out with a strategy of Atoll")
     if name.startswith("atoll."):
         from strategies.flower import atoll_strategy, trained_names
 

@@ -8,7 +8,7 @@ from coordinator.membership.roster import Ratio
 
 
 def taught(ratio: Ratio, *measured_s: float) -> float:
-    """The ratio after steps for which a plan at ratio 2.0 foretold 2.0 s."""
+    """The ratio after steps for which a plan at ratio 2.0 predicted 2.0 s."""
     for seconds in measured_s:
         ratio.refine(2.0, 2.0, seconds)
     return ratio.value

@@ -147,7 +147,7 @@ class Pipeline:
         for step in range(self.steps):
             yield self.signals["begin", step, s]
             yield load.apply_s
-            debt, left = 0.0, 0  # of weights' gradients: seconds, micro-batches
+            debt, left = 0.0, 0  # of weight gradients: seconds, micro-batches
             for action in load.actions:
                 m = action.micro
                 if action.work == "W":

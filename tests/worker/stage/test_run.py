@@ -186,7 +186,7 @@ def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
 
     def held_back(micro: int, *arguments: object) -> dict[int, Tensor]:
         if micro == TRAINING.n_micro - 1:
-            slow.wait(JOIN_S)  # until the other has nothing left to do but its weights' gradients
+            slow.wait(JOIN_S)  # until the other has nothing left to do but its weight gradients
         return forward(micro, *arguments)  # type: ignore[arg-type]
 
     first._stage.forward = held_back  # type: ignore[method-assign]
