@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from atoll.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_TORCH = re.compile(r"[/\\](torch|coordinator)[/\\]")
+# Frames in these folders are not the user's, whose own may bear the same names.
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1]))
 _DATA_DEPENDENT = re.compile(r"GuardOnDataDependent|DataDependent|DynamicOutputShape|PendingUnbacked")
 _TEXT = re.compile(r"data-dependent|unbacked|meta tensors|fake tensor", re.IGNORECASE)
 # Switches that well-known libraries have for what cannot be captured, by words of the refusal.
@@ -45,7 +48,7 @@ def blame(error: BaseException, module: nn.Module) -> CaptureError:
         if id(owner) in names:
             path = names[id(owner)] or path
         filename = frame.f_code.co_filename
-        if not _TORCH.search(filename) and not filename.startswith("<"):
+        if not filename.startswith(("<", *_NOT_THEIRS)):
             line = f"{Path(filename).name}:{number}"
             statement = linecache.getline(filename, number).strip()[:120]
     where = f"in {path or 'the module'} at {line or 'an unknown line'}" + (

@@ -171,8 +171,8 @@ class End:
 
 def ends() -> tuple[End, End]:
     a, b = End("a", "b"), End("b", "a")
-    a.connection.open(b.hello, a.peer, None)
-    b.connection.open(a.hello, b.peer, None)
+    a.connection.open(b.hello, a.peer, lambda wire: wire)
+    b.connection.open(a.hello, b.peer, lambda wire: wire)
     return a, b
 
 
@@ -274,7 +274,7 @@ def test_a_message_delivered_on_a_connection_that_broke_is_confirmed_on_another(
     wire = HeldWire()
     other = Connection(b.hello, dialled=True, checksum=False, on_end=lambda _: None)
     other.begin(wire)
-    other.open(a.hello, b.peer, None)
+    other.open(a.hello, b.peer, lambda wire: wire)
     a.queue((key(0), SMALL))
     (message,) = a.out()
     b.connection.receive(message)

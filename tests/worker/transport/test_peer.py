@@ -41,7 +41,7 @@ def test_a_question_that_waits_to_leave_is_not_asked_twice() -> None:
     hello = Hello(1, 1, "w-a", "w-b")
     connection = Connection(hello, dialled=True, checksum=False, on_end=lambda _: None)
     peer = Peer("w-b", 1, TransportConfig(), lambda *_: None, lambda *_: None)
-    connection.open(Hello(1, 2, "w-b", "w-a"), peer, None)
+    connection.open(Hello(1, 2, "w-b", "w-a"), peer, lambda wire: wire)
     with peer.lock:
         for _ in range(50):
             connection.press(again=True)
