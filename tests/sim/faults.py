@@ -118,6 +118,14 @@ class BreakStreams(OnWorker):
 
 
 @dataclass(frozen=True)
+class ClockJump(OnWorker):
+    """A worker's clock is set, forwards or backwards, by up to hours."""
+
+    def strike(self, world: World) -> None:
+        world.workers[self.worker].clock_off_s = (self.seconds - 4.0) * 1000.0
+
+
+@dataclass(frozen=True)
 class KillCoordinator(Fault):
     """Killed, and started anew after ``seconds``."""
 
@@ -178,7 +186,7 @@ class Repeats(Fault):
 
 WEIGHTS: dict[type[Fault], int] = {
     Crash: 6, Freeze: 3, Slow: 2, Leave: 1, Partition: 3, CutOff: 3, BreakStreams: 4, KillCoordinator: 3,
-    FreezeCoordinator: 1, SlowDisk: 1, FullDisk: 1, LossyWeather: 1, Repeats: 4,
+    ClockJump: 1, FreezeCoordinator: 1, SlowDisk: 1, FullDisk: 1, LossyWeather: 1, Repeats: 4,
 }  # fmt: skip
 """What a run may draw. ``Hang`` is not among it: nothing notices one yet."""
 

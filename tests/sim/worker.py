@@ -82,6 +82,7 @@ class Worker(Machine):
     said: Callable[[str, Any], None] = field(default=lambda *_: None, kw_only=True)
     missed: Callable[[str, do.Assign, str], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
+    clock_off_s: float = field(default=0.0, init=False)
     session: Session = field(default_factory=Session, init=False)
     stream: Stream | None = field(default=None, init=False)
     bench: Bench = field(init=False)
@@ -130,7 +131,10 @@ class Worker(Machine):
         if self.stream is not None:
             state = self.session
             self.stream.send(
-                1, ev.Heartbeat(self.clock.now_s, state.job, state.version, state.step, 0, MEMORY)
+                1,
+                ev.Heartbeat(
+                    self.clock.now_s + self.clock_off_s, state.job, state.version, state.step, 0, MEMORY
+                ),
             )
         self.after(self.coordinator().config.liveness.heartbeat_s, self._beat)
 
