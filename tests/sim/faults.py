@@ -206,4 +206,7 @@ def drawn(random: Random, workers: list[str], within_s: float, most: int = 6) ->
             found.append(kind(at_s, seconds, random.choice(workers)))
         else:
             found.append(kind(at_s, seconds))
+        if kind is Repeats:  # which is worth most where plans change meanwhile
+            soon_s = round(at_s + 3.0 * random.random(), 2)
+            found.append(BreakStreams(soon_s, 0.0, random.choice(workers)))
     return tuple(sorted(found, key=lambda fault: fault.at_s))

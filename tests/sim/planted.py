@@ -16,6 +16,7 @@ from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
 from coordinator.pipeline import machine
 from tests.sim.coordinator import Coordinator
+from tests.sim.faults import Fault, Repeats
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -81,6 +82,9 @@ def fact_after_consequence(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Coordinator, "_handle", bug)
 
+
+SHOWN_BY: dict[Plant, type[Fault]] = {stale_version_accepted: Repeats}
+"""Without such a fault a world cannot show the bug, and need not be run."""
 
 PLANTED: tuple[Plant, ...] = (
     retry_counted_twice,
