@@ -7,7 +7,7 @@ One real `atoll serve` on loopback with TLS. A job holds four fake workers for t
 answer probes. Measured with the fleet connected: `status` of an owner, the job's commits (as
 ``benchmarks.commit``), the join of every worker, and the coordinator's memory and CPU time. The fleet joins
 ``--at-once`` at a time: without the owner's token `atoll serve` takes at most 64 calls of one address.
-Then the job is cancelled, the links of the idle fleet are probed, and `status` is timed again.
+With ``--probing`` the job is then cancelled, and `status` timed while links of the idle fleet are probed.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def run(options: argparse.Namespace, state_dir: Path) -> dict[str, Any]:
         end, commits_end = usage(coordinator), len(watch.took_s)
         owner.cancel(job)
         idle_start = usage(coordinator)
-        probing_s, live_idle = owner.timed(options.seconds)
+        probing_s, live_idle = owner.timed(options.probing) if options.probing else ([], live)
         idle_end = usage(coordinator)
         left = fleet.leave()
     sessions = len(joined.welcome_s)
@@ -211,14 +211,14 @@ def run(options: argparse.Namespace, state_dir: Path) -> dict[str, Any]:
         "commit_ms": latency_ms(watch.took_s[commits_joined:commits_end]),
         "welcome_ms": latency_ms(joined.welcome_s),
         "joins_per_s": round(sessions / joining_s, 1),
-        "probing_status_ms": latency_ms(probing_s),
+        "probing_status_ms": latency_ms(probing_s) if probing_s else None,
         "alone_status_ms": latency_ms(alone_s),
         "alone_commit_ms": latency_ms(watch.took_s[:commits_alone]),
         "memory_mb": round(before.memory_bytes / 1e6, 1),
         "memory_with_sessions_mb": round(end.memory_bytes / 1e6, 1),
         "kib_a_session": round(bytes_a_session(before, end, sessions) / 1024, 1),
         "cpu_share": round(cpu_share(start, end), 3),
-        "probing_cpu_share": round(cpu_share(idle_start, idle_end), 3),
+        "probing_cpu_share": round(cpu_share(idle_start, idle_end), 3) if probing_s else None,
         "heartbeats": left.heartbeats,
         "answers": left.answers,
         "machine": machine(),
@@ -250,6 +250,7 @@ def main() -> int:
     made.add_argument("--processes", type=int, default=4)
     made.add_argument("--seconds", type=float, default=30.0)
     made.add_argument("--at-once", type=int, default=16, help=f"joins under way; at most {MAX_AT_ONCE}")
+    made.add_argument("--probing", type=float, default=0.0, help="seconds of the idle fleet's probing")
     made.add_argument("--profile", default="", help="file for cProfile's figures of the coordinator")
     options = made.parse_args()
     if options.workers < 1 or options.processes < 1 or not options.seconds > 0:
