@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := atoll coordinator worker protos strategies compressors lab
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
-BENCHMARKS := oracle planner transport messages commit codecs lossless_real sparse_formats gpu prediction \
+BENCHMARKS := oracle planner transport messages commit sessions codecs lossless_real sparse_formats gpu prediction \
 	pipeline_vs_torch schedules two_parts adaptive_compression link_adaptation vs_flower convergence \
 	federated_bandwidth federated_mnist code_lines same_bits packet_hashes
 # One compute thread each: several processes share the machine, and results repeat exactly.

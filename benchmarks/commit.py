@@ -9,6 +9,7 @@ compute nothing. Prints milliseconds; ``--json`` ends with one JSON object.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,8 +20,9 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.numpy import save
@@ -36,7 +38,12 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.convert import content_hash, dag_bytes, to_proto
 
+if TYPE_CHECKING:
+    import grpc
+
 WIDTH = 256
+# Each fits a fifth more than its share of the model, so all are needed.
+SHARE_BYTES = int(WIDTH * WIDTH * 4 * 4 * 2.4) + 2**21
 
 
 def chain(n_ops: int) -> OpDag:
@@ -94,6 +101,42 @@ def upload(stub: rpc.BlobsStub, blobs: dict[str, bytes], metadata: Any) -> None:
     stub.Put(iter(chunks), metadata=metadata, timeout=HUNG_S)
 
 
+def submitted(channel: grpc.Channel, metadata: Any, workers: int, steps: int) -> str:
+    """Submit a job that takes all of ``workers`` workers of SHARE_BYTES; return its name."""
+    training = TrainingSpec(steps=steps, n_micro=2, optimizer=Optimizer(clip_norm=1.0))
+    spec, blobs = submission(2 * workers, training)
+    upload(rpc.BlobsStub(channel), blobs, metadata)
+    request = pb.SubmitRequest(spec=to_proto(spec))
+    return str(rpc.OwnerStub(channel).Submit(request, metadata=metadata, timeout=HUNG_S).job)
+
+
+@contextlib.contextmanager
+def serving(
+    state_dir: Path, *options: str, python: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run a coordinator on a free port of loopback; yields its process and a join token. ``options`` are
+    those of `atoll serve`, ``python`` those of its interpreter."""
+    command = [sys.executable, *python, "-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0"]
+    with (state_dir / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--state-dir", str(state_dir), "--json", *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())["join_token"]
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:  # so busy that it does not hear: its figures are wanted still
+                process.kill()
+                process.wait()
+
+
 class Stopwatch:
     """Last StepReady said to last StepCommit heard, by step."""
 
@@ -120,47 +163,22 @@ class Stopwatch:
 
 def run(workers: int, steps: int, state_dir: Path, step_s: float = 0.02) -> dict[str, float]:
     """Figures in milliseconds; raises when the run does not finish."""
-    log = (state_dir / "log").open("w")
-    coordinator = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "coordinator.cli",
-            "serve",
-            "--listen",
-            "127.0.0.1:0",
-            "--state-dir",
-            str(state_dir),
-            "--json",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
     fakes: list[FakeWorker] = []
-    try:
-        assert coordinator.stdout is not None
-        token = json.loads(coordinator.stdout.readline())["join_token"]
+    with contextlib.ExitStack() as stack:
+        _, token = stack.enter_context(serving(state_dir))
+        stack.callback(lambda: [fake.stop() for fake in fakes])
         endpoint = find_endpoint(state_dir=state_dir)
         watch = Stopwatch(workers)
-        # Each fits a fifth more than its share of the model, so all are needed.
-        memory = int(WIDTH * WIDTH * 4 * 4 * 2.4) + 2**21
         fakes = [
             FakeWorker(
-                endpoint.address, token, f"fake-{i}", memory_bytes=memory, compute_s=step_s,
+                endpoint.address, token, f"fake-{i}", memory_bytes=SHARE_BYTES, compute_s=step_s,
                 ready=watch.said, on_commit=watch.heard,
             ).start()
             for i in range(workers)
         ]  # fmt: skip
         channel = endpoint.channel()
-        training = TrainingSpec(steps=steps, n_micro=2, optimizer=Optimizer(clip_norm=1.0))
-        spec, blobs = submission(2 * workers, training)
-        upload(rpc.BlobsStub(channel), blobs, endpoint.metadata())
         owner = rpc.OwnerStub(channel)
-        job = owner.Submit(
-            pb.SubmitRequest(spec=to_proto(spec)), metadata=endpoint.metadata(), timeout=HUNG_S
-        ).job
+        job = submitted(channel, endpoint.metadata(), workers, steps)
         updates = owner.Watch(pb.JobRequest(job=job), metadata=endpoint.metadata(), timeout=HUNG_S)
         (update,) = deque(updates, maxlen=1)
         if update.state != "finished" or len(update.stages) != workers:
@@ -174,12 +192,6 @@ def run(workers: int, steps: int, state_dir: Path, step_s: float = 0.02) -> dict
             "commit_ms_max": round(took_ms[-1], 3),
             "coordinator_ms_median": round(1e3 * update.commit_s, 3),
         }
-    finally:
-        for fake in fakes:
-            fake.stop()
-        coordinator.send_signal(signal.SIGINT)
-        coordinator.wait(10)
-        log.close()
 
 
 def main() -> None:

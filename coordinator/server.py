@@ -34,6 +34,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.messages.facts import Ledger, from_record
 from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
+from coordinator.services.descriptors import raise_limit
 from coordinator.services.doors import Door, StageData
 from coordinator.services.owner import OwnerService
 from coordinator.services.prometheus import Exporter
@@ -59,6 +60,7 @@ LOCK_FILE = "serving"
 KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which a state folder is known as one
 FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 MAX_STREAMS = 128  # of one connection to the entry port
+SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
 GRACE_S = 0.3  # for calls in progress when the server stops
 
 log = structlog.get_logger()
@@ -381,6 +383,14 @@ def serve(config: CoordinatorConfig) -> Running:
 def serve_forever(config: CoordinatorConfig, announce: Callable[[Started], None]) -> None:
     """Run until SIGINT or SIGTERM; ``announce`` is called once calls are taken."""
     _log_to_stderr()
+    wanted = config.max_workers + SPARE_DESCRIPTORS
+    if (allowed := raise_limit(wanted)) < wanted:
+        log.warning(
+            "server.few_descriptors",
+            allowed=allowed,
+            wanted=wanted,
+            note="a session takes one: raise the hard limit of open files (`ulimit -Hn`, LimitNOFILE=)",
+        )
     asyncio.run(_serve_forever(config, announce))
 
 
