@@ -42,6 +42,15 @@ class Liveness:
     dead_after_s: float = 2.0
     idle_patience: float = 5.0  # a worker without a stage may be silent so many times longer
     return_within_s: float = 0.3  # a broken connection may come back as if nothing had been
+    heartbeats_per_s: float = 2000.0  # of all idle workers together
+
+    def idle_heartbeat_s(self, workers: int) -> float:
+        """Return the interval of a worker without a job in a fleet of so many.
+
+        A third of what an idle worker may be silent is the most, however large the fleet.
+        """
+        most_s = self.suspect_after_s * self.idle_patience / 3
+        return max(self.heartbeat_s, min(workers / self.heartbeats_per_s, most_s))
 
     def __post_init__(self) -> None:
         if not 0.01 <= self.heartbeat_s < self.suspect_after_s < self.dead_after_s <= 3600:
@@ -51,6 +60,8 @@ class Liveness:
             )
         if not 1.0 <= self.idle_patience <= 1000.0:
             raise UsageError(f"idle_patience = {self.idle_patience}; give 1 to 1000")
+        if not self.heartbeats_per_s > 0:
+            raise UsageError(f"heartbeats_per_s = {self.heartbeats_per_s}; give more than 0")
         if not 0 <= self.return_within_s <= self.dead_after_s:
             raise UsageError(
                 f"return_within_s = {self.return_within_s}; give 0 to dead_after_s = {self.dead_after_s}"

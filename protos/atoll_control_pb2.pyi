@@ -1192,24 +1192,29 @@ Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
+    """A worker without a job may beat every idle_heartbeat_s; 0: as often as with one."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     TIME_S_FIELD_NUMBER: _builtins.int
+    IDLE_HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_s: _builtins.float
     time_s: _builtins.float
+    idle_heartbeat_s: _builtins.float
     def __init__(
         self,
         *,
         worker: _builtins.str = ...,
         heartbeat_s: _builtins.float = ...,
         time_s: _builtins.float = ...,
+        idle_heartbeat_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "time_s", b"time_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "idle_heartbeat_s", b"idle_heartbeat_s", "time_s", b"time_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

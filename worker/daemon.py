@@ -83,7 +83,7 @@ class Daemon:
         self._random = random.Random(self._incarnation)
         self._stopping = threading.Event()
         self._stream: Stream | None = None
-        self._heartbeat_s = 0.5
+        self._heartbeat_s = self._idle_heartbeat_s = 0.5
         self._beats = 0
         self._progress = Progress()
         self._end: AtollError | None = None
@@ -165,6 +165,7 @@ class Daemon:
             self._note(before, event)
             if isinstance(event, events.Welcome):
                 self._heartbeat_s = event.heartbeat_s
+                self._idle_heartbeat_s = max(event.heartbeat_s, event.idle_heartbeat_s)
                 self._welcomed.set()
                 if self._apps is not None:
                     self._apps.attend(self._membership)
@@ -324,11 +325,18 @@ class Daemon:
     # ---------------------------------------------------------------- threads around the work
 
     def _beat(self) -> None:
-        """Thread: heartbeats, whatever the computation does."""
-        while not self._stopping.wait(self._heartbeat_s if self._welcomed.is_set() else 0.1):
+        """Thread: heartbeats, whatever the computation does; fewer of a worker that nobody waits for."""
+        silent_s = 0.0
+        while not self._stopping.wait(interval_s := self._heartbeat_s if self._welcomed.is_set() else 0.1):
             if not self._welcomed.is_set():
                 continue
             state = self._state
+            silent_s += interval_s
+            # An app's node is as busy as the worker of a job, and no session shows it.
+            idle = not state.job and self._apps is None
+            if idle and silent_s + interval_s / 2 < self._idle_heartbeat_s:
+                continue
+            silent_s = 0.0
             self._beats += 1
             self._send(
                 pb.FromWorker(

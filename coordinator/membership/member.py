@@ -197,7 +197,9 @@ def _watch(member: Member, event: Tick, now_s: float, timing: Liveness) -> Membe
         return _to(member, Phase.DEAD, f"connection lost and not back within {away_s:.1f} s", now_s)
     # Nobody waits for a worker without a stage, and measuring its link may well delay its words.
     patience = 1.0 if member.job else timing.idle_patience
-    silent_s = now_s - member.seen_s
+    # One that was given work may have been silent as the idle are: it is to be heard from then on.
+    heard_s = max(member.seen_s, member.since_s) if member.phase is Phase.ASSIGNED else member.seen_s
+    silent_s = now_s - heard_s
     if silent_s > timing.dead_after_s * patience:
         return _to(member, Phase.DEAD, f"silent for {silent_s:.1f} s", now_s)
     if silent_s > timing.suspect_after_s * patience and member.phase is not Phase.SUSPECT:

@@ -103,8 +103,12 @@ class WorkService(rpc.WorkServicer):
         context: Context,
     ) -> None:
         shell = self._shell
+        liveness = shell.config.liveness
         welcome = pb.Welcome(
-            worker=worker, heartbeat_s=shell.config.liveness.heartbeat_s, time_s=shell.clock()
+            worker=worker,
+            heartbeat_s=liveness.heartbeat_s,
+            time_s=shell.clock(),
+            idle_heartbeat_s=liveness.idle_heartbeat_s(len(shell.outboxes) + 1),
         )
         await context.write(pb.ToWorker(welcome=welcome))
         outbox = Outbox(worker, next(_sessions), asyncio.Queue(), asyncio.current_task())

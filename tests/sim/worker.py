@@ -86,12 +86,15 @@ class Worker(Machine):
     session: Session = field(default_factory=Session, init=False)
     stream: Stream | None = field(default=None, init=False)
     bench: Bench = field(init=False)
+    _idle_heartbeat_s: float = field(default=0.0, init=False)
+    _beaten_s: float = field(default=0.0, init=False)
     _links: dict[str, Stream] = field(default_factory=dict, init=False)
 
     def start(self) -> None:
         """Begin a process that knows nothing of an earlier one's session."""
         super().start()
         self.session, self.stream, self._links = Session(), None, {}
+        self._idle_heartbeat_s, self._beaten_s = 0.0, self.clock.now_s
         self.bench = Bench(self, self.hear, self._send_tensors, self._store, self._has, self._applied)
         self._connect()
         self._beat()
@@ -128,15 +131,17 @@ class Worker(Machine):
         self.kill()
 
     def _beat(self) -> None:
-        if self.stream is not None:
-            state = self.session
+        interval_s = self.coordinator().config.liveness.heartbeat_s
+        state, silent_s = self.session, self.clock.now_s - self._beaten_s
+        if self.stream is not None and (state.job or silent_s + interval_s / 2 >= self._idle_heartbeat_s):
+            self._beaten_s = self.clock.now_s
             self.stream.send(
                 1,
                 ev.Heartbeat(
                     self.clock.now_s + self.clock_off_s, state.job, state.version, state.step, 0, MEMORY
                 ),
             )
-        self.after(self.coordinator().config.liveness.heartbeat_s, self._beat)
+        self.after(interval_s, self._beat)
 
     # ------------------------------------------------------------ the coordinator
 
@@ -166,8 +171,9 @@ class Worker(Machine):
 
     def _welcome(self, stream: Stream) -> None:
         def hear() -> None:
-            self.stream = stream
-            self.hear(e.Welcome(self.name, self.coordinator().config.liveness.heartbeat_s))
+            self.stream, liveness = stream, self.coordinator().config.liveness
+            self._idle_heartbeat_s = liveness.idle_heartbeat_s(len(self.coordinator().outboxes))
+            self.hear(e.Welcome(self.name, liveness.heartbeat_s, self._idle_heartbeat_s))
 
         # The welcome is the stream's first message: nothing overtakes it.
         arrival_s = self.clock.now_s + self.network.travel_s("", self.name, 100)

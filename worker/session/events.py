@@ -12,6 +12,7 @@ from typing import Any
 class Welcome:
     worker: str
     heartbeat_s: float
+    idle_heartbeat_s: float = 0.0  # without a job; never shorter than heartbeat_s
 
 
 @dataclass(frozen=True, slots=True)

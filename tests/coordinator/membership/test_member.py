@@ -54,6 +54,19 @@ def test_a_worker_without_a_stage_may_be_silent_longer() -> None:
     assert after(*base, (10.1, Tick())).phase is Phase.DEAD
 
 
+def test_a_worker_that_was_silent_as_the_idle_may_be_is_not_suspected_once_it_has_work() -> None:
+    base = [(0.0, Admitted()), (2.5, AssignedTo("j", 0))]
+    assert after(*base, (3.9, Tick())).phase is Phase.ASSIGNED
+    assert after(*base, (4.1, Tick())).phase is Phase.SUSPECT
+    assert after(*base, (4.1, Tick()), (4.6, Tick())).phase is Phase.DEAD
+
+
+def test_heartbeats_of_the_idle_are_at_most_2000_a_second_until_they_would_be_suspected() -> None:
+    assert [TIMING.idle_heartbeat_s(n) for n in (1, 1000, 4000, 10_000)] == [0.5, 0.5, 2.0, 2.5]
+    quick = Liveness(idle_patience=1.0)
+    assert quick.idle_heartbeat_s(10_000) == quick.suspect_after_s / 3
+
+
 def test_a_suspect_that_is_heard_again_keeps_its_stage() -> None:
     member = after((0.0, Admitted()), (0.0, AssignedTo("j", 2)), (1.6, Tick()), (1.7, Heard()))
     assert (member.phase, member.job, member.rank) == (Phase.ASSIGNED, "j", 2)
