@@ -142,11 +142,10 @@ def test_a_worker_killed_in_mid_round_costs_its_rounds_and_comes_back(fleet: Fed
     fleet.join("worker1")
     for update in fleet.watch(name):
         states = [c.state for c in update.federated.clients]
-        if len(states) == 2 and "gone" not in states and "loading" not in states:
+        # Alone the other one trains no round: no owner lets an update leave that nobody else's joins.
+        if len(states) == 2 and "gone" not in states and "loading" not in states and update.step > 6:
             break
-    update = fleet.client.cancel(name)
-    assert update.state == "cancelled"
-    assert update.step > 5
+    assert fleet.client.cancel(name).state == "cancelled"
     lines = [line for line in fleet.client.logs(name) if line.event == "client.dropped"]
     assert any("lost" in line.fields_json for line in lines)
 
