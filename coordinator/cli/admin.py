@@ -35,22 +35,22 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where to listen.")] = "0.0.0.0:7700",
-    advertise: Annotated[str, typer.Option(help="The address that the join command names.")] = "",
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on.")] = "0.0.0.0:7700",
+    advertise: Annotated[str, typer.Option(help="Address in the join command.")] = "",
     work_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of joined workers; default: the next one.")
+        int, typer.Option(min=0, max=65535, help="Port for joined workers; default: the next one.")
     ] = 0,
     state_dir: StateDir = None,
     metrics: Annotated[
         str,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Serve Prometheus metrics there, without TLS or token; on 127.0.0.1 unless HOST is named.",
+            help="Serve Prometheus metrics there, without TLS or token; HOST defaults to 127.0.0.1.",
         ),
     ] = "",
     max_workers: Annotated[
         int,
-        typer.Option(min=1, max=100_000, help="How many may be enrolled, those that left included."),
+        typer.Option(min=1, max=100_000, help="Most workers enrolled, including those that left."),
     ] = 4096,
     database: Annotated[
         str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
@@ -113,7 +113,7 @@ def _metrics(text: str) -> dict[str, Any]:
 
 @with_groups
 def status(common: Common) -> None:
-    """Workers, jobs and links of the coordinator now."""
+    """Show workers, jobs and links of the coordinator."""
     with common.client() as client:
         found = client.status()
     if common.json:
@@ -125,12 +125,12 @@ def status(common: Common) -> None:
 @with_groups
 def kick(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id or name, as in `atoll status`.")],
-    reason: Annotated[str, typer.Option(help="Told to the worker and kept in the log.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, sent to the worker and logged.")] = "",
     for_good: Annotated[bool, typer.Option("--for-good", help="Revoke its certificate too.")] = False,
     *,
     common: Common,
 ) -> None:
-    """Make a worker leave at once; its stage moves on as if it had been lost."""
+    """Remove a worker at once; its stage is moved as after a loss."""
     with common.client() as client:
         known = client.status().workers
         found = [w.worker for w in known if worker in (w.worker, w.name)]
@@ -141,22 +141,22 @@ def kick(
     if common.json:
         print_json({"worker": found[0], "reason": reason, "for_good": for_good})
     else:
-        out.print(f"{found[0]} was told to leave{' for good' if for_good else ''}")
+        out.print(f"{found[0]} was asked to leave{' for good' if for_good else ''}")
 
 
 @token_app.command("create", epilog="Example: atoll token create --name lab --expires 24h --uses 10")
 @with_groups
 def token_create(
-    name: Annotated[str, typer.Option(help="What the list shows.")] = "",
+    name: Annotated[str, typer.Option(help="Name in the list.")] = "",
     expires: Annotated[
-        str, typer.Option(metavar="TIME", help="Such as 30m, 24h or 7d; default: never.")
+        str, typer.Option(metavar="TIME", help="Lifetime such as 30m, 24h or 7d; default: unlimited.")
     ] = "",
-    uses: Annotated[int, typer.Option(min=0, help="How many workers may join with it; 0: any number.")] = 0,
-    host: Annotated[str, typer.Option(help="The address that the join command names.")] = "",
+    uses: Annotated[int, typer.Option(min=0, help="Most workers that may join with it; 0: any number.")] = 0,
+    host: Annotated[str, typer.Option(help="Address in the join command.")] = "",
     *,
     common: Common,
 ) -> None:
-    """Make a token with which workers join, and print the join command."""
+    """Create a token with which workers join, and print the join command."""
     lifetime_s = parse_duration(expires) if expires else 0.0
     with common.client() as client:
         reply = client.create_token(name, lifetime_s, uses, host)
@@ -196,7 +196,7 @@ def token_revoke(
     id: Annotated[str, typer.Argument(metavar="TOKEN_ID", help="As in `atoll token list`.")],
     common: Common,
 ) -> None:
-    """Let nobody else join with this token; who has joined stays (see `atoll kick`)."""
+    """Revoke a token for further joins; workers that have joined stay (see `atoll kick`)."""
     with common.client() as client:
         client.revoke_token(id)
     if common.json:

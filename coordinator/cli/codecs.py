@@ -1,4 +1,4 @@
-"""`atoll codecs`: what links may compress with, and how fast this machine does it."""
+"""`atoll codecs`: codecs for links, and their speed on this machine."""
 
 from __future__ import annotations
 
@@ -64,13 +64,15 @@ def codecs(
     ] = None,
     ratio: Annotated[
         float,
-        typer.Option(min=1.0, max=MAX_RATIO, help="Dense bytes / wire bytes asked of codecs that take one."),
+        typer.Option(
+            min=1.0, max=MAX_RATIO, help="Requested ratio, dense bytes / wire bytes, where a codec takes one."
+        ),
     ] = DEFAULT_RATIO,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     elements: Annotated[
-        int, typer.Option(min=1024, max=MAX_ELEMENTS, help="Numbers in the Gaussian sample.")
+        int, typer.Option(min=1024, max=MAX_ELEMENTS, help="Elements of the Gaussian sample.")
     ] = ELEMENTS,
-    seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
     json: AsJson = False,
 ) -> None:
     """List the codecs for links: what each is valid for, its speed on this machine, and when it pays."""

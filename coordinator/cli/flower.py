@@ -37,7 +37,7 @@ def run(
         Path, typer.Argument(metavar="APP_DIR", help="The folder with the app's pyproject.toml.")
     ],
     nodes: Annotated[
-        int, typer.Option(min=0, metavar="N", help="So many nodes; default: all that accepted the app.")
+        int, typer.Option(min=0, metavar="N", help="Number of nodes; default: all that accepted the app.")
     ] = 0,
     run_config: Annotated[
         list[str] | None,
@@ -47,7 +47,7 @@ def run(
     ] = None,
     wait: Annotated[
         float,
-        typer.Option(min=0.0, max=MAX_WAIT_S, metavar="S", help="Seconds to wait for workers that lack."),
+        typer.Option(min=0.0, max=MAX_WAIT_S, metavar="S", help="Seconds to wait for missing workers."),
     ] = 0.0,
     log: Annotated[bool, typer.Option("--log", help="Show Flower's own log lines too.")] = False,
     *,
@@ -55,7 +55,7 @@ def run(
 ) -> int:
     """Run a Flower app: its ServerApp here, its ClientApp on workers whose owners accepted it.
 
-    With --json every event is one JSON object a line on standard output, and what the app prints
+    With --json every event is one JSON object per line on standard output, and the app's own output
     goes to standard error.
     """
     if importlib.util.find_spec("flwr") is None:

@@ -1,4 +1,4 @@
-"""Commands of `atoll` about jobs that are there or thought of: plan, watch, logs, cancel, export, trace."""
+"""Commands of `atoll` about planned and submitted jobs: plan, watch, logs, cancel, export, trace."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def plan(
             help="Plan for the fleet in this file (docs/fleet-files.md), without a coordinator.",
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the plan too.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw the plan.")] = None,
     *,
     options: JobOptions,
     common: Common,
 ) -> None:
-    """Show what would happen: stages, devices, predicted step time, bottleneck, bytes, codecs, memory."""
+    """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory."""
     if fleet is not None:
         job = _cut(options.load(jobfile))
         found, names = _local_plan(job, fleet, options, common.json)
@@ -136,7 +136,7 @@ def watch(
 
 
 def follow(client: Client, job: str, json: bool) -> None:
-    """Show updates as they come: a live view, plain lines where it is no terminal, or JSON lines."""
+    """Show updates as they arrive: a live view, plain lines if not on a terminal, or JSON lines."""
     names = worker_names(client.status().workers)
     losses: deque[float] = deque(maxlen=LOSSES_SHOWN)
     last: pb.JobUpdate | None = None
@@ -170,7 +170,7 @@ def follow(client: Client, job: str, json: bool) -> None:
 @with_groups
 def logs(
     job: Annotated[str, typer.Argument(metavar="[JOB]", help="As in `atoll status`; default: all.")] = "",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue as lines arrive.")] = False,
     *,
     common: Common,
 ) -> None:

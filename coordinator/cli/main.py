@@ -1,4 +1,4 @@
-"""The `atoll` command: the coordinator, and everything the model's owner asks of it.
+"""The `atoll` command: the coordinator, and the model owner's commands.
 
 Commands that need torch import it themselves, so that `atoll status` starts at once.
 """
@@ -51,7 +51,7 @@ def ops(
     json: AsJson = False,
     trace: Trace = False,
 ) -> int:
-    """List a model's ops, and those that Atoll does not support. Exit code 3 when there are any."""
+    """List a model's ops, and those that are not supported. Exit code 3 when there are any."""
     from rich.table import Table
     from rich.text import Text
 
@@ -87,7 +87,7 @@ def ops(
 
 @app.command(epilog="Example: atoll version --json")
 def version(json: AsJson = False) -> None:
-    """Versions of Atoll, its protocol, Python and the libraries that matter."""
+    """Show the versions of Atoll, its protocol, Python and the main libraries."""
     facts = {
         "atoll": atoll.__version__,
         "protocol": str(PROTOCOL_VERSION),

@@ -31,7 +31,7 @@ UseProxy = Annotated[
     typer.Option(
         "--use-proxy",
         envvar="ATOLL_USE_PROXY",
-        help="Reach the coordinator by way of the environment's proxy (https_proxy); else directly.",
+        help="Connect through the environment's proxy (https_proxy); default: directly.",
     ),
 ]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: loopback experiments only.")]
@@ -45,7 +45,7 @@ class Common:
     coordinator: Annotated[
         str | None,
         typer.Option("--coordinator", envvar="ATOLL_COORDINATOR", metavar="HOST:PORT",
-                     help="Which coordinator; default: the one remembered in the state folder."),
+                     help="Address of the coordinator; default: the one in the state folder."),
     ] = None  # fmt: skip
     token: Annotated[
         str | None,
@@ -68,9 +68,9 @@ class Common:
 class JobOptions:
     """Options of the commands that read a job file and plan for it."""
 
-    steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps; same as --set steps=N.")] = (
-        None
-    )
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Number of training steps; same as --set steps=N.")
+    ] = None
     sets: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,7 +85,7 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="HOW",
-            help="What links do to their tensors: off, lossless, auto[:RATIO], adatopk[:RATIO] or "
+            help="Compression of links: off, lossless, auto[:RATIO], adatopk[:RATIO] or "
             "CODEC[:RATIO]; same as --set compress=HOW.",
         ),
     ] = None

@@ -1,4 +1,4 @@
-"""`atoll submit`: a job file's model captured, proven, uploaded and trained."""
+"""`atoll submit`: a job file's model captured, checked, uploaded and trained."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ def submit(
         typer.Option(
             "--for",
             metavar="TIME",
-            help="Train as many steps as the plan predicts to fit into this time, such as 20m or 2h, but "
-            "never fewer than --steps.",
+            help="Train as many steps as the plan predicts for this time, such as 20m or 2h, but at "
+            "least --steps.",
         ),
     ] = "",
     name: Annotated[str | None, typer.Option(help="Name of the job; default: the job file's own.")] = None,
     workers: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Wait until so many are idle; default: plan with those that are there."
+            min=0,
+            metavar="N",
+            help="Wait for this many idle workers; default: plan with those that are there.",
         ),
     ] = 0,
     resume: Annotated[
@@ -63,7 +65,7 @@ def submit(
     options: JobOptions,
     common: Common,
 ) -> None:
-    """Capture the job file's model here, prove the capture, upload it and train it on the fleet."""
+    """Capture the job file's model, check the capture, upload it and train it on the fleet."""
     json = common.json
     seconds = parse_duration(train_for) if train_for else 0.0
     if seconds and resume:

@@ -1,4 +1,4 @@
-"""`atoll-worker apps`: which apps may run on this machine."""
+"""`atoll-worker apps`: apps that may run on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.config import default_state_dir
 if TYPE_CHECKING:
     from worker.apps.store import KnownApp
 
-apps = typer.Typer(help="Which apps (other people's Python) may run on this machine.", no_args_is_help=True)
+apps = typer.Typer(help="Apps (foreign Python code) that may run on this machine.", no_args_is_help=True)
 
 Hash = Annotated[
     str, typer.Argument(metavar="HASH", help="As `apps list` shows it; its first digits are enough.")
@@ -48,15 +48,15 @@ def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
         where = str(files) if files.is_dir() else "-"
         named = f"{app.name} {app.version}".strip() or "-"
         table.add_row(app.hash[:16], named, app.publisher or "-", _when(app.asked_s), word, where)
-    out.print(table if known else "no app was asked for; a worker started with --allow-apps is asked")
+    out.print(table if known else "no app was requested; only a worker with --allow-apps gets requests")
     return 0
 
 
 @apps.command(epilog="Example: atoll-worker apps accept 3f6c0a91d2e47b58")
 def accept(name: Hash, state_dir: StateDir = None) -> int:
-    """Let this app's Python run here from now on; any change to its files needs a new word.
+    """Allow this app's Python to run here from now on; any change to its files needs a new consent.
 
-    A worker that runs with --allow-apps and was asked for the app loads it at once.
+    A running worker with --allow-apps that was asked for the app loads it at once.
     """
     folder = state_dir or default_state_dir()
     _show("accepted", AppStore(folder).accept(name), folder)
@@ -65,7 +65,7 @@ def accept(name: Hash, state_dir: StateDir = None) -> int:
 
 @apps.command(epilog="Example: atoll-worker apps revoke 3f6c0a91d2e47b58")
 def revoke(name: Hash, state_dir: StateDir = None) -> int:
-    """Do not run this app here any more; where it runs now, it is stopped."""
+    """Forbid this app; where it runs now, it is stopped."""
     folder = state_dir or default_state_dir()
     _show("revoked", AppStore(folder).revoke(name), folder)
     return 0

@@ -23,7 +23,7 @@ data = typer.Typer(
     help="Register data for federated training. The data stays here; others learn its schema and size.",
     no_args_is_help=True,
 )
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What a job calls the data set.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the data set in jobs.")]
 
 
 @data.command(
@@ -38,26 +38,26 @@ def add(
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="NAME:DTYPE[SHAPE]=SOURCE|TRANSFORM..., one option a field. A safetensors file needs none.",
+            help="NAME:DTYPE[SHAPE]=SOURCE|TRANSFORM..., one per field. A safetensors file needs none.",
         ),
     ] = None,
     schema_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same from a file, one field a line.")
+        Path | None, typer.Option(metavar="FILE", help="The same from a file, one field per line.")
     ] = None,
     format_name: Annotated[
-        str, typer.Option("--format", metavar="F", help="idx, safetensors, csv or text; default: found out.")
+        str, typer.Option("--format", metavar="F", help="idx, safetensors, csv or text; default: detected.")
     ] = "",
-    delimiter: Annotated[str, typer.Option(metavar="C", help="Between columns of a CSV file.")] = ",",
+    delimiter: Annotated[str, typer.Option(metavar="C", help="Separator of a CSV file's columns.")] = ",",
     no_header: Annotated[
         bool, typer.Option("--no-header", help="The CSV file's first line is data; columns are 1, 2, ...")
     ] = False,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Forget an older data set of this name.")
+        bool, typer.Option("--replace", help="Replace an older data set of this name.")
     ] = False,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Read a data set, check every value, and keep it where this machine's worker trains on it.
+    """Read a data set, check every value, and store it where this machine's worker trains on it.
 
     Sources: safetensors, a tensor's name; IDX, a file's name in the folder; CSV, columns by name, range
     (x1..x9), number (#3) or the rest (*); text, windows:LENGTH[,STRIDE], documents:LENGTH or document.
@@ -106,11 +106,11 @@ def list_command(state_dir: StateDir = None, json: AsJson = False) -> int:
 @data.command(epilog="Example: atoll-worker data show mnist --verify")
 def show(
     name: Name,
-    verify: Annotated[bool, typer.Option("--verify", help="Read it all and compare its hashes.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it and compare its hashes.")] = False,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
-    """Show what is kept of a data set, and the part of it that others learn."""
+    """Show the stored facts of a data set, and those that others learn."""
     from worker.data.registry import load_dataset, verify_dataset
 
     folder = state_dir or default_state_dir()
@@ -128,7 +128,7 @@ def show(
 
 @data.command(epilog="Example: atoll-worker data remove mnist")
 def remove(name: Name, state_dir: StateDir = None) -> int:
-    """Forget a data set and delete the worker's copy; your own files stay as they are."""
+    """Remove a data set and the worker's copy of it; your own files stay."""
     from worker.data.registry import remove_dataset
 
     remove_dataset(state_dir or default_state_dir(), name)

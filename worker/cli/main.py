@@ -1,4 +1,4 @@
-"""The `atoll-worker` command: lend this machine, look before lending it, take it back."""
+"""The `atoll-worker` command: lend this machine, check it first, take it back."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def join(
     reach: Reach,
     limits: Limits,
     apps: AppOptions,
-    log_json: Annotated[bool, typer.Option("--log-json", help="One JSON object a log line.")] = False,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log one JSON object per line.")] = False,
 ) -> int:
     """Join a coordinator's fleet and compute what it plans, within the limits given here.
 
-    What runs are tensor operations from a fixed list: no code of anybody else's, unless --allow-apps
-    and `atoll-worker apps accept` say otherwise. Settings are remembered; the token is exchanged for a
+    It runs tensor operations from an allow-list and no foreign code, unless --allow-apps and
+    `atoll-worker apps accept` permit an app. Settings are remembered; the token is exchanged for a
     certificate once and not kept.
     """
     config = _config(
@@ -71,7 +71,7 @@ def join(
 @app.command(epilog=f"Example: atoll-worker doctor 192.0.2.7:7700 --token atoll1_...\n\n{DOCTOR_CODES}")
 @with_groups
 def doctor(joining: Joining, json: AsJson = False) -> int:
-    """Check this machine and its way to the coordinator before joining; changes nothing."""
+    """Check this machine and its route to the coordinator before joining; changes nothing."""
     from worker.cli.doctor import examine, show
 
     config = _config(joining.given())
@@ -153,7 +153,7 @@ def _run_daemon(config: WorkerConfig) -> int:
     from worker.daemon import Daemon
 
     if config.insecure:
-        err.print("--insecure: no TLS, anybody on this network may read and change what is sent")
+        err.print("--insecure: no TLS, anyone on this network can read and change what is sent")
     with only_one(config.state_dir):
         Daemon(config).run()
     return 0

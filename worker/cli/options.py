@@ -34,15 +34,17 @@ class Joining:
     device: Annotated[str | None, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = None
     threads: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of computation; default: one per physical core it may use."),
+        typer.Option(metavar="N", help="Compute threads; default: one per physical core it may use."),
     ] = None
     memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Most that plans may use here, e.g. 4GiB; default: what is free."),
+        typer.Option(
+            metavar="SIZE", help="Memory limit for plans, e.g. 4GiB; default: 85 % of what is free."
+        ),
     ] = None
     listen: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where peers connect; default 0.0.0.0, any free port."),
+        typer.Option(metavar="HOST:PORT", help="Address for peers; default 0.0.0.0, any free port."),
     ] = None
     state_dir: StateDir = None
     insecure: Annotated[
@@ -53,7 +55,7 @@ class Joining:
         typer.Option(
             "--use-proxy/--no-use-proxy",
             envvar="ATOLL_USE_PROXY",
-            help="Reach coordinator and peers by way of the environment's proxy (https_proxy); else "
+            help="Connect to coordinator and peers through the environment's proxy (https_proxy); default: "
             "directly.",
         ),
     ] = None
@@ -76,19 +78,20 @@ class Reach:
     """Options by which other workers find this one."""
 
     name: Annotated[
-        str | None, typer.Option(metavar="N", help="Shown to the owner; default: this host's.")
+        str | None, typer.Option(metavar="N", help="Name shown to the owner; default: this host's.")
     ] = None
     advertise: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="HOST[:PORT]", help="Where peers reach this machine, behind a forwarded port; may repeat."
+            metavar="HOST[:PORT]",
+            help="Address of this machine for peers, behind a forwarded port; may repeat.",
         ),
     ] = None
     no_inbound: Annotated[
-        bool | None, typer.Option("--no-inbound", help="Accept no connection; open every one ourselves.")
+        bool | None, typer.Option("--no-inbound", help="Accept no connections; open all of them from here.")
     ] = None
     site: Annotated[
-        str | None, typer.Option(metavar="S", help="Machines behind one router or uplink give the same word.")
+        str | None, typer.Option(metavar="S", help="Common name of machines behind one router or uplink.")
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -107,26 +110,29 @@ class Limits:
     """Options that bound what jobs may take, and what may leave of this machine's data."""
 
     max_upload_mbit: Annotated[
-        float | None, typer.Option(metavar="M", help="Rate of checkpoint uploads; 0 = unlimited.")
+        float | None, typer.Option(metavar="M", help="Rate limit of checkpoint uploads; 0: unlimited.")
     ] = None
     kept: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Most that federated strategies may keep here between rounds; default 20GiB.",
+            help="Disk limit of client state between federated rounds; default 20GiB.",
         ),
     ] = None
     min_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Own samples in each mean that leaves; default 3.")
+        int | None,
+        typer.Option(metavar="N", help="Minimum of own samples in each mean that leaves; default 3."),
     ] = None
     min_samples: Annotated[
-        int | None, typer.Option(metavar="N", help="Own samples behind a federated update; default 10.")
+        int | None,
+        typer.Option(metavar="N", help="Minimum of own samples behind a federated update; default 10."),
     ] = None
     min_steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Local steps behind a federated update; default 2.")
+        int | None,
+        typer.Option(metavar="N", help="Minimum of local steps behind a federated update; default 2."),
     ] = None
     min_clients: Annotated[
-        int | None, typer.Option(metavar="N", help="Updates in a federated round; default 2.")
+        int | None, typer.Option(metavar="N", help="Minimum of updates in a federated round; default 2.")
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -138,22 +144,22 @@ class Limits:
 
 @dataclass(frozen=True)
 class AppOptions:
-    """Options about other people's Python."""
+    """Options about foreign Python code."""
 
     allow_apps: Annotated[
         bool,
         typer.Option(
             "--allow-apps",
-            help="This time, run those Flower apps that `atoll-worker apps accept` accepted.",
+            help="Run Flower apps that were accepted (`atoll-worker apps accept`); not remembered.",
         ),
     ] = False
     accept_app: Annotated[
         list[str] | None,
-        typer.Option(metavar="HASH", help="Accept this app for this time; for scripts; may repeat."),
+        typer.Option(metavar="HASH", help="Accept this app for this run only; for scripts; may repeat."),
     ] = None
     node_config: Annotated[
         list[str] | None,
-        typer.Option(metavar="K=V", help="Given to apps as Context.node_config, as in 'data=\"/data\"'."),
+        typer.Option(metavar="K=V", help="Context.node_config of apps, as in 'data=\"/data\"'."),
     ] = None
 
     def given(self) -> dict[str, Any]:
