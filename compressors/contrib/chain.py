@@ -60,7 +60,7 @@ class Split(Protocol):
 
 
 class ByteCoder(Protocol):
-    """Bytes to fewer bytes, at most one more than given."""
+    """Compress bytes; the result is at most one byte longer than what was given."""
 
     def encode(self, data: bytes) -> bytes: ...
 

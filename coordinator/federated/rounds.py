@@ -55,7 +55,7 @@ Outcome = tuple[FederationState, list[Todo]]
 
 
 def least(state: FederationState) -> int:
-    """With fewer good updates a round is not aggregated."""
+    """Return how many good updates a round needs to be aggregated."""
     rule = state.federated.rule
     return max(rule.min_clients, make_strategy(rule.strategy, rule.options).min_updates)
 

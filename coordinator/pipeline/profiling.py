@@ -17,7 +17,7 @@ from coordinator.messages import instructions as do
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Why a job is not planned yet."""
+    """Reason for which a job is not planned yet."""
 
     until_s: float
     for_workers: frozenset[str] = frozenset()  # all back in the pool: no need to wait longer

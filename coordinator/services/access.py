@@ -88,8 +88,8 @@ class _Rule:
 
 
 class EntryAccess(_Interceptor):
-    """Entry port: the owner's calls need the owner's token, those of newcomers a join token that would
-    open, a greeting nothing. Without TLS there are no tokens (``owner_hash`` None): whoever comes may."""
+    """Access to the entry port: an owner's calls need the owner's token, enrolment a valid join token, a
+    greeting nothing. Without TLS there are no tokens (``owner_hash`` None) and everybody has access."""
 
     def __init__(
         self, owner_hash: str | None, register: Register, rules: EntryThrottle, clock: Callable[[], float]

@@ -166,7 +166,7 @@ class DataService(rpc.DataServicer):
         self._spec_of = spec_of
 
     async def Batches(self, request: pb.BatchRequest, context: Context) -> AsyncIterator[pb.Batch]:  # noqa: N802
-        """The named inputs of some steps, in (step, micro, input) order."""
+        """Send the named inputs of some steps, in (step, micro, input) order."""
         spec = self._spec_of(request.job)
         if spec is None:
             await refuse(context, UsageError(f"no job {request.job[:80]!r} is running"))

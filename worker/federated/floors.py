@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_job(federated: Federated, floors: Floors) -> None:
-    """UsageError for a job whose rounds may close with fewer updates than this data owner demands."""
+    """Raise UsageError for a job whose rounds may close with fewer updates than this data owner demands."""
     if federated.min_clients < floors.clients:
         raise UsageError(
             f"the job's rounds may close with {federated.min_clients} updates, this data owner demands "

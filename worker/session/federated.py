@@ -21,7 +21,7 @@ MEMBERS = (Phase.ENROLLED, Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND)
 
 @TRANSITIONS.on(*WELCOMED)
 def _invited(state: Session, event: ev.Participate) -> Step:
-    """Join, unless this very participation is held already; whatever else is held goes."""
+    """Join the job, unless it is held already; any other job that is held is dropped."""
     if event.job == state.job:
         if event.version < state.version or (event.version == state.version and state.phase is Phase.JOINING):
             return ignore(state)

@@ -103,7 +103,7 @@ def send(state: Session, kind: Kind, message: object, round: int | None = None) 
 
 
 def acknowledged(state: Session, *kinds: Kind, round: int | None = None) -> Session:
-    """The coordinator's answer shows that messages of these kinds arrived."""
+    """Drop the kept messages of these kinds: the coordinator's answer shows that they arrived."""
     rest = tuple(k for k in state.unacknowledged if k.kind not in kinds or k.round != round)
     return replace(state, unacknowledged=rest)
 

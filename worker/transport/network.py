@@ -547,7 +547,7 @@ class PeerNetwork:
             self._spawn(self._redial, f"peer-redial-{peer.name}", peer, address, connection.hello)
 
     def _redial(self, peer: Peer, address: tuple[str, int], hello: Hello) -> None:
-        """Thread: replace a broken connection, for as long as the peer is not lost."""
+        """Replace a broken connection as long as the peer is not lost; runs in a thread of its own."""
         backoff_s = 0.02
         while not peer.gone and not self._closing.wait(backoff_s):
             with self._lock:

@@ -157,7 +157,7 @@ class Window:
 
     @property
     def unasked(self) -> bool:
-        """Bytes were sent after the last request for an acknowledgement."""
+        """True when bytes were sent after the last request for an acknowledgement."""
         return self.sent_bytes > self._asked_at
 
     @property
