@@ -60,7 +60,7 @@ class Split(Protocol):
 
 
 class ByteCoder(Protocol):
-    """Bytes to fewer bytes, at most one more than given."""
+    """Lossless coder of bytes; its output is at most one byte longer than its input."""
 
     def encode(self, data: bytes) -> bytes: ...
 
