@@ -43,7 +43,7 @@ class Driver(Protocol):
         """Make a job's machine from what the ledger knows."""
 
     def submitted(self, job: str, ops: Mapping[str, int]) -> None:
-        """Take in the distinct ops of a new job: signature -> forward FLOPs."""
+        """Record the distinct ops of a new job: signature -> forward FLOPs."""
 
     def inquired(self, event: ev.PlanAsked) -> None:
         """Plan a job for somebody who does not want it run."""

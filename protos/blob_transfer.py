@@ -42,7 +42,7 @@ class BlobPort(Protocol):
     when the store refuses."""
 
     def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
-        """Chunks of each (hash, offset) in turn."""
+        """Yield the chunks of each blob in the order of ``wanted``: (hash, offset to start from)."""
         ...
 
     def missing(self, hashes: list[str]) -> dict[str, int]:

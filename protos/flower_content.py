@@ -78,8 +78,8 @@ def _array(key: str, array: Array, made: Encoded) -> pb.AppArray:
 
 
 def _array_hash(array: Array) -> str:
-    """The hash of the array's bytes; kept with the array, since a model is sent to many nodes and
-    often twice. An array whose bytes were replaced is hashed anew."""
+    """Return the hash of the array's bytes, cached on the array, since a model is sent to many nodes and
+    often twice. An array whose bytes were replaced is hashed again."""
     known = array.__dict__.get(_HASH_SLOT)
     if known is not None and known[0] is array.data:
         return str(known[1])

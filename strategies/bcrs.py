@@ -1,17 +1,19 @@
 """BCRS: each client's ratio from its measured uplink, so that all updates arrive together.
 
     T_i = C_i + L_i + wire(R) / B_i        with the base ratio R for everybody
-    T  = max_i T_i                        the slowest still uses R
+    T  = max_i T_i                        the slowest client uses R itself
     R_i = least ratio in [1, R] with C_i + L_i + wire(R_i) / B_i <= T
 
-C_i all that comes before the upload (the model's download, computation), L_i latency, B_i uplink, wire(r)
-the bytes an update takes at ratio r: the plan is for whole rounds. The faster a client's link, the more of
-its update it sends, at no cost in time. Who has time for all it has (R_i = 1) is done earlier, and no ratio
-changes that; ``even_base`` says how small the slowest's update must be for all to end together. The paper
-lets uploads alone end together (its C_i is 0) and states ratios as kept
-shares with 8 bytes a kept element, CR_i = clip((T - L_i) B_i / 2V, CR, 1); here a ratio is dense over wire
-bytes, and ``wire`` counts what the codec in use really sends. Bandwidth measured once goes stale: give
-newest estimates every round. The averaging weights stay those by samples (the paper changes them with
+C_i is all time before the upload (the model's download, computation), L_i the latency, B_i the uplink and
+wire(r) the bytes of an update at ratio r; the plan thus covers whole rounds. The faster a client's link, the
+more of its update it sends, without lengthening the round. A client that has time to send everything
+(R_i = 1) finishes earlier, and no ratio changes that; ``even_base`` finds how small the slowest client's
+update must be for all to finish together.
+
+The paper aligns the ends of the uploads alone (its C_i is 0) and states ratios as kept shares with 8 bytes
+per kept element, CR_i = clip((T - L_i) B_i / 2V, CR, 1); here a ratio is dense bytes over wire bytes, and
+``wire`` counts the bytes that the codec in use really sends. A bandwidth measured only once becomes outdated:
+pass the newest estimates every round. Averaging weights remain those by samples (the paper changes them with
 the ratios too; where that was tried it cost accuracy). The formula is a reconstruction
 (papers/compression.md 2.1), not the paper's text. Source: BCRS+OPWA, ICPP 2024 (arXiv 2408.14736).
 """

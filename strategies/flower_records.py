@@ -109,7 +109,7 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def options_of(text: Any) -> dict[str, Any]:
-    """The options in a request. UsageError for what is no short JSON object."""
+    """Parse the options in a request. UsageError unless they are a JSON object of bounded length."""
     if not isinstance(text, str) or len(text) > MAX_OPTIONS_BYTES:
         raise UsageError(f"{OPTIONS} is no text of at most {MAX_OPTIONS_BYTES} letters")
     try:

@@ -90,7 +90,7 @@ def connect(assignment: Assignment, network: PeerNetwork, timeout_s: float, canc
 def connect_one(
     network: PeerNetwork, peer: str, addresses: tuple[tuple[str, int], ...], dial: bool, timeout_s: float
 ) -> None:
-    """Be connected to ``peer``: dial it, or wait until it dials. Raises ConnectionFailed."""
+    """Connect to ``peer``: dial it, or wait until it dials. Raises ConnectionFailed."""
     if network.connected(peer):
         return
     if dial:

@@ -60,7 +60,7 @@ class Split(Protocol):
 
 
 class ByteCoder(Protocol):
-    """Compress bytes; the result is at most one byte longer than what was given."""
+    """Lossless coder of bytes; its output is at most one byte longer than its input."""
 
     def encode(self, data: bytes) -> bytes: ...
 

@@ -401,7 +401,7 @@ class AppRuns:
 
 
 def _same_owner(run: Run, request: pb.AppOpen) -> bool:
-    """Whether this may be the owner whose stream broke, or is about to be found broken."""
+    """Return whether this may be the owner whose stream broke, or will soon be detected as broken."""
     same = run.app.hash == request.app.hash and hmac.compare_digest(run.key, request.key)
     return same and (run.owner_gone_s is not None or bool(run.key))
 

@@ -61,7 +61,7 @@ def least(state: FederationState) -> int:
 
 
 def seed_of(seed: int, client: str, at_round: int) -> int:
-    """What codec and rule draw by on one client in one round: 64 bits of sha256."""
+    """Seed of the codec and the strategy for one client in one round: 64 bits of a SHA-256."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{client}/{at_round}".encode()).digest()[:8], "big")
 
 

@@ -26,7 +26,7 @@ class Hold:
 
 @dataclass(slots=True)
 class Profiling:
-    """Ops of jobs that are to be planned, plans in the making, and who only asks for one."""
+    """Ops of jobs that are to be planned, plans in progress, and inquiries: plans of jobs not to be run."""
 
     effects: Effects
     measuring: Measuring

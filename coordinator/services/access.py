@@ -103,7 +103,7 @@ class EntryAccess(_Interceptor):
         self._noted = Budget(REFUSALS, REFUSALS_PER_S)
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Any:
-        """Pass the call on with what it may send, or answer it with UNAUTHENTICATED."""
+        """Pass the call on, its messages and open calls limited, or answer it with UNAUTHENTICATED."""
         handler = await continuation(details)
         if handler is None:
             return None

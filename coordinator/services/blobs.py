@@ -190,7 +190,8 @@ async def _bounded(request: pb.BlobList, context: Context) -> None:
 
 
 async def _all_of(names: Collection[str], known: Collection[str], what: str, context: Context) -> None:
-    """End the call unless all ``names`` are ``known``, in the same words whether they are here or not."""
+    """End the call with AccessDenied unless all ``names`` are ``known``; the message does not reveal whether
+    the others are stored here."""
     odd = sorted(set(names).difference(known))
     if odd:
         await refuse(context, AccessDenied(f"{len(odd)} blobs {what}, first {odd[0][:12]}"))

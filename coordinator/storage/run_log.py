@@ -112,7 +112,7 @@ class RunLog:
         return self.first_point + len(self.points), self.points[max(0, number - self.first_point) :]
 
     def traced(self, chunk: pb.TraceChunk) -> None:
-        """Keep spans; the older half goes when ``trace_bytes`` are reached."""
+        """Store spans; the older half is deleted when ``trace_bytes`` are reached."""
         if self.trace_bytes:
             self._guard(lambda: self._write_spans(chunk))
 

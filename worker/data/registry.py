@@ -145,7 +145,7 @@ def list_datasets(state_dir: Path) -> tuple[Dataset, ...]:
 
 
 def known_facts(state_dir: Path) -> tuple[DatasetFacts, ...]:
-    """Facts of its data that this machine reports to the coordinator."""
+    """Facts about the registered data sets that this machine reports to the coordinator."""
     return tuple(dataset.facts for dataset in list_datasets(state_dir))
 
 

@@ -238,7 +238,7 @@ class StageCodecs:
                     self._note(False, r.grad_from, backward, r.op, coding)
 
     def _learn_evaluation(self, program: StageProgram) -> None:
-        """Values as in training; what acknowledges them carries nothing and needs no codec."""
+        """Note evaluation's codecs: values use training's; acknowledgements carry nothing and need none."""
         me, metas = program.stage, {op: node.outputs[0] for op, node in program.ops if node.outputs}
         direction = Direction.EVALUATION_CODED
         for p in program.produced:

@@ -93,7 +93,7 @@ def prepare(device: Device, config: WorkerConfig) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions to name in a bug report."""
+    """Versions of Atoll, torch, Python and the platform, as a bug report should give them."""
     return {
         "atoll": atoll.__version__,
         "torch": str(torch.__version__),

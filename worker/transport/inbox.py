@@ -1,7 +1,7 @@
-"""Messages on their way in from one peer: chunks of any order and connection, each counted once.
+"""Reassembly of messages from one peer: chunks arrive in any order, over any connection; each counts once.
 
-Memory is taken only where ``expect`` names a buffer for the key and its size; everything else is
-counted, dropped and confirmed, so that the sender stops. Not thread-safe; the peer's lock guards it.
+Payloads are written only where ``expect`` returns a buffer for the key and size; everything else is counted,
+dropped and confirmed, so that the sender stops. Not thread-safe; the peer's lock guards it.
 """
 
 from __future__ import annotations

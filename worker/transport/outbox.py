@@ -112,8 +112,8 @@ class Outbox:
                 self._requeue(message)
 
     def ask_again(self, chunk_bytes: int) -> None:
-        """After a break: a message that has arrived but whose confirmation may be lost sends its
-        first chunk again, which the receiver answers with the confirmation."""
+        """Re-request lost confirmations after a connection broke: a message that may have arrived whole sends
+        its first chunk again, which the receiver answers with the confirmation."""
         for message in self._messages.values():
             if not message.waiting and not message.under_way:
                 message.again.append((0, min(chunk_bytes, len(message.payload))))
