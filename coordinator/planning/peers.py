@@ -70,7 +70,9 @@ class PeerSelection:
 
         ``rates`` [n, n]: bytes a second of each ordered pair, NaN or 0 where none can be sent; where latency
         counts, what a message gets of it: bytes / (bytes / rate + latency). ``past``: pairs of the rounds
-        before, oldest first, so that windows and idle peers are seen through; of peers that left, none.
+        before, oldest first, so that windows and idle peers are seen through; peers that left are dropped.
+        The search compares sums of floats: machines of different kinds should not each search, but share
+        ``network.threshold``; pairs compare rates alone.
         UsageError for rates that are negative or of another shape.
         """
         network = Network.of(rates)
@@ -79,23 +81,20 @@ class PeerSelection:
     def pairs(self, round_number: int) -> PeerPairs:
         """Return the pairs of a round; whoever is in none idles.
 
-        A round that is not one of the last few is derived from the first one on: cheap in order, n^2 each.
+        Rounds derive from the first one on: each costs n^2 once, asked in order; one of long ago costs all.
         """
         if round_number < self.first_round:
             raise UsageError(
                 f"round {round_number} is before round {self.first_round}, where selection begins"
             )
-        if round_number < self._next - len(self._recent) or not self._recent:
-            self._restart()
-        while self._next <= round_number:
-            words = _words(self.seed, self._next, _PAIRS, 2 * self.network.n)
-            self._recent.append(match(self.network, words, self._recent))
-            self._next += 1
+        self._derive(round_number, round_number + 1)
         return self._named(self._recent[round_number - self._next])
 
-    def recent(self) -> tuple[PeerPairs, ...]:
-        """Return the last window's rounds, as the ``past`` of the next selection."""
-        return tuple(self._named(pairs) for pairs in self._recent)[-self.network.window :]
+    def recent(self, before: int) -> tuple[PeerPairs, ...]:
+        """Return the window of rounds that ends before round ``before``: the next selection's ``past``."""
+        self._derive(before - self.network.window, before)
+        held = list(self._recent)[: len(self._recent) + before - self._next]
+        return tuple(self._named(pairs) for pairs in held[-self.network.window :])
 
     def moved(self, rates: Floats) -> bool:
         """True where another search is due: a pair's rate moved by a fifth or more, came or went."""
@@ -128,6 +127,15 @@ class PeerSelection:
     def _restart(self) -> None:
         self._recent: deque[Pairs] = deque(self._past, maxlen=2 * self.network.window)
         self._next = self.first_round
+
+    def _derive(self, first: int, stop: int) -> None:
+        """Hold the rounds from ``first`` (or the first known) to ``stop``."""
+        if self._next - len(self._recent) > max(first, self.first_round - len(self._past)):
+            self._restart()
+        while self._next < stop:
+            words = _words(self.seed, self._next, _PAIRS, 2 * self.network.n)
+            self._recent.append(match(self.network, words, self._recent))
+            self._next += 1
 
     def _indices(self, pairs: PeerPairs) -> Pairs:
         place = {peer: i for i, peer in enumerate(self.peers)}
