@@ -34,7 +34,7 @@ QUANTILES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.96)  # 0: no threshold
 SIMULATED_ROUNDS = 100
 PROBES = 8  # vectors whose disagreement a simulation follows
 MOVED = 0.2  # share by which a rate must move for another search
-EXACT = 1e-12  # contraction of one round that counts as agreement
+EXACT = 2.0**-24  # contraction of one round that counts as agreement: float32 has no finer one
 
 _PAIRS, _SEARCH, _PROBES, _GROUPS = 0, 1, 2, 3  # what a draw is for
 
@@ -169,11 +169,13 @@ class Mixing:
 def simulate(network: Network, select: Callable[[int], Pairs], rounds: int, seed: int) -> Mixing:
     """Average random vectors [n] along ``select``'s rounds and follow their distance from each part's mean.
 
-    The first quarter is not counted: peers that are close agree fast, and what remains decides.
+    The first quarter is not counted: peers that are close agree fast, and what remains decides. Where all
+    agree at once, as two peers do, the vectors begin anew.
     """
     words = _words(seed, 0, _PROBES, network.n * PROBES).reshape(network.n, PROBES)
     values = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
     _normalise(network, values)
+    fresh = values.copy()
     nats: list[float] = []
     seconds: list[float] = []
     for number in range(rounds):
@@ -182,9 +184,11 @@ def simulate(network: Network, select: Callable[[int], Pairs], rounds: int, seed
             continue
         i, j = np.array(pairs).T
         values[i] = values[j] = (values[i] + values[j]) / 2.0
-        left = _normalise(network, values)
+        left = np.maximum(_normalise(network, values), EXACT)
+        if left.max() == EXACT:
+            values[:] = fresh
         if number >= rounds // 4:
-            nats.append(-float(np.log(np.maximum(left, EXACT)).mean()))
+            nats.append(-float(np.log(left).mean()))
             seconds.append(1.0 / float(network.rate[i, j].min()))
     return Mixing(float(np.mean(nats)), float(np.mean(seconds))) if nats else Mixing(0.0, 0.0)
 
