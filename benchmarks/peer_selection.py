@@ -9,7 +9,7 @@ rounds on the same drawn rates; one run is one seed.
 - `uniform`, 32 peers: rates of both directions uniform(0, 5), as in the SAPS paper; medians over matrices.
 - `homes`, 24 peers: uplinks of 1 to 20 on two continents, 0.5 to 5 between them.
 - `drawn`: 50 matrices of five kinds and 6 to 40 peers; median mixing of 5 runs, over random's.
-- `windows`: seeds with an unconnected window of rounds, 32 peers, thresholds drawn.
+- `windows`: seeds with an unconnected window of rounds, 24 to 32 peers, thresholds drawn.
 - `large`: 500 peers: seconds of the search and of the slowest round.
 
 SAPS (papers/compression.md 2.2): a blossom with random weights on pairs faster than the median while the
@@ -89,7 +89,12 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Floats]] = {
 
 def ours(rates: Floats, seed: int) -> Select:
     """The product's selection, with its search."""
-    return PeerSelection.begin(range(len(rates)), rates, seed).pairs  # type: ignore[return-value]
+    return _by_index(PeerSelection.begin(range(len(rates)), rates, seed))
+
+
+def _by_index(selection: PeerSelection) -> Select:
+    """Rounds of a selection whose peers are named 0 to n - 1."""
+    return lambda number: tuple((int(i), int(j)) for i, j in selection.pairs(number))
 
 
 def at_random(n: int, seed: int) -> Select:
@@ -129,7 +134,7 @@ def _blossom(candidates: NDArray[np.bool_], draw: np.random.Generator) -> Pairs:
     edges = np.argwhere(np.triu(candidates, 1)).tolist()
     weights = draw.integers(1, 2**30, len(edges)).tolist()
     graph.add_weighted_edges_from((i, j, weight) for (i, j), weight in zip(edges, weights, strict=True))
-    return tuple(nx.max_weight_matching(graph, maxcardinality=True))  # type: ignore[no-untyped-call]
+    return tuple(nx.max_weight_matching(graph, maxcardinality=True))
 
 
 # ---------------------------------------------------------------- figures
@@ -174,13 +179,10 @@ def drawn(matrices: int, seed: int) -> dict[str, Any]:
         n = int(draw.integers(6, 41))
         rates = KINDS[kind](n, draw)
         network = Network.of(rates)
-        mine, random = (
-            statistics.median(
-                simulate(network, method(run), ROUNDS, run).per_second for run in range(seed, seed + RUNS)
-            )
-            for method in (lambda run: ours(rates, run), lambda run: at_random(n, run))  # noqa: B023
-        )
-        ratios.append(mine / random)
+        runs = range(seed, seed + RUNS)
+        mine = [simulate(network, ours(rates, run), ROUNDS, run).per_second for run in runs]
+        random = [simulate(network, at_random(n, run), ROUNDS, run).per_second for run in runs]
+        ratios.append(statistics.median(mine) / statistics.median(random))
         names.append(kind)
     by_kind = {kind: _spread([r for r, k in zip(ratios, names, strict=True) if k == kind]) for kind in KINDS}
     print(f"drawn    {matrices} matrices: mixing over random's {_spread(ratios)}, {by_kind}", flush=True)
@@ -189,19 +191,20 @@ def drawn(matrices: int, seed: int) -> dict[str, Any]:
 
 def windows(seeds: int, seed: int) -> dict[str, Any]:
     """Seeds whose rounds have an unconnected window, and those on which a peer idles twice running."""
-    n, torn, idle_twice = 32, 0, 0
+    torn, idle_twice = 0, 0
     for number in range(seed, seed + seeds):
         draw = np.random.default_rng(number)
         n = int(draw.integers(24, 33))
         known = Network.of(uniform(n, draw)).rate
         threshold = float(np.quantile(known[known > 0.0], draw.choice(QUANTILES)))
         network = Network(known, threshold)
-        chosen = PeerSelection(range(n), network, number)
+        select = _by_index(PeerSelection(range(n), network, number))
         met = np.zeros((ROUNDS // 5, n, n), dtype=np.bool_)
+        idle = np.ones((len(met), n), dtype=np.bool_)
         for at in range(len(met)):
-            for i, j in chosen.pairs(at):
+            for i, j in select(at):
                 met[at, i, j] = True
-        idle = ~(met.any(axis=1) | met.any(axis=2))
+                idle[at, [i, j]] = False
         idle_twice += bool((idle[1:] & idle[:-1]).any())
         span = network.window
         torn += not all(
@@ -226,7 +229,7 @@ def large(n: int, seed: int) -> dict[str, Any]:
             begin = time.perf_counter()
             chosen.pairs(number)
             round_s.append(time.perf_counter() - begin)
-        mine = simulate(network, chosen.pairs, ROUNDS // 3, seed)  # type: ignore[arg-type]
+        mine = simulate(network, _by_index(chosen), ROUNDS // 3, seed)
         random = simulate(network, at_random(n, seed), ROUNDS // 3, seed)
         result[kind] = {
             "search_s": round(searched, 2),
