@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame
-from strategies.exchanges.base import Settled
+from strategies.exchanges.base import Exchanged, Settled
 from strategies.exchanges.catalogue import EXCHANGES
 from worker.exchange.round import CollectiveRun, Message
 from worker.exchange.schedule import Groups, collective_of
@@ -25,11 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answer:
-    """Outcome of a round at one rank. ``receipts``: one a phase."""
+    """Outcome of a round at one rank. ``receipts``: one a phase; ``exchanged``: what was settled, for
+    a result that is used later (``later``); None where nothing was."""
 
     result: Tensor
     state: State
     receipts: tuple[Receipt, ...]
+    exchanged: Exchanged | None = None
+
+
+def later(rule: ExchangeRule, answer: Answer, now: Tensor) -> Answer:
+    """``answer`` as it is when the content has become ``now`` in the meantime."""
+    if answer.exchanged is None:
+        return replace(answer, result=now)
+    settled = rule.settle(replace(answer.exchanged, now=now))
+    assert isinstance(settled, Settled)  # noqa: S101 - the same phase as before
+    return replace(answer, result=settled.result, state=settled.state)
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,10 @@ class Faults:
     dead: frozenset[int] = frozenset()
 
 
+Carry = Callable[[Mapping[int, CollectiveRun]], None]
+"""Delivers messages among runs until all are finished."""
+
+
 def run_round(
     rule: ExchangeRule,
     contents: Mapping[int, Tensor],
@@ -51,9 +66,10 @@ def run_round(
     *,
     shares: Mapping[int, float] | None = None,
     faults: Faults | None = None,
+    bring: Carry | None = None,
 ) -> dict[int, Answer]:
     """Exchange ``contents`` [n] by rank; the answers of all that are not dead, in which a rank that is in no
-    group has its own content."""
+    group has its own content. ``bring`` delivers the messages, in memory and under ``faults`` without it."""
     faults = faults or Faults()
     met = {rank for group in groups for rank in group}
     answers = {r: Answer(c, states[r], ()) for r, c in contents.items() if r not in met}
@@ -66,7 +82,10 @@ def run_round(
         runs = {
             rank: CollectiveRun(rule, collective, rank, at, {rank: contributions[rank]}) for rank in alive
         }
-        carry(runs, faults)
+        if bring is None:
+            carry(runs, faults)
+        else:
+            bring(runs)
         contributions = {}
         for rank, run in runs.items():
             receipts[rank] += (run.receipt(),)
@@ -76,9 +95,10 @@ def run_round(
                 state = rule.undelivered(run.contribution, states[rank])
                 answers[rank] = Answer(contents[rank], state, receipts[rank])
                 continue
-            settled = rule.settle(run.exchanged(states[rank], contents[rank]))
+            exchanged = run.exchanged(states[rank], contents[rank])
+            settled = rule.settle(exchanged)
             if isinstance(settled, Settled):
-                answers[rank] = Answer(settled.result, settled.state, receipts[rank])
+                answers[rank] = Answer(settled.result, settled.state, receipts[rank], exchanged)
             else:
                 contributions[rank] = settled
     return answers
