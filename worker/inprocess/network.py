@@ -37,7 +37,8 @@ class SimulatedNetwork:
 
     def carry(self, runs: Mapping[int, CollectiveRun]) -> None:
         """Deliver messages among ``runs``, each of which begins when its rank's clock says; moves the
-        clocks to when each has finished. Raises ValueError for ranks that wait for something that nobody sends."""
+        clocks to when each has finished. ValueError for ranks that wait for
+        what nobody sends."""
         numbers = count()
         arrivals: list[tuple[float, int, Message]] = []
 

@@ -117,7 +117,7 @@ class Stage:
 
     @property
     def trained(self) -> Mapping[str, torch.nn.Parameter]:
-        """Parameters that the optimizer steps, in the program's order; with gradients after ``finish_step``."""
+        """Parameters that the optimizer steps, in the program's order; gradients after ``finish_step``."""
         return self._parameters
 
     def begin_step(self, step: int) -> None:

@@ -71,7 +71,7 @@ def test_simulated_time_is_compute_and_what_the_links_carry() -> None:
     figures = several.step(0, lambda rank, step: share(case, rank, step))
     size = 4 * len(flat_values(several.stages[0].trained))
     assert max(figures.sent_bytes) == pytest.approx(2 * size * (RANKS - 1) / RANKS, rel=0.15)
-    # The slowest begins last, sends its parts to others' owners, gets their totals, and owns a segment itself.
+    # The slowest begins last: its parts go out, then totals come in.
     least_s = RANKS + 2 * delay_s + 2 * size * (RANKS - 1) / RANKS / rate
     assert RANKS + 2 * delay_s < figures.time_s < 1.2 * least_s
 
