@@ -9,6 +9,7 @@ rounds on the same drawn rates; one run is one seed.
 - `uniform`, 32 peers: rates of both directions uniform(0, 5), as in the SAPS paper; medians over matrices.
 - `homes`, 24 peers: uplinks of 1 to 20 on two continents, 0.5 to 5 between them.
 - `drawn`: 50 matrices of five kinds and 6 to 40 peers; median mixing of 5 runs, over random's.
+- `drawn_masked`: the same where a round averages a hundredth of the elements, as SAPS does.
 - `windows`: seeds with an unconnected window of rounds, 24 to 32 peers, thresholds drawn.
 - `large`: 500 peers: seconds of the search and of the slowest round.
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 300
 RUNS = 5
+MASKED = 0.01  # of the elements a round: SAPS at c = 100
 SAPS_WINDOWS = (3, 10)  # the published default, and what mixes 32 peers
 NEVER = -(10**6)  # the last meeting of peers that have not met
 
@@ -87,9 +89,9 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Floats]] = {
 # ---------------------------------------------------------------- what selects
 
 
-def ours(rates: Floats, seed: int) -> Select:
+def ours(rates: Floats, seed: int, share: float = 1.0) -> Select:
     """The product's selection, with its search."""
-    return _by_index(PeerSelection.begin(range(len(rates)), rates, seed))
+    return _by_index(PeerSelection.begin(range(len(rates)), rates, seed, share=share))
 
 
 def _by_index(selection: PeerSelection) -> Select:
@@ -169,8 +171,8 @@ def _spread(ratios: list[float]) -> dict[str, float]:
     return {"least": round(min(ratios), 2), "median": round(statistics.median(ratios), 2)}
 
 
-def drawn(matrices: int, seed: int) -> dict[str, Any]:
-    """Median mixing of ``RUNS`` runs over random's, on matrices of all kinds."""
+def drawn(matrices: int, seed: int, share: float) -> dict[str, Any]:
+    """Median mixing of ``RUNS`` runs over random's, on matrices of all kinds, of a ``share`` of elements."""
     ratios: list[float] = []
     names: list[str] = []
     for number in range(matrices):
@@ -180,12 +182,15 @@ def drawn(matrices: int, seed: int) -> dict[str, Any]:
         rates = KINDS[kind](n, draw)
         network = Network.of(rates)
         runs = range(seed, seed + RUNS)
-        mine = [simulate(network, ours(rates, run), ROUNDS, run).per_second for run in runs]
-        random = [simulate(network, at_random(n, run), ROUNDS, run).per_second for run in runs]
+        mine = [simulate(network, ours(rates, run, share), ROUNDS, run, share).per_second for run in runs]
+        random = [simulate(network, at_random(n, run), ROUNDS, run, share).per_second for run in runs]
         ratios.append(statistics.median(mine) / statistics.median(random))
         names.append(kind)
     by_kind = {kind: _spread([r for r, k in zip(ratios, names, strict=True) if k == kind]) for kind in KINDS}
-    print(f"drawn    {matrices} matrices: mixing over random's {_spread(ratios)}, {by_kind}", flush=True)
+    print(
+        f"drawn    {matrices} matrices, share {share:g}: mixing over random's {_spread(ratios)}, {by_kind}",
+        flush=True,
+    )
     return {"matrices": matrices, **_spread(ratios), "kinds": by_kind}
 
 
@@ -246,13 +251,14 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--small", action="store_true", help="fewer matrices and seeds")
     args = options.parse_args()
-    share = 10 if args.small else 1
+    fewer = 10 if args.small else 1
     figures = {
-        "uniform": compare("uniform", 32, 10 // share, args.seed),
-        "homes": compare("homes", 24, 10 // share, args.seed),
-        "drawn": drawn(50 // share, args.seed),
-        "windows": windows(1000 // share, args.seed),
-        "large": large(500 // share, args.seed),
+        "uniform": compare("uniform", 32, 10 // fewer, args.seed),
+        "homes": compare("homes", 24, 10 // fewer, args.seed),
+        "drawn": drawn(50 // fewer, args.seed, 1.0),
+        "drawn_masked": drawn(50 // fewer, args.seed, MASKED),
+        "windows": windows(1000 // fewer, args.seed),
+        "large": large(500 // fewer, args.seed),
     }
     broken = figures["windows"]["unconnected"] + figures["windows"]["idle_twice"]
     wrong = f"{broken} seeds break a promise of selection" if broken else ""

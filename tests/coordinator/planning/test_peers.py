@@ -252,6 +252,32 @@ def test_simulated_mixing_is_that_of_the_expected_matrix():
     )
 
 
+def test_a_mask_mixes_as_the_published_bound_says():
+    network = Network.of(np.full((64, 64), 2.0))
+    mixing = simulate(network, at_random(64, 1), 400, 1, share=0.01)
+    assert mixing.nats_a_round == pytest.approx(0.005 * 64 / 126, rel=0.15)  # -ln(1 - p (1 - lambda)) / 2
+    draw = np.random.default_rng(1)
+    values = draw.normal(size=(64, 4000))  # element by element, with masks
+    values -= values.mean(axis=0)
+    before = (values**2).sum()
+    for number in range(400):
+        mask = draw.uniform(size=4000) < 0.01
+        for i, j in at_random(64, 1)(number):
+            values[[i, j]] = np.where(mask, (values[i] + values[j]) / 2.0, values[[i, j]])
+    assert -0.5 * np.log((values**2).sum() / before) / 400 == pytest.approx(mixing.nats_a_round, rel=0.25)
+
+
+def test_a_share_of_the_elements_may_need_another_threshold():
+    rates = np.random.default_rng(5).uniform(4.0, 5.0, (12, 12))
+    rates[:2] /= 20.0  # two peers at a twentieth: whoever averages all can leave them out every other round
+    network = Network.of(rates)
+    chosen = PeerSelection.begin(range(12), rates, 1, share=0.01)
+    masked = simulate(network, chosen.pairs, 400, 1, share=0.01).per_second
+    assert masked >= 0.95 * simulate(network, at_random(12, 1), 400, 1, share=0.01).per_second
+    with pytest.raises(UsageError, match="share"):
+        PeerSelection.begin(range(12), rates, 1, share=0.0)
+
+
 def test_pairs_that_never_join_two_halves_do_not_mix():
     network = Network.of(np.ones((8, 8)))
     stuck = simulate(network, lambda number: ((0, 1), (2, 3), (4, 5), (6, 7))[number % 2 :: 2], 100, 1)
