@@ -59,9 +59,8 @@ class Measuring:
         self._requests += 1
         now_s = self.effects.now_s
         within_s = self.config.ops_answer_within_s if signatures else self.config.answer_within_s
-        self.effects.roster.ops.requests[self._requests] = OpsRequest(
-            worker, job, precision, signatures, now_s, now_s + within_s
-        )
+        request = OpsRequest(worker, job, precision, signatures, now_s, now_s + within_s)
+        self.effects.roster.ops.begin(self._requests, request)
         self.effects.emit(do.SendTo(worker, do.ProbeOps(self._requests, job, signatures, precision)))
 
     def ops_probed(self, worker: str, message: OpsProbed) -> None:
@@ -88,7 +87,7 @@ class Measuring:
         request = ops.requests.get(message.request)
         if request is None or request.worker != worker:
             return None
-        del ops.requests[message.request]
+        ops.end(message.request)
         if not request.signatures:
             if not message.error:
                 ops.rtt_s.setdefault(worker, []).append(max(0.0, self.effects.now_s - request.sent_s))

@@ -146,8 +146,8 @@ class PipelineDriver:
     def _plan_made(self, event: ev.PlanMade) -> None:
         if not self.profiling.awaited(event.job, event.attempt):
             return
-        plan, idle = event.plan, set(self.effects.roster.idle())
-        missing = [place.worker for place in plan.places if place.worker not in idle]
+        plan, roster = event.plan, self.effects.roster
+        missing = [place.worker for place in plan.places if not roster.is_idle(place.worker)]
         if missing or self.effects.storage:
             why = self.effects.storage or f"{missing[0]} went away while the plan was made"
             self._step(event.job, Waits(why))
@@ -301,7 +301,7 @@ class PipelineDriver:
         self._prepare()
 
     def _may_start(self, state: JobState) -> bool:
-        if not self.effects.roster.idle():
+        if not self.effects.roster.idle_count:
             reason = "no worker is in the pool; start some with `atoll-worker join`"
             if reason not in state.reason:
                 prefix = f"{state.reason}; " if state.phase is Phase.PAUSED else ""

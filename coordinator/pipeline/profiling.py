@@ -48,7 +48,10 @@ class Profiling:
 
     def may_plan(self, job: str) -> bool:
         """Whether nothing holds the job, and the fleet is another than the one that did not suffice."""
-        return job not in self.holds and self._planned_on.get(job) != self.effects.roster.fingerprint()
+        if job in self.holds:
+            return False
+        planned_on = self._planned_on.get(job)
+        return planned_on is None or planned_on != self.effects.roster.fingerprint()
 
     def wait_for_change(self, job: str) -> None:
         """Plan again only when the fleet has changed: this one does not suffice."""
@@ -62,10 +65,9 @@ class Profiling:
     def end_holds(self) -> None:
         """Drop holds whose time or cause is over."""
         roster = self.effects.roster
-        idle = set(roster.idle())
         for job, hold in list(self.holds.items()):
             blamed = roster.workers.get(hold.unless_gone)
-            back = bool(hold.for_workers) and hold.for_workers <= idle
+            back = bool(hold.for_workers) and all(map(roster.is_idle, hold.for_workers))
             gone = bool(hold.unless_gone) and (blamed is None or blamed.member.gone)
             if self.effects.now_s >= hold.until_s or back or gone:
                 del self.holds[job]
