@@ -4,7 +4,7 @@ that a plan may use. Pure: time comes in as an argument."""
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
@@ -12,6 +12,7 @@ from atoll.plan import LinkPrediction
 from coordinator.config import Liveness, Probing
 from coordinator.membership import member as members
 from coordinator.membership.deadlines import Deadlines
+from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.member import Member, Phase
@@ -20,7 +21,7 @@ from coordinator.messages.events import Goodput, Introduction, StepReady
 from coordinator.messages.instructions import Addresses
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
-from coordinator.planning.costs.fleet import Device, Fleet
+from coordinator.planning.costs.fleet import UNKNOWN, Device, Fleet
 from coordinator.planning.costs.network import Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 
@@ -85,6 +86,13 @@ class Planned:
     codec_scales: Mapping[str, float]
     handling_scales: Mapping[str, float]
     drags: Mapping[Pair, float]
+    usual_drag: float = 1.0  # of pairs without one of their own
+
+    def drag(self, pair: Pair) -> float | None:
+        """Return what the plan counted on for a pair, None where it was not made for both ends."""
+        if pair[0] == pair[1] or not all(worker in self.scales for worker in pair):
+            return None
+        return self.drags.get(pair, self.usual_drag)
 
 
 NOT_PLANNED = Planned({}, {}, {}, {})
@@ -159,6 +167,7 @@ class Roster:
             return
         if known.idle:
             insort(self._idle, entry)
+            self.links.survey.meet(worker, known.introduction.site or known.introduction.seen or worker)
         else:
             del self._idle[at]
 
@@ -171,7 +180,7 @@ class Roster:
                 self._watched.at(worker, due_s)
             else:
                 found.append(worker)
-        return sorted(found, key=lambda worker: self.workers[worker].number)
+        return self.in_order(found)
 
     def forgive(self, gap_s: float) -> None:
         """We stalled for ``gap_s``: nobody was silent in that time."""
@@ -214,7 +223,24 @@ class Roster:
         """
         devices = [self._device(worker, precision) for worker in workers]
         sites = {worker: self.workers[worker].introduction.site for worker in workers}
-        return measured_fleet(devices, self.links.table, self.links.uplinks(sites))
+        guessed = None
+        if len(workers) > self.probing.all_pairs_up_to:
+            guessed = guesses(workers, self.links.survey.place_of, self.links.table, UNKNOWN)
+        return measured_fleet(devices, self.links.table, self.links.uplinks(sites), guessed=guessed)
+
+    def in_order(self, workers: Iterable[str]) -> list[str]:
+        """Return these workers in join order."""
+        return sorted(workers, key=lambda worker: self.workers[worker].number)
+
+    def plannable(self, workers: list[str]) -> list[str]:
+        """Return at most ``planned_workers`` of these: those whose links are known go first."""
+        known, most = self.links.survey, self.probing.planned_workers
+        if len(workers) <= most:
+            return workers
+        surveyed = [worker for worker in workers if not known.pending((worker,))][:most]
+        chosen = set(surveyed)
+        rest = [worker for worker in workers if worker not in chosen][: most - len(surveyed)]
+        return self.in_order([*surveyed, *rest])
 
     def fleet_for(self, job: str, workers: list[str], precision: str) -> Fleet:
         """The same for a plan that will run; what it takes is compared with these figures."""
@@ -222,7 +248,8 @@ class Roster:
             {worker: self.workers[worker].computing.value for worker in workers},
             {worker: self.workers[worker].coding.value for worker in workers},
             {worker: self.workers[worker].handling.value for worker in workers},
-            {(a, b): self.links.table.drag((a, b)) for a in workers for b in workers if a != b},
+            self.links.table.drags(),
+            self.links.table.usual_drag(),
         )
         return self.fleet(workers, precision)
 
@@ -278,7 +305,7 @@ class Roster:
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:
         """A committed step's transfers refine a link's drag; ``link`` is what was predicted."""
         pair = (link.source, link.target)
-        planned = self._planned(job).drags.get(pair)
+        planned = self._planned(job).drag(pair)
         if planned is None or carried.n_bytes < MIN_GOODPUT_BYTES:
             return
         # Reports are cut by the clock, steps by their commit: not always the same messages.

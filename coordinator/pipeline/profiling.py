@@ -6,13 +6,17 @@ moment, in case it comes back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from atoll.job import JobSpec
+from atoll.plan import Plan
 from coordinator.membership.effects import Effects
 from coordinator.membership.measuring import Measuring
 from coordinator.messages import instructions as do
+
+REFINEMENTS = 2  # plans made once more for pairs of theirs that had to be estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class Profiling:
     _attempts: dict[str, int] = field(default_factory=dict)  # job -> the one being planned
     _planned_on: dict[str, frozenset[tuple[str, int, bool]]] = field(default_factory=dict)
     _inquiries: dict[str, JobSpec] = field(default_factory=dict)
+    _begun_s: dict[str, float] = field(default_factory=dict)  # since when figures are asked for
+    _chosen: dict[str, list[str]] = field(default_factory=dict)  # workers to plan with, of a huge fleet
+    _wanted: dict[str, frozenset[str]] = field(default_factory=dict)  # whose pairs a plan waits for
+    _refined: Counter[str] = field(default_factory=Counter)
 
     def know(self, job: str, ops: Mapping[str, int]) -> None:
         """Take in the distinct ops of a job: signature -> forward FLOPs."""
@@ -72,6 +80,8 @@ class Profiling:
             if self.effects.now_s >= hold.until_s or back or gone:
                 del self.holds[job]
                 self.effects.advance = True
+        if self._begun_s:  # their survey may have taken long enough
+            self.effects.advance = True
 
     # ------------------------------------------------------------ figures and plans
 
@@ -85,17 +95,63 @@ class Profiling:
                 self._reading.add(job)
                 self.effects.emit(do.ReadJob(job, spec))
             return False
-        links_known = training or self.measuring.measure_links(fresh=True)
+        self._begun_s.setdefault(job, self.effects.now_s)
+        workers = self._candidates(job)
+        links_known = training or self._links_known(job, workers)
         precision = spec.training.precision.value
-        return links_known and self.measuring.measure_ops(job, precision, self._ops_of[job])
+        return links_known and self.measuring.measure_ops(job, precision, self._ops_of[job], workers)
+
+    def _candidates(self, job: str) -> list[str]:
+        """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:
+        in one where somebody always comes, measuring would never end."""
+        roster = self.effects.roster
+        if roster.idle_count <= roster.probing.planned_workers and job not in self._chosen:
+            return roster.idle()
+        if not any(map(roster.is_idle, self._chosen.get(job, ()))):
+            self._chosen[job] = roster.plannable(roster.idle())
+        return list(filter(roster.is_idle, self._chosen[job]))
+
+    def _links_known(self, job: str, workers: list[str]) -> bool:
+        known = self.measuring.measure_links(fresh=True)
+        late = self.effects.now_s - self._begun_s[job] >= self.effects.roster.probing.survey_within_s
+        return known and (
+            late or not self.measuring.large or not self.effects.roster.links.unsurveyed(workers)
+        )
 
     def plan(self, job: str, version: int, spec: JobSpec) -> None:
         """Ask the shell for a plan on the idle fleet."""
         attempt = self._attempts.get(job, 0) + 1
         self._attempts[job] = attempt
-        roster = self.effects.roster
-        fleet = roster.fleet_for(job, roster.idle(), spec.training.precision.value)
+        fleet = self.effects.roster.fleet_for(job, self._candidates(job), spec.training.precision.value)
+        self._begun_s.pop(job, None)
+        self._wanted.pop(job, None)
+        self.measuring.stop(job)
         self.effects.emit(do.MakePlan(job, attempt, version, spec, fleet))
+
+    def refine(self, job: str, plan: Plan) -> bool:
+        """Return whether a large fleet's plan is to be made once more when the pairs of its workers, of
+        which only some were measured, are known."""
+        workers = self.effects.roster.in_order({place.worker for place in plan.places})
+        unmeasured = self.measuring.large and self.effects.roster.links.unmeasured(workers)
+        if unmeasured and self._refined[job] < REFINEMENTS:
+            self._refined[job] += 1
+            self._wanted[job] = frozenset(workers)
+            self.effects.advance = True
+            return True
+        return False
+
+    def refined(self, job: str, training: bool) -> bool:
+        """Measure the pairs that a plan waits for; True when it is to be made with what is known."""
+        wanted = self._wanted.get(job)
+        if wanted is None:
+            return False
+        return training or self.measuring.measure_links(fresh=True, wanted=wanted)
+
+    def stop(self, job: str) -> None:
+        """Forget how far a job's planning is: it has a plan, or waits, or is over."""
+        self.measuring.stop(job)
+        for known in (self._begun_s, self._chosen, self._wanted, self._refined):
+            known.pop(job, None)
 
     def awaited(self, job: str, attempt: int) -> bool:
         """Whether this is the planning attempt that counts."""
@@ -114,6 +170,7 @@ class Profiling:
                 continue
             del self._inquiries[name]
             self._ops_of.pop(name, None)
+            self.stop(name)
             workers = [w for w, x in roster.workers.items() if not x.member.gone and not x.quarantined]
-            fleet = roster.fleet(workers, spec.training.precision.value)
+            fleet = roster.fleet(roster.plannable(workers), spec.training.precision.value)
             self.effects.emit(do.MakePlan(name, 0, 0, spec, fleet))
