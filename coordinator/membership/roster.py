@@ -109,6 +109,7 @@ class Roster:
     links: LinkProbing = field(init=False)
     ops: OpProbing = field(init=False)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
+    _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
     _fingerprint: frozenset[tuple[str, int, bool]] | None = None  # None: computed anew when asked for
     _watched: Deadlines = field(default_factory=Deadlines)
 
@@ -128,7 +129,9 @@ class Roster:
         if introduction.incarnation != before.incarnation:
             known.quarantined = ""
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
+        self._list_data(worker, listed=False)
         known.introduction, known.session = introduction, session
+        self._list_data(worker, listed=known.idle)
         self._changed(worker)
         return before
 
@@ -165,11 +168,20 @@ class Roster:
         at = bisect_left(self._idle, entry)
         if (at < len(self._idle) and self._idle[at] == entry) is known.idle:
             return
+        self._list_data(worker, listed=known.idle)
         if known.idle:
             insort(self._idle, entry)
             self.links.survey.meet(worker, known.introduction.site or known.introduction.seen or worker)
         else:
             del self._idle[at]
+
+    def _list_data(self, worker: str, *, listed: bool) -> None:
+        for data in self.workers[worker].introduction.datasets:
+            holders = self._idle_holders.setdefault(data.name, set())
+            if listed:
+                holders.add(worker)
+            else:
+                holders.discard(worker)
 
     def silent(self, now_s: float) -> list[str]:
         """Return the workers, in join order, that a Tick may change: all others are as they were."""
@@ -191,6 +203,10 @@ class Roster:
     def idle(self) -> list[str]:
         """Workers a new plan may use, in join order."""
         return [name for _, name in self._idle]
+
+    def idle_holders(self, data: str) -> list[str]:
+        """Return the idle workers that hold a data set, in join order."""
+        return self.in_order(self._idle_holders.get(data, ()))
 
     def is_idle(self, worker: str) -> bool:
         """Return whether a new plan may use this worker."""

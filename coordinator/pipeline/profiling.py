@@ -96,10 +96,10 @@ class Profiling:
                 self.effects.emit(do.ReadJob(job, spec))
             return False
         self._begun_s.setdefault(job, self.effects.now_s)
-        workers = self._candidates(job)
-        links_known = training or self._links_known(job, workers)
+        if not training and not self._links_known(job):
+            return False
         precision = spec.training.precision.value
-        return links_known and self.measuring.measure_ops(job, precision, self._ops_of[job], workers)
+        return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job))
 
     def _candidates(self, job: str) -> list[str]:
         """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:
@@ -107,16 +107,21 @@ class Profiling:
         roster = self.effects.roster
         if roster.idle_count <= roster.probing.planned_workers and job not in self._chosen:
             return roster.idle()
-        if not any(map(roster.is_idle, self._chosen.get(job, ()))):
-            self._chosen[job] = roster.plannable(roster.idle())
-        return list(filter(roster.is_idle, self._chosen[job]))
+        idle = list(filter(roster.is_idle, self._chosen.get(job, ())))
+        if not idle:
+            idle = self._chosen[job] = roster.plannable(roster.idle())
+        return idle
 
-    def _links_known(self, job: str, workers: list[str]) -> bool:
-        known = self.measuring.measure_links(fresh=True)
-        late = self.effects.now_s - self._begun_s[job] >= self.effects.roster.probing.survey_within_s
-        return known and (
-            late or not self.measuring.large or not self.effects.roster.links.unsurveyed(workers)
-        )
+    def _links_known(self, job: str) -> bool:
+        roster = self.effects.roster
+        if not self.measuring.measure_links(fresh=True):
+            return False
+        if (
+            not self.measuring.large
+            or self.effects.now_s - self._begun_s[job] >= roster.probing.survey_within_s
+        ):
+            return True
+        return not roster.links.unsurveyed(self._chosen.get(job) or self._candidates(job))
 
     def plan(self, job: str, version: int, spec: JobSpec) -> None:
         """Ask the shell for a plan on the idle fleet."""

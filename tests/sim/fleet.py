@@ -27,7 +27,7 @@ ROUNDS = 5
 WITH_DATA = 20  # one worker in so many could take part in federated jobs
 AWAY_S = (2.0, 20.0)
 LEAVERS = 0.5  # of those that go: they say so; the others are killed
-GRACE_S = 30.0  # from a start until the member has to be live, or from an end until it has to be gone
+GRACE_S = 10.0  # from a start until the member has to be live, or from an end until it has to be gone
 
 
 @dataclass(frozen=True)
