@@ -115,6 +115,11 @@ class Stage:
         first holder, so that the norms of all stages in a row do not depend on the cut."""
         return tuple(n for n in self._trainable if n not in self._followed)
 
+    @property
+    def trained(self) -> Mapping[str, torch.nn.Parameter]:
+        """Parameters that the optimizer steps, in the program's order; gradients after ``finish_step``."""
+        return self._parameters
+
     def begin_step(self, step: int) -> None:
         """Open ``step``: no gradients, no micro-batches in flight, buffers remembered. A step that
         was begun and neither applied nor discarded is discarded."""

@@ -1,0 +1,91 @@
+"""Every exchange rule by name: what it exchanges, over which collective, and how many bytes that takes.
+
+No torch here: the coordinator plans with these facts. A rule's class is found by ``module`` and ``builder``
+only where tensors are at hand; the conformance suite holds each fact against the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from atoll.errors import UsageError
+from atoll.exchange import Content, Exchange, Partners, Pattern
+
+Shapes = Sequence[tuple[int, ...]]
+"""Shapes of the exchanged tensors, in the order in which they follow each other."""
+Volume = Callable[[Shapes, Exchange, int], float]
+"""(shapes, exchange, ranks) -> bytes that a rank is expected to send a round, shares being even."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFacts:
+    """Facts of one rule."""
+
+    name: str
+    summary: str  # one line for users
+    module: str  # below ``strategies.exchanges``
+    builder: str  # class in it; called with the Exchange
+    source: str  # paper and section
+    content: Content
+    partners: Partners
+    pattern: Pattern
+    volume: Volume
+    exact: bool = False  # the same model as one machine, bit for bit
+    alike: bool = True  # every rank holds the same bits after a complete round
+    together: bool = False  # a round counts for all of a group or for none
+    phases: int = 1  # collectives a round, at most
+
+
+def elements_of(shapes: Shapes) -> int:
+    """Elements of tensors of these shapes."""
+    total = 0
+    for shape in shapes:
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    return total
+
+
+def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of the vector, uncompressed."""
+    return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
+
+
+EXCHANGES: dict[str, ExchangeFacts] = {
+    facts.name: facts
+    for facts in (
+        ExchangeFacts(
+            name="sum",
+            summary="exact data parallelism: gradients of blocks of micro-batches, added in one order",
+            module="mean",
+            builder="Sum",
+            source="papers/compression.md 7 (butterfly), in a fixed order",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            exact=True,
+            together=True,
+        ),
+        ExchangeFacts(
+            name="mean",
+            summary="weighted mean of gradients, with error feedback where the codec is lossy",
+            module="mean",
+            builder="Mean",
+            source="papers/compression.md 3 (error feedback), 5 (8-bit all-reduce)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+        ),
+    )
+}
+
+
+def exchange_facts(name: str) -> ExchangeFacts:
+    """Facts of the rule of that name. Raises UsageError with the known ones."""
+    if name not in EXCHANGES:
+        raise UsageError(f"exchange {name!r} is not known; there are: {', '.join(sorted(EXCHANGES))}")
+    return EXCHANGES[name]
