@@ -8,6 +8,7 @@ for an optional client certificate, hence two. torch is never imported here.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -62,6 +63,7 @@ FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md 
 MAX_STREAMS = 128  # of one connection to the entry port
 SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
 GRACE_S = 0.3  # for calls in progress when the server stops
+FULL_COLLECTION_AFTER = 100  # collections of the middle generation
 
 log = structlog.get_logger()
 
@@ -401,6 +403,10 @@ async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started]
         loop.add_signal_handler(number, ending.set)
     server = Server(config)
     announce(await server.start())
+    # What importing left behind is no garbage: with a thousand sessions a look through all of it, too, stops
+    # every answer for a sixth of a second. What sessions hold lives as long as they: look rarely.
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_AFTER)
     broke = asyncio.create_task(server.broken())
     await asyncio.wait({asyncio.create_task(ending.wait()), broke}, return_when=asyncio.FIRST_COMPLETED)
     failure = broke.exception() if broke.done() else None
