@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from atoll.errors import PlanError
 from atoll.exchange import Exchange, check_exchange
 from atoll.job import Recompute, TrainingSpec
-from atoll.microbatch import Action, ScheduleName, Work, block_ranges, gpipe, one_f_one_b
+from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_one_b
 from atoll.opdag import OpDag, Source, leaf_refs
 
 if TYPE_CHECKING:
@@ -168,10 +168,6 @@ class Plan:
             return gpipe(stop - first, first)
         spec = replica.stages[place.stage]
         return one_f_one_b(stop - first, spec.warmup, spec.held, first=first)
-
-    def defers(self, rank: int) -> bool:
-        """Return whether its backwards defer weight gradients."""
-        return any(action.work is Work.INPUT for action in self.actions(rank))
 
     def relinked(self, version: int, links: Sequence[LinkSpec]) -> Plan:
         """Return a plan of one replica under a later version that differs in its codecs alone."""

@@ -48,7 +48,7 @@ from benchmarks.harness import execute
 from compressors import codec
 from coordinator.capture.capture import Captured, capture
 from coordinator.client.job_file import load_job
-from worker.inprocess.pipeline import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline, usual_actions
 from worker.inprocess.replicas import LocalReplicas
 
 State = Mapping[str, Mapping[str, Tensor]]
@@ -150,14 +150,21 @@ def case_from(
     return Case(name, module, dag, {**dag.parameters, **dag.buffers}, tensors, training, batches)
 
 
-def run_local(case: Case, starts: Sequence[int], links: Sequence[LinkSpec] = (), **options: object) -> Run:
+def run_local(
+    case: Case,
+    starts: Sequence[int],
+    links: Sequence[LinkSpec] = (),
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B,
+    devices: Sequence[torch.device | str] = ("cpu",),
+) -> Run:
     """Train the case in this process, one Stage per start."""
     pipeline = LocalPipeline(
         stage_programs(case.dag, starts),
         case.training,
         case.tensors,
+        devices=devices,
+        actions=usual_actions(len(starts), case.training.n_micro, schedule),
         states=case.states,
-        **options,  # type: ignore[arg-type]
     )
     pipeline.relink(links)
     results = [pipeline.step(step, case.batches(step)) for step in range(case.training.steps)]

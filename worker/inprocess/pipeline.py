@@ -44,9 +44,8 @@ class StepResult:
 
 
 class LocalPipeline:
-    """K stages in one process; ``devices`` are used in turn, ``warmups`` default to K - s - 1. Where weight
-    gradients are deferred, each stage holds at most K micro-batches. A plan gives all stages' ``actions``
-    instead, and the ``micros`` of one of its replicas."""
+    """K stages in one process; ``devices`` are used in turn, ``actions`` are every stage's, 1F1B with
+    warm-ups of K - s - 1 on the whole step unless given."""
 
     def __init__(
         self,
@@ -56,23 +55,13 @@ class LocalPipeline:
         *,
         eval_programs: Sequence[StageProgram] = (),
         devices: Sequence[torch.device | str] = ("cpu",),
-        schedule: ScheduleName = ScheduleName.ONE_F_ONE_B,
-        warmups: Sequence[int] | None = None,
-        actions: Sequence[Sequence[Action]] | None = None,
-        micros: tuple[int, int] | None = None,
+        actions: Sequence[Sequence[Action]] = (),
         states: Mapping[str, StateMeta] | None = None,
     ) -> None:
         self.training = training
         self.programs = tuple(programs)
         self.eval_programs = tuple(eval_programs)
-        depths = warmups or [len(programs) - stage - 1 for stage in range(len(programs))]
-        held = len(programs) if schedule is ScheduleName.ZERO_BUBBLE else 0
-        self._actions = actions or [
-            gpipe(training.n_micro)
-            if schedule is ScheduleName.GPIPE
-            else one_f_one_b(training.n_micro, depths[stage], held)
-            for stage in range(len(programs))
-        ]
+        self._actions = actions or usual_actions(len(programs), training.n_micro)
         self.stages = [
             Stage(
                 program,
@@ -82,8 +71,7 @@ class LocalPipeline:
                 devices[at % len(devices)],
                 states=states,
                 recompute=training.recompute,
-                defer=any(action.work is Work.INPUT for action in self._actions[at]),
-                micros=micros,
+                actions=self._actions[at],
             )
             for at, program in enumerate(programs)
         ]
@@ -215,6 +203,17 @@ class LocalPipeline:
                 for stage in reversed(holders):
                     partial = self.stages[stage].tied_partial(name, block, later)
                     later = None if partial is None else carried(partial)
+
+
+def usual_actions(
+    stages: int, n_micro: int, schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+) -> list[tuple[Action, ...]]:
+    """Return every stage's actions with warm-ups of K - s - 1; where weight gradients are deferred, each
+    stage holds at most K micro-batches."""
+    if schedule is ScheduleName.GPIPE:
+        return [gpipe(n_micro)] * stages
+    held = stages if schedule is ScheduleName.ZERO_BUBBLE else 0
+    return [one_f_one_b(n_micro, stages - stage - 1, held) for stage in range(stages)]
 
 
 class _Walk:

@@ -50,33 +50,19 @@ class LocalReplicas:
                 f"{plan.exchange.every}"
             )
         self.training = training
-        self.replicas = [
-            self._pipeline(plan, number, dag, tensors, devices, states)
-            for number in range(len(plan.replicas))
-        ]
+        self.replicas = []
+        for number, replica in enumerate(plan.replicas):
+            pipeline = LocalPipeline(
+                stage_programs(dag, [stage.start for stage in replica.stages]),
+                training,
+                tensors,
+                devices=devices,
+                actions=[plan.actions(at) for at, place in enumerate(plan.places) if place.replica == number],
+                states=states,
+            )
+            pipeline.relink(replica.links)
+            self.replicas.append(pipeline)
         self._shares = [(stop - start) / plan.n_micro for start, stop in (r.micros for r in plan.replicas)]
-
-    def _pipeline(
-        self,
-        plan: Plan,
-        number: int,
-        dag: OpDag,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        devices: Sequence[torch.device | str],
-        states: Mapping[str, StateMeta] | None,
-    ) -> LocalPipeline:
-        replica = plan.replicas[number]
-        pipeline = LocalPipeline(
-            stage_programs(dag, [stage.start for stage in replica.stages]),
-            self.training,
-            tensors,
-            devices=devices,
-            actions=[plan.actions(at) for at, place in enumerate(plan.places) if place.replica == number],
-            micros=replica.micros,
-            states=states,
-        )
-        pipeline.relink(replica.links)
-        return pipeline
 
     def step(self, step: int, batches: Sequence[Inputs]) -> StepResult:
         """Compute, commit (whatever the loss) and report ``step`` on n_micro micro-batches.

@@ -19,7 +19,7 @@ from atoll.errors import BadFrame, PlanError, UsageError
 from atoll.execute import DTYPES, Executor
 from atoll.indices import IndexRanges, index_ranges
 from atoll.job import OptimizerName, Recompute, stepwise_groups
-from atoll.microbatch import own_blocks
+from atoll.microbatch import Work, own_blocks
 from atoll.ops import check_node
 from atoll.value_guards import out_of_range, sound_bools
 from worker.stage.optimizers import make_optimizer
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from atoll.job import TrainingSpec
+    from atoll.microbatch import Action
     from atoll.opdag import StateMeta
     from atoll.program import StageProgram
 
@@ -62,9 +63,9 @@ class Stage:
 
     ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
     state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
-    has; without it every parameter trains and inputs are taken as they come. ``defer``:
-    backwards leave weights' gradients to ``weight_gradients``. ``micros``: half-open range of the step's
-    micro-batches that its replica has, on borders of blocks; all of them unless given.
+    has; without it every parameter trains and inputs are taken as they come. ``actions``
+    are those of a step: which micro-batches, all of them unless given, and whether backwards leave weights'
+    gradients to ``weight_gradients``.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when the evaluation program needs state that another stage trains.
     """
@@ -79,8 +80,7 @@ class Stage:
         *,
         states: Mapping[str, StateMeta] | None = None,
         recompute: Recompute = Recompute.OFF,
-        defer: bool = False,
-        micros: tuple[int, int] | None = None,
+        actions: Sequence[Action] = (),
     ) -> None:
         for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
             check_node(node, MAX_OUTPUT_BYTES)
@@ -103,12 +103,13 @@ class Stage:
             training.precision,
             training.seed,
             recompute=recompute,
-            defer=defer,
+            defer=any(action.work is Work.INPUT for action in actions),
             indices=self._ranges.computed,
         )
         self._executor.load(self._values, self.frozen)
         self.trainable = tuple(n for n in program.parameters if n in self._executor.uses)
-        self.blocks = own_blocks(training.n_micro, training.blocks, micros or (0, training.n_micro))
+        micros = [action.micro for action in actions] or [0, training.n_micro - 1]
+        self.blocks = own_blocks(training.n_micro, training.blocks, (min(micros), max(micros) + 1))
         self._sums = BlockSums(
             self._executor.uses, self._executor.late, self.blocks, {t.name for t in program.tied}
         )

@@ -12,8 +12,19 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from rich.console import Console, RenderableType
 
+from atoll.exchange import Exchange
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, one_replica
+from atoll.plan import (
+    LinkPrediction,
+    LinkSpec,
+    Plan,
+    Prediction,
+    Replica,
+    StagePrediction,
+    StageSpec,
+    one_replica,
+)
+from coordinator.cli.plot import plot_plan
 from coordinator.cli.render import plan_view, status_view, watch_line, watch_view
 from protos import atoll_control_pb2 as pb
 
@@ -134,6 +145,26 @@ def consoles() -> Iterator[tuple[str, ast.Call]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console":
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def test_a_plan_of_replicas_shows_each_ones_share_cut_and_links(tmp_path: Path) -> None:
+    pair = (StageSpec(0, 3, 0, 3, "w-1", 2), StageSpec(3, 5, 3, 5, "w-2", 2))
+    links = (LinkSpec(0, 1, "fp16", reason="thin"),)
+    replicas = (Replica((0, 6), pair, links), Replica((6, 8), (StageSpec(0, 5, 0, 5, "w-3", 0),)))
+    stages = tuple(StagePrediction(f"w-{n}", 0.1, 0.5, 2**20, 2**21) for n in (1, 2, 3))
+    prediction = Prediction(1.0, 0.5, "latency", "", stages, (LinkPrediction("w-1", "w-2", 10, 0.1, 20),))
+    plan = Plan(
+        "j", 1, "", "", "op_fence", ScheduleName.GPIPE, 8, replicas, (), prediction,
+        blocks=4, exchange=Exchange(),
+    )  # fmt: skip
+    found = shown(plan_view(plan, {"w-3": "third"}))
+    assert "2 replicas, 3 stages, 8 micro-batches" in found
+    assert [line.split()[:5] for line in found.splitlines() if line.lstrip()[:2] in ("0 ", "1 ")] == [
+        ["0", "0-5", "0", "w-1", "0-2"], ["0", "0-5", "1", "w-2", "3-4"], ["1", "6-7", "0", "third", "0-4"],
+    ]  # fmt: skip
+    assert "w-1 > w-2: thin" in found
+    plot_plan(plan, {}, tmp_path / "plan.svg")
+    assert "replica 1 stage 0" in (tmp_path / "plan.svg").read_text()
 
 
 def test_no_console_of_a_command_reads_markup_or_emoji_codes() -> None:

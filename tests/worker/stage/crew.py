@@ -199,7 +199,7 @@ class Crew:
             assignment.training,
             self.made.tensors,
             states=self.made.states,
-            defer=assignment.plan.defers(assignment.stage),
+            actions=assignment.plan.actions(assignment.stage),
         )
         program = assignment.eval_program
         assert program is not None
