@@ -117,6 +117,13 @@ def test_running_statistics_are_averaged_where_the_owner_allows_it() -> None:
             assert torch.allclose(value, own[0][name] / 4 + 3 * own[1][name] / 4)
 
 
+def test_a_step_that_is_not_finite_is_reported_and_is_no_difference() -> None:
+    found, plan = halves(case("gpt2"), blocks=2)
+    tensors = {name: {"value": t["value"] * float("nan")} for name, t in found.tensors.items()}
+    replicas = LocalReplicas(plan, found.dag, found.training, tensors, states=found.states)
+    assert not replicas.step(0, found.batches(0)).finite
+
+
 def test_replicas_whose_gradients_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found, plan = halves(case("gpt2"), blocks=2)
     replicas = LocalReplicas(plan, found.dag, found.training, found.tensors, states=found.states)
