@@ -158,7 +158,7 @@ class PipelineDriver:
             Name.PLAN_MADE,
             job=event.job,
             version=plan.version,
-            stages=len(plan.stages),
+            stages=len(plan.places),
             predicted_s=plan.prediction.step_s if plan.prediction else None,
         )
         self._step(event.job, Planned(plan))

@@ -87,13 +87,13 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     step_s = state.step_times_s[-1] if state.step_times_s else 0.0
     places = state.plan.places
     stage_of = {place.worker: place.stage for place in places}
-    specs = {(link.source, link.target): link for link in state.plan.links}
+    specs = [{(link.source, link.target): link for link in r.links} for r in state.plan.replicas]
     for at, report in sorted(state.reports.items()):
         mine = places[at]
         for link in report.links:
             if not link.n_bytes:
                 continue
-            spec = specs.get((mine.stage, stage_of.get(link.peer, mine.stage)), LinkSpec(0, 0))
+            spec = specs[mine.replica].get((mine.stage, stage_of.get(link.peer, mine.stage)), LinkSpec(0, 0))
             yield pb.LinkRate(
                 source=mine.worker,
                 target=link.peer,
