@@ -53,6 +53,11 @@ def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
 
 
+def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Values at the mask, to one peer."""
+    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
+
+
 EXCHANGES: dict[str, ExchangeFacts] = {
     facts.name: facts
     for facts in (
@@ -79,6 +84,19 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="saps",
+            summary="pairs average the elements that a shared seed draws, one in ``ratio``",
+            module="saps",
+            builder="SapsPsgd",
+            source="papers/compression.md 2.2",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PAIRWISE,
+            volume=masked_volume,
+            alike=False,
+            together=True,
         ),
     )
 }
