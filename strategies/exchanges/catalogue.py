@@ -58,6 +58,11 @@ def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
 
 
+def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """A byte an element, to one reader."""
+    return float(elements_of(shapes))
+
+
 EXCHANGES: dict[str, ExchangeFacts] = {
     facts.name: facts
     for facts in (
@@ -97,6 +102,18 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=masked_volume,
             alike=False,
             together=True,
+        ),
+        ExchangeFacts(
+            name="swarm",
+            summary="bursts of local steps, then the mean with what another published last; nobody waits",
+            module="swarm",
+            builder="SwarmSgd",
+            source="papers/compression.md 7 (SwarmSGD)",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PUBLISHED,
+            volume=byte_volume,
+            alike=False,
         ),
     )
 }
