@@ -35,6 +35,7 @@ class ExchangeFacts:
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
+    everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
 
 
 def elements_of(shapes: Shapes) -> int:
@@ -114,6 +115,29 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.PUBLISHED,
             volume=byte_volume,
             alike=False,
+        ),
+        ExchangeFacts(
+            name="wagma",
+            summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
+            module="wagma",
+            builder="Wagma",
+            source="papers/compression.md 7 (WAGMA-SGD)",
+            content=Content.MODEL,
+            partners=Partners.GROUPS,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            everybody_every=10,
+        ),
+        ExchangeFacts(
+            name="eager",
+            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
+            module="eager",
+            builder="Eager",
+            source="papers/compression.md 7 (eager-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
         ),
     )
 }

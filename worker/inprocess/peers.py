@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from atoll.collective import butterfly_groups
+from atoll.collective import butterfly_groups, group_size
 from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, ExchangeRound, Partners, Pattern, check_exchange
 from strategies.exchanges import exchange_facts, make_rule
@@ -40,7 +40,6 @@ GroupsOf = Callable[[int], "Groups"]
 """(round) -> who exchanges with whom."""
 Seconds = Callable[[int, int], float]
 """(rank, step) -> simulated seconds of the rank's forward and backward."""
-GROUP = 4  # ranks, of rules that exchange in groups, where there are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +172,11 @@ class LocalPeers:
 def default_groups(exchange: Exchange, ranks: Sequence[int], seed: int, number: int) -> Groups:
     """All ranks, the butterfly's groups, or pairs drawn by (seed, round), as the rule exchanges."""
     facts = exchange_facts(exchange.rule)
-    if facts.partners is Partners.ALL:
+    everybody = facts.everybody_every and (number + 1) % facts.everybody_every == 0
+    if facts.partners is Partners.ALL or everybody:
         return [tuple(ranks)]
     if facts.partners is Partners.GROUPS:
-        return list(butterfly_groups(ranks, min(GROUP, len(ranks)), number))
+        return list(butterfly_groups(ranks, group_size(len(ranks)), number))
     drawn = np.random.Generator(np.random.Philox(key=seed, counter=number)).permutation(len(ranks))
     order = [ranks[at] for at in drawn]
     if facts.pattern is Pattern.PUBLISHED:
