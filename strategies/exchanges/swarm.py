@@ -44,6 +44,7 @@ DIGEST_BYTES = 8
 TAIL = 1 + DIGEST_BYTES  # exponent of d, digest
 _BIAS = 160  # d = 2**(byte - _BIAS); byte 0: a dense copy
 _FLOAT_BITS = 24  # a lattice finer than float32 would only lengthen k
+_PLACE_BITS = 50  # beyond them k is not exact in float64
 
 Places = npt.NDArray[np.int64]
 
@@ -134,14 +135,14 @@ def copy_of(row: Tensor, reference: Tensor) -> Tensor | None:
         whole = row[:-TAIL].clone()
         return whole if bool(torch.isfinite(whole).all()) else None
     exponent = int(tail[0]) - _BIAS
-    if not bool(torch.isfinite(reference).all()):
+    if not float(reference.abs().max()) < 2.0 ** (exponent + _PLACE_BITS):  # nor if it is not finite
         return None
     here = places(reference.numpy(), exponent)
     half = LEVELS // 2
     found = here + (body.astype(np.int64) - here + half) % LEVELS - half
     if not np.array_equal(_digest(found), tail[1:]):
         return None
-    return torch.from_numpy(np.ldexp(found.astype(np.float64), exponent).astype(np.float32))
+    return torch.from_numpy(np.ldexp(found.astype(np.float64), exponent)).float()
 
 
 def _digest(found: Places) -> npt.NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import inf
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class GradientRounds:
 
     def run(self, gradients: int) -> Outcome:
         """Go on until at least so many gradients are in results."""
-        needed = ceil(self._exchange.quorum * len(self._ranks))
+        needed = self._exchange.awaited(len(self._ranks))
         for rank in self._ranks:
             self._begin(rank, 0.0)
         closes_s = inf
@@ -195,9 +195,9 @@ class ModelRounds:
             self._go_on(rank, answer, max(at_s, meeting.end_s), rounds)
             return
         meeting.arrived.add(rank)
-        everybody = len(meeting.group) == len(self._ranks)
-        needed = len(meeting.group) if everybody else ceil(self._exchange.quorum * len(meeting.group))
-        if len(meeting.arrived) == len(meeting.group):
+        members = len(meeting.group)
+        needed = members if members == len(self._ranks) else self._exchange.awaited(members)
+        if len(meeting.arrived) == members:
             self._when(at_s, number, rank)
         elif len(meeting.arrived) == needed:
             self._when(at_s + self._exchange.deadline_s, number, rank)

@@ -15,7 +15,7 @@ from compressors.vector import unpack
 from strategies.exchanges import make_rule
 from strategies.exchanges.base import Flat
 from strategies.exchanges.swarm import TAIL, Published, copy_of, lattice
-from worker.inprocess.exchange import Faults, run_round
+from worker.inprocess.exchange import Faults, later, run_round
 
 SIZE = 3000
 RULE = make_rule(Exchange("swarm"))
@@ -117,6 +117,24 @@ def test_what_has_no_place_on_a_lattice_goes_dense() -> None:
     assert lattice(values, float("inf")) is None
     assert lattice(np.array([np.nan], np.float32), 1.0) is None
     assert lattice(values, 1e37) is None
+
+
+def test_a_reader_far_beyond_the_lattice_does_not_decode() -> None:
+    states = copies(0.05, 0.1)
+    tiny = Published(1e-30 * states[1].model, 0.0)
+    row = RULE.contribute(tiny.model, tiny, AT, 1).vector.values
+    assert copy_of(row, tiny.model) is not None
+    for reference in (states[0].model, states[0].model * float("inf")):
+        assert copy_of(row, reference) is None
+
+
+def test_a_result_used_later_keeps_the_whole_burst() -> None:
+    states = copies(0.05, 0.1)
+    own = {rank: states[rank].model + 0.1 for rank in RANKS}
+    answer = run_round(RULE, own, states, AT, CYCLE)[0]
+    moved = later(RULE, answer, own[0] + 0.2)
+    assert torch.allclose(moved.result, answer.result + 0.2, atol=1e-6)
+    assert torch.equal(moved.state.model, moved.result)
 
 
 def test_a_copy_of_another_length_is_refused() -> None:

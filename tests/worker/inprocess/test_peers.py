@@ -92,3 +92,13 @@ def test_settings_that_cannot_be_are_refused() -> None:
     programs = stage_programs(case.dag, (0, case.dag.cuttable()[0]))
     with pytest.raises(UsageError, match="holds the whole model"):
         LocalPeers(programs[0], TRAINING, case.tensors, Exchange("mean"), 2)
+
+
+@pytest.mark.parametrize("rule", ["saps", "swarm", "wagma", "eager"])
+def test_gossiping_peers_train_together(rule: str) -> None:
+    case, several = peers(Exchange(rule, ratio=2.0 if rule == "saps" else 1.0))
+    figures = [several.step(step, lambda rank, at: share(case, rank, 0)) for step in range(4)]
+    assert figures[-1].loss < figures[0].loss
+    assert all(min(one.sent_bytes) > 0 for one in figures)
+    spread = several.spread()
+    assert spread == 0.0 if rule == "eager" else 0.0 < spread < 0.2
