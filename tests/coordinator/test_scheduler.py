@@ -262,10 +262,7 @@ def store(world: Scripted, step: int) -> None:
 
 
 def test_the_ledger_is_the_fold_of_the_journal() -> None:
-    world = Scripted()
-    world.join("a", "b", "c")
-    world.submit(what=spec(checkpoint_every=1))
-    world.load()
+    world = Scripted().training("a", "b", "c", checkpoint_every=1)
     for at in range(2):
         world.step()
         store(world, at)
@@ -275,10 +272,7 @@ def test_the_ledger_is_the_fold_of_the_journal() -> None:
 
 
 def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkpoint() -> None:
-    world = Scripted()
-    world.join("a", "b")
-    world.submit(what=spec(checkpoint_every=1))
-    world.load()
+    world = Scripted().training("a", "b", checkpoint_every=1)
     world.step()
     store(world, 0)
     world.step()
@@ -309,10 +303,7 @@ def test_after_a_restart_missing_workers_are_not_waited_for_forever() -> None:
 
 
 def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
-    world = Scripted()
-    world.join("a", "b")
-    world.submit(what=spec(steps=1))
-    world.load()
+    world = Scripted().training("a", "b", steps=1)
     world.step()
     store(world, 0)
     assert world.state().phase is jobs.Phase.FINISHED
@@ -382,10 +373,7 @@ def test_what_steps_take_refines_a_worker_s_scale_and_settles() -> None:
         prediction = Prediction(2.0, 1.0, "stage 0", "it computes", stages)
         return replace(plan, prediction=prediction)
 
-    world = Scripted(altered=altered)
-    world.join("a", "b")
-    world.submit(what=spec(steps=40))
-    world.load()
+    world = Scripted(altered=altered).training("a", "b", steps=40)
     for _ in range(30):
         world.wait(3.0)
         for worker in world.holders():
@@ -418,10 +406,7 @@ def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
         prediction = Prediction(2.0, 1.0, "stage 1", "it computes", stages)
         return replace(plan, prediction=prediction)
 
-    world = Scripted(altered=altered)
-    world.join("a", "b")
-    world.submit(what=spec(steps=10))
-    world.load()
+    world = Scripted(altered=altered).training("a", "b", steps=10)
     for _ in range(5):
         world.wait(3.0)
         world.ready("a", forward_s=0.06, backward_s=0.06)
@@ -442,10 +427,7 @@ def test_what_the_ends_take_to_handle_messages_is_no_drag_of_their_link() -> Non
         prediction = Prediction(2.0, 1.0, "link a>b", "it is slow", stages, links)
         return replace(plan, prediction=prediction)
 
-    world = Scripted(altered=altered)
-    world.join("a", "b")
-    world.submit(what=spec(steps=10))
-    world.load()
+    world = Scripted(altered=altered).training("a", "b", steps=10)
     for _ in range(5):
         world.wait(3.0)
         world.ready("b", forward_s=0.1, backward_s=0.4)

@@ -166,10 +166,10 @@ class Scripted(Coordinator):
         for worker in self.holders(job):
             self.ready(worker, job)
 
-    def training(self) -> Self:
-        """Have three workers join and two of them train a job."""
-        self.join("a", "b", "c")
-        self.submit()
+    def training(self, *workers: str, **changes: Any) -> Self:
+        """Have workers join (none named: three), and the first two of them train a job."""
+        self.join(*(workers or ("a", "b", "c")))
+        self.submit(what=spec(**changes))
         self.load()
         assert self.state().phase is Phase.TRAINING
         return self

@@ -280,10 +280,7 @@ class Adapting(Scripted):
             super().carry_out(instruction)
 
     def started(self, **changes: Any) -> Adapting:
-        self.join("a", "b")
-        self.submit(what=spec(**{"steps": 100, "compress": "auto", **changes}))
-        self.load()
-        return self
+        return self.training("a", "b", **{"steps": 100, "compress": "auto", **changes})
 
     def steps(self, count: int) -> Adapting:
         for _ in range(count):
