@@ -6,8 +6,8 @@
                  in time, and no sooner than it must, since such pairs may be slow
     idle       = peers that the last round left out: a pair above the threshold, else the fastest, else
                  the place of one that was not left out
-    the rest   = a random matching of pairs above the threshold; a peer with the fewest free partners
-                 chooses next, so that nearly all find one
+    the rest   = a matching of pairs above the threshold: a peer with the fewest free partners chooses next,
+                 so that nearly all find one, and takes of those with whom it had least to do one at random
 
 Where all peers of a part reach each other, windows connect it and nobody idles twice running. Where they
 do not (a hub and its leaves), each round joins at least one pair of components that are due, and the
@@ -98,7 +98,7 @@ def match(network: Network, words: Words, past: Iterable[Pairs]) -> Pairs:
     ``words`` [2 n]: random bits, the same at everybody who derives this round.
     """
     last_first = list(past)[: -network.window - 1 : -1]
-    round_ = _Round(network, words)
+    round_ = _Round(network, words, last_first)
     _join_components(round_, last_first)
     _match_idle(round_, last_first)
     _match_rest(round_)
@@ -108,8 +108,9 @@ def match(network: Network, words: Words, past: Iterable[Pairs]) -> Pairs:
 class _Round:
     """Pairs of the round in the making."""
 
-    def __init__(self, network: Network, words: Words) -> None:
+    def __init__(self, network: Network, words: Words, last_first: Sequence[Pairs]) -> None:
         n = network.n
+        self.distance = _distance(n, last_first[: network.window - WINDOW_SLACK])
         self.network = network
         self.partner = np.full(n, -1, dtype=np.int64)
         self.due = np.zeros(n, dtype=np.bool_)  # whose pair must stay
@@ -120,12 +121,28 @@ class _Round:
     def free(self) -> Bools:
         return self.partner < 0
 
-    def pick(self, options: Ints) -> int:
-        """One of ``options`` at random; at most one pick a peer."""
-        return int(options[next(self._picks) % len(options)])
+    def pick(self, i: int, options: Ints) -> int:
+        """The option farthest from ``i``, at random among equals; at most one pick a peer."""
+        distance = self.distance[i, options]
+        farthest = options[distance == distance.max()]
+        return int(farthest[next(self._picks) % len(farthest)])
 
     def join(self, i: int, j: int) -> None:
         self.partner[i], self.partner[j] = j, i
+
+
+def _distance(n: int, last_first: Sequence[Pairs]) -> Floats:
+    """[n, n] squared distances of what peers hold after some rounds, from values that were independent.
+
+    Averaging the farthest shrinks disagreement most: half as much again a round as random partners. All are
+    multiples of 4^-rounds, so exact, and equal on every machine.
+    """
+    share = np.eye(n)  # of everybody's value in what each peer holds
+    for i, j in (np.array(pairs).T for pairs in reversed(last_first) if pairs):
+        share[i] = share[j] = (share[i] + share[j]) / 2.0
+    overlap = share @ share.T
+    own = overlap.diagonal()
+    return own[:, None] + own[None, :] - 2.0 * overlap
 
 
 # ---------------------------------------------------------------- connected windows
@@ -200,7 +217,7 @@ def _match_idle(round_: _Round, last_first: Sequence[Pairs]) -> None:
         fast = np.flatnonzero(round_.free & round_.network.fast[i])
         any_ = rate[i] * round_.free
         if fast.size:
-            round_.join(i, round_.pick(fast))
+            round_.join(i, round_.pick(i, fast))
         elif any_.any():
             round_.join(i, int(any_.argmax()))
         else:
@@ -242,7 +259,7 @@ def _match_rest(round_: _Round) -> None:
         i = int(order.argmin()) if n else 0
         if not n or order[i] == never:
             return
-        j = round_.pick(np.flatnonzero(open_[i]))
+        j = round_.pick(i, np.flatnonzero(open_[i]))
         round_.join(i, j)
         options = options - open_[i] - open_[j]
         options[[i, j]] = 0

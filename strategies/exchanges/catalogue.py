@@ -36,6 +36,7 @@ class ExchangeFacts:
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
+    everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
     efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
 
     def efficiency_at(self, every: int) -> float:
@@ -69,6 +70,16 @@ def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
 
 
+def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Values at the mask, to one peer."""
+    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
+
+
+def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """A byte an element, to one reader."""
+    return float(elements_of(shapes))
+
+
 EXCHANGES: dict[str, ExchangeFacts] = {
     facts.name: facts
     for facts in (
@@ -91,6 +102,54 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             module="mean",
             builder="Mean",
             source="papers/compression.md 3 (error feedback), 5 (8-bit all-reduce)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="saps",
+            summary="pairs average the elements that a shared seed draws, one in ``ratio``",
+            module="saps",
+            builder="SapsPsgd",
+            source="papers/compression.md 2.2",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PAIRWISE,
+            volume=masked_volume,
+            alike=False,
+            together=True,
+        ),
+        ExchangeFacts(
+            name="swarm",
+            summary="bursts of local steps, then the mean with what another published last; nobody waits",
+            module="swarm",
+            builder="SwarmSgd",
+            source="papers/compression.md 7 (SwarmSGD)",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PUBLISHED,
+            volume=byte_volume,
+            alike=False,
+        ),
+        ExchangeFacts(
+            name="wagma",
+            summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
+            module="wagma",
+            builder="Wagma",
+            source="papers/compression.md 7 (WAGMA-SGD)",
+            content=Content.MODEL,
+            partners=Partners.GROUPS,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            everybody_every=10,
+        ),
+        ExchangeFacts(
+            name="eager",
+            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
+            module="eager",
+            builder="Eager",
+            source="papers/compression.md 7 (eager-SGD)",
             content=Content.GRADIENT,
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
