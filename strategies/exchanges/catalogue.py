@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.errors import UsageError
+from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
+from atoll.opdag import TensorMeta
+from compressors.contrib.ranks import powersgd_bytes
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -35,6 +37,7 @@ class ExchangeFacts:
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
+    check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
 
 
 def elements_of(shapes: Shapes) -> int:
@@ -51,6 +54,24 @@ def elements_of(shapes: Shapes) -> int:
 def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """2 (R - 1) / R of the vector, uncompressed."""
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
+
+
+def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
+    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
+
+    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
+        return once * 2.0 * (ranks - 1) / ranks
+
+    return volume
+
+
+def no_codec(exchange: Exchange) -> None:
+    """Refuse a codec where the rule itself decides how values travel."""
+    if exchange.codec != "none":
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it has its own; set its ratio alone"
+        )
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {
@@ -79,6 +100,20 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="powersgd",
+            summary="mean of gradients as two factors of low rank, one averaged after the other",
+            module="powersgd",
+            builder="PowerSgd",
+            source="papers/compression.md 4 (PowerSGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(powersgd_bytes),
+            together=True,
+            phases=2,
+            check=no_codec,
         ),
     )
 }
