@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
-from compressors.contrib.ranks import powersgd_bytes
+from compressors.contrib.ranks import acp_bytes, powersgd_bytes
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -113,6 +113,19 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=factor_volume(powersgd_bytes),
             together=True,
             phases=2,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="acp_sgd",
+            summary="mean of gradients as one factor of low rank a round, the sides alternating",
+            module="acp_sgd",
+            builder="AcpSgd",
+            source="papers/compression.md 4 (ACP-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(acp_bytes),
+            together=True,
             check=no_codec,
         ),
     )
