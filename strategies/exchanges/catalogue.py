@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
+from compressors.catalogue import codec
 from compressors.contrib.ranks import acp_bytes, powersgd_bytes
 
 Shapes = Sequence[tuple[int, ...]]
@@ -66,11 +67,37 @@ def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
     return volume
 
 
+def coded_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of one fragment through the exchange's codec."""
+    meta = TensorMeta((elements_of(shapes) // exchange.fragments,), "float32")
+    return codec(exchange.codec).size(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
 def no_codec(exchange: Exchange) -> None:
     """Refuse a codec where the rule itself decides how values travel."""
     if exchange.codec != "none":
         raise PlanError(
             f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it has its own; set its ratio alone"
+        )
+
+
+def dense_codec(exchange: Exchange) -> None:
+    """Refuse codecs that keep a state from tensor to tensor, or some elements alone."""
+    facts = codec(exchange.codec)
+    if facts.stateful or facts.size_on is not None:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it takes dense codecs without state "
+            "(none, fp16, int8_block, int4_block, ...)"
+        )
+
+
+def at_once(exchange: Exchange) -> None:
+    """Refuse fragments and delays too."""
+    dense_codec(exchange)
+    if exchange.fragments > 1 or exchange.delay:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with {exchange.fragments} fragments and a delay of {exchange.delay} "
+            "steps: it takes the model at once; 'streaming_diloco' has both"
         )
 
 
@@ -127,6 +154,31 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=factor_volume(acp_bytes),
             together=True,
             check=no_codec,
+        ),
+        ExchangeFacts(
+            name="diloco",
+            summary="many local steps, then an outer Nesterov step along the mean change",
+            module="diloco",
+            builder="DiLoCo",
+            source="papers/decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            check=at_once,
+        ),
+        ExchangeFacts(
+            name="streaming_diloco",
+            summary="DiLoCo a fragment at a time, used some steps later: lower peaks, no waiting",
+            module="streaming_diloco",
+            builder="StreamingDiLoCo",
+            source="papers/decentralized.md 8.5",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            alike=False,
+            check=dense_codec,
         ),
     )
 }
