@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
 
-from atoll.errors import UsageError
+from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
+from atoll.opdag import TensorMeta
+from compressors.catalogue import codec
+from compressors.contrib.ranks import acp_bytes, powersgd_bytes
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -37,6 +40,7 @@ class ExchangeFacts:
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
+    check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
     efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
 
     def efficiency_at(self, every: int) -> float:
@@ -78,6 +82,50 @@ def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
 def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """A byte an element, to one reader."""
     return float(elements_of(shapes))
+
+
+def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
+    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
+
+    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
+        return once * 2.0 * (ranks - 1) / ranks
+
+    return volume
+
+
+def coded_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of one fragment through the exchange's codec."""
+    meta = TensorMeta((elements_of(shapes) // exchange.fragments,), "float32")
+    return codec(exchange.codec).size(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def no_codec(exchange: Exchange) -> None:
+    """Refuse a codec where the rule itself decides how values travel."""
+    if exchange.codec != "none":
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it has its own; set its ratio alone"
+        )
+
+
+def dense_codec(exchange: Exchange) -> None:
+    """Refuse codecs that keep a state from tensor to tensor, or some elements alone."""
+    facts = codec(exchange.codec)
+    if facts.stateful or facts.size_on is not None:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it takes dense codecs without state "
+            "(none, fp16, int8_block, int4_block, ...)"
+        )
+
+
+def at_once(exchange: Exchange) -> None:
+    """Refuse fragments and delays too."""
+    dense_codec(exchange)
+    if exchange.fragments > 1 or exchange.delay:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with {exchange.fragments} fragments and a delay of {exchange.delay} "
+            "steps: it takes the model at once; 'streaming_diloco' has both"
+        )
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {
@@ -154,6 +202,58 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="powersgd",
+            summary="mean of gradients as two factors of low rank, one averaged after the other",
+            module="powersgd",
+            builder="PowerSgd",
+            source="papers/compression.md 4 (PowerSGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(powersgd_bytes),
+            together=True,
+            phases=2,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="acp_sgd",
+            summary="mean of gradients as one factor of low rank a round, the sides alternating",
+            module="acp_sgd",
+            builder="AcpSgd",
+            source="papers/compression.md 4 (ACP-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(acp_bytes),
+            together=True,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="diloco",
+            summary="many local steps, then an outer Nesterov step along the mean change",
+            module="diloco",
+            builder="DiLoCo",
+            source="papers/decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            check=at_once,
+        ),
+        ExchangeFacts(
+            name="streaming_diloco",
+            summary="DiLoCo a fragment at a time, used some steps later: lower peaks, no waiting",
+            module="streaming_diloco",
+            builder="StreamingDiLoCo",
+            source="papers/decentralized.md 8.5",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            alike=False,
+            check=dense_codec,
         ),
     )
 }
