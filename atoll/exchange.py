@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import isfinite
+from hashlib import blake2b
+from math import ceil, isfinite
 
 from atoll.errors import PlanError
 
@@ -56,6 +57,10 @@ class Exchange:
     deadline_s: float = 0.0  # from the quorum to the end of waiting for the others; 0: no deadline
     inner: Exchange | None = None  # of the ranks of one site among themselves
 
+    def awaited(self, ranks: int) -> int:
+        """Ranks that are waited for, of so many."""
+        return ceil(self.quorum * ranks - 1e-9)  # 0.07 of 100 are 7
+
 
 def check_exchange(exchange: Exchange) -> None:
     """Raise PlanError for values outside their ranges, or a delay that would let rounds overlap."""
@@ -93,6 +98,11 @@ class ExchangeRound:
         """Weight of a rank's contribution. Raises ValueError for a rank that is not expected."""
         at = self.ranks.index(rank)
         return self.weights[at] if self.weights else 1.0
+
+    def draw_seed(self, purpose: str) -> int:
+        """Seed of this round's draws for ``purpose``, 64 bits; the same at every rank."""
+        key = f"{self.seed} {self.number} {purpose}".encode()
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ class ExchangeFacts:
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
+    everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
     check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
 
 
@@ -99,6 +100,16 @@ def at_once(exchange: Exchange) -> None:
             f"exchange {exchange.rule!r} with {exchange.fragments} fragments and a delay of {exchange.delay} "
             "steps: it takes the model at once; 'streaming_diloco' has both"
         )
+
+
+def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Values at the mask, to one peer."""
+    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
+
+
+def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """A byte an element, to one reader."""
+    return float(elements_of(shapes))
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {
@@ -179,6 +190,54 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=coded_volume,
             alike=False,
             check=dense_codec,
+        ),
+        ExchangeFacts(
+            name="saps",
+            summary="pairs average the elements that a shared seed draws, one in ``ratio``",
+            module="saps",
+            builder="SapsPsgd",
+            source="papers/compression.md 2.2",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PAIRWISE,
+            volume=masked_volume,
+            alike=False,
+            together=True,
+        ),
+        ExchangeFacts(
+            name="swarm",
+            summary="bursts of local steps, then the mean with what another published last; nobody waits",
+            module="swarm",
+            builder="SwarmSgd",
+            source="papers/compression.md 7 (SwarmSGD)",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PUBLISHED,
+            volume=byte_volume,
+            alike=False,
+        ),
+        ExchangeFacts(
+            name="wagma",
+            summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
+            module="wagma",
+            builder="Wagma",
+            source="papers/compression.md 7 (WAGMA-SGD)",
+            content=Content.MODEL,
+            partners=Partners.GROUPS,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            everybody_every=10,
+        ),
+        ExchangeFacts(
+            name="eager",
+            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
+            module="eager",
+            builder="Eager",
+            source="papers/compression.md 7 (eager-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
         ),
     )
 }
