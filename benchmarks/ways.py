@@ -49,8 +49,7 @@ GOSSIP_STEPS = 40
 
 
 def network_of(fleet: Fleet) -> SimulatedNetwork:
-    """The fleet's pairs, and the uplinks of single machines. A group's uplink bounds each pair's rate, not what
-    several pairs get of it at once."""
+    """The fleet's pairs, and the uplinks of single machines; a group's uplink bounds each pair's rate alone."""
     rates = fleet.effective_bps / 8.0
     np.fill_diagonal(rates, 1e15)
     up, down = [1e15] * len(fleet.devices), [1e15] * len(fleet.devices)
@@ -70,7 +69,7 @@ def carried_s(network: SimulatedNetwork, collective: Collective, size: int) -> f
     at = ExchangeRound(0, tuple(sorted(collective.actions)))
     part = Contribution(dense(torch.zeros(size)))
     runs = {
-        rank: CollectiveRun(rule, collective, rank, at, {label: part for label in collective.labels[rank]})
+        rank: CollectiveRun(rule, collective, rank, at, dict.fromkeys(collective.labels[rank], part))
         for rank in collective.actions
     }
     network.carry(runs)
@@ -107,14 +106,15 @@ def _replicas_s(way: Way, fleet: Fleet, problem: Problem, network: SimulatedNetw
         for stage in plan.stages:
             network.clock[fleet.index[stage.worker]] = plan.prediction.step_s if plan.prediction else 0.0
     edges = sorted({edge for plan in way.plans for s in plan.stages for edge in (s.start, s.stop)})
-    end_s = max(network.clock)
+    begin_s, end_s = list(network.clock), max(network.clock)
     for start, stop in reversed(list(pairwise(edges))):
         size = round(problem.memory.trained(start, stop)[0] / 4)
         holders = [
             next(fleet.index[s.worker] for s in plan.stages if s.start <= start < s.stop)
             for plan in way.plans
         ]
-        if size:
+        if size:  # all at once: the links know what is under way
+            network.clock = list(begin_s)
             end_s = max(end_s, carried_s(network, by_owners(fleet, sorted(holders), size), size))
     return end_s
 

@@ -74,16 +74,6 @@ def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
 
 
-def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """Values at the mask, to one peer."""
-    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
-
-
-def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """A byte an element, to one reader."""
-    return float(elements_of(shapes))
-
-
 def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
     """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
 
@@ -128,6 +118,16 @@ def at_once(exchange: Exchange) -> None:
         )
 
 
+def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Values at the mask, to one peer."""
+    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
+
+
+def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """A byte an element, to one reader."""
+    return float(elements_of(shapes))
+
+
 EXCHANGES: dict[str, ExchangeFacts] = {
     facts.name: facts
     for facts in (
@@ -150,54 +150,6 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             module="mean",
             builder="Mean",
             source="papers/compression.md 3 (error feedback), 5 (8-bit all-reduce)",
-            content=Content.GRADIENT,
-            partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
-            volume=dense_volume,
-        ),
-        ExchangeFacts(
-            name="saps",
-            summary="pairs average the elements that a shared seed draws, one in ``ratio``",
-            module="saps",
-            builder="SapsPsgd",
-            source="papers/compression.md 2.2",
-            content=Content.MODEL,
-            partners=Partners.PAIRS,
-            pattern=Pattern.PAIRWISE,
-            volume=masked_volume,
-            alike=False,
-            together=True,
-        ),
-        ExchangeFacts(
-            name="swarm",
-            summary="bursts of local steps, then the mean with what another published last; nobody waits",
-            module="swarm",
-            builder="SwarmSgd",
-            source="papers/compression.md 7 (SwarmSGD)",
-            content=Content.MODEL,
-            partners=Partners.PAIRS,
-            pattern=Pattern.PUBLISHED,
-            volume=byte_volume,
-            alike=False,
-        ),
-        ExchangeFacts(
-            name="wagma",
-            summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
-            module="wagma",
-            builder="Wagma",
-            source="papers/compression.md 7 (WAGMA-SGD)",
-            content=Content.MODEL,
-            partners=Partners.GROUPS,
-            pattern=Pattern.OWNERS,
-            volume=dense_volume,
-            everybody_every=10,
-        ),
-        ExchangeFacts(
-            name="eager",
-            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
-            module="eager",
-            builder="Eager",
-            source="papers/compression.md 7 (eager-SGD)",
             content=Content.GRADIENT,
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
@@ -254,6 +206,54 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=coded_volume,
             alike=False,
             check=dense_codec,
+        ),
+        ExchangeFacts(
+            name="saps",
+            summary="pairs average the elements that a shared seed draws, one in ``ratio``",
+            module="saps",
+            builder="SapsPsgd",
+            source="papers/compression.md 2.2",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PAIRWISE,
+            volume=masked_volume,
+            alike=False,
+            together=True,
+        ),
+        ExchangeFacts(
+            name="swarm",
+            summary="bursts of local steps, then the mean with what another published last; nobody waits",
+            module="swarm",
+            builder="SwarmSgd",
+            source="papers/compression.md 7 (SwarmSGD)",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PUBLISHED,
+            volume=byte_volume,
+            alike=False,
+        ),
+        ExchangeFacts(
+            name="wagma",
+            summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
+            module="wagma",
+            builder="Wagma",
+            source="papers/compression.md 7 (WAGMA-SGD)",
+            content=Content.MODEL,
+            partners=Partners.GROUPS,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            everybody_every=10,
+        ),
+        ExchangeFacts(
+            name="eager",
+            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
+            module="eager",
+            builder="Eager",
+            source="papers/compression.md 7 (eager-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
         ),
     )
 }

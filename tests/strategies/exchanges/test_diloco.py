@@ -18,7 +18,7 @@ from strategies.exchanges import make_rule
 from strategies.exchanges.base import ExchangeRule, Flat
 from strategies.exchanges.diloco import DiLoCo, OuterState
 from worker.inprocess.exchange import Answer, Faults, run_round
-from worker.inprocess.peers import LocalPeers
+from worker.inprocess.peers import LocalPeers, WholeModel
 from worker.stage.flat import flat_values
 
 FLAT = Flat(((30, 20), (40,)))
@@ -208,7 +208,8 @@ def peers(exchange: Exchange, ranks: int = 3) -> tuple[Case, LocalPeers]:
     torch.set_num_threads(1)
     case = built_in("mlp", TRAINING, 0.0)
     (program,) = stage_programs(case.dag, (0,))
-    return case, LocalPeers(program, TRAINING, case.tensors, exchange, ranks, states=case.states)
+    model = WholeModel(program, TRAINING, case.tensors, states=case.states)
+    return case, LocalPeers(model, exchange, ranks)
 
 
 def sent_by_step(exchange: Exchange) -> list[int]:
