@@ -16,10 +16,10 @@ def far_apart(plan: Plan, request: do.MakePlan) -> Plan:
     """Place the stages on workers whose link the survey leaves out."""
     first, second = request.fleet.devices[0].worker, request.fleet.devices[-1].worker
     stages = (
-        replace(plan.stages[0], workers=(first,)),
-        replace(plan.stages[1], workers=(second,)),
+        replace(plan.stages[0], worker=first),
+        replace(plan.stages[1], worker=second),
     )
-    return replace(plan, stages=stages)
+    return replace(plan, replicas=(replace(plan.replicas[0], stages=stages),))
 
 
 def large(workers: int, **probing: int) -> tuple[World, list[do.MakePlan]]:
@@ -62,8 +62,8 @@ def test_a_plan_that_always_wants_other_pairs_is_taken_after_two_more():
     world, asked = large(40)
 
     def other(plan: Plan, request: do.MakePlan) -> Plan:
-        stages = (plan.stages[0], replace(plan.stages[1], workers=(f"w{39 - len(asked)}",)))
-        return replace(plan, stages=stages)
+        stages = (plan.stages[0], replace(plan.stages[1], worker=f"w{39 - len(asked)}"))
+        return replace(plan, replicas=(replace(plan.replicas[0], stages=stages),))
 
     world.altered = other
     world.submit()
