@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import blake2b
 from math import isfinite
 
 from atoll.errors import PlanError
@@ -93,6 +94,11 @@ class ExchangeRound:
         """Weight of a rank's contribution. Raises ValueError for a rank that is not expected."""
         at = self.ranks.index(rank)
         return self.weights[at] if self.weights else 1.0
+
+    def draw_seed(self, purpose: str) -> int:
+        """Seed of this round's draws for ``purpose``, 64 bits; the same at every rank."""
+        key = f"{self.seed} {self.number} {purpose}".encode()
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, slots=True)

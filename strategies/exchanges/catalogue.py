@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
+from atoll.opdag import TensorMeta
+from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -53,6 +55,18 @@ def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
 
 
+def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of the values that are drawn."""
+    meta = TensorMeta((elements_of(shapes),), "float32")
+    return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Of the root, which sends k pairs down ceil(log2 R) times; the others send less."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * (ranks - 1).bit_length()
+
+
 EXCHANGES: dict[str, ExchangeFacts] = {
     facts.name: facts
     for facts in (
@@ -79,6 +93,28 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="random_k",
+            summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
+            module="random_k",
+            builder="RandomK",
+            source="papers/compression.md 3 (random-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=random_k_volume,
+        ),
+        ExchangeFacts(
+            name="gtopk",
+            summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
+            module="gtopk",
+            builder="GTopK",
+            source="papers/compression.md 3 (gTop-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.TREE,
+            volume=tree_volume,
         ),
     )
 }
