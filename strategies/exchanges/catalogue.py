@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
+from compressors.contrib.sizes import dct_blocks, dct_kept
 from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]
@@ -67,6 +68,27 @@ def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return vector_bytes(vector_kept(elements, exchange.ratio), elements) * (ranks - 1).bit_length()
 
 
+def region_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of k pairs."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * 2.0 * (ranks - 1) / ranks
+
+
+def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """(R - 1) / R of a rank's pairs and of all that have a mean, positions taken to be independent."""
+    metas = [TensorMeta(tuple(shape), "float32") for shape in shapes]
+    blocks = [dct_blocks(meta).coefficients for meta in metas]
+    kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
+    return (_pairs(1, kept, blocks) + _pairs(ranks, kept, blocks)) * (ranks - 1) / ranks
+
+
+def _pairs(ranks: int, kept: int, blocks: Sequence[TensorMeta]) -> float:
+    """Bytes of the pairs that at least one of ``ranks`` has, of ``kept`` each."""
+    elements = sum(block.elements for block in blocks)
+    held = round(elements * (1.0 - (1.0 - kept / elements) ** ranks))
+    return vector_bytes(held, elements)
+
+
 EXCHANGES: dict[str, ExchangeFacts] = {
     facts.name: facts
     for facts in (
@@ -115,6 +137,30 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.TREE,
             volume=tree_volume,
+        ),
+        ExchangeFacts(
+            name="ok_topk",
+            summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
+            module="ok_topk",
+            builder="OkTopK",
+            source="papers/compression.md 3 (Ok-Topk)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=region_volume,
+            together=True,
+            phases=2,
+        ),
+        ExchangeFacts(
+            name="demo",
+            summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
+            module="demo",
+            builder="Demo",
+            source="papers/decentralized.md 8.6 (DeMo)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=demo_volume,
         ),
     )
 }
