@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import log2
 
 from atoll.errors import UsageError
 
@@ -289,6 +290,11 @@ def side_by_side(collectives: Sequence[Collective]) -> Collective:
         labels.update(one.labels)
         segments.extend(one.segments)
     return Collective(tuple(segments), actions, labels)
+
+
+def group_size(ranks: int) -> int:
+    """Power of two nearest to sqrt(ranks), at least 2 (papers/compression.md 7: 8 of 64)."""
+    return max(2, 1 << round(log2(ranks) / 2))
 
 
 def butterfly_groups(ranks: Sequence[int], size: int, number: int) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
-from math import isfinite
+from math import ceil, isfinite
 
 from atoll.errors import PlanError
 
@@ -56,6 +56,10 @@ class Exchange:
     quorum: float = 1.0  # share of the ranks that are waited for, in (0, 1]
     deadline_s: float = 0.0  # from the quorum to the end of waiting for the others; 0: no deadline
     inner: Exchange | None = None  # of the ranks of one site among themselves
+
+    def awaited(self, ranks: int) -> int:
+        """Ranks that are waited for, of so many."""
+        return ceil(self.quorum * ranks - 1e-9)  # 0.07 of 100 are 7
 
 
 def check_exchange(exchange: Exchange) -> None:

@@ -122,6 +122,11 @@ class ExchangeRule(ABC):
         """State before round 0; ``own`` is the content at that moment, equal at all ranks for models."""
         return None
 
+    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
+        """State of a rank that joins a job under way, from another rank's ``state`` after the last round; as
+        at the start without what that rank alone needs (residuals). ``own`` is the newcomer's content."""
+        return self.init(flat, own)
+
     @abstractmethod
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         """What this rank brings to the round's first phase."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from atoll.errors import UsageError
+from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
+from compressors.catalogue import codec
+from compressors.contrib.ranks import acp_bytes, powersgd_bytes
 from compressors.contrib.sizes import dct_blocks, dct_kept
 from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
@@ -38,6 +40,8 @@ class ExchangeFacts:
     alike: bool = True  # every rank holds the same bits after a complete round
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
+    everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
+    check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
 
 
 def elements_of(shapes: Shapes) -> int:
@@ -54,6 +58,60 @@ def elements_of(shapes: Shapes) -> int:
 def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """2 (R - 1) / R of the vector, uncompressed."""
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
+
+
+def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
+    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
+
+    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
+        return once * 2.0 * (ranks - 1) / ranks
+
+    return volume
+
+
+def coded_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of one fragment through the exchange's codec."""
+    meta = TensorMeta((elements_of(shapes) // exchange.fragments,), "float32")
+    return codec(exchange.codec).size(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def no_codec(exchange: Exchange) -> None:
+    """Refuse a codec where the rule itself decides how values travel."""
+    if exchange.codec != "none":
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it has its own; set its ratio alone"
+        )
+
+
+def dense_codec(exchange: Exchange) -> None:
+    """Refuse codecs that keep a state from tensor to tensor, or some elements alone."""
+    facts = codec(exchange.codec)
+    if facts.stateful or facts.size_on is not None:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it takes dense codecs without state "
+            "(none, fp16, int8_block, int4_block, ...)"
+        )
+
+
+def at_once(exchange: Exchange) -> None:
+    """Refuse fragments and delays too."""
+    dense_codec(exchange)
+    if exchange.fragments > 1 or exchange.delay:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with {exchange.fragments} fragments and a delay of {exchange.delay} "
+            "steps: it takes the model at once; 'streaming_diloco' has both"
+        )
+
+
+def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Values at the mask, to one peer."""
+    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
+
+
+def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """A byte an element, to one reader."""
+    return float(elements_of(shapes))
 
 
 def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
@@ -79,14 +137,13 @@ def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     metas = [TensorMeta(tuple(shape), "float32") for shape in shapes]
     blocks = [dct_blocks(meta).coefficients for meta in metas]
     kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
-    return (_pairs(1, kept, blocks) + _pairs(ranks, kept, blocks)) * (ranks - 1) / ranks
-
-
-def _pairs(ranks: int, kept: int, blocks: Sequence[TensorMeta]) -> float:
-    """Bytes of the pairs that at least one of ``ranks`` has, of ``kept`` each."""
     elements = sum(block.elements for block in blocks)
-    held = round(elements * (1.0 - (1.0 - kept / elements) ** ranks))
-    return vector_bytes(held, elements)
+    return (vector_bytes(kept, elements) + _union_bytes(ranks, kept, elements)) * (ranks - 1) / ranks
+
+
+def _union_bytes(ranks: int, kept: int, elements: int) -> float:
+    """Bytes of the pairs that at least one of ``ranks`` has, of ``kept`` each."""
+    return vector_bytes(round(elements * (1.0 - (1.0 - kept / elements) ** ranks)), elements)
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {
@@ -117,6 +174,106 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=dense_volume,
         ),
         ExchangeFacts(
+            name="powersgd",
+            summary="mean of gradients as two factors of low rank, one averaged after the other",
+            module="powersgd",
+            builder="PowerSgd",
+            source="papers/compression.md 4 (PowerSGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(powersgd_bytes),
+            together=True,
+            phases=2,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="acp_sgd",
+            summary="mean of gradients as one factor of low rank a round, the sides alternating",
+            module="acp_sgd",
+            builder="AcpSgd",
+            source="papers/compression.md 4 (ACP-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(acp_bytes),
+            together=True,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="diloco",
+            summary="many local steps, then an outer Nesterov step along the mean change",
+            module="diloco",
+            builder="DiLoCo",
+            source="papers/decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            check=at_once,
+        ),
+        ExchangeFacts(
+            name="streaming_diloco",
+            summary="DiLoCo a fragment at a time, used some steps later: lower peaks, no waiting",
+            module="streaming_diloco",
+            builder="StreamingDiLoCo",
+            source="papers/decentralized.md 8.5",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            alike=False,
+            check=dense_codec,
+        ),
+        ExchangeFacts(
+            name="saps",
+            summary="pairs average the elements that a shared seed draws, one in ``ratio``",
+            module="saps",
+            builder="SapsPsgd",
+            source="papers/compression.md 2.2",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PAIRWISE,
+            volume=masked_volume,
+            alike=False,
+            together=True,
+        ),
+        ExchangeFacts(
+            name="swarm",
+            summary="bursts of local steps, then the mean with what another published last; nobody waits",
+            module="swarm",
+            builder="SwarmSgd",
+            source="papers/compression.md 7 (SwarmSGD)",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PUBLISHED,
+            volume=byte_volume,
+            alike=False,
+        ),
+        ExchangeFacts(
+            name="wagma",
+            summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
+            module="wagma",
+            builder="Wagma",
+            source="papers/compression.md 7 (WAGMA-SGD)",
+            content=Content.MODEL,
+            partners=Partners.GROUPS,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            everybody_every=10,
+        ),
+        ExchangeFacts(
+            name="eager",
+            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
+            module="eager",
+            builder="Eager",
+            source="papers/compression.md 7 (eager-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+        ),
+        ExchangeFacts(
             name="random_k",
             summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
             module="random_k",
@@ -126,6 +283,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=random_k_volume,
+            check=no_codec,
         ),
         ExchangeFacts(
             name="gtopk",
@@ -137,6 +295,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.TREE,
             volume=tree_volume,
+            check=no_codec,
         ),
         ExchangeFacts(
             name="ok_topk",
@@ -150,6 +309,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=region_volume,
             together=True,
             phases=2,
+            check=no_codec,
         ),
         ExchangeFacts(
             name="demo",
@@ -161,6 +321,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=demo_volume,
+            check=no_codec,
         ),
     )
 }

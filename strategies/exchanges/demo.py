@@ -44,10 +44,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DemoState:
-    """Momentum [n] of this rank, and how each tensor of it is cut and how much of a block is kept."""
+    """Momentum [n] of this rank, how each tensor of it is cut and how much of a block is kept; ``late``:
+    gradients [n] of rounds that were given up, which join with the next."""
 
     momentum: Tensor
     tensors: tuple[tuple[DctBlocks, int], ...]
+    late: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Sent:
+    gradient: Tensor  # [n], with the late ones
+    momentum: Tensor  # [n], with the gradient
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ class Demo(ExchangeRule):
         return DemoState(torch.zeros(flat.size), tensors)
 
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
-        momentum = self.decay * state.momentum + own
+        gradient = own if state.late is None else own + state.late
+        momentum = self.decay * state.momentum + gradient
         sizes = [blocks.rows * blocks.columns for blocks, _ in state.tensors]
         parts, start = [], 0
         for values, (blocks, kept) in zip(torch.split(momentum, sizes), state.tensors, strict=True):
@@ -71,7 +80,7 @@ class Demo(ExchangeRule):
             best = largest_in_rows(bits_of(coefficients.values), width, kept)
             parts.append((start, chosen(coefficients, torch.from_numpy(best))))
             start += coefficients.size
-        return Contribution(joined(start, parts), carry=momentum)
+        return Contribution(joined(start, parts), carry=_Sent(gradient, momentum))
 
     def merge(self, parts: Sequence[Vector], own: Contribution) -> Merged:
         """Mean over the parts that have a coefficient."""
@@ -93,11 +102,11 @@ class Demo(ExchangeRule):
         tensors = done.state.tensors
         if not all_finite(mean):
             return Settled(torch.full_like(done.now, torch.nan), done.state)
-        momentum = done.contribution.carry - _inverse(delivered, tensors)
+        momentum = done.contribution.carry.momentum - _inverse(delivered, tensors)
         return Settled(_inverse(mean, tensors).sign_(), DemoState(momentum, tensors))
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
-        return replace(state, momentum=finite_or(contribution.carry, state.momentum))
+        return replace(state, late=finite_or(contribution.carry.gradient, state.late))
 
 
 def _inverse(coefficients: Tensor, tensors: Sequence[tuple[DctBlocks, int]]) -> Tensor:

@@ -281,8 +281,7 @@ class CollectiveRun:
         return _Value(vector, frozenset((label,)), packet)
 
     def _seed(self, label: int) -> int:
-        key = f"{self._at.seed} {self._at.number} {self._settings.phase} {label}".encode()
-        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+        return self._at.draw_seed(f"{self._settings.phase} {label}")
 
 
 def digest_of(packet: Packet, included: Sequence[int]) -> bytes:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from atoll.collective import butterfly_groups
+from atoll.collective import butterfly_groups, group_size
 from atoll.errors import UsageError
 from atoll.exchange import Content, Exchange, ExchangeRound, Partners, Pattern, check_exchange
 from strategies.exchanges import exchange_facts, make_rule
@@ -40,7 +40,6 @@ GroupsOf = Callable[[int], "Groups"]
 """(round) -> who exchanges with whom."""
 Seconds = Callable[[int, int], float]
 """(rank, step) -> simulated seconds of the rank's forward and backward."""
-GROUP = 4  # ranks, of rules that exchange in groups, where there are more
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +57,32 @@ class StepFigures:
         return sum(self.losses) / len(self.losses)
 
 
+@dataclass(frozen=True)
+class WholeModel:
+    """A model as one stage: its program, how it is trained, and its tensors as ``Stage`` takes them."""
+
+    program: StageProgram
+    training: TrainingSpec
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    eval_program: StageProgram | None = None
+    states: Mapping[str, StateMeta] | None = None
+
+
 class LocalPeers:
     """``ranks`` copies of a one-stage program under one exchange. UsageError for a program of several stages
     or a rule that cannot have as many ranks; PlanError for an exchange out of its ranges."""
 
     def __init__(
         self,
-        program: StageProgram,
-        training: TrainingSpec,
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        model: WholeModel,
         exchange: Exchange,
         ranks: int,
         *,
-        eval_program: StageProgram | None = None,
-        states: Mapping[str, StateMeta] | None = None,
         groups: GroupsOf | None = None,
         network: SimulatedNetwork | None = None,
         seconds: Seconds = lambda rank, step: 0.0,
     ) -> None:
+        program, training = model.program, model.training
         if program.n_stages != 1:
             raise UsageError(f"a program of {program.n_stages} stages; a peer holds the whole model")
         check_exchange(exchange)
@@ -83,7 +90,13 @@ class LocalPeers:
         self.rule, self.facts = make_rule(exchange), exchange_facts(exchange.rule)
         self.ranks = tuple(range(ranks))
         self.stages = [
-            Stage(program, eval_program, replace(training, seed=training.seed + rank), tensors, states=states)
+            Stage(
+                program,
+                model.eval_program,
+                replace(training, seed=training.seed + rank),
+                model.tensors,
+                states=model.states,
+            )
             for rank in self.ranks
         ]
         self.network, self._seconds = network, seconds
@@ -173,10 +186,11 @@ class LocalPeers:
 def default_groups(exchange: Exchange, ranks: Sequence[int], seed: int, number: int) -> Groups:
     """All ranks, the butterfly's groups, or pairs drawn by (seed, round), as the rule exchanges."""
     facts = exchange_facts(exchange.rule)
-    if facts.partners is Partners.ALL:
+    everybody = facts.everybody_every and (number + 1) % facts.everybody_every == 0
+    if facts.partners is Partners.ALL or everybody:
         return [tuple(ranks)]
     if facts.partners is Partners.GROUPS:
-        return list(butterfly_groups(ranks, min(GROUP, len(ranks)), number))
+        return list(butterfly_groups(ranks, group_size(len(ranks)), number))
     drawn = np.random.Generator(np.random.Philox(key=seed, counter=number)).permutation(len(ranks))
     order = [ranks[at] for at in drawn]
     if facts.pattern is Pattern.PUBLISHED:

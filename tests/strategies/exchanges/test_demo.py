@@ -58,12 +58,20 @@ def test_of_every_block_the_largest_coefficients_travel() -> None:
 
 
 def test_the_momentum_decays_and_gathers() -> None:
+    rounds = rounds_of(2)
+    own = gradients(2, SIZE)
+    rounds.play(own)
+    again = RULE.contribute(own[1], rounds.states[1], ExchangeRound(1, (0, 1)), 1)
+    assert torch.equal(again.carry.momentum, 0.999 * rounds.states[1].momentum + own[1])
+
+
+def test_gradients_of_rounds_given_up_join_with_the_next_undecayed() -> None:
     state = rounds_of(1).states[0]
     own = gradients(1, SIZE)[0]
     after = RULE.undelivered(RULE.contribute(own, state, ExchangeRound(0, (0, 1)), 0), state)
-    assert torch.equal(after.momentum, own)
+    assert torch.equal(after.late, own)
     again = RULE.contribute(own, after, ExchangeRound(1, (0, 1)), 0)
-    assert torch.allclose(again.carry, 1.999 * own)
+    assert torch.equal(again.carry.momentum, 2 * own)
 
 
 def test_a_coefficient_is_averaged_over_those_that_sent_it() -> None:

@@ -13,7 +13,7 @@ from atoll.job import Optimizer, OptimizerName, TrainingSpec
 from atoll.program import stage_programs
 from benchmarks.oracle import Case, built_in
 from worker.inprocess.network import SimulatedNetwork, uniform_network
-from worker.inprocess.peers import LocalPeers
+from worker.inprocess.peers import LocalPeers, WholeModel
 from worker.stage.flat import flat_values
 
 RANKS = 4
@@ -30,15 +30,8 @@ def one_thread() -> None:
 def peers(exchange: Exchange, ranks: int = RANKS, **options: object) -> tuple[Case, LocalPeers]:
     case = built_in("mlp", TRAINING, 0.0)
     (program,) = stage_programs(case.dag, (0,))
-    return case, LocalPeers(
-        program,
-        TRAINING,
-        case.tensors,
-        exchange,
-        ranks,
-        states=case.states,
-        **options,  # type: ignore[arg-type]
-    )
+    model = WholeModel(program, TRAINING, case.tensors, states=case.states)
+    return case, LocalPeers(model, exchange, ranks, **options)  # type: ignore[arg-type]
 
 
 def share(case: Case, rank: int, step: int) -> list[dict[str, torch.Tensor]]:
@@ -52,7 +45,7 @@ def test_the_mean_of_gradients_is_one_machines_step() -> None:
     case, several = peers(Exchange("mean"))
     one_training = replace(TRAINING, n_micro=RANKS * TRAINING.n_micro)
     (program,) = stage_programs(case.dag, (0,))
-    one = LocalPeers(program, one_training, case.tensors, Exchange("mean"), 1, states=case.states)
+    one = LocalPeers(WholeModel(program, one_training, case.tensors, states=case.states), Exchange("mean"), 1)
     whole = built_in("mlp", one_training, 0.0)
     for step in range(TRAINING.steps):
         figures = several.step(step, lambda rank, at: share(case, rank, at))
@@ -91,4 +84,14 @@ def test_settings_that_cannot_be_are_refused() -> None:
     case = built_in("mlp", TRAINING, 0.0)
     programs = stage_programs(case.dag, (0, case.dag.cuttable()[0]))
     with pytest.raises(UsageError, match="holds the whole model"):
-        LocalPeers(programs[0], TRAINING, case.tensors, Exchange("mean"), 2)
+        LocalPeers(WholeModel(programs[0], TRAINING, case.tensors), Exchange("mean"), 2)
+
+
+@pytest.mark.parametrize("rule", ["saps", "swarm", "wagma", "eager"])
+def test_gossiping_peers_train_together(rule: str) -> None:
+    case, several = peers(Exchange(rule, ratio=2.0 if rule == "saps" else 1.0))
+    figures = [several.step(step, lambda rank, at: share(case, rank, 0)) for step in range(4)]
+    assert figures[-1].loss < figures[0].loss
+    assert all(min(one.sent_bytes) > 0 for one in figures)
+    spread = several.spread()
+    assert spread == 0.0 if rule == "eager" else 0.0 < spread < 0.2
