@@ -14,7 +14,7 @@ from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
 from compressors.contrib.ranks import acp_bytes, powersgd_bytes
-from compressors.contrib.sizes import dct_blocks, dct_kept
+from compressors.contrib.sizes import chunk_kept, chunk_size, chunks_of, dct_blocks, dct_kept
 from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]
@@ -104,6 +104,12 @@ def at_once(exchange: Exchange) -> None:
         )
 
 
+def own_codec_at_once(exchange: Exchange) -> None:
+    """Refuse codecs, fragments and delays."""
+    no_codec(exchange)
+    at_once(exchange)
+
+
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """Values at the mask, to one peer."""
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
@@ -139,6 +145,14 @@ def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
     elements = sum(block.elements for block in blocks)
     return (vector_bytes(kept, elements) + _union_bytes(ranks, kept, elements)) * (ranks - 1) / ranks
+
+
+def chunk_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """(R - 1) / R of a rank's coded chunks and of the sums, positions taken to be independent."""
+    meta = TensorMeta((elements_of(shapes),), "float32")
+    kept = chunks_of(meta)[0] * chunk_kept(meta, exchange.ratio)
+    sums = _union_bytes(ranks, min(kept, meta.elements), meta.elements)
+    return (chunk_size(meta, exchange.ratio) + sums) * (ranks - 1) / ranks
 
 
 def _union_bytes(ranks: int, kept: int, elements: int) -> float:
@@ -224,6 +238,18 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=coded_volume,
             alike=False,
             check=dense_codec,
+        ),
+        ExchangeFacts(
+            name="sparseloco",
+            summary="many local steps, then the mean of the largest changes of chunks; the rest decays",
+            module="sparseloco",
+            builder="SparseLoCo",
+            source="papers/peers.md 7.5 (SparseLoCo), decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=chunk_volume,
+            check=own_codec_at_once,
         ),
         ExchangeFacts(
             name="saps",
