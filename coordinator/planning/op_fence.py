@@ -37,6 +37,7 @@ Order = tuple[int, ...]
 class Effort:
     """Bounds of the search, in counts."""
 
+    candidates: int = 64  # devices of a larger fleet that are searched at first (``preselect``)
     exhaustive_devices: int = 5  # all subsets in all orders up to here (325 orders)
     coarse_positions: int = 48
     orders_kept: int = 16  # after the chain bound

@@ -33,6 +33,7 @@ from coordinator.planning.evaluation_cut import evaluation_intervals
 from coordinator.planning.explain import bottleneck
 from coordinator.planning.left_out import left_out
 from coordinator.planning.op_fence import Effort, search
+from coordinator.planning.preselect import Preselection
 from coordinator.planning.problem import Candidate, Problem, Scored
 from coordinator.planning.ratios import check_compression
 from coordinator.planning.shortage import shortage
@@ -51,6 +52,7 @@ GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and
 SCHEDULES = ("auto", *ScheduleName)
 FINALISTS = 4  # dense ones that are judged compressed, compressed ones whose codecs are settled
 REPEATING_GAINS = 0.9  # of the step: hooks, which the estimate leaves out, take 3 to 5 % on slow hosts
+WIDER_GAINS = 0.99  # of the step: a selection of twice as many devices has to come below to be doubled again
 JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
 
@@ -76,7 +78,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
 
     Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
     """
-    problem, best, why = _within_memory(_problem(request), request.partitioner, effort or Effort())
+    problem, best, why = _searched(request, effort or Effort())
     plan = _bare_plan(problem, best, request)
     notes = [why] if why else []
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
@@ -89,6 +91,40 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
     validate(plan, request.dag)
     return plan
+
+
+def _searched(request: PlanRequest, effort: Effort) -> tuple[Problem, Scored, str]:
+    """As ``_within_memory``; ``op_fence`` searches a large fleet's likeliest devices, twice as many as long as
+    that is worth it."""
+    fleet, most = request.fleet, effort.candidates
+    if request.partitioner != "op_fence" or len(fleet.devices) <= most:
+        return _within_memory(_problem(request), request.partitioner, effort)
+    preselection = Preselection(fleet, _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker]))))
+    found: tuple[Problem, Scored, str] | None = None
+    while True:
+        workers = preselection.workers(most)
+        most = 2 * len(workers)
+        problem = _problem(replace(request, fleet=fleet.subset(workers)))
+        last = len(workers) == len(fleet.devices)
+        try:
+            wider = _within_memory(problem, request.partitioner, effort)
+        except NotEnoughMemory:
+            if last and found is None:
+                raise
+            wider = None
+        if wider is not None and found is not None and wider[1].step_s > WIDER_GAINS * found[1].step_s:
+            return min(found, wider, key=lambda f: f[1].step_s)
+        found = wider or found
+        if last or (found is not None and not _cramped(*found[:2], request.training.recompute)):
+            assert found is not None  # noqa: S101  else nothing fitted all of them, which is raised
+            return found
+
+
+def _cramped(problem: Problem, best: Scored, asked: Recompute) -> bool:
+    """Return whether more devices to choose from might make a better plan."""
+    many = 2 * len(best.candidate.devices) > len(problem.fleet.devices)
+    again = asked is Recompute.AUTO and problem.recompute is not Recompute.OFF
+    return many or again or problem.short_of_memory(best)
 
 
 def _mixed_classes(problem: Problem, best: Scored) -> list[str]:

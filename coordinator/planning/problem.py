@@ -117,8 +117,8 @@ class Problem:
         self.n_micro = self.training.n_micro
         self.traffic = Traffic(self.dag, self.training.optimizer)
         self.memory = MemoryModel(self.dag, self.training, self.traffic, self.recompute)
-        table = OpTable(self.dag, optimizer=self.training.optimizer)
-        costs = [table.costs(d, self.recompute) for d in self.fleet.devices]
+        self.table = OpTable(self.dag, optimizer=self.training.optimizer)
+        costs = [self.table.costs(d, self.recompute) for d in self.fleet.devices]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
         self.weights = np.stack([prefix(c.weights_s) for c in costs])
