@@ -102,10 +102,11 @@ def _searched(request: PlanRequest, effort: Effort) -> tuple[Problem, Scored, st
     preselection = Preselection(fleet, _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker]))))
     found: tuple[Problem, Scored, str] | None = None
     while True:
-        workers = preselection.workers(most)
-        most = 2 * len(workers)
-        problem = _problem(replace(request, fleet=fleet.subset(workers)))
-        last = len(workers) == len(fleet.devices)
+        chosen = preselection.choose(most)
+        most = 2 * len(chosen.workers)
+        problem = _problem(replace(request, fleet=fleet.subset(chosen.workers)))
+        last = len(chosen.workers) == len(fleet.devices)
+        problem.likely = () if last else chosen.orders  # the last word on memory is the full search's own
         try:
             wider = _within_memory(problem, request.partitioner, effort)
         except NotEnoughMemory:

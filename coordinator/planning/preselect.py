@@ -10,13 +10,14 @@ groups. ``candidates`` goes before that, where a fleet is so large that no table
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coordinator.planning.clusters import shortest_path
 from coordinator.planning.ratios import assumed_ratio
 
 if TYPE_CHECKING:
@@ -30,10 +31,28 @@ if TYPE_CHECKING:
 SEEDS = 16  # pipelines grown
 FASTEST = 4  # devices that are always chosen, for what they do alone, ...
 LARGEST = 2  # ... and with the most memory, for what must stay together
+ORDERS = 4  # grown pipelines that the search begins with
 SPARE = 1.5  # devices taken of a grown pipeline, over those that it is best with
 TYPICAL_CUT = 0.25  # quantile of the bytes at all cuts: the search prefers cheap ones
 SHORT = 10.0  # cost of lacking all the memory, in steps
 ROOM = 1.25  # memory of the chosen over what the model needs: cuts never fill every device
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Chosen workers in join order, and pipelines of some of them from which the search may begin."""
+
+    workers: tuple[str, ...]
+    orders: tuple[tuple[int, ...], ...]  # places in ``workers``
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """A pipeline as it was grown: ``members`` up to the most that were asked for, best with ``size``."""
+
+    step_s: float
+    size: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,28 +77,37 @@ class Preselection:
         """Bytes of the model with one micro-batch in flight."""
         return self.job.memory.bytes(0, self.job.n_ops, 1)
 
-    def workers(self, most: int) -> list[str]:
-        """Return at most ``most`` workers in join order; more where only more hold the model."""
-        order = self._ranked(most)
-        held = np.cumsum(self.limits[order])
-        while most < len(order) and held[most - 1] < ROOM * self.needed_bytes:
+    def choose(self, most: int) -> Selection:
+        """Return at most ``most`` workers; more where only more hold the model."""
+        most = max(most, FASTEST + LARGEST)
+        grown = sorted((self._grown(seed, most) for seed in self._seeds()), key=lambda g: (g.step_s, g.members))
+        ranked = self._ranked(grown)
+        held = np.cumsum(self.limits[ranked])
+        while most < len(ranked) and held[most - 1] < ROOM * self.needed_bytes:
             most *= 2
-        if most > len(order):
-            return [device.worker for device in self.fleet.devices]
-        return [self.fleet.devices[at].worker for at in sorted(order[:most])]
+        chosen = sorted(ranked[:most])
+        place = {device: at for at, device in enumerate(chosen)}
+        orders = [self._order(g.members[: g.size]) for g in grown[:ORDERS]]
+        return Selection(
+            tuple(self.fleet.devices[at].worker for at in chosen),
+            tuple(tuple(place[d] for d in order) for order in orders if place.keys() >= set(order)),
+        )
 
-    def _ranked(self, most: int) -> list[int]:
-        """All devices, those first that pipelines of at most ``most`` are best made of."""
-        by_speed = np.lexsort((np.arange(len(self.seconds)), self.seconds))
-        by_memory = np.lexsort((self.seconds, -self.limits))
-        grown = sorted((self._grown(seed, most) for seed in self._seeds()), key=lambda g: (g[0], g[2]))
-        chosen = dict.fromkeys([*by_speed[:FASTEST].tolist(), *by_memory[:LARGEST].tolist()])
-        for _, best, members in grown:
-            chosen.update(dict.fromkeys(members[: int(SPARE * best) + 1]))
-        for _, _, members in grown:
-            chosen.update(dict.fromkeys(members))
-        chosen.update(dict.fromkeys(by_speed.tolist()))
-        return list(chosen)
+    def _ranked(self, grown: Sequence[_Grown]) -> list[int]:
+        """All devices, those first of which the best pipelines were grown."""
+        by_speed = np.lexsort((np.arange(len(self.seconds)), self.seconds)).tolist()
+        by_memory = np.lexsort((self.seconds, -self.limits)).tolist()
+        chosen = dict.fromkeys([*by_speed[:FASTEST], *by_memory[:LARGEST]])
+        for found in grown:
+            chosen.update(dict.fromkeys(found.members[: int(SPARE * found.size) + 1]))
+        for found in grown:
+            chosen.update(dict.fromkeys(found.members))
+        return list(chosen | dict.fromkeys(by_speed))
+
+    def _order(self, members: Sequence[int]) -> tuple[int, ...]:
+        """The members in the order in which the links between neighbours take the least."""
+        cost = np.stack([self._links(a)[1][list(members)] for a in members])
+        return tuple(members[at] for at in shortest_path(cost))
 
     def _seeds(self) -> list[int]:
         """The fastest device of each of the places whose fastest members compute most together."""
@@ -129,8 +157,8 @@ class Preselection:
         there_and_back = (ahead + back) / rate + latency[device] + latency[:, device] + 2 * each_s
         return occupied, there_and_back
 
-    def _grown(self, seed: int, most: int) -> tuple[float, int, list[int]]:
-        """Grow a pipeline: its least guessed step, the number of members it has then, and all members."""
+    def _grown(self, seed: int, most: int) -> _Grown:
+        """Grow a pipeline from ``seed`` to ``most`` members."""
         members, left = [seed], np.ones(len(self.seconds), dtype=bool)
         left[seed] = False
         occupied, toll = self._links(seed)
@@ -155,7 +183,7 @@ class Preselection:
                 best, size = float(guess[at]), k
             near, there = self._links(at)
             occupied, toll = np.minimum(occupied, near), np.minimum(toll, there)
-        return best, size, members
+        return _Grown(best, size, tuple(members))
 
     def _guess(self, alone_s: Floats, rate: Floats, tolls: Floats, slowest: Floats, held: Floats) -> Floats:
         """Seconds of a step if the work could be split at will: fill and M - 1 periods, or one fill for as

@@ -109,6 +109,7 @@ class Problem:
     wire: Wire = field(default_factory=Wire)
     compression: Compression = field(default_factory=lambda: Compression(OFF))
     recompute: Recompute = Recompute.OFF
+    likely: tuple[tuple[int, ...], ...] = ()  # orders of devices that the search begins with, beside its own
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
     _specs: dict[Candidate, tuple[LinkSpec, ...]] = field(default_factory=dict)
 
