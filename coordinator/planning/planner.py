@@ -52,7 +52,6 @@ GIVEN_CUT = "cut:"  # then the positions where stages begin, for experiments and
 SCHEDULES = ("auto", *ScheduleName)
 FINALISTS = 4  # dense ones that are judged compressed, compressed ones whose codecs are settled
 REPEATING_GAINS = 0.9  # of the step: hooks, which the estimate leaves out, take 3 to 5 % on slow hosts
-WIDER_GAINS = 0.99  # of the step: a selection of twice as many devices has to come below to be doubled again
 JUDGEMENTS = 60  # timeline runs to settle the codecs of one of them
 
 
@@ -94,38 +93,38 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
 
 
 def _searched(request: PlanRequest, effort: Effort) -> tuple[Problem, Scored, str]:
-    """As ``_within_memory``; ``op_fence`` searches a large fleet's likeliest devices, twice as many as long as
-    that is worth it."""
+    """As ``_within_memory``, by ``op_fence`` among a large fleet's likeliest devices: twice as many while
+    memory does not suffice, and once where the plan uses most of the first ones."""
     fleet, most = request.fleet, effort.candidates
     if request.partitioner != "op_fence" or len(fleet.devices) <= most:
         return _within_memory(_problem(request), request.partitioner, effort)
-    preselection = Preselection(fleet, _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker]))))
+    one = _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker])))
+    preselection = Preselection(fleet, one)
     found: tuple[Problem, Scored, str] | None = None
     while True:
         chosen = preselection.choose(most)
         most = 2 * len(chosen.workers)
-        problem = _problem(replace(request, fleet=fleet.subset(chosen.workers)))
         last = len(chosen.workers) == len(fleet.devices)
-        problem.likely = () if last else chosen.orders  # the last word on memory is the full search's own
+        # The last word on memory is the full search's own.
+        problem = one.on(fleet.subset(chosen.workers), () if last else chosen.orders)
         try:
             wider = _within_memory(problem, request.partitioner, effort)
         except NotEnoughMemory:
-            if last and found is None:
+            if found is not None:
+                return found
+            if last:
                 raise
-            wider = None
-        if wider is not None and found is not None and wider[1].step_s > WIDER_GAINS * found[1].step_s:
+            continue
+        if found is not None:
             return min(found, wider, key=lambda f: f[1].step_s)
-        found = wider or found
-        if last or (found is not None and not _cramped(*found[:2], request.training.recompute)):
-            assert found is not None  # noqa: S101  else nothing fitted all of them, which is raised
-            return found
+        if last or len(chosen.workers) > effort.candidates or not _cramped(*wider[:2], one.recompute):
+            return wider
+        found = wider
 
 
-def _cramped(problem: Problem, best: Scored, asked: Recompute) -> bool:
+def _cramped(problem: Problem, best: Scored, wanted: Recompute) -> bool:
     """Return whether more devices to choose from might make a better plan."""
-    many = 2 * len(best.candidate.devices) > len(problem.fleet.devices)
-    again = asked is Recompute.AUTO and problem.recompute is not Recompute.OFF
-    return many or again or problem.short_of_memory(best)
+    return 2 * len(best.candidate.devices) > len(problem.fleet.devices) or problem.recompute is not wanted
 
 
 def _mixed_classes(problem: Problem, best: Scored) -> list[str]:

@@ -35,7 +35,7 @@ ORDERS = 4  # grown pipelines that the search begins with
 SPARE = 1.5  # devices taken of a grown pipeline, over those that it is best with
 TYPICAL_CUT = 0.25  # quantile of the bytes at all cuts: the search prefers cheap ones
 SHORT = 10.0  # cost of lacking all the memory, in steps
-ROOM = 1.25  # memory of the chosen over what the model needs: cuts never fill every device
+ROOM = 1.25  # memory of the chosen over what the model needs: no cut fills every device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,11 @@ class Preselection:
         return self.job.memory.bytes(0, self.job.n_ops, 1)
 
     def choose(self, most: int) -> Selection:
-        """Return at most ``most`` workers; more where only more hold the model."""
+        """Return at most ``most`` workers; more where a pipeline of more is better, as where memory is short."""
         most = max(most, FASTEST + LARGEST)
         grown = sorted((self._grown(seed, most) for seed in self._seeds()), key=lambda g: (g.step_s, g.members))
         ranked = self._ranked(grown)
-        held = np.cumsum(self.limits[ranked])
-        while most < len(ranked) and held[most - 1] < ROOM * self.needed_bytes:
-            most *= 2
+        most = max(most, int(SPARE * grown[0].size) + 1)
         chosen = sorted(ranked[:most])
         place = {device: at for at, device in enumerate(chosen)}
         orders = [self._order(g.members[: g.size]) for g in grown[:ORDERS]]
@@ -158,14 +156,14 @@ class Preselection:
         return occupied, there_and_back
 
     def _grown(self, seed: int, most: int) -> _Grown:
-        """Grow a pipeline from ``seed`` to ``most`` members."""
+        """Grow a pipeline from ``seed`` to ``most`` members, and on while more make it better."""
         members, left = [seed], np.ones(len(self.seconds), dtype=bool)
         left[seed] = False
         occupied, toll = self._links(seed)
         total, rate, tolls, slowest = self.seconds[seed], 1.0 / self.seconds[seed], 0.0, 0.0
         held = self.limits[seed]
         best, size = float(self._guess(total, rate, tolls, slowest, held)), 1
-        while len(members) < min(most, len(self.seconds)):
+        while len(members) < min(max(most, 2 * size), len(self.seconds)):
             k = len(members) + 1
             guess = self._guess(
                 (total + self.seconds) / k,

@@ -8,6 +8,7 @@ candidate.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -119,6 +120,10 @@ class Problem:
         self.traffic = Traffic(self.dag, self.training.optimizer)
         self.memory = MemoryModel(self.dag, self.training, self.traffic, self.recompute)
         self.table = OpTable(self.dag, optimizer=self.training.optimizer)
+        self._price()
+
+    def _price(self) -> None:
+        """Compute what depends on the fleet's devices."""
         costs = [self.table.costs(d, self.recompute) for d in self.fleet.devices]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
@@ -293,6 +298,13 @@ class Problem:
             cap < self.n_micro and depth.in_flight >= cap
             for cap, depth in zip(caps, scored.depths, strict=True)
         )
+
+    def on(self, fleet: Fleet, likely: tuple[tuple[int, ...], ...] = ()) -> Problem:
+        """The same job on another fleet."""
+        found = copy(self)
+        found.fleet, found.likely, found._scores, found._specs = fleet, likely, {}, {}
+        found._price()
+        return found
 
     def recomputing(self, recompute: Recompute) -> Problem:
         """The same with this recomputed."""
