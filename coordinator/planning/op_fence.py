@@ -188,7 +188,10 @@ def _orders(
         return [*best, *([whole] if whole in known and whole not in best else [])]
     if n > effort.dense_stages:
         return _promising(
-            problem, [*_both_ways(problem.likely), *_windows(problem, by_group, wide=n > 200)], positions, effort
+            problem,
+            [*_both_ways(problem.likely), *_windows(problem, by_group, wide=n > 200)],
+            positions,
+            effort,
         )
     tried = {o: bounds.of(o) for o in (*_both_ways(problem.likely), *_windows(problem, by_group, wide=False))}
     tried.update({(d,): bounds.of((d,)) for d in range(n)})

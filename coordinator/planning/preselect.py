@@ -10,7 +10,7 @@ groups. ``candidates`` goes before that, where a fleet is so large that no table
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from coordinator.planning.clusters import shortest_path
+from coordinator.planning.costs.op_seconds import DEFAULT_GFLOPS
 from coordinator.planning.ratios import assumed_ratio
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.costs.fleet import Device, Fleet
     from coordinator.planning.problem import Problem
 
     Floats = NDArray[np.float64]
@@ -78,9 +79,11 @@ class Preselection:
         return self.job.memory.bytes(0, self.job.n_ops, 1)
 
     def choose(self, most: int) -> Selection:
-        """Return at most ``most`` workers; more where a pipeline of more is better, as where memory is short."""
+        """Return at most ``most`` workers; more where more make a better pipeline: memory may be short."""
         most = max(most, FASTEST + LARGEST)
-        grown = sorted((self._grown(seed, most) for seed in self._seeds()), key=lambda g: (g.step_s, g.members))
+        grown = sorted(
+            (self._grown(seed, most) for seed in self._seeds()), key=lambda g: (g.step_s, g.members)
+        )
         ranked = self._ranked(grown)
         most = max(most, int(SPARE * grown[0].size) + 1)
         chosen = sorted(ranked[:most])
@@ -126,7 +129,11 @@ class Preselection:
                 for worker in uplink.members:
                     behind[worker] = max(behind.get(worker, (0, "")), (len(uplink.members), uplink.name))
         return [
-            f"site {d.site}" if d.site else f"uplink {behind[d.worker][1]}" if d.worker in behind else d.worker
+            f"site {d.site}"
+            if d.site
+            else f"uplink {behind[d.worker][1]}"
+            if d.worker in behind
+            else d.worker
             for d in self.fleet.devices
         ]
 
@@ -183,12 +190,19 @@ class Preselection:
             occupied, toll = np.minimum(occupied, near), np.minimum(toll, there)
         return _Grown(best, size, tuple(members))
 
-    def _guess(self, alone_s: Floats, rate: Floats, tolls: Floats, slowest: Floats, held: Floats) -> Floats:
+    def _guess(
+        self,
+        alone_s: Floats,
+        rate: Floats,
+        tolls: Floats | float,
+        slowest: Floats | float,
+        held: Floats,
+    ) -> Floats:
         """Seconds of a step if the work could be split at will: fill and M - 1 periods, or one fill for as
         many micro-batches as memory keeps in flight.
 
-        ``alone_s``: mean seconds of the model on one member; ``rate``: micro-batches a second of all together;
-        ``tolls``: seconds over all links and back; ``slowest``: of a link; ``held``: bytes of memory.
+        ``alone_s``: mean seconds of the model on one member; ``rate``: micro-batches a second of all
+        together; ``tolls``: seconds over all links and back; ``slowest``: of a link; ``held``: bytes of memory.
         """
         n_micro = self.job.n_micro
         each = max(self.job.memory.per_micro_bytes(0, self.job.n_ops), 1.0)
@@ -198,3 +212,39 @@ class Preselection:
         lacking = np.maximum(0.0, 1.0 - held / (ROOM * self.needed_bytes))
         found: Floats = step * (1.0 + SHORT * lacking)
         return found
+
+
+def candidates(devices: Sequence[Device], most: int, rates_bps: Mapping[str, float | None]) -> list[str]:
+    """Return the workers, at most ``most``, in join order, that are worth timing, probing and planning with, by
+    what is known before: nothing of any pair of them.
+
+    ``rates_bps``: the best rate that a worker has shown; absent or None: not measured, taken as usual. Half
+    are the best by themselves, half come as whole sites, the most capable ones first; those with the most
+    memory are always there.
+    """
+    if len(devices) <= most:
+        return [device.worker for device in devices]
+    worth = _worth(devices, rates_bps)
+    by_worth = np.lexsort((np.arange(len(devices)), -worth)).tolist()
+    by_memory = sorted(by_worth, key=lambda at: -devices[at].memory_limit_bytes)  # stable
+    chosen = dict.fromkeys(by_memory[: min(LARGEST, most)])
+    chosen.update(dict.fromkeys(by_worth[: most // 2]))
+    sites: dict[str, list[int]] = defaultdict(list)
+    for at in by_worth:
+        if devices[at].site:
+            sites[devices[at].site].append(at)
+    few = max(2, most // 8)  # of one site
+    power = {site: float(worth[members[:few]].sum()) for site, members in sites.items()}
+    for site in sorted(power, key=lambda name: (-power[name], name)):
+        chosen.update(dict.fromkeys(sites[site][:few]))
+    chosen.update(dict.fromkeys(by_worth))
+    return [devices[at].worker for at in sorted(list(chosen)[:most])]
+
+
+def _worth(devices: Sequence[Device], rates_bps: Mapping[str, float | None]) -> Floats:
+    """[devices] speed over the usual one, or rate over the usual one where that is less."""
+    speed = np.array([d.gflops.get("", DEFAULT_GFLOPS) / d.scale for d in devices])
+    shown = np.array([rates_bps.get(d.worker) or np.nan for d in devices], dtype=np.float64)
+    usual = float(np.median(shown[~np.isnan(shown)])) if not np.isnan(shown).all() else 1.0
+    worth: Floats = np.minimum(speed / np.median(speed), np.where(np.isnan(shown), usual, shown) / usual)
+    return worth

@@ -198,11 +198,14 @@ class OpTable:
         """[devices] seconds of all ops of a micro-batch, nothing run again."""
         count = np.bincount(self._kind, minlength=len(self._names)).tolist()
         kinds = [
-            (str(name), node, n) for name, node, n in zip(self._names, self._nodes, count, strict=True) if name
+            (str(name), node, n)
+            for name, node, n in zip(self._names, self._nodes, count, strict=True)
+            if name
         ]
         return np.array(
             [
-                d.scale * sum(n * sum(d.timings.get(name) or fallback_seconds(node, d)) for name, node, n in kinds)
+                d.scale
+                * sum(n * sum(d.timings.get(name) or fallback_seconds(node, d)) for name, node, n in kinds)
                 for d in devices
             ]
         )
