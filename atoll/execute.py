@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from atoll.block_sums import fold
 from atoll.deferred import Debt, deferring
 from atoll.effects import effects
 from atoll.errors import UsageError
@@ -176,6 +177,7 @@ class Executor:
         self._notes = _Notes()
         self._effects = effects(program)
         self.uses: dict[str, list[tuple[int, Tensor]]] = {}
+        self.late: set[int] = set()  # ops that leave their weight gradients to be taken
         self.buffers: dict[str, Tensor] = {}
         self._segments: tuple[Segment, ...] = ()
         self._template: Values = []
@@ -208,7 +210,7 @@ class Executor:
             raise UsageError(f"stage {program.stage} lacks {len(missing)} tensors: {missing[:5]}")
         self.reset()
         self.buffers = {name: tensors[name] for name in program.buffers}
-        self.uses = {}
+        self.uses, self.late = {}, set()
         trained = {
             name
             for name in program.parameters
@@ -332,17 +334,7 @@ class Executor:
 
         Without ``later`` the sum is taken in place on the last use's accumulator.
         """
-        total = later
-        for _, leaf in self.uses.get(name, ()):
-            if leaf.grad is None:
-                continue
-            if total is None:
-                total = leaf.grad
-            elif total is later:
-                total = total + leaf.grad
-            else:
-                total.add_(leaf.grad)
-        return total
+        return fold((leaf.grad for _, leaf in self.uses.get(name, ())), later)
 
     def zero_gradients(self) -> None:
         """Drop every accumulator."""
@@ -456,6 +448,7 @@ class Executor:
             node = nodes[step.position]
             if step.position not in leaves or not weights_may_wait(node):
                 return step
+            self.late.add(step.position)
             return replace(step, call=deferring(node, step.call, tuple(leaves[step.position]), self._debt))
 
         return [compiled(step) for step in steps]

@@ -128,11 +128,14 @@ class TrainingSpec:
     eval_batches: int = 0  # micro-batches of held-out data; 0 = no evaluation
     checkpoint_every: int = 0  # steps; 0 = every few minutes, by the clock; always at the end
     compress: str = "off"  # what links may do to boundary tensors: ``atoll.compression``
+    blocks: int = 1  # of a step's micro-batches: gradients are summed within each, then block after block
+    average_buffers: bool = False  # replicas may average what training writes, such as running statistics
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
             ("steps", self.steps, 1, 10**9),
             ("n_micro", self.n_micro, 1, 4096),
+            ("blocks", self.blocks, 1, self.n_micro),
             ("eval_every", self.eval_every, 0, 10**9),
             ("eval_batches", self.eval_batches, 0, 10**6),
             ("checkpoint_every", self.checkpoint_every, 0, 10**9),

@@ -39,33 +39,60 @@ class ScheduleName(StrEnum):
     ZERO_BUBBLE = "zero-bubble"  # 1F1B, weight gradients when nothing else is to be done
 
 
-def gpipe(n_micro: int) -> tuple[Action, ...]:
+def block_ranges(n_micro: int, blocks: int) -> tuple[range, ...]:
+    """Return each block's micro-batches: contiguous and ascending, sizes that differ by one at most.
+
+    UsageError unless 1 <= ``blocks`` <= ``n_micro``.
+    """
+    if not 1 <= blocks <= n_micro:
+        raise UsageError(f"{blocks} blocks of {n_micro} micro-batches; give from 1 to {n_micro}")
+    return tuple(range(b * n_micro // blocks, (b + 1) * n_micro // blocks) for b in range(blocks))
+
+
+def own_blocks(n_micro: int, blocks: int, micros: tuple[int, int]) -> dict[int, range]:
+    """Return the blocks within a half-open range of micro-batches by their number, ascending.
+
+    UsageError unless the range holds micro-batches and begins and ends on borders of blocks.
+    """
+    start, stop = micros
+    own = {
+        number: block
+        for number, block in enumerate(block_ranges(n_micro, blocks))
+        if start <= block.start and block.stop <= stop
+    }
+    if not own or sum(map(len, own.values())) != stop - start:
+        raise UsageError(f"micro-batches [{start}, {stop}) are no whole blocks of {n_micro} in {blocks}")
+    return own
+
+
+def gpipe(n_micro: int, first: int = 0) -> tuple[Action, ...]:
     """All forwards, then all backwards."""
-    return one_f_one_b(n_micro, n_micro)
+    return one_f_one_b(n_micro, n_micro, first=first)
 
 
-def one_f_one_b(n_micro: int, warmup: int, held: int = 0) -> tuple[Action, ...]:
+def one_f_one_b(n_micro: int, warmup: int, held: int = 0, *, first: int = 0) -> tuple[Action, ...]:
     """``warmup`` forwards, then one forward and one backward in turn, then the rest backward.
 
     With ``held`` backwards come in two parts, weight gradients as late as possible, while at most
     ``held`` micro-batches (but ``warmup`` + 1 at least) hold activations; without it ``warmup`` + 1 do.
-    Both are at least 0, larger values act as n_micro. n_micro >= 1, else UsageError.
+    Both are at least 0, larger values act as n_micro. Micro-batches are numbered from ``first``.
+    n_micro >= 1, else UsageError.
     """
     if n_micro < 1:
         raise UsageError(f"micro-batches: {n_micro} < 1; ask for at least 1")
     warmup = min(max(warmup, 0), n_micro)
     actions: list[Action] = []
-    owed = 0  # the first micro-batch whose weight gradients are to come
-    for m in range(n_micro + warmup):
-        if m < n_micro:
+    owed = first  # the first micro-batch whose weight gradients are to come
+    for m in range(first, first + n_micro + warmup):
+        if m < first + n_micro:
             if held and m - owed >= max(held, warmup + 1):
                 actions.append(Action(Work.WEIGHT, owed))
                 owed += 1
             actions.append(Action(Work.FORWARD, m))
-        if m >= warmup:
+        if m >= first + warmup:
             actions.append(Action(Work.INPUT if held else Work.BACKWARD, m - warmup))
     if held:
-        actions.extend(Action(Work.WEIGHT, m) for m in range(owed, n_micro))
+        actions.extend(Action(Work.WEIGHT, m) for m in range(owed, first + n_micro))
     return tuple(actions)
 
 

@@ -1,40 +1,39 @@
-"""Plan, StageSpec, LinkSpec: who computes what, with whom, in which order; and why.
+"""Plan, Replica, StageSpec, LinkSpec: who computes what, with whom, in which order; and why.
 
 A Plan is fenced by (job, version): every message carries both, and a worker drops what does not
-match. A stage is an interval of the training DAG's canonical op order and one of the evaluation
-DAG's. ``validate`` is the shared rule that planner and worker both check.
+match. It has one or more replicas of the pipeline, each for a share of the step's micro-batches and each
+with a cut of its own; what several of them have in common is joined by the plan's exchange. A stage is an
+interval of the training DAG's canonical op order and one of the evaluation DAG's. ``validate`` is the shared
+rule that planner and worker both check.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from atoll.errors import PlanError
-from atoll.job import Recompute
-from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
-from atoll.opdag import OpDag
+from atoll.exchange import Exchange, check_exchange
+from atoll.job import Recompute, TrainingSpec
+from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_one_b
+from atoll.opdag import OpDag, Source, leaf_refs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """Half-open op intervals and the workers that run them.
-
-    More than one worker means a replicated stage, whose replicas average gradients; no planner
-    makes one yet, and a worker refuses it.
-    """
+    """Half-open op intervals and the worker that runs them."""
 
     start: int
     stop: int
     eval_start: int
     eval_stop: int
-    workers: tuple[str, ...]
+    worker: str
     warmup: int  # forwards before the first backward; n_micro for GPipe
     held: int = 0  # zero-bubble: most micro-batches that hold activations; 0: backwards are whole
-
-    @property
-    def worker(self) -> str:
-        return self.workers[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +103,15 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Replica:
+    """A whole pipeline for some of the step's micro-batches; its links name its own stages."""
+
+    micros: tuple[int, int]  # half-open, on borders of blocks
+    stages: tuple[StageSpec, ...]
+    links: tuple[LinkSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Versioned way to run one job."""
 
@@ -114,58 +122,146 @@ class Plan:
     partitioner: str
     schedule: ScheduleName
     n_micro: int
-    stages: tuple[StageSpec, ...]
-    links: tuple[LinkSpec, ...] = ()
+    replicas: tuple[Replica, ...]
     left_out: tuple[tuple[str, str], ...] = ()  # (worker, why)
     prediction: Prediction | None = field(default=None, compare=False)
     recompute: Recompute = Recompute.OFF  # decided: never AUTO
+    blocks: int = 1  # of the step's micro-batches, whose gradients are summed one by one: the job's
+    exchange: Exchange | None = None  # joins the replicas; present where there are several
+
+    @property
+    def only(self) -> Replica:
+        """The replica of a plan that has one. Raises PlanError otherwise."""
+        if len(self.replicas) != 1:
+            raise PlanError(f"a plan of {len(self.replicas)} replicas where one was expected")
+        return self.replicas[0]
+
+    @property
+    def stages(self) -> tuple[StageSpec, ...]:
+        """Stages of a plan of one replica."""
+        return self.only.stages
+
+    @property
+    def links(self) -> tuple[LinkSpec, ...]:
+        """Links of a plan of one replica."""
+        return self.only.links
 
     @property
     def places(self) -> tuple[Place, ...]:
         """Every worker's place by rank: replica after replica, the stages of each in their order."""
-        replicas = max((len(stage.workers) for stage in self.stages), default=0)
         return tuple(
-            Place(stage.workers[replica], at, replica)
-            for replica in range(replicas)
-            for at, stage in enumerate(self.stages)
-            if replica < len(stage.workers)
+            Place(stage.worker, at, number)
+            for number, replica in enumerate(self.replicas)
+            for at, stage in enumerate(replica.stages)
         )
 
     def rank_of(self, worker: str) -> int | None:
         """Return the rank that ``worker`` has, None when the plan does not use it."""
         return next((rank for rank, place in enumerate(self.places) if place.worker == worker), None)
 
-    def actions(self, stage: int) -> tuple[Action, ...]:
-        """Return the actions of stage ``stage`` in a step, in order."""
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        """Return the actions of a rank in a step, in order, on the micro-batches of its replica."""
+        place = self.places[rank]
+        replica = self.replicas[place.replica]
+        first, stop = replica.micros
         if self.schedule is ScheduleName.GPIPE:
-            return gpipe(self.n_micro)
-        spec = self.stages[stage]
-        return one_f_one_b(self.n_micro, spec.warmup, spec.held)
+            return gpipe(stop - first, first)
+        spec = replica.stages[place.stage]
+        return one_f_one_b(stop - first, spec.warmup, spec.held, first=first)
 
-    def defers(self, stage: int) -> bool:
-        """Return whether its backwards defer weight gradients."""
-        return any(action.work is Work.INPUT for action in self.actions(stage))
+    def relinked(self, version: int, links: Sequence[LinkSpec]) -> Plan:
+        """Return a plan of one replica under a later version that differs in its codecs alone."""
+        return replace(self, version=version, replicas=(replace(self.only, links=tuple(links)),))
 
 
-def validate(plan: Plan, dag: OpDag) -> None:
-    """Raise PlanError unless the stages tile the DAG at positions where it may be cut."""
-    if not plan.stages:
-        raise PlanError("plan has no stages")
+def one_replica(
+    n_micro: int, stages: Sequence[StageSpec], links: Sequence[LinkSpec] = ()
+) -> tuple[Replica, ...]:
+    """Return the replicas of a plan that is one pipeline."""
+    return (Replica((0, n_micro), tuple(stages), tuple(links)),)
+
+
+def validate(plan: Plan, dag: OpDag, training: TrainingSpec) -> None:
+    """Raise PlanError unless each replica tiles the DAG at positions where it may be cut, all of them the
+    step's micro-batches block by block, and what they hold in common can be joined."""
+    if not plan.replicas:
+        raise PlanError("plan has no replicas")
+    if (plan.n_micro, plan.blocks) != (training.n_micro, training.blocks):
+        raise PlanError(
+            f"plan of {plan.n_micro} micro-batches in {plan.blocks} blocks, training declares "
+            f"{training.n_micro} in {training.blocks}"
+        )
+    for number, replica in enumerate(plan.replicas):
+        _check_cut(replica, dag, f"replica {number}: " if len(plan.replicas) > 1 else "")
+    _check_shares(plan)
+    workers = [place.worker for place in plan.places]
+    twice = sorted({worker for worker in workers if workers.count(worker) > 1})
+    if twice:
+        raise PlanError(f"a worker has two places: {', '.join(twice)}")
+    if (plan.exchange is not None) != (len(plan.replicas) > 1):
+        raise PlanError(
+            f"{len(plan.replicas)} replicas {'without' if plan.exchange is None else 'with'} an exchange; "
+            "several need one, one has nothing to exchange"
+        )
+    if plan.exchange is not None:
+        check_exchange(plan.exchange)
+    if len(plan.replicas) > 1 and not training.average_buffers:
+        _check_buffers(dag)
+
+
+def _check_cut(replica: Replica, dag: OpDag, where: str) -> None:
+    if not replica.stages:
+        raise PlanError(f"{where}plan has no stages")
     expected = 0
     allowed = set(dag.cuttable())
-    for index, stage in enumerate(plan.stages):
+    for index, stage in enumerate(replica.stages):
         if stage.start != expected or stage.stop <= stage.start:
             raise PlanError(
-                f"stage {index} covers ops [{stage.start}, {stage.stop}), expected to begin at "
+                f"{where}stage {index} covers ops [{stage.start}, {stage.stop}), expected to begin at "
                 f"{expected} and hold at least one op"
             )
         if stage.start and stage.start not in allowed:
-            raise PlanError(f"stage {index} begins at op {stage.start}, inside a group that must stay whole")
-        if len(stage.workers) != 1:
-            raise PlanError(f"stage {index} has {len(stage.workers)} workers; replicas are not supported yet")
+            raise PlanError(
+                f"{where}stage {index} begins at op {stage.start}, inside a group that must stay whole"
+            )
         expected = stage.stop
     if expected != len(dag.ops):
-        raise PlanError(f"stages end at op {expected}, the DAG has {len(dag.ops)}")
-    workers = [stage.worker for stage in plan.stages]
-    if len(set(workers)) != len(workers):
-        raise PlanError(f"a worker holds two stages: {workers}")
+        raise PlanError(f"{where}stages end at op {expected}, the DAG has {len(dag.ops)}")
+    for link in replica.links:
+        if max(link.source, link.target) >= len(replica.stages):
+            raise PlanError(
+                f"{where}a link from stage {link.source} to {link.target}, but there are "
+                f"{len(replica.stages)} stages"
+            )
+
+
+def _check_shares(plan: Plan) -> None:
+    """Raise PlanError unless the replicas share out the micro-batches in order, by whole blocks."""
+    borders = {block.stop for block in block_ranges(plan.n_micro, plan.blocks)}
+    expected = 0
+    for number, replica in enumerate(plan.replicas):
+        start, stop = replica.micros
+        if start != expected or stop <= start:
+            raise PlanError(
+                f"replica {number} has micro-batches [{start}, {stop}), expected to begin at {expected} and "
+                "hold at least one"
+            )
+        if stop not in borders:
+            raise PlanError(
+                f"replica {number} ends at micro-batch {stop}, inside a block; {plan.blocks} blocks end at "
+                f"{', '.join(map(str, sorted(borders)))}"
+            )
+        expected = stop
+    if expected != plan.n_micro:
+        raise PlanError(f"replicas end at micro-batch {expected}, the step has {plan.n_micro}")
+
+
+def _check_buffers(dag: OpDag) -> None:
+    """Raise PlanError where training writes buffers, which go through the micro-batches one by one."""
+    used = {leaf.name for node in dag.ops for leaf in leaf_refs(node) if leaf.source is Source.BUFFER}
+    written = sorted(name for name in used if dag.buffers[name].mutated)
+    if written:
+        raise PlanError(
+            f"training writes {len(written)} buffers, as {written[0]}, one micro-batch after the other; "
+            "replicas would each write their own: train with one, or set average_buffers"
+        )

@@ -9,6 +9,11 @@ trained by plain PyTorch, dropout 0 and SGD (`max_abs_diff_plain`, expected <= 1
   python -m benchmarks.oracle --job examples/gpt.py --compress lossless
   python -m benchmarks.oracle --models t5,vit,whisper,gemma,qwen,mixtral --stages 4
   python -m benchmarks.oracle --json
+
+With --replicas N, random plans of one to four replicas, each with a cut, a share of the step's blocks of
+micro-batches and a schedule of its own, are compared with one machine of as many blocks (expected 0.0):
+
+  python -m benchmarks.oracle --replicas 200 --seed 1 --json
 """
 
 from __future__ import annotations
@@ -33,20 +38,25 @@ if not __package__:
 from atoll.compression import OFF, Compression
 from atoll.data import sample_indices, take
 from atoll.errors import UsageError
-from atoll.job import Job, Optimizer, OptimizerName, TrainingSpec
-from atoll.microbatch import ScheduleName
+from atoll.exchange import Exchange
+from atoll.job import Job, Optimizer, OptimizerName, Recompute, TrainingSpec
+from atoll.microbatch import ScheduleName, block_ranges
 from atoll.opdag import OpDag, StateMeta
-from atoll.plan import LinkSpec, Mask
+from atoll.plan import LinkSpec, Mask, Plan, Replica, StageSpec
 from atoll.program import stage_programs
 from benchmarks.harness import execute
 from compressors import codec
 from coordinator.capture.capture import Captured, capture
 from coordinator.client.job_file import load_job
-from worker.inprocess.pipeline import LocalPipeline
+from worker.inprocess.pipeline import LocalPipeline, usual_actions
+from worker.inprocess.replicas import LocalReplicas
 
 State = Mapping[str, Mapping[str, Tensor]]
 Batches = Callable[[int], list[dict[str, Tensor]]]  # step -> its micro-batches
 BUILT_IN = ("gpt2", "llama", "bert", "resnet", "branches")
+REPLICATED = ("gpt2", "llama", "bert")  # dropout, two with tied weights; training writes no buffer
+MAX_REPLICAS = 4
+MAX_MICRO = 8
 DROPOUT = 0.1
 PLAIN_LEARNING_RATE = 0.05
 
@@ -140,18 +150,108 @@ def case_from(
     return Case(name, module, dag, {**dag.parameters, **dag.buffers}, tensors, training, batches)
 
 
-def run_local(case: Case, starts: Sequence[int], links: Sequence[LinkSpec] = (), **options: object) -> Run:
+def run_local(
+    case: Case,
+    starts: Sequence[int],
+    links: Sequence[LinkSpec] = (),
+    schedule: ScheduleName = ScheduleName.ONE_F_ONE_B,
+    devices: Sequence[torch.device | str] = ("cpu",),
+) -> Run:
     """Train the case in this process, one Stage per start."""
     pipeline = LocalPipeline(
         stage_programs(case.dag, starts),
         case.training,
         case.tensors,
+        devices=devices,
+        actions=usual_actions(len(starts), case.training.n_micro, schedule),
         states=case.states,
-        **options,  # type: ignore[arg-type]
     )
     pipeline.relink(links)
     results = [pipeline.step(step, case.batches(step)) for step in range(case.training.steps)]
     return Run(tuple((r.loss, *r.square_norms) for r in results), pipeline.snapshot())
+
+
+def random_replicas(case: Case, source: random.Random) -> tuple[Case, Plan]:
+    """Draw a plan of one to four replicas, and the case with the micro-batches and blocks that it is of.
+
+    ``case`` has MAX_MICRO micro-batches a step. What a stage recomputes is drawn, too.
+    """
+    n_micro = source.randint(MAX_REPLICAS, MAX_MICRO)
+    count = source.randint(1, MAX_REPLICAS)
+    blocks = source.choice([g for g in sorted({1, 2, 3, 4, n_micro}) if g >= count])
+    recompute = source.choice((Recompute.OFF, Recompute.SELECTIVE, Recompute.FULL))
+    training = replace(case.training, n_micro=n_micro, blocks=blocks, recompute=recompute)
+    schedule = source.choice(list(ScheduleName))
+    borders = [block.stop for block in block_ranges(n_micro, blocks)]
+    ends = [*sorted(source.sample(borders[:-1], count - 1)), n_micro]
+    replicas = tuple(
+        Replica((start, stop), random_stages(case.dag, schedule, stop - start, f"r{at}", source))
+        for at, (start, stop) in enumerate(zip([0, *ends], ends, strict=False))
+    )
+    exchange = Exchange() if count > 1 else None
+    plan = Plan("oracle", 1, "", "", "random", schedule, n_micro, replicas, blocks=blocks, exchange=exchange)
+    return replace(case, training=training, batches=lambda step: case.batches(step)[:n_micro]), plan
+
+
+def random_stages(
+    dag: OpDag, schedule: ScheduleName, n_micro: int, name: str, source: random.Random
+) -> tuple[StageSpec, ...]:
+    """Draw one to four stages whose warm-ups descend, as what waits for each other must."""
+    starts = random_starts(dag, source.randint(1, 4), source)
+    depths = sorted((source.randint(0, n_micro) for _ in starts[1:]), reverse=True)
+    held = [source.randint(1, n_micro) if schedule is ScheduleName.ZERO_BUBBLE else 0 for _ in starts]
+    return tuple(
+        StageSpec(start, stop, 0, 0, f"{name}.{at}", depth, held[at])
+        for at, (start, stop, depth) in enumerate(
+            zip(starts, (*starts[1:], len(dag.ops)), (*depths, 0), strict=True)
+        )
+    )
+
+
+def run_replicas(case: Case, plan: Plan) -> Run:
+    """Train the case in this process by a plan, one pipeline per replica."""
+    replicas = LocalReplicas(plan, case.dag, case.training, case.tensors, states=case.states)
+    results = [replicas.step(step, case.batches(step)) for step in range(case.training.steps)]
+    return Run(tuple((r.loss, *r.square_norms) for r in results), replicas.snapshot())
+
+
+def measure_replicas(names: Sequence[str], plans: int, steps: int, seed: int) -> dict[str, object]:
+    """Compare random plans of these models, in turn, with one machine of as many blocks.
+
+    ``other_bits``: of these machines with several blocks, those that one block gives another model; were
+    there none, the comparison would show nothing.
+    """
+    training = TrainingSpec(steps, MAX_MICRO, seed, Optimizer(clip_norm=1.0))
+    captured = [built_in(name, training, DROPOUT) for name in names]
+    machines: dict[tuple[str, int, int], Run] = {}
+
+    def machine(case: Case) -> Run:
+        key = (case.name, case.training.n_micro, case.training.blocks)
+        if key not in machines:
+            machines[key] = run_local(case, (0,))
+        return machines[key]
+
+    source, worst, where, counts, others = random.Random(seed), 0.0, "", [0] * (MAX_REPLICAS + 1), set()
+    for at in range(plans):
+        case, plan = random_replicas(captured[at % len(captured)], source)
+        gap = difference(run_replicas(case, plan), machine(case))
+        counts[len(plan.replicas)] += 1
+        if gap > worst:
+            worst, where = gap, f"{case.name}, {plan.schedule}, {plan.blocks} blocks: {plan.replicas}"
+        one = replace(case, training=replace(case.training, blocks=1))
+        if difference(machine(case), machine(one)) > 0.0:
+            others.add((case.name, plan.n_micro, plan.blocks))
+    return {
+        "plans": plans,
+        "by_replicas": counts[1:],
+        "models": list(names),
+        "steps": steps,
+        "seed": seed,
+        "max_abs_diff": worst,
+        "worst": where,
+        "machines": sum(blocks > 1 for _, _, blocks in machines),
+        "other_bits": len(others),
+    }
 
 
 def every_link(text: str, stages: int) -> tuple[LinkSpec, ...]:
@@ -307,6 +407,20 @@ def measure_all(args: argparse.Namespace, run: Runner) -> list[dict[str, object]
     return rows
 
 
+def report_replicas(args: argparse.Namespace) -> int:
+    """Print what ``measure_replicas`` found; exit code 1 when bits differ."""
+    names = REPLICATED if args.models == ",".join(BUILT_IN) else model_names(args.models)
+    row = measure_replicas(names, args.replicas, args.steps, args.seed)
+    print(
+        f"{row['plans']} plans of 1 to {MAX_REPLICAS} replicas ({row['by_replicas']}), {row['steps']} steps: "
+        f"max_abs_diff {row['max_abs_diff']} {row['worst']}\n"
+        f"{row['other_bits']} of {row['machines']} machines with several blocks have other bits than with one"
+    )
+    if args.json:
+        print(json.dumps(row))
+    return 0 if row["max_abs_diff"] == 0.0 and row["other_bits"] else 1
+
+
 def main() -> int:
     """Print a row per model; exit code 1 when a figure is beyond its bound."""
     parser = argparse.ArgumentParser(
@@ -325,6 +439,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], help="job override, e.g. optimizer.lr=3e-4")
     parser.add_argument("--compress", default=OFF, help="off | lossless | CODEC[:RATIO], on every link")
     parser.add_argument("--workers", action="store_true", help="over real worker processes on loopback")
+    parser.add_argument("--replicas", type=int, metavar="N", help="instead: N random plans with replicas")
     parser.add_argument("--json", action="store_true", help="figures as one JSON object on the last line")
     args = parser.parse_args()
     try:
@@ -333,6 +448,8 @@ def main() -> int:
     except UsageError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
+    if args.replicas:
+        return report_replicas(args)
     if args.workers:
         from benchmarks.real_workers import LoopbackFleet
 

@@ -79,6 +79,10 @@ class Probing:
     stale_after_s: float = 600.0  # older link figures are measured again before planning
     max_peers: int = 16  # a worker is probed against at most so many others
     probes_at_once: int = 32  # link probes of one fleet
+    all_pairs_up_to: int = 12  # workers; of a larger fleet few pairs are measured, and those of plans
+    few_peers: int = 2  # each worker of a large fleet is measured against so many when it comes
+    survey_within_s: float = 60.0  # a job waits no longer for that
+    planned_workers: int = 1000  # a plan chooses among at most so many
     ops_per_request: int = 4096
     attempts: int = 2
 
@@ -89,6 +93,11 @@ class Probing:
             raise UsageError(
                 f"probe of {self.seconds} s, {self.max_bytes} bytes, {self.max_peers} peers; "
                 "give 0.05 to 60 s, at least 65536 bytes and 1 peer"
+            )
+        if self.few_peers < 1 or self.planned_workers < 1 or not self.survey_within_s >= 0:
+            raise UsageError(
+                f"{self.few_peers} peers of each worker of a large fleet, {self.survey_within_s} s for that, "
+                f"plans among {self.planned_workers} workers; give at least 1 peer, 0 s and 1 worker"
             )
 
 

@@ -209,7 +209,7 @@ class Scheduler:
         worker = self.roster.workers.get(event.worker)
         if worker is None or worker.session != event.session:
             return
-        worker.session = None
+        self.roster.disconnected(event.worker)
         self.effects.move(event.worker, members.ConnectionLost())
 
     def _tick(self, event: ev.Tick) -> None:
@@ -220,8 +220,8 @@ class Scheduler:
             self.roster.forgive(gap_s)
             effects.log(Name.SERVER_STALLED, "warning", stalled_s=round(gap_s, 3))
         self._tick_s = effects.now_s
-        for name, worker in list(self.roster.workers.items()):
-            if not worker.member.gone:
+        for name in self.roster.silent(effects.now_s):
+            if not self.roster.workers[name].member.gone:  # by what became of another one just now
                 effects.move(name, members.Tick())
         self.measuring.expire()
         for driver in self.drivers:

@@ -8,6 +8,7 @@ for an optional client certificate, hence two. torch is never imported here.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -51,17 +52,19 @@ from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
 from protos.folder_lock import FolderLock, Holder
-from protos.folder_version import claim_version
+from protos.folder_version import claim_version, raise_version
 from protos.private_files import state_folder, write_private
 from protos.telemetry import Event
 
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
 LOCK_FILE = "serving"
 KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which a state folder is known as one
-FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
+FOLDER_VERSION = 2  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
+OLDEST_FOLDER = 1  # that is read as it is
 MAX_STREAMS = 128  # of one connection to the entry port
 SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
 GRACE_S = 0.3  # for calls in progress when the server stops
+FULL_COLLECTION_AFTER = 100  # collections of the middle generation
 
 log = structlog.get_logger()
 
@@ -87,9 +90,10 @@ class Server:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         state_folder(config.state_dir, KEPT)
-        claim_version(config.state_dir, FOLDER_VERSION, ("blobs",))
+        claim_version(config.state_dir, FOLDER_VERSION, ("blobs",), OLDEST_FOLDER)
         self._lock = FolderLock(config.state_dir / LOCK_FILE, partial(_refusal, config.state_dir))
         try:
+            raise_version(config.state_dir, FOLDER_VERSION)
             self._restore()
         except BaseException:
             self._lock.release()
@@ -401,6 +405,10 @@ async def _serve_forever(config: CoordinatorConfig, announce: Callable[[Started]
         loop.add_signal_handler(number, ending.set)
     server = Server(config)
     announce(await server.start())
+    # What importing left behind is no garbage: with a thousand sessions a look through all of it, too, stops
+    # every answer for a sixth of a second. What sessions hold lives as long as they: look rarely.
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_AFTER)
     broke = asyncio.create_task(server.broken())
     await asyncio.wait({asyncio.create_task(ending.wait()), broke}, return_when=asyncio.FIRST_COMPLETED)
     failure = broke.exception() if broke.done() else None

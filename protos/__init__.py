@@ -2,7 +2,7 @@
 
 import os
 
-PROTOCOL_VERSION = 3  # workers report the instruction set that they compute with
+PROTOCOL_VERSION = 4  # plans have replicas, training sums gradients by blocks of micro-batches
 """Raised as docs/decisions/023-versions-of-wire-and-disk.md says."""
 
 # gRPC's event engine reads sockets in threads of its own and wakes ours for each message. Without it the

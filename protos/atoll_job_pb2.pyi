@@ -549,6 +549,8 @@ class TrainingSpec(_message.Message):
     EVAL_BATCHES_FIELD_NUMBER: _builtins.int
     CHECKPOINT_EVERY_FIELD_NUMBER: _builtins.int
     COMPRESS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    AVERAGE_BUFFERS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
     seed: _builtins.int
@@ -560,6 +562,10 @@ class TrainingSpec(_message.Message):
     checkpoint_every: _builtins.int
     compress: _builtins.str
     """off | lossless | auto[:RATIO] | adatopk[:RATIO] | CODEC[:RATIO]"""
+    blocks: _builtins.int
+    """of a step's micro-batches, whose gradients are summed one by one; 0: one"""
+    average_buffers: _builtins.bool
+    """replicas may average what training writes"""
     @_builtins.property
     def optimizer(self) -> Global___Optimizer: ...
     @_builtins.property
@@ -578,10 +584,12 @@ class TrainingSpec(_message.Message):
         eval_batches: _builtins.int = ...,
         checkpoint_every: _builtins.int = ...,
         compress: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        average_buffers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "schedule", b"schedule", "seed", b"seed", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "schedule", b"schedule", "seed", b"seed", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -890,7 +898,9 @@ class StageSpec(_message.Message):
     held: _builtins.int
     """where backwards come in two parts: most micro-batches that hold activations"""
     @_builtins.property
-    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """exactly one"""
+
     def __init__(
         self,
         *,
@@ -1069,6 +1079,86 @@ class Prediction(_message.Message):
 Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
+class Replica(_message.Message):
+    """A whole pipeline for micro-batches [start, stop) of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    stop: _builtins.int
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]: ...
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpec]: ...
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        stages: _abc.Iterable[Global___StageSpec] | None = ...,
+        links: _abc.Iterable[Global___LinkSpec] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links", "stages", b"stages", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replica: _TypeAlias = Replica  # noqa: Y015
+
+@_typing.final
+class Exchange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: _builtins.int
+    EVERY_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    FRAGMENTS_FIELD_NUMBER: _builtins.int
+    DELAY_FIELD_NUMBER: _builtins.int
+    QUORUM_FIELD_NUMBER: _builtins.int
+    DEADLINE_S_FIELD_NUMBER: _builtins.int
+    INNER_FIELD_NUMBER: _builtins.int
+    rule: _builtins.str
+    every: _builtins.int
+    """steps"""
+    codec: _builtins.str
+    ratio: _builtins.float
+    fragments: _builtins.int
+    delay: _builtins.int
+    """steps"""
+    quorum: _builtins.float
+    deadline_s: _builtins.float
+    @_builtins.property
+    def inner(self) -> Global___Exchange:
+        """of the ranks of one site; it has none of its own"""
+
+    def __init__(
+        self,
+        *,
+        rule: _builtins.str = ...,
+        every: _builtins.int = ...,
+        codec: _builtins.str = ...,
+        ratio: _builtins.float = ...,
+        fragments: _builtins.int = ...,
+        delay: _builtins.int = ...,
+        quorum: _builtins.float = ...,
+        deadline_s: _builtins.float = ...,
+        inner: Global___Exchange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inner", b"inner"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "deadline_s", b"deadline_s", "delay", b"delay", "every", b"every", "fragments", b"fragments", "inner", b"inner", "quorum", b"quorum", "ratio", b"ratio", "rule", b"rule"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Exchange: _TypeAlias = Exchange  # noqa: Y015
+
+@_typing.final
 class LeftOut(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1106,6 +1196,9 @@ class Plan(_message.Message):
     LEFT_OUT_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     RECOMPUTE_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    EXCHANGE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     dag_hash: _builtins.str
@@ -1115,14 +1208,26 @@ class Plan(_message.Message):
     n_micro: _builtins.int
     recompute: _builtins.str
     """off | selective | full"""
+    blocks: _builtins.int
+    """of the step's micro-batches; 0: one"""
     @_builtins.property
-    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]: ...
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageSpec]:
+        """of a plan of one replica, and its links"""
+
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkSpec]: ...
     @_builtins.property
     def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOut]: ...
     @_builtins.property
     def prediction(self) -> Global___Prediction: ...
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replica]:
+        """two or more; then neither stages nor links"""
+
+    @_builtins.property
+    def exchange(self) -> Global___Exchange:
+        """of the replicas"""
+
     def __init__(
         self,
         *,
@@ -1138,10 +1243,13 @@ class Plan(_message.Message):
         left_out: _abc.Iterable[Global___LeftOut] | None = ...,
         prediction: Global___Prediction | None = ...,
         recompute: _builtins.str = ...,
+        replicas: _abc.Iterable[Global___Replica] | None = ...,
+        blocks: _builtins.int = ...,
+        exchange: Global___Exchange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prediction", b"prediction"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["exchange", b"exchange", "prediction", b"prediction"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "recompute", b"recompute", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "dag_hash", b"dag_hash", "eval_dag_hash", b"eval_dag_hash", "exchange", b"exchange", "job", b"job", "left_out", b"left_out", "links", b"links", "n_micro", b"n_micro", "partitioner", b"partitioner", "prediction", b"prediction", "recompute", b"recompute", "replicas", b"replicas", "schedule", b"schedule", "stages", b"stages", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

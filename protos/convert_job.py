@@ -101,6 +101,8 @@ def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
         eval_batches=training.eval_batches,
         checkpoint_every=training.checkpoint_every,
         compress=training.compress,
+        blocks=training.blocks,
+        average_buffers=training.average_buffers,
     )
 
 
@@ -122,6 +124,8 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
         eval_batches=message.eval_batches,
         checkpoint_every=message.checkpoint_every,
         compress=message.compress or "off",
+        blocks=message.blocks or 1,
+        average_buffers=message.average_buffers,
     )
 
 

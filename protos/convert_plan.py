@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
+from atoll.exchange import Exchange
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpNode, Source, leaf_refs, op_refs
-from atoll.plan import LinkPrediction, LinkSpec, Mask, Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import (
+    LinkPrediction,
+    LinkSpec,
+    Mask,
+    Plan,
+    Prediction,
+    Replica,
+    StagePrediction,
+    StageSpec,
+    one_replica,
+)
 from atoll.program import Produced, Received, StageProgram, TiedParameter
 from protos import atoll_job_pb2 as pb
 from protos import bounds
@@ -20,7 +33,11 @@ from protos.convert_graph import (
     node_to_proto,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 _U32 = 2**32 - 1
+_MAX_PERIOD = 10**6  # steps
 
 
 def prediction_to_proto(prediction: Prediction) -> pb.Prediction:
@@ -114,21 +131,16 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
         schedule=plan.schedule.value,
         recompute=plan.recompute.value,
         n_micro=plan.n_micro,
-        stages=[
-            pb.StageSpec(
-                start=s.start,
-                stop=s.stop,
-                eval_start=s.eval_start,
-                eval_stop=s.eval_stop,
-                workers=s.workers,
-                warmup=s.warmup,
-                held=s.held,
-            )
-            for s in plan.stages
-        ],
-        links=[link_to_proto(link) for link in plan.links],
+        blocks=plan.blocks,
         left_out=[pb.LeftOut(worker=worker, why=why) for worker, why in plan.left_out],
     )
+    if len(plan.replicas) == 1:
+        message.stages.extend(_stage_to_proto(stage) for stage in plan.stages)
+        message.links.extend(link_to_proto(link) for link in plan.links)
+    else:
+        message.replicas.extend(_replica_to_proto(replica) for replica in plan.replicas)
+    if plan.exchange is not None:
+        message.exchange.CopyFrom(_exchange_to_proto(plan.exchange))
     if plan.prediction is not None:
         message.prediction.CopyFrom(prediction_to_proto(plan.prediction))
     return message
@@ -136,9 +148,7 @@ def plan_to_proto(plan: Plan) -> pb.Plan:
 
 def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
     """Read a versioned plan; ``atoll.plan.validate`` checks it against its DAG."""
-    stages = bounds.count("stages", message.stages, limits.stages)
-    n_stages = len(stages)
-    links = bounds.count("links", message.links, limits.items)
+    n_micro = bounds.within("n_micro", message.n_micro, 1, 4096)
     return Plan(
         job=bounds.name("job", message.job, limits),
         version=message.version,
@@ -146,10 +156,11 @@ def plan_from_proto(message: pb.Plan, limits: Limits) -> Plan:
         eval_dag_hash=_optional_hash("eval_dag_hash", message.eval_dag_hash),
         partitioner=bounds.name("partitioner", message.partitioner, limits),
         schedule=bounds.one_of("schedule", message.schedule, ScheduleName),
-        n_micro=bounds.within("n_micro", message.n_micro, 1, 4096),
+        n_micro=n_micro,
         recompute=_decided(message.recompute),
-        stages=tuple(_stage_from_proto(stage, limits) for stage in stages),
-        links=tuple(link_from_proto(link, n_stages, limits) for link in links),
+        blocks=bounds.within("blocks", message.blocks or 1, 1, n_micro),
+        replicas=_replicas_from_proto(message, n_micro, limits),
+        exchange=_exchange_from_proto(message.exchange, limits) if message.HasField("exchange") else None,
         left_out=tuple(
             (bounds.name("worker", o.worker, limits), bounds.text("why", o.why, limits.text_chars))
             for o in bounds.count("workers left out", message.left_out, limits.items)
@@ -192,10 +203,89 @@ def link_from_proto(message: pb.LinkSpec, n_stages: int, limits: Limits) -> Link
     )
 
 
+def _replica_to_proto(replica: Replica) -> pb.Replica:
+    start, stop = replica.micros
+    return pb.Replica(
+        start=start,
+        stop=stop,
+        stages=[_stage_to_proto(stage) for stage in replica.stages],
+        links=[link_to_proto(link) for link in replica.links],
+    )
+
+
+def _replicas_from_proto(message: pb.Plan, n_micro: int, limits: Limits) -> tuple[Replica, ...]:
+    """Read the pipeline of a plan that has one, or the replicas of one that has several."""
+    if not message.replicas:
+        return one_replica(n_micro, *_pipeline_from_proto(message.stages, message.links, limits))
+    if message.stages or message.links or len(message.replicas) == 1:
+        raise BadFrame(f"a plan of {len(message.replicas)} replicas in the form of another number")
+    bounds.count("stages", [s for r in message.replicas for s in r.stages], limits.stages)
+    found = []
+    for replica in message.replicas:
+        stop = bounds.within("stop of a replica", replica.stop, 1, n_micro)
+        start = bounds.within("start of a replica", replica.start, 0, stop - 1)
+        found.append(Replica((start, stop), *_pipeline_from_proto(replica.stages, replica.links, limits)))
+    return tuple(found)
+
+
+def _exchange_to_proto(exchange: Exchange) -> pb.Exchange:
+    message = pb.Exchange(
+        rule=exchange.rule,
+        every=exchange.every,
+        codec=exchange.codec,
+        ratio=exchange.ratio,
+        fragments=exchange.fragments,
+        delay=exchange.delay,
+        quorum=exchange.quorum,
+        deadline_s=exchange.deadline_s,
+    )
+    if exchange.inner is not None:
+        message.inner.CopyFrom(_exchange_to_proto(exchange.inner))
+    return message
+
+
+def _exchange_from_proto(message: pb.Exchange, limits: Limits, *, inner: bool = False) -> Exchange:
+    """BadFrame for an exchange within an inner one; ``atoll.exchange.check_exchange`` judges the rest."""
+    if inner and message.HasField("inner"):
+        raise BadFrame("an exchange within the inner exchange")
+    return Exchange(
+        rule=bounds.name("exchange", message.rule, limits),
+        every=bounds.within("steps between exchanges", message.every, 1, _MAX_PERIOD),
+        codec=bounds.name("codec", message.codec, limits),
+        ratio=bounds.number("compression ratio", message.ratio, low=1.0, high=MAX_RATIO),
+        fragments=bounds.within("fragments", message.fragments, 1, _MAX_PERIOD),
+        delay=bounds.within("delay", message.delay, 0, _MAX_PERIOD),
+        quorum=bounds.number("quorum", message.quorum, low=0.0, high=1.0),
+        deadline_s=bounds.number("deadline", message.deadline_s, low=0.0),
+        inner=_exchange_from_proto(message.inner, limits, inner=True) if message.HasField("inner") else None,
+    )
+
+
+def _pipeline_from_proto(
+    stages: Sequence[pb.StageSpec], links: Sequence[pb.LinkSpec], limits: Limits
+) -> tuple[tuple[StageSpec, ...], tuple[LinkSpec, ...]]:
+    count = len(bounds.count("stages", stages, limits.stages))
+    return (
+        tuple(_stage_from_proto(stage, limits) for stage in stages),
+        tuple(link_from_proto(link, count, limits) for link in bounds.count("links", links, limits.items)),
+    )
+
+
+def _stage_to_proto(stage: StageSpec) -> pb.StageSpec:
+    return pb.StageSpec(
+        start=stage.start,
+        stop=stage.stop,
+        eval_start=stage.eval_start,
+        eval_stop=stage.eval_stop,
+        workers=[stage.worker],
+        warmup=stage.warmup,
+        held=stage.held,
+    )
+
+
 def _stage_from_proto(message: pb.StageSpec, limits: Limits) -> StageSpec:
-    workers = bounds.count("workers of a stage", message.workers, limits.stages)
-    if not workers:
-        raise BadFrame("a stage without a worker")
+    if len(message.workers) != 1:
+        raise BadFrame(f"a stage with {len(message.workers)} workers, not one")
     stop = bounds.within("stop of a stage", message.stop, 0, limits.ops)
     eval_stop = bounds.within("eval_stop of a stage", message.eval_stop, 0, limits.ops)
     return StageSpec(
@@ -203,7 +293,7 @@ def _stage_from_proto(message: pb.StageSpec, limits: Limits) -> StageSpec:
         stop=stop,
         eval_start=bounds.within("eval_start of a stage", message.eval_start, 0, eval_stop),
         eval_stop=eval_stop,
-        workers=tuple(bounds.name("worker", worker, limits) for worker in workers),
+        worker=bounds.name("worker", message.workers[0], limits),
         warmup=bounds.within("warmup", message.warmup, 0, 4096),
         held=bounds.within("held", message.held, 0, 4096),
     )

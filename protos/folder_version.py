@@ -19,8 +19,9 @@ FIRST_VERSION = 1
 MAX_FILE_BYTES = 16
 
 
-def claim_version(folder: Path, current: int, known: Collection[str]) -> None:
-    """Write ``current`` into a folder that has no version; refuse one of another version.
+def claim_version(folder: Path, current: int, known: Collection[str], oldest: int | None = None) -> None:
+    """Write ``current`` into a folder that has no version; refuse one of another version, unless it is from
+    ``oldest`` on and so can be read as it is: ``raise_version`` claims that one.
 
     A folder that holds one of the ``known`` names is in use. StorageError names the remedy; the folder is
     then as it was.
@@ -32,12 +33,18 @@ def claim_version(folder: Path, current: int, known: Collection[str]) -> None:
         found = FIRST_VERSION if in_use else current
         if found == current:
             write_private(path, b"%d\n" % current)
-    if found != current:
+    if not (current if oldest is None else oldest) <= found <= current:
         remedy = "update Atoll" if found > current else "finish its jobs with the Atoll that wrote it"
         raise StorageError(
             f"{folder} is of version {found} and this Atoll reads version {current}: {remedy}, or choose "
             "another --state-dir"
         )
+
+
+def raise_version(folder: Path, current: int) -> None:
+    """Write ``current`` into a folder of an earlier version, under the lock of whoever goes on in it."""
+    if _read(folder / VERSION_FILE) != current:
+        write_private(folder / VERSION_FILE, b"%d\n" % current)
 
 
 def _read(path: Path) -> int | None:

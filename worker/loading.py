@@ -47,7 +47,7 @@ def load(
             context.device.torch_device,
             states=assignment.states,
             recompute=assignment.plan.recompute,
-            defer=assignment.plan.defers(assignment.stage),
+            actions=assignment.plan.actions(assignment.stage),
         )
     links = Links(
         TimedNetwork(context.network, context.spans),

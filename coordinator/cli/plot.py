@@ -22,7 +22,11 @@ def plot_plan(plan: Plan, names: Mapping[str, str], path: Path) -> None:
     prediction = plan.prediction
     if prediction is None:
         raise PlanError("this plan carries no prediction to draw; make it again with `atoll plan`")
-    labels = [f"stage {i}\n{names.get(s.worker, s.worker)}" for i, s in enumerate(plan.stages)]
+    several = len(plan.replicas) > 1
+    labels = [
+        f"{f'replica {p.replica} ' if several else ''}stage {p.stage}\n{names.get(p.worker, p.worker)}"
+        for p in plan.places
+    ]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(max(7.0, 1.7 * len(labels)), 7.2), layout="constrained")
         busy, memory = figure.subplots(2, 1, height_ratios=[3, 2])

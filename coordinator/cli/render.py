@@ -21,32 +21,42 @@ Names = Mapping[str, str]  # worker id -> name for people
 
 def plan_view(plan: Plan, names: Names) -> RenderableType:
     """Stages, links, prediction and reasons of a plan."""
-    shape = f"{len(plan.stages)} stages, {plan.n_micro} micro-batches, {plan.schedule}"
+    several = f"{len(plan.replicas)} replicas, " if len(plan.replicas) > 1 else ""
+    shape = f"{several}{len(plan.places)} stages, {plan.n_micro} micro-batches, {plan.schedule}"
     parts: list[RenderableType] = [Text(f"{plan.partitioner} plan: {shape}")]
     prediction = plan.prediction
     parts.append(_stages_table(plan, prediction, names))
     if prediction is not None:
         parts += [_links_table(plan, prediction, names), _verdict(prediction, names)]
     parts += [
-        Text(
-            f"{_name(names, plan.stages[s.source].worker)} > {_name(names, plan.stages[s.target].worker)}: "
-            f"{s.reason}",
-            style=DIM,
-        )
-        for s in plan.links
-        if s.reason
+        Text(f"{_name(names, source)} > {_name(names, target)}: {spec.reason}", style=DIM)
+        for (source, target), spec in _links_by_workers(plan).items()
+        if spec.reason
     ]
     for worker, why in plan.left_out:
         parts.append(Text(f"left out: {_name(names, worker)}: {why}", style=DIM))
     return Group(*parts)
 
 
+def _links_by_workers(plan: Plan) -> dict[tuple[str, str], LinkSpec]:
+    return {
+        (replica.stages[spec.source].worker, replica.stages[spec.target].worker): spec
+        for replica in plan.replicas
+        for spec in replica.links
+    }
+
+
 def _stages_table(plan: Plan, prediction: Prediction | None, names: Names) -> Table:
-    table = _table("stage", "device", "ops", "compute a step", "busy", "memory", "of its limit")
-    for index, stage in enumerate(plan.stages):
-        row = [str(index), _name(names, stage.worker), f"{stage.start}-{stage.stop - 1}"]
-        if prediction is not None and index < len(prediction.stages):
-            found = prediction.stages[index]
+    several = len(plan.replicas) > 1
+    more = ("replica", "micro-batches") if several else ()
+    table = _table(*more, "stage", "device", "ops", "compute a step", "busy", "memory", "of its limit")
+    for rank, place in enumerate(plan.places):
+        replica = plan.replicas[place.replica]
+        stage, (first, stop) = replica.stages[place.stage], replica.micros
+        row = [str(place.replica), f"{first}-{stop - 1}"] if several else []
+        row += [str(place.stage), _name(names, stage.worker), f"{stage.start}-{stage.stop - 1}"]
+        if prediction is not None and rank < len(prediction.stages):
+            found = prediction.stages[rank]
             share = found.memory_bytes / found.memory_limit_bytes if found.memory_limit_bytes else 0.0
             row += [in_seconds(found.compute_s), share_bar(found.busy_share)]
             row += [in_bytes(found.memory_bytes), f"{share:.0%} of {in_bytes(found.memory_limit_bytes)}"]
@@ -58,9 +68,8 @@ def _links_table(plan: Plan, prediction: Prediction, names: Names) -> Table:
     """Links with what they carry; with codec and ratio where compression was asked for."""
     from coordinator.planning.ratios import label  # numpy, which most commands do without
 
-    workers = [stage.worker for stage in plan.stages]
-    specs = {(workers[spec.source], workers[spec.target]): spec for spec in plan.links}
-    chosen = any(spec.reason for spec in plan.links)
+    specs = _links_by_workers(plan)
+    chosen = any(spec.reason for spec in specs.values())
     more = ("codec", "gradients", "of dense") if chosen else ()
     table = _table("link", "bytes a step", "busy a step", "busy", *more)
     for link in prediction.links:

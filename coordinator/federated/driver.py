@@ -261,16 +261,14 @@ class FederatedDriver:
                 self.step(state.job, fed.ClientBack(worker))
 
     def _recruit(self, job: str) -> None:
-        for worker in self.effects.roster.idle():
+        for worker in self.effects.roster.idle_holders(self.jobs[job].federated.data):
             state = self.jobs[job]
             if state.ended or not state.opened:
                 return
             known = self.effects.roster.workers[worker]
             if self._let.get((job, worker)) == known.member.incarnation or state.bars(worker):
                 continue
-            facts = next((d for d in known.introduction.datasets if d.name == state.federated.data), None)
-            if facts is None:
-                continue
+            facts = next(d for d in known.introduction.datasets if d.name == state.federated.data)
             wrong = misfit(facts, state.federated, state.inputs, state.spec.data.batch)
             if wrong is not None:
                 self._turn_down(job, worker, wrong)

@@ -100,7 +100,7 @@ class Effects:
         known = self.roster.workers[worker]
         if after.gone and known.session is not None:
             self.emit(do.CloseSession(worker, known.session, after.reason))
-            known.session = None
+            self.roster.disconnected(worker)
 
     def report_member(self, member: Member, *, restarted: bool = False) -> None:
         """Report where a worker stands to those who lend it to apps."""
@@ -109,7 +109,7 @@ class Effects:
     def quarantine(self, worker: str, reason: str) -> None:
         """Keep a worker out of every plan until its process starts anew; its job goes on without it."""
         known = self.roster.workers[worker]
-        known.quarantined = reason
+        self.roster.quarantine(worker, reason)
         self.log(Name.WORKER_QUARANTINED, "warning", worker=worker, reason=reason)
         self.advance = True
         if known.member.job:

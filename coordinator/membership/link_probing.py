@@ -12,12 +12,15 @@ on its own, so that probing disturbs neither training nor itself:
    two groups for the uplink that joins them, and two a worker, out of it and into it, for its own.
 
 A pair that cannot be measured counts as 1 kbit/s: plans avoid it.
+
+Of a fleet that is larger than ``all_pairs_up_to`` only the pairs that its ``Survey`` chooses are measured,
+rates alone, and as above those between the workers that a plan names.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import isfinite
@@ -33,6 +36,8 @@ from coordinator.membership.link_table import (
     infer_shared,
     judge_link,
 )
+from coordinator.membership.pairs import PairMap
+from coordinator.membership.survey import Survey
 from coordinator.messages.events import LinkProbed
 from coordinator.planning.clusters import groups
 from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
@@ -52,6 +57,7 @@ class Kind(Enum):
     LOOK = "look"  # the round trip
     ALONE = "alone"  # the rate, on links that nobody else uses meanwhile
     TOGETHER = "together"  # several rates at once, to see what they share
+    FEW = "few"  # the rate, of one of the few pairs by which a large fleet is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +97,55 @@ class LinkProbing:
 
     config: Probing
     table: LinkTable = field(default_factory=LinkTable)
-    solo_bps: dict[Pair, float] = field(default_factory=dict)
-    measured_s: dict[Pair, float] = field(default_factory=dict)
-    attempts: dict[Pair, int] = field(default_factory=dict)  # failed ones
-    failed_s: dict[Pair, float] = field(default_factory=dict)
+    solo_bps: PairMap[float] = field(default_factory=PairMap)
+    measured_s: PairMap[float] = field(default_factory=PairMap)
+    attempts: PairMap[int] = field(default_factory=PairMap)  # failed ones
+    failed_s: PairMap[float] = field(default_factory=PairMap)
     together: dict[frozenset[Pair], dict[Pair, float]] = field(default_factory=dict)
     looked_s: dict[frozenset[str], float] = field(default_factory=dict)  # round trips
     flows: dict[int, _Flow] = field(default_factory=dict)
+    survey: Survey = field(init=False)
+    _among: set[str] = field(default_factory=set)  # workers all of whose pairs were wanted
     _rates: dict[Measurement, dict[Pair, float]] = field(default_factory=dict)  # of concurrent ones
+
+    def __post_init__(self) -> None:
+        self.survey = Survey(self.config.few_peers)
 
     @property
     def busy(self) -> bool:
         return bool(self.flows)
+
+    @property
+    def surveying(self) -> bool:
+        return any(flow.kind is Kind.FEW for flow in self.flows.values())
+
+    def unsurveyed(self, workers: Iterable[str]) -> bool:
+        """Return whether a pair by which one of these is to be known has not been measured yet."""
+        workers = set(workers)
+        measuring = (flow.pair for flow in self.flows.values() if flow.kind is Kind.FEW)
+        return any(not workers.isdisjoint(pair) for pair in measuring) or self.survey.pending(workers)
+
+    def few_due(
+        self, ready: Callable[[str], bool], connectable: Callable[[str, str], bool], now_s: float
+    ) -> list[Measurement]:
+        """Measurements of a large fleet to begin now, between workers that are ``ready``."""
+        room = self.config.probes_at_once - len(self.flows)
+        if room <= 0:
+            return []
+
+        def needed(pair: Pair) -> bool:
+            if not connectable(*pair):
+                self.table.estimates.setdefault(pair, HOPELESS)
+                return False
+            return self._missing(pair, now_s, fresh=False)
+
+        busy = (worker for flow in self.flows.values() for worker in flow.pair)
+        return [Measurement(Kind.FEW, (pair,)) for pair in self.survey.take(room, ready, needed, busy)]
+
+    def unmeasured(self, workers: Sequence[str]) -> bool:
+        """Return whether a pair of these was neither measured nor given up."""
+        pairs = ((a, b) for a in workers for b in workers if a != b)
+        return any(pair not in self.table.estimates for pair in pairs)
 
     def due(
         self,
@@ -119,6 +162,7 @@ class LinkProbing:
         nothing due: all is known.
         """
         wanted = []
+        self._among.update(workers)
         for pair in self._pairs(workers):
             if not connectable(*pair):
                 self.table.estimates.setdefault(pair, HOPELESS)
@@ -180,9 +224,10 @@ class LinkProbing:
     def forget(self, worker: str) -> None:
         """Drop what concerns a worker that left."""
         self.table.forget(worker)
+        self.survey.forget(worker)
+        self._among.discard(worker)
         for known in (self.solo_bps, self.measured_s, self.attempts, self.failed_s):
-            for pair in [pair for pair in known if worker in pair]:
-                del known[pair]
+            known.forget(worker)
         for probe in [p for p in self.together if any(worker in pair for pair in p)]:
             del self.together[probe]
         for ends in [ends for ends in self.looked_s if worker in ends]:
@@ -195,13 +240,16 @@ class LinkProbing:
     def uplinks(self, sites: Mapping[str, str]) -> tuple[Uplink, ...]:
         """Shared uplinks from declared sites and from what concurrent probes showed."""
         workers = list(sites)
-        named = dict(sites)
+        if len(workers) > self.config.all_pairs_up_to:
+            workers = [worker for worker in workers if worker in self._among]
+        named, grouped = dict(sites), None
         for pairs, rates in self.together.items():
             if len({source for source, _ in pairs}) < 2 or len({target for _, target in pairs}) < 2:
                 continue  # one worker's own uplink
             if not self._shared(rates):
                 continue
-            for at, group in enumerate(self._groups(workers)):
+            grouped = grouped or self._groups(workers)
+            for at, group in enumerate(grouped):
                 if any(source in group for source, _ in pairs):
                     for worker in group:
                         named[worker] = named[worker] or f"group {at + 1}"
@@ -349,6 +397,8 @@ class LinkProbing:
             self.failed_s[pair] = now_s
             if tries >= self.config.attempts and pair not in self.table.estimates:
                 self.table.estimates[pair] = HOPELESS
+            elif flow.kind is Kind.FEW and tries < self.config.attempts:
+                self.survey.again(pair)
 
     def _close_round(self) -> None:
         """Keep what concurrent probes found once the last of their flows is over."""

@@ -16,13 +16,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coordinator.membership.pairs import PairMap
 from coordinator.planning.costs.fleet import UNKNOWN, Fleet
 from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from coordinator.planning.costs.fleet import Device
+
+    Floats = NDArray[np.float64]
 
 PROBE_WEIGHT = 0.5  # a probe fills the link on purpose: trust it
 GOODPUT_WEIGHT = 0.1  # training's own traffic may be limited by the sender (decentralized.md 1.5)
@@ -42,8 +47,8 @@ NOISE_FLOOR_S = 2e-6  # shorter timings are all overhead; their implied rate say
 class LinkTable:
     """Estimates by ordered pair; ``None`` where nothing is known yet."""
 
-    estimates: dict[Pair, LinkEstimate] = field(default_factory=dict)
-    _drag: dict[Pair, tuple[float, int]] = field(default_factory=dict)  # with how many samples
+    estimates: PairMap[LinkEstimate] = field(default_factory=PairMap)
+    _drag: PairMap[tuple[float, int]] = field(default_factory=PairMap)  # with how many samples
 
     def probed(self, source: str, target: str, bandwidth_bps: float, rtt_s: float) -> str | None:
         """Take in a probe; returns why it was refused, None when it was taken."""
@@ -91,9 +96,15 @@ class LinkTable:
 
     def drag(self, pair: Pair) -> float:
         """At least 1; the median of the known ones for a pair that has not trained yet."""
-        if pair in self._drag:
-            return self._drag[pair][0]
+        return self._drag[pair][0] if pair in self._drag else self.usual_drag()
+
+    def usual_drag(self) -> float:
+        """The median of the known ones."""
         return median(d for d, _ in self._drag.values()) if self._drag else 1.0
+
+    def drags(self) -> dict[Pair, float]:
+        """Those of pairs that have trained."""
+        return {pair: drag for pair, (drag, _) in self._drag.items()}
 
     def dragged_line(self, line: Uplink) -> Uplink:
         """The uplink as messages get it: with the least drag known of the pairs that pass it."""
@@ -116,8 +127,8 @@ class LinkTable:
 
     def forget(self, worker: str) -> None:
         """Drop every pair of a worker that left."""
-        self.estimates = {pair: known for pair, known in self.estimates.items() if worker not in pair}
-        self._drag = {pair: known for pair, known in self._drag.items() if worker not in pair}
+        self.estimates.forget(worker)
+        self._drag.forget(worker)
 
     def _blend(self, pair: Pair, bandwidth_bps: float, latency_s: float, weight: float) -> None:
         old = self.estimates.get(pair)
@@ -194,13 +205,20 @@ def infer_shared(
         if max(crossing, default=0.0) <= CONTRADICTED_ABOVE * carried:
             known = rates.setdefault(members, [0.0, 0.0])
             known[direction] = max(known[direction], carried)
-    for name in sorted(set(sites.values()) - {""}):
-        members = frozenset(w for w, site in sites.items() if site == name)
-        known = rates.setdefault(members, [0.0, 0.0])
-        up = [bps for pair, bps in solo.items() if _crosses(pair, members, 0)]
-        down = [bps for pair, bps in solo.items() if _crosses(pair, members, 1)]
-        known[0] = known[0] or max(up, default=0.0)
-        known[1] = known[1] or max(down, default=0.0)
+    members_of: dict[str, list[str]] = {}
+    for worker, name in sites.items():
+        members_of.setdefault(name, []).append(worker)
+    best: dict[str, list[float]] = {name: [0.0, 0.0] for name in members_of}
+    for (source, target), bps in solo.items():
+        a, b = sites.get(source, ""), sites.get(target, "")
+        if a != b:
+            for name, direction in ((a, 0), (b, 1)):
+                if name:
+                    best[name][direction] = max(best[name][direction], bps)
+    for name in sorted(best.keys() - {""}):
+        known = rates.setdefault(frozenset(members_of[name]), [0.0, 0.0])
+        known[0] = known[0] or best[name][0]
+        known[1] = known[1] or best[name][1]
     return tuple(
         Uplink(_uplink_name(members, sites), tuple(sorted(members)), up or float("inf"), down or float("inf"))
         for members, (up, down) in sorted(rates.items(), key=lambda item: sorted(item[0]))
@@ -247,20 +265,31 @@ def measured_fleet(
     table: LinkTable,
     uplinks: Sequence[Uplink] = (),
     unknown: LinkEstimate = UNKNOWN,
+    guessed: tuple[Floats, Floats] | None = None,
 ) -> Fleet:
-    """Return the live fleet: estimates of ``table``, ``unknown`` where a pair was never probed; rates
-    as training's messages get them.
+    """Return the live fleet: estimates of ``table``, ``unknown`` where a pair was never probed (or what is
+    ``guessed`` of it: bit/s and seconds [source, target]); rates as training's messages get them.
     """
     n = len(devices)
-    bandwidth, latency = np.full((n, n), np.inf), np.zeros((n, n))
-    alone = bandwidth.copy()
-    for i, a in enumerate(devices):
-        for j, b in enumerate(devices):
-            if i != j:
-                link = table.get(a.worker, b.worker) or unknown
-                drag = table.drag((a.worker, b.worker))
-                bandwidth[i, j], latency[i, j] = link.bandwidth_bps / drag, link.latency_s
-                alone[i, j] = link.bandwidth_bps
+    if guessed is None:
+        alone, latency = np.full((n, n), unknown.bandwidth_bps), np.full((n, n), unknown.latency_s)
+    else:
+        alone, latency = guessed
+    drag = np.full((n, n), table.usual_drag())
+    index = {device.worker: at for at, device in enumerate(devices)}
+    for device in devices:
+        for a, b in table.estimates.of(device.worker):
+            if a == device.worker and b in index:
+                i, j, link = index[a], index[b], table.estimates[a, b]
+                alone[i, j], latency[i, j] = link.bandwidth_bps, link.latency_s
+                if (b, a) not in table.estimates:
+                    alone[j, i], latency[j, i] = link.bandwidth_bps, link.latency_s
+    for (a, b), known in table.drags().items():
+        if a in index and b in index:
+            drag[index[a], index[b]] = known
+    np.fill_diagonal(alone, np.inf)
+    np.fill_diagonal(latency, 0.0)
+    bandwidth = alone / drag
     dragged = tuple(map(table.dragged_line, uplinks))
     probed = Fleet(tuple(devices), alone, latency, tuple(uplinks))
     return Fleet(tuple(devices), bandwidth, latency, dragged, probed=probed)

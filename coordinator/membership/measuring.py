@@ -6,13 +6,13 @@ through ``Effects``, one worker never does both at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from math import isfinite
 
 from coordinator.config import Probing
 from coordinator.membership.effects import Effects
-from coordinator.membership.link_probing import LinkRequest
+from coordinator.membership.link_probing import LinkRequest, Measurement
 from coordinator.membership.link_table import judge_timing
 from coordinator.membership.op_probing import RTT_SAMPLES, OpsRequest
 from coordinator.messages import instructions as do
@@ -27,6 +27,8 @@ class Measuring:
     config: Probing
     effects: Effects
     _requests: int = 0
+    _timed: dict[str, set[str]] = field(default_factory=dict)  # job -> workers with nothing left to time
+    _among: frozenset[str] = frozenset()  # of a large fleet: between these every pair is known
 
     def greet(self, worker: str) -> None:
         """Learn the round trip to a new worker from requests that it answers at once."""
@@ -42,26 +44,37 @@ class Measuring:
 
     # ------------------------------------------------------------ ops
 
-    def measure_ops(self, job: str, precision: str, signatures: Iterable[str]) -> bool:
-        """Have every idle worker time the ops it has not timed yet; True when none is awaited."""
+    def measure_ops(
+        self, job: str, precision: str, signatures: Iterable[str], workers: Iterable[str]
+    ) -> bool:
+        """Have idle workers time the ops that they have not timed yet; True when none is awaited."""
         ops, signatures, done = self.effects.roster.ops, tuple(signatures), True
-        for worker in self.effects.roster.idle():
+        timed = self._timed.setdefault(job, set())
+        for worker in workers:
             if ops.asked(worker):
                 done = False
+                continue
+            if worker in timed:
                 continue
             missing = ops.missing(worker, precision, signatures)
             if missing:
                 done = False
                 self._ask_ops(worker, job, precision, missing[: self.config.ops_per_request])
+            else:
+                timed.add(worker)
         return done
+
+    def stop(self, job: str) -> None:
+        """Forget how far measuring for a job is: its plan is made, or is not wanted any more."""
+        self._timed.pop(job, None)
+        self._among = frozenset()
 
     def _ask_ops(self, worker: str, job: str, precision: str, signatures: tuple[str, ...]) -> None:
         self._requests += 1
         now_s = self.effects.now_s
         within_s = self.config.ops_answer_within_s if signatures else self.config.answer_within_s
-        self.effects.roster.ops.requests[self._requests] = OpsRequest(
-            worker, job, precision, signatures, now_s, now_s + within_s
-        )
+        request = OpsRequest(worker, job, precision, signatures, now_s, now_s + within_s)
+        self.effects.roster.ops.begin(self._requests, request)
         self.effects.emit(do.SendTo(worker, do.ProbeOps(self._requests, job, signatures, precision)))
 
     def ops_probed(self, worker: str, message: OpsProbed) -> None:
@@ -76,6 +89,8 @@ class Measuring:
                 wrong = judge_timing(worker, f"op {signature}", seconds, ops.flops.get(signature, 0))
                 if wrong is not None:
                     ops.timings.pop((worker, request.precision), None)
+                    for timed in self._timed.values():
+                        timed.discard(worker)
                     self.effects.quarantine(worker, wrong)
                     return
         self.effects.log(
@@ -88,7 +103,7 @@ class Measuring:
         request = ops.requests.get(message.request)
         if request is None or request.worker != worker:
             return None
-        del ops.requests[message.request]
+        ops.end(message.request)
         if not request.signatures:
             if not message.error:
                 ops.rtt_s.setdefault(worker, []).append(max(0.0, self.effects.now_s - request.sent_s))
@@ -105,19 +120,46 @@ class Measuring:
 
     # ------------------------------------------------------------ links
 
-    def measure_links(self, *, fresh: bool) -> bool:
-        """Start the measurements that the idle fleet needs next; True when none is needed."""
+    def measure_links(self, *, fresh: bool, wanted: Collection[str] = ()) -> bool:
+        """Start the measurements that the idle fleet needs next; True when none is needed.
+
+        In a large fleet those are all pairs between the idle ones of ``wanted``, then, whose end nobody
+        waits for, its survey.
+        """
+        roster = self.effects.roster
+        if not self.large:
+            return self._measure_among(roster.idle(), fresh)
+        among = roster.in_order(filter(roster.is_idle, wanted))
+        if not self._among.issuperset(among):
+            if roster.links.surveying or not self._measure_among(among, fresh):
+                return False
+            self._among = frozenset(among)
+
+        def ready(worker: str) -> bool:
+            return roster.is_idle(worker) and not roster.ops.asked(worker)
+
+        self._begin(roster.links.few_due(ready, roster.connectable, self.effects.now_s))
+        return True
+
+    @property
+    def large(self) -> bool:
+        """Whether only some pairs of the idle fleet are measured."""
+        return self.effects.roster.idle_count > self.config.all_pairs_up_to
+
+    def _measure_among(self, workers: list[str], fresh: bool) -> bool:
         roster, now_s = self.effects.roster, self.effects.now_s
-        idle = roster.idle()
-        if any(roster.ops.asked(worker) for worker in idle):
+        if any(roster.ops.asked(worker) for worker in workers):
             return False  # timing and sending would slow each other
-        sites = {worker: roster.workers[worker].introduction.site for worker in idle}
-        for measurement in roster.links.due(idle, roster.connectable, now_s, fresh, sites):
+        sites = {worker: roster.workers[worker].introduction.site for worker in workers}
+        self._begin(roster.links.due(workers, roster.connectable, now_s, fresh, sites))
+        return not roster.links.busy
+
+    def _begin(self, measurements: Iterable[Measurement]) -> None:
+        for measurement in measurements:
             first = self._requests + 1
             self._requests += len(measurement.pairs)
-            for request in roster.links.begin(measurement, first, now_s):
+            for request in self.effects.roster.links.begin(measurement, first, self.effects.now_s):
                 self._ask_link(request)
-        return not roster.links.busy
 
     def _ask_link(self, request: LinkRequest) -> None:
         """Have one end expect the other, as workers refuse strangers, then measure."""

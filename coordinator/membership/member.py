@@ -138,6 +138,17 @@ def step(member: Member, event: Event, now_s: float, timing: Liveness) -> tuple[
     raise LookupError(f"{member.worker}: {words}")
 
 
+def watched_at_s(member: Member, timing: Liveness) -> float:
+    """Return when a Tick may change a live member; no event but a change of its phase, job or connection
+    makes that earlier."""
+    patience = _patience(member, timing)
+    silence_s = timing.dead_after_s if member.phase is Phase.SUSPECT else timing.suspect_after_s
+    silent_at_s = _heard_s(member) + silence_s * patience
+    if member.lost_s is None:
+        return silent_at_s
+    return min(silent_at_s, member.lost_s + timing.return_within_s)
+
+
 def silence_forgiven(member: Member, gap_s: float) -> Member:
     """The member as if ``gap_s`` had not passed: our own stall is not its silence."""
     lost_s = None if member.lost_s is None else member.lost_s + gap_s
@@ -195,16 +206,23 @@ def _watch(member: Member, event: Tick, now_s: float, timing: Liveness) -> Membe
     if member.lost_s is not None and now_s - member.lost_s > timing.return_within_s:
         away_s = now_s - member.lost_s
         return _to(member, Phase.DEAD, f"connection lost and not back within {away_s:.1f} s", now_s)
-    # Nobody waits for a worker without a stage, and measuring its link may well delay its words.
-    patience = 1.0 if member.job else timing.idle_patience
-    # One that was given work may have been silent as the idle are: it is to be heard from then on.
-    heard_s = max(member.seen_s, member.since_s) if member.phase is Phase.ASSIGNED else member.seen_s
-    silent_s = now_s - heard_s
+    patience = _patience(member, timing)
+    silent_s = now_s - _heard_s(member)
     if silent_s > timing.dead_after_s * patience:
         return _to(member, Phase.DEAD, f"silent for {silent_s:.1f} s", now_s)
     if silent_s > timing.suspect_after_s * patience and member.phase is not Phase.SUSPECT:
         return _to(replace(member, before=member.phase), Phase.SUSPECT, f"silent for {silent_s:.1f} s", now_s)
     return member
+
+
+def _patience(member: Member, timing: Liveness) -> float:
+    # Nobody waits for a worker without a stage, and measuring its link may well delay its words.
+    return 1.0 if member.job else timing.idle_patience
+
+
+def _heard_s(member: Member) -> float:
+    # One that was given work may have been silent as the idle are: it is to be heard from then on.
+    return max(member.seen_s, member.since_s) if member.phase is Phase.ASSIGNED else member.seen_s
 
 
 @TRANSITIONS.on(Phase.POOL, Phase.ASSIGNED)

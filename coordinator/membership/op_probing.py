@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ class OpProbing:
     requests: dict[int, OpsRequest] = field(default_factory=dict)
     rtt_s: dict[str, list[float]] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)  # forward, of every op that any job showed
+    _asked: Counter[str] = field(default_factory=Counter)  # requests by worker
 
     def missing(self, worker: str, precision: str, signatures: Iterable[str]) -> tuple[str, ...]:
         """Signatures that this worker has neither timed nor failed to time."""
@@ -43,7 +45,20 @@ class OpProbing:
 
     def asked(self, worker: str) -> bool:
         """Return whether an answer of this worker is awaited."""
-        return any(request.worker == worker for request in self.requests.values())
+        return worker in self._asked
+
+    def begin(self, number: int, request: OpsRequest) -> None:
+        """Await the answer to a request."""
+        self.requests[number] = request
+        self._asked[request.worker] += 1
+
+    def end(self, number: int) -> OpsRequest:
+        """Await the answer to a request no longer."""
+        request = self.requests.pop(number)
+        self._asked[request.worker] -= 1
+        if not self._asked[request.worker]:
+            del self._asked[request.worker]
+        return request
 
     def give_up(self, request: OpsRequest) -> None:
         """Those ops are estimated from FLOPs and bytes instead."""
@@ -52,7 +67,7 @@ class OpProbing:
     def expire(self, now_s: float) -> list[OpsRequest]:
         """Requests whose deadline passed."""
         late = [number for number, request in self.requests.items() if now_s > request.deadline_s]
-        found = [self.requests.pop(number) for number in late]
+        found = [self.end(number) for number in late]
         for request in found:
             self.give_up(request)
         return found
@@ -64,5 +79,6 @@ class OpProbing:
 
     def forget(self, worker: str) -> None:
         """Drop requests of a worker that left; its timings stay, the device is the same."""
-        for number in [n for n, request in self.requests.items() if request.worker == worker]:
-            del self.requests[number]
+        if self.asked(worker):
+            for number in [n for n, request in self.requests.items() if request.worker == worker]:
+                self.end(number)

@@ -3,13 +3,16 @@ that a plan may use. Pure: time comes in as an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
 from atoll.plan import LinkPrediction
 from coordinator.config import Liveness, Probing
 from coordinator.membership import member as members
+from coordinator.membership.deadlines import Deadlines
+from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.member import Member, Phase
@@ -18,13 +21,14 @@ from coordinator.messages.events import Goodput, Introduction, StepReady
 from coordinator.messages.instructions import Addresses
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
-from coordinator.planning.costs.fleet import Device, Fleet
+from coordinator.planning.costs.fleet import UNKNOWN, Device, Fleet
 from coordinator.planning.costs.network import Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
 
 MIN_MEMORY_BYTES = 2**20
 MAX_MEMORY_BYTES = 2**50
 MAX_QUOTA_PERIOD_S = 1.0  # the kernel has no longer one
+ROUNDING_S = 1e-6  # a deadline and the member's own comparison are rounded differently
 
 
 @dataclass(slots=True)
@@ -56,6 +60,7 @@ class Worker:
     member: Member
     introduction: Introduction
     session: int | None
+    number: int = 0  # in join order
     quarantined: str = ""  # why no plan uses it; a new process starts clean
     computing: Ratio = field(default_factory=Ratio)  # forwards, backwards, optimizer
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
@@ -81,6 +86,13 @@ class Planned:
     codec_scales: Mapping[str, float]
     handling_scales: Mapping[str, float]
     drags: Mapping[Pair, float]
+    usual_drag: float = 1.0  # of pairs without one of their own
+
+    def drag(self, pair: Pair) -> float | None:
+        """Return what the plan counted on for a pair, None where it was not made for both ends."""
+        if pair[0] == pair[1] or not all(worker in self.scales for worker in pair):
+            return None
+        return self.drags.get(pair, self.usual_drag)
 
 
 NOT_PLANNED = Planned({}, {}, {}, {})
@@ -96,6 +108,10 @@ class Roster:
     planned: dict[str, Planned] = field(default_factory=dict)  # by job
     links: LinkProbing = field(init=False)
     ops: OpProbing = field(init=False)
+    _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
+    _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
+    _fingerprint: frozenset[tuple[str, int, bool]] | None = None  # None: computed anew when asked for
+    _watched: Deadlines = field(default_factory=Deadlines)
 
     def __post_init__(self) -> None:
         self.links = LinkProbing(self.probing)
@@ -106,21 +122,77 @@ class Roster:
         known = self.workers.get(worker)
         if known is None:
             member = members.joined(worker, introduction.incarnation, now_s)
-            self.workers[worker] = Worker(member, introduction, session)
+            self.workers[worker] = Worker(member, introduction, session, len(self.workers))
+            self._changed(worker)
             return None
         before = known.member
         if introduction.incarnation != before.incarnation:
             known.quarantined = ""
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
+        self._list_data(worker, listed=False)
         known.introduction, known.session = introduction, session
+        self._list_data(worker, listed=known.idle)
+        self._changed(worker)
         return before
 
     def move(self, worker: str, event: members.Event, now_s: float) -> tuple[Member, Member, str | None]:
         """Apply a membership event; returns the member before and after, and why it was refused."""
         known = self.workers[worker]
         before = known.member
-        known.member, refused = members.step(before, event, now_s, self.liveness)
-        return before, known.member, refused
+        after, refused = members.step(before, event, now_s, self.liveness)
+        known.member = after
+        still = (before.phase, before.job, before.lost_s) == (after.phase, after.job, after.lost_s)
+        if not still or worker not in self._watched:
+            self._changed(worker)
+        return before, after, refused
+
+    def disconnected(self, worker: str) -> None:
+        """The worker's session has ended."""
+        self.workers[worker].session = None
+        self._changed(worker)
+
+    def quarantine(self, worker: str, reason: str) -> None:
+        """Let no plan use a worker until its process starts anew."""
+        self.workers[worker].quarantined = reason
+        self._changed(worker)
+
+    def _changed(self, worker: str) -> None:
+        """Keep what is derived from a worker's state."""
+        known = self.workers[worker]
+        if known.member.gone:
+            self._watched.drop(worker)
+        else:
+            self._watched.at(worker, members.watched_at_s(known.member, self.liveness))
+        self._fingerprint = None
+        entry = (known.number, worker)
+        at = bisect_left(self._idle, entry)
+        if (at < len(self._idle) and self._idle[at] == entry) is known.idle:
+            return
+        self._list_data(worker, listed=known.idle)
+        if known.idle:
+            insort(self._idle, entry)
+            self.links.survey.meet(worker, known.introduction.site or known.introduction.seen or worker)
+        else:
+            del self._idle[at]
+
+    def _list_data(self, worker: str, *, listed: bool) -> None:
+        for data in self.workers[worker].introduction.datasets:
+            holders = self._idle_holders.setdefault(data.name, set())
+            if listed:
+                holders.add(worker)
+            else:
+                holders.discard(worker)
+
+    def silent(self, now_s: float) -> list[str]:
+        """Return the workers, in join order, that a Tick may change: all others are as they were."""
+        found = []
+        for worker in self._watched.take(now_s + ROUNDING_S):
+            due_s = members.watched_at_s(self.workers[worker].member, self.liveness)
+            if due_s > now_s + ROUNDING_S:  # it was heard meanwhile
+                self._watched.at(worker, due_s)
+            else:
+                found.append(worker)
+        return self.in_order(found)
 
     def forgive(self, gap_s: float) -> None:
         """We stalled for ``gap_s``: nobody was silent in that time."""
@@ -130,7 +202,20 @@ class Roster:
 
     def idle(self) -> list[str]:
         """Workers a new plan may use, in join order."""
-        return [name for name, worker in self.workers.items() if worker.idle]
+        return [name for _, name in self._idle]
+
+    def idle_holders(self, data: str) -> list[str]:
+        """Return the idle workers that hold a data set, in join order."""
+        return self.in_order(self._idle_holders.get(data, ()))
+
+    def is_idle(self, worker: str) -> bool:
+        """Return whether a new plan may use this worker."""
+        known = self.workers.get(worker)
+        return known is not None and known.idle
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle)
 
     def addresses(self, worker: str, caller: str) -> Addresses:
         """Return the addresses of ``worker`` that ``caller`` may be asked to dial; none: nowhere."""
@@ -143,7 +228,9 @@ class Roster:
 
     def fingerprint(self) -> frozenset[tuple[str, int, bool]]:
         """Changes whenever the set of usable workers does."""
-        return frozenset((w, x.member.incarnation, x.idle) for w, x in self.workers.items() if x.idle)
+        if self._fingerprint is None:
+            self._fingerprint = frozenset((w, self.workers[w].member.incarnation, True) for w in self.idle())
+        return self._fingerprint
 
     def fleet(self, workers: list[str], precision: str) -> Fleet:
         """The planner's view of ``workers`` with the newest figures.
@@ -152,7 +239,24 @@ class Roster:
         """
         devices = [self._device(worker, precision) for worker in workers]
         sites = {worker: self.workers[worker].introduction.site for worker in workers}
-        return measured_fleet(devices, self.links.table, self.links.uplinks(sites))
+        guessed = None
+        if len(workers) > self.probing.all_pairs_up_to:
+            guessed = guesses(workers, self.links.survey.place_of, self.links.table, UNKNOWN)
+        return measured_fleet(devices, self.links.table, self.links.uplinks(sites), guessed=guessed)
+
+    def in_order(self, workers: Iterable[str]) -> list[str]:
+        """Return these workers in join order."""
+        return sorted(workers, key=lambda worker: self.workers[worker].number)
+
+    def plannable(self, workers: list[str]) -> list[str]:
+        """Return at most ``planned_workers`` of these: those whose links are known go first."""
+        known, most = self.links.survey, self.probing.planned_workers
+        if len(workers) <= most:
+            return workers
+        surveyed = [worker for worker in workers if not known.pending((worker,))][:most]
+        chosen = set(surveyed)
+        rest = [worker for worker in workers if worker not in chosen][: most - len(surveyed)]
+        return self.in_order([*surveyed, *rest])
 
     def fleet_for(self, job: str, workers: list[str], precision: str) -> Fleet:
         """The same for a plan that will run; what it takes is compared with these figures."""
@@ -160,7 +264,8 @@ class Roster:
             {worker: self.workers[worker].computing.value for worker in workers},
             {worker: self.workers[worker].coding.value for worker in workers},
             {worker: self.workers[worker].handling.value for worker in workers},
-            {(a, b): self.links.table.drag((a, b)) for a in workers for b in workers if a != b},
+            self.links.table.drags(),
+            self.links.table.usual_drag(),
         )
         return self.fleet(workers, precision)
 
@@ -216,7 +321,7 @@ class Roster:
     def transferred(self, job: str, link: LinkPrediction, carried: Goodput) -> None:
         """A committed step's transfers refine a link's drag; ``link`` is what was predicted."""
         pair = (link.source, link.target)
-        planned = self._planned(job).drags.get(pair)
+        planned = self._planned(job).drag(pair)
         if planned is None or carried.n_bytes < MIN_GOODPUT_BYTES:
             return
         # Reports are cut by the clock, steps by their commit: not always the same messages.

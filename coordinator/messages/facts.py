@@ -278,7 +278,7 @@ class Ledger:
             case LinksChanged():
                 job.version = fact.version
                 if job.plan is not None:
-                    job.plan = dataclasses.replace(job.plan, version=fact.version, links=fact.links)
+                    job.plan = job.plan.relinked(fact.version, fact.links)
             case RatioCapped():
                 job.cap = fact.cap
             case StepCommitted():

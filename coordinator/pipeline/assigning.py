@@ -30,7 +30,8 @@ def _neighbours(plan: Plan, rank: int) -> set[int]:
     """
     places = plan.places
     mine = places[rank]
-    ends = [{link.source, link.target} for link in plan.links] or [set(range(len(plan.stages)))]
+    replica = plan.replicas[mine.replica]
+    ends = [{link.source, link.target} for link in replica.links] or [set(range(len(replica.stages)))]
     stages = set().union(*(pair for pair in ends if mine.stage in pair)) - {mine.stage}
     return {at for at, place in enumerate(places) if place.replica == mine.replica and place.stage in stages}
 

@@ -146,17 +146,19 @@ class PipelineDriver:
     def _plan_made(self, event: ev.PlanMade) -> None:
         if not self.profiling.awaited(event.job, event.attempt):
             return
-        plan, idle = event.plan, set(self.effects.roster.idle())
-        missing = [place.worker for place in plan.places if place.worker not in idle]
+        plan, roster = event.plan, self.effects.roster
+        missing = [place.worker for place in plan.places if not roster.is_idle(place.worker)]
         if missing or self.effects.storage:
             why = self.effects.storage or f"{missing[0]} went away while the plan was made"
             self._step(event.job, Waits(why))
+            return
+        if not self._training and self.profiling.refine(event.job, plan):
             return
         self.effects.log(
             Name.PLAN_MADE,
             job=event.job,
             version=plan.version,
-            stages=len(plan.stages),
+            stages=len(plan.places),
             predicted_s=plan.prediction.step_s if plan.prediction else None,
         )
         self._step(event.job, Planned(plan))
@@ -301,7 +303,7 @@ class PipelineDriver:
         self._prepare()
 
     def _may_start(self, state: JobState) -> bool:
-        if not self.effects.roster.idle():
+        if not self.effects.roster.idle_count:
             reason = "no worker is in the pool; start some with `atoll-worker join`"
             if reason not in state.reason:
                 prefix = f"{state.reason}; " if state.phase is Phase.PAUSED else ""
@@ -309,16 +311,26 @@ class PipelineDriver:
             return False
         return self.profiling.may_plan(state.job)
 
+    @property
+    def _training(self) -> bool:
+        """Whether a job runs whose links must not be disturbed."""
+        return any(s.phase in RUNNING | FEDERATING for s in self.effects.jobs.values())
+
     def _prepare(self) -> None:
-        training = any(s.phase in RUNNING | FEDERATING for s in self.effects.jobs.values())
+        training = self._training
         for state in list(self.jobs.values()):
             if state.phase is Phase.PROFILING and self.profiling.profiled(state.job, state.spec, training):
                 self._step(state.job, Profiled())
-                cap = self.effects.ledger.jobs[state.job].cap
-                self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap))
+                self._plan(state)
+            elif state.phase is Phase.PLANNING and self.profiling.refined(state.job, training):
+                self._plan(state)
         self.profiling.answer_inquiries(training)
         if not training:
             self.measuring.measure_links(fresh=False)
+
+    def _plan(self, state: JobState) -> None:
+        cap = self.effects.ledger.jobs[state.job].cap
+        self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap))
 
     # ------------------------------------------------------------ a job's machine
 
@@ -341,6 +353,8 @@ class PipelineDriver:
             self.effects.emit(do.Notify(job))
         if before.awaiting_eval is not None and state.awaiting_eval is None:
             self._evaluated(state)
+        if before.phase in PREPARING and state.phase not in PREPARING:
+            self.profiling.stop(job)
         if state.phase in ENDED:
             self.adapting.over(job)
 

@@ -148,7 +148,7 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
     adopted = replace(
         state,
         phase=Phase.LOADING,
-        reason=f"{len(plan.stages)} stages are loading",
+        reason=f"{len(plan.places)} stages are loading",
         version=plan.version,
         plan=plan,
         step=first,

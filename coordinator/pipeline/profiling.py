@@ -6,13 +6,17 @@ moment, in case it comes back.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from atoll.job import JobSpec
+from atoll.plan import Plan
 from coordinator.membership.effects import Effects
 from coordinator.membership.measuring import Measuring
 from coordinator.messages import instructions as do
+
+REFINEMENTS = 2  # plans made once more for pairs of theirs that had to be estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,10 @@ class Profiling:
     _attempts: dict[str, int] = field(default_factory=dict)  # job -> the one being planned
     _planned_on: dict[str, frozenset[tuple[str, int, bool]]] = field(default_factory=dict)
     _inquiries: dict[str, JobSpec] = field(default_factory=dict)
+    _begun_s: dict[str, float] = field(default_factory=dict)  # since when figures are asked for
+    _chosen: dict[str, list[str]] = field(default_factory=dict)  # workers to plan with, of a huge fleet
+    _wanted: dict[str, frozenset[str]] = field(default_factory=dict)  # whose pairs a plan waits for
+    _refined: Counter[str] = field(default_factory=Counter)
 
     def know(self, job: str, ops: Mapping[str, int]) -> None:
         """Take in the distinct ops of a job: signature -> forward FLOPs."""
@@ -48,7 +56,10 @@ class Profiling:
 
     def may_plan(self, job: str) -> bool:
         """Whether nothing holds the job, and the fleet is another than the one that did not suffice."""
-        return job not in self.holds and self._planned_on.get(job) != self.effects.roster.fingerprint()
+        if job in self.holds:
+            return False
+        planned_on = self._planned_on.get(job)
+        return planned_on is None or planned_on != self.effects.roster.fingerprint()
 
     def wait_for_change(self, job: str) -> None:
         """Plan again only when the fleet has changed: this one does not suffice."""
@@ -62,14 +73,15 @@ class Profiling:
     def end_holds(self) -> None:
         """Drop holds whose time or cause is over."""
         roster = self.effects.roster
-        idle = set(roster.idle())
         for job, hold in list(self.holds.items()):
             blamed = roster.workers.get(hold.unless_gone)
-            back = bool(hold.for_workers) and hold.for_workers <= idle
+            back = bool(hold.for_workers) and all(map(roster.is_idle, hold.for_workers))
             gone = bool(hold.unless_gone) and (blamed is None or blamed.member.gone)
             if self.effects.now_s >= hold.until_s or back or gone:
                 del self.holds[job]
                 self.effects.advance = True
+        if self._begun_s:  # their survey may have taken long enough
+            self.effects.advance = True
 
     # ------------------------------------------------------------ figures and plans
 
@@ -83,17 +95,68 @@ class Profiling:
                 self._reading.add(job)
                 self.effects.emit(do.ReadJob(job, spec))
             return False
-        links_known = training or self.measuring.measure_links(fresh=True)
+        self._begun_s.setdefault(job, self.effects.now_s)
+        if not training and not self._links_known(job):
+            return False
         precision = spec.training.precision.value
-        return links_known and self.measuring.measure_ops(job, precision, self._ops_of[job])
+        return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job))
+
+    def _candidates(self, job: str) -> list[str]:
+        """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:
+        in one where somebody always comes, measuring would never end."""
+        roster = self.effects.roster
+        if roster.idle_count <= roster.probing.planned_workers and job not in self._chosen:
+            return roster.idle()
+        idle = list(filter(roster.is_idle, self._chosen.get(job, ())))
+        if not idle:
+            idle = self._chosen[job] = roster.plannable(roster.idle())
+        return idle
+
+    def _links_known(self, job: str) -> bool:
+        roster = self.effects.roster
+        if not self.measuring.measure_links(fresh=True):
+            return False
+        if (
+            not self.measuring.large
+            or self.effects.now_s - self._begun_s[job] >= roster.probing.survey_within_s
+        ):
+            return True
+        return not roster.links.unsurveyed(self._chosen.get(job) or self._candidates(job))
 
     def plan(self, job: str, version: int, spec: JobSpec) -> None:
         """Ask the shell for a plan on the idle fleet."""
         attempt = self._attempts.get(job, 0) + 1
         self._attempts[job] = attempt
-        roster = self.effects.roster
-        fleet = roster.fleet_for(job, roster.idle(), spec.training.precision.value)
+        fleet = self.effects.roster.fleet_for(job, self._candidates(job), spec.training.precision.value)
+        self._begun_s.pop(job, None)
+        self._wanted.pop(job, None)
+        self.measuring.stop(job)
         self.effects.emit(do.MakePlan(job, attempt, version, spec, fleet))
+
+    def refine(self, job: str, plan: Plan) -> bool:
+        """Return whether a large fleet's plan is to be made once more when the pairs of its workers, of
+        which only some were measured, are known."""
+        workers = self.effects.roster.in_order({place.worker for place in plan.places})
+        unmeasured = self.measuring.large and self.effects.roster.links.unmeasured(workers)
+        if unmeasured and self._refined[job] < REFINEMENTS:
+            self._refined[job] += 1
+            self._wanted[job] = frozenset(workers)
+            self.effects.advance = True
+            return True
+        return False
+
+    def refined(self, job: str, training: bool) -> bool:
+        """Measure the pairs that a plan waits for; True when it is to be made with what is known."""
+        wanted = self._wanted.get(job)
+        if wanted is None:
+            return False
+        return training or self.measuring.measure_links(fresh=True, wanted=wanted)
+
+    def stop(self, job: str) -> None:
+        """Forget how far a job's planning is: it has a plan, or waits, or is over."""
+        self.measuring.stop(job)
+        for known in (self._begun_s, self._chosen, self._wanted, self._refined):
+            known.pop(job, None)
 
     def awaited(self, job: str, attempt: int) -> bool:
         """Whether this is the planning attempt that counts."""
@@ -112,6 +175,7 @@ class Profiling:
                 continue
             del self._inquiries[name]
             self._ops_of.pop(name, None)
+            self.stop(name)
             workers = [w for w, x in roster.workers.items() if not x.member.gone and not x.quarantined]
-            fleet = roster.fleet(workers, spec.training.precision.value)
+            fleet = roster.fleet(roster.plannable(workers), spec.training.precision.value)
             self.effects.emit(do.MakePlan(name, 0, 0, spec, fleet))

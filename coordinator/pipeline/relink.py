@@ -129,7 +129,7 @@ def begun(state: JobState) -> JobState:
         state,
         relink=None,
         version=relink.version,
-        plan=replace(plan, version=relink.version, links=relink.links),
+        plan=plan.relinked(relink.version, relink.links),
         lineage=(*state.lineage, (relink.version, relink.first_step))[-LINEAGE:],
         reason=f"training with plan {relink.version}",
     )

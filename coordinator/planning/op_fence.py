@@ -164,7 +164,9 @@ class _OrderBounds:
                 now_largest, _ = extend(chain, row, largest, self.blocked, None)
                 now_total, _ = extend(chain, row, total, self.blocked, 1e18)
                 longer = (*order, d)
-                bound = now_total[-1] + (self.problem.n_micro - 1) * now_largest[-1]
+                bound = now_total[-1]
+                if self.problem.n_micro > 1:  # times an infinite maximum, 0 would be no number
+                    bound += (self.problem.n_micro - 1) * now_largest[-1]
                 if np.isfinite(bound):
                     found[longer] = float(bound)
                 if len(longer) < len(devices):

@@ -21,7 +21,16 @@ from atoll.compression import AUTO, OFF, Compression
 from atoll.errors import NotEnoughMemory, NoWorkers, PlanError, UsageError
 from atoll.job import Recompute
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, validate
+from atoll.plan import (
+    LinkPrediction,
+    LinkSpec,
+    Plan,
+    Prediction,
+    StagePrediction,
+    StageSpec,
+    one_replica,
+    validate,
+)
 from atoll.program import stage_programs
 from coordinator.planning.auto_codecs import WORTH, relabelled, settled, without_codecs
 from coordinator.planning.baselines import even, proportional
@@ -92,7 +101,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
     reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
     reasons = summarised([*reasons, *others])
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
-    validate(plan, request.dag)
+    validate(plan, request.dag, request.training)
     return plan
 
 
@@ -325,7 +334,7 @@ def _problem(request: PlanRequest) -> Problem:
 def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
     candidate = best.candidate
     stages = tuple(
-        StageSpec(a, b, 0, 0, (problem.fleet.devices[d].worker,), *depth)
+        StageSpec(a, b, 0, 0, problem.fleet.devices[d].worker, *depth)
         for (a, b), d, depth in zip(
             candidate.bounds(problem.n_ops), candidate.devices, best.depths, strict=True
         )
@@ -341,9 +350,9 @@ def _bare_plan(problem: Problem, best: Scored, request: PlanRequest) -> Plan:
         request.partitioner,
         best.schedule,
         problem.n_micro,
-        stages,
-        links,
+        one_replica(problem.n_micro, stages, links),
         recompute=problem.recompute,
+        blocks=request.training.blocks,
     )
 
 
@@ -362,7 +371,8 @@ def _with_evaluation(plan: Plan, dag: OpDag, eval_dag: OpDag, training: Training
     )
     links = {pair: LinkSpec(*pair) for pair in _eval_pairs(eval_dag, found)}
     links |= {(link.source, link.target): link for link in plan.links}
-    return replace(plan, stages=stages, links=tuple(links[pair] for pair in sorted(links))), ""
+    ordered = tuple(links[pair] for pair in sorted(links))
+    return replace(plan, replicas=one_replica(plan.n_micro, stages, ordered)), ""
 
 
 def _eval_pairs(eval_dag: OpDag, intervals: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:

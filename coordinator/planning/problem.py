@@ -117,7 +117,7 @@ class Problem:
     def __post_init__(self) -> None:
         self.n_ops = len(self.dag.ops)
         self.n_micro = self.training.n_micro
-        self.traffic = Traffic(self.dag, self.training.optimizer)
+        self.traffic = Traffic(self.dag, self.training.optimizer, self.training.blocks)
         self.memory = MemoryModel(self.dag, self.training, self.traffic, self.recompute)
         self.table = OpTable(self.dag, optimizer=self.training.optimizer)
         self._price()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from atoll.job import Precision
 from atoll.plan import LinkSpec
 from coordinator.federated.driver import FederatedDriver
 from coordinator.membership.member import Member
@@ -86,13 +87,13 @@ def carried(scheduler: Scheduler, state: JobState) -> Iterable[pb.LinkRate]:
     step_s = state.step_times_s[-1] if state.step_times_s else 0.0
     places = state.plan.places
     stage_of = {place.worker: place.stage for place in places}
-    specs = {(link.source, link.target): link for link in state.plan.links}
+    specs = [{(link.source, link.target): link for link in r.links} for r in state.plan.replicas]
     for at, report in sorted(state.reports.items()):
         mine = places[at]
         for link in report.links:
             if not link.n_bytes:
                 continue
-            spec = specs.get((mine.stage, stage_of.get(link.peer, mine.stage)), LinkSpec(0, 0))
+            spec = specs[mine.replica].get((mine.stage, stage_of.get(link.peer, mine.stage)), LinkSpec(0, 0))
             yield pb.LinkRate(
                 source=mine.worker,
                 target=link.peer,
@@ -150,8 +151,9 @@ def _device(worker: Worker) -> pb.DeviceFacts:
 
 
 def _gflops(scheduler: Scheduler, name: str) -> float:
-    known = [t for (worker, _), t in scheduler.roster.ops.timings.items() if worker == name]
-    return max((flops_of(timings, scheduler.roster.ops.flops) for timings in known), default=0.0)
+    ops = scheduler.roster.ops
+    known = (ops.timings.get((name, precision.value), {}) for precision in Precision)
+    return max(flops_of(timings, ops.flops) for timings in known)
 
 
 def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:
@@ -159,9 +161,14 @@ def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:
     roster = scheduler.roster
     sites = {w: x.introduction.site for w, x in roster.workers.items() if not x.member.gone}
     uplinks = roster.links.uplinks(sites)
+    passed: dict[str, set[int]] = {}  # worker -> uplinks that it is behind
+    for at, uplink in enumerate(uplinks):
+        for worker in uplink.members:
+            passed.setdefault(worker, set()).add(at)
     found = []
     for (source, target), link in sorted(roster.links.table.estimates.items()):
-        shared = [u.name for u in uplinks if (source in u.members) != (target in u.members)]
+        crossed = passed.get(source, set()) ^ passed.get(target, set())
+        shared = [uplinks[at].name for at in sorted(crossed)]
         found.append(
             pb.LinkStatus(
                 source=source,

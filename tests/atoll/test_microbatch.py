@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.errors import UsageError
-from atoll.microbatch import Action, Work, gpipe, one_f_one_b
+from atoll.microbatch import Action, Work, block_ranges, gpipe, one_f_one_b, own_blocks
 
 
 @given(n_micro=st.integers(1, 20), warmup=st.integers(0, 25), held=st.integers(0, 25))
@@ -39,3 +39,19 @@ def test_gpipe_forwards_all_first():
 def test_a_step_without_micro_batches_is_refused():
     with pytest.raises(UsageError, match="at least 1"):
         one_f_one_b(0, 1)
+
+
+def test_blocks_share_out_the_micro_batches_in_order() -> None:
+    assert block_ranges(8, 1) == (range(8),)
+    assert block_ranges(7, 3) == (range(2), range(2, 4), range(4, 7))
+    for blocks in (0, 8):
+        with pytest.raises(UsageError, match=f"{blocks} blocks of 7"):
+            block_ranges(7, blocks)
+
+
+def test_a_replicas_blocks_are_whole() -> None:
+    assert own_blocks(7, 3, (0, 7)) == dict(enumerate(block_ranges(7, 3)))
+    assert own_blocks(7, 3, (2, 7)) == {1: range(2, 4), 2: range(4, 7)}
+    for micros in ((0, 3), (1, 4), (3, 3)):
+        with pytest.raises(UsageError, match="no whole blocks"):
+            own_blocks(7, 3, micros)

@@ -1,4 +1,4 @@
-"""What 9125213 left on disk, killed in the middle of a job, opens, and the job trains to its end."""
+"""What older commits left on disk, killed in the middle of a job, opens, and the job trains to its end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from worker.config import make_config
 from worker.data.registry import verify_dataset
 from worker.federated.client_state import ClientStore
 
-OLD = Path(__file__).resolve().parents[1] / "fixtures" / "9125213"
-MAX_BYTES = 2 << 20
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+COMMITS = ("9125213", "7d21c3e")  # each the last of a version of the folder, or the oldest known
+MAX_BYTES = 4 << 20  # Git packs a write-ahead log to a fortieth
 JOBS = {PIPELINE: "regression-2", FEDERATED: "scaffold-2"}
 STEPS = {PIPELINE: 300, FEDERATED: 24}
 
@@ -36,10 +37,16 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=COMMITS)
+def old(request: pytest.FixtureRequest) -> Path:
+    """What one commit left."""
+    return FIXTURES / str(request.param)
+
+
 @pytest.fixture
-def folder(kind: str, tmp_path: Path) -> Path:
+def folder(old: Path, kind: str, tmp_path: Path) -> Path:
     """The fixture of this kind, to be changed."""
-    return Path(shutil.copytree(OLD / kind, tmp_path / kind))
+    return Path(shutil.copytree(old / kind, tmp_path / kind))
 
 
 def opened(folder: Path) -> tuple[Ledger, Register]:
@@ -58,8 +65,8 @@ def opened(folder: Path) -> tuple[Ledger, Register]:
     return ledger, register
 
 
-def test_the_fixture_is_small_and_holds_no_key() -> None:
-    files = [path for path in OLD.rglob("*") if path.is_file()]
+def test_the_fixture_is_small_and_holds_no_key(old: Path) -> None:
+    files = [path for path in old.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES
     assert [path for path in files if b"PRIVATE KEY" in path.read_bytes() or "token" in path.name] == []
 
@@ -86,7 +93,7 @@ def test_a_coordinator_opens_the_folder_and_finds_every_blob(kind: str, folder: 
         ledger, blobs = running.server.ledger, running.server.blobs
         assert ledger.jobs[JOBS[kind]].steps > 0
         assert [name for name in sorted(ledger.referenced_blobs()) if not blobs.path(name).is_file()] == []
-    assert (state / VERSION_FILE).read_text().strip() == "1"
+    assert (state / VERSION_FILE).read_text().strip() == "2"
 
 
 def test_a_worker_finds_its_settings(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from atoll.dataset_spec import DataSpec
 from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, one_replica
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.membership import member
 from coordinator.membership.roster import Roster, refusal
@@ -96,8 +96,10 @@ class World:
         workers = [device.worker for device in request.fleet.devices]
         if len(workers) < 2:
             return ev.PlanFailed(request.job, request.attempt, "stage 1 lacks 3.0 GiB")
-        stages = tuple(StageSpec(i, i + 1, 0, 0, (workers[i],), 1) for i in range(2))
-        plan = Plan(request.job, request.version, HASH, "", "even", ScheduleName.GPIPE, 2, stages)
+        stages = tuple(StageSpec(i, i + 1, 0, 0, workers[i], 1) for i in range(2))
+        plan = Plan(
+            request.job, request.version, HASH, "", "even", ScheduleName.GPIPE, 2, one_replica(2, stages)
+        )
         return ev.PlanMade(request.job, request.attempt, self.altered(plan, request))
 
     def join(self, *workers: str, incarnation: int = 1) -> None:
@@ -551,9 +553,9 @@ def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None
     world = World()
 
     def altered(plan: Plan, request: do.MakePlan) -> Plan:
-        stages = tuple(StageSpec(i, i + 1, 0, 0, (d.worker,), 1) for i, d in enumerate(request.fleet.devices))
+        stages = tuple(StageSpec(i, i + 1, 0, 0, d.worker, 1) for i, d in enumerate(request.fleet.devices))
         links = tuple(LinkSpec(*pair) for pair in ((0, 1), (1, 0), (1, 2), (2, 1)))
-        return replace(plan, stages=stages, links=links)
+        return replace(plan, replicas=one_replica(2, stages, links))
 
     world.altered = altered
     world.join("a", "b", "c")

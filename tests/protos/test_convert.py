@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import AtollError, BadFrame, UsageError
+from atoll.exchange import Exchange
 from atoll.job import (
     JobSpec,
     Optimizer,
@@ -38,7 +40,16 @@ from atoll.opdag import (
     TensorMeta,
     TorchLiteral,
 )
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import (
+    LinkPrediction,
+    LinkSpec,
+    Plan,
+    Prediction,
+    Replica,
+    StagePrediction,
+    StageSpec,
+    one_replica,
+)
 from atoll.program import StageProgram, stage_programs
 from protos import atoll_job_pb2 as pb
 from protos.convert import (
@@ -157,7 +168,9 @@ OPTIMIZERS = st.builds(
 TRAININGS = st.builds(
     TrainingSpec,
     steps=st.integers(1, 10**9),
-    n_micro=st.integers(1, 4096),
+    n_micro=st.integers(8, 4096),
+    blocks=st.integers(1, 8),
+    average_buffers=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
     optimizer=OPTIMIZERS,
     schedule=st.builds(Schedule, st.sampled_from(ScheduleKind), st.integers(0, 1000), NUMBERS),
@@ -190,6 +203,10 @@ JOBS = st.builds(
     schedule=NAMES,
     resume_of=NAMES,
 )
+PAIR = (StageSpec(0, 2, 0, 1, "w1", 3), StageSpec(2, 5, 1, 4, "w2", 1, 4))
+LINK = (LinkSpec(0, 1, "topk", 4.0),)
+ONE_AND_TWO = (Replica((0, 2), (StageSpec(0, 5, 0, 4, "w3", 0),)), Replica((2, 8), PAIR, LINK))
+NESTED = Exchange("diloco", 50, "int8", 4.0, 2, 1, 0.5, 3.0, Exchange())
 PLANS = st.builds(
     Plan,
     job=NAMES,
@@ -198,9 +215,10 @@ PLANS = st.builds(
     eval_dag_hash=HASHES | st.just(""),
     partitioner=NAMES,
     schedule=st.sampled_from(ScheduleName),
-    n_micro=st.integers(1, 64),
-    stages=st.just((StageSpec(0, 2, 0, 1, ("w1",), 3), StageSpec(2, 5, 1, 4, ("w2",), 1, 4))),
-    links=st.just((LinkSpec(0, 1, "topk", 4.0),)),
+    n_micro=st.just(8),
+    replicas=st.sampled_from([one_replica(8, PAIR, LINK), ONE_AND_TWO]),
+    blocks=st.integers(1, 8),
+    exchange=st.sampled_from([None, Exchange(), NESTED]),
     left_out=st.lists(st.tuples(NAMES, NAMES), max_size=2).map(tuple),
     prediction=st.none()
     | st.builds(
@@ -232,12 +250,47 @@ def test_a_dag_comes_back_equal_and_serialises_to_the_same_bytes(dag: OpDag) -> 
 
 
 def test_a_plan_says_what_is_recomputed() -> None:
-    plan = Plan(
-        "job", 1, content_hash(b""), "", "even", ScheduleName.GPIPE, 4, (StageSpec(0, 2, 0, 0, ("w1",), 3),)
-    )
+    only = one_replica(4, (StageSpec(0, 2, 0, 0, "w1", 3),))
+    plan = Plan("job", 1, content_hash(b""), "", "even", ScheduleName.GPIPE, 4, only)
     open_one = to_proto(replace(plan, recompute=Recompute.AUTO))
     with pytest.raises(BadFrame, match="leaves open"):
         from_proto(open_one)
+
+
+def two_replicas() -> pb.Plan:
+    plan = Plan("job", 1, "", "", "even", ScheduleName.GPIPE, 8, ONE_AND_TWO, exchange=NESTED)
+    return to_proto(plan)
+
+
+def test_a_plan_of_one_pipeline_travels_in_the_form_of_journals_without_replicas() -> None:
+    message = to_proto(Plan("job", 1, "", "", "even", ScheduleName.GPIPE, 8, one_replica(8, PAIR, LINK)))
+    assert [stage.workers for stage in message.stages] == [["w1"], ["w2"]]
+    assert (len(message.links), len(message.replicas)) == (1, 0)
+    message.ClearField("blocks")
+    assert from_proto(message).blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda m: m.stages.add().CopyFrom(m.replicas[0].stages[0]), "2 replicas in the form of another"),
+        (lambda m: m.replicas.pop(), "1 replicas in the form of another"),
+        (lambda m: m.replicas[0].stages[0].workers.append("w9"), "a stage with 2 workers"),
+        (lambda m: m.replicas[0].stages[0].ClearField("workers"), "a stage with 0 workers"),
+        (lambda m: setattr(m.replicas[1], "stop", 9), "stop of a replica"),
+        (lambda m: setattr(m.replicas[1], "start", 8), "start of a replica"),
+        (lambda m: setattr(m, "blocks", 9), "blocks"),
+        (lambda m: setattr(m.exchange, "every", 0), "steps between exchanges"),
+        (lambda m: setattr(m.exchange, "quorum", float("nan")), "quorum"),
+        (lambda m: m.exchange.inner.inner.SetInParent(), "within the inner exchange"),
+    ],
+)
+def test_a_plan_with_replicas_that_cannot_be_is_refused(spoil: Any, why: str) -> None:
+    message = two_replicas()
+    from_proto(message)
+    spoil(message)
+    with pytest.raises(BadFrame, match=why):
+        from_proto(message)
 
 
 @settings(max_examples=60, deadline=None)

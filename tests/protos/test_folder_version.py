@@ -10,7 +10,7 @@ from atoll.errors import StorageError
 from coordinator import server
 from coordinator.cli.main import app
 from protos.command_line import run
-from protos.folder_version import VERSION_FILE, claim_version
+from protos.folder_version import VERSION_FILE, claim_version, raise_version
 from worker import config
 from worker.cli.main import app as worker_app
 
@@ -47,6 +47,25 @@ def test_an_older_and_a_newer_folder_are_refused_with_what_to_do(
     (tmp_path / VERSION_FILE).write_text(f"{found}\n")
     with pytest.raises(StorageError, match=f"is of version {found} .* reads version 4: {remedy}"):
         claim_version(tmp_path, 4, ())
+    assert version_in(tmp_path) == str(found)
+
+
+@pytest.mark.parametrize("found", [2, 3, 4])
+def test_a_folder_that_can_be_read_as_it_is_keeps_its_version_until_somebody_goes_on_in_it(
+    found: int, tmp_path: Path
+) -> None:
+    (tmp_path / VERSION_FILE).write_text(f"{found}\n")
+    claim_version(tmp_path, 4, (), oldest=2)
+    assert version_in(tmp_path) == str(found)
+    raise_version(tmp_path, 4)
+    assert version_in(tmp_path) == "4"
+
+
+@pytest.mark.parametrize("found", [1, 5])
+def test_a_folder_older_than_the_oldest_or_newer_is_refused(found: int, tmp_path: Path) -> None:
+    (tmp_path / VERSION_FILE).write_text(f"{found}\n")
+    with pytest.raises(StorageError, match=f"is of version {found} .* reads version 4"):
+        claim_version(tmp_path, 4, (), oldest=2)
     assert version_in(tmp_path) == str(found)
 
 

@@ -164,6 +164,12 @@ class Checks:
             state = self.world.coordinator.scheduler.jobs[job]
             if state.phase not in ENDED and self._could_go_on(spec):
                 raise Violation(f"{job} is still {state.phase.value} ({state.reason})")
+        self.finished()
+
+    def finished(self) -> None:
+        """Every job that has finished ends as an undisturbed one does."""
+        for job, state in self.world.coordinator.scheduler.jobs.items():
+            spec = self.world.specs[job]
             if state.phase is not Phase.FINISHED:
                 continue
             if spec.federated is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.microbatch import ScheduleName
 from atoll.opdag import TensorMeta
-from atoll.plan import LinkSpec, Plan, StageSpec
+from atoll.plan import LinkSpec, Plan, StageSpec, one_replica
 from coordinator.config import CoordinatorConfig
 from coordinator.messages import batch as batches
 from coordinator.messages import events as ev
@@ -206,13 +206,14 @@ class Coordinator(Process):
         edges = [at * ops // n for at in range(n + 1)]
         evaluated = asked.spec.eval_data is not None
         stages = tuple(
-            StageSpec(a, b, a if evaluated else 0, b if evaluated else 0, (worker,), 1)
+            StageSpec(a, b, a if evaluated else 0, b if evaluated else 0, worker, 1)
             for a, b, worker in zip(edges, edges[1:], workers, strict=False)
         )
         links = tuple(LinkSpec(a, b) for at in range(n - 1) for a, b in ((at, at + 1), (at + 1, at)))
+        n_micro = asked.spec.training.n_micro
         plan = Plan(
             asked.job, asked.version, asked.spec.dag_hash, asked.spec.eval_dag_hash, "even",
-            ScheduleName.GPIPE, asked.spec.training.n_micro, stages, links,
+            ScheduleName.GPIPE, n_micro, one_replica(n_micro, stages, links),
         )  # fmt: skip
         return ev.PlanMade(asked.job, asked.attempt, plan)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from tests.sim.clock import Clock, Process
 KEEPALIVE_S = 10.0  # a stream that carries nothing for so long is given up by whoever looks
 RETRANSMIT_S = 0.25
 REPEATED_WITHIN_S = 6.0
+TIDY_AT = 16  # streams of one process before ended ones are dropped
 RESET_S = 0.05  # a killed process's machine answers for it
 
 
@@ -40,6 +41,7 @@ class Stream:
         if not mine.open:
             return
         network, clock = self.network, self.network.clock
+        network.messages += 1
         arrival_s = clock.now_s + network.travel_s(mine.process.name, theirs.process.name, n_bytes)
         arrival_s = max(arrival_s, self.last_s[1 - sender])
         self.last_s[1 - sender] = arrival_s
@@ -89,15 +91,28 @@ class Network:
     rate_bps: float = 50e6
     loss: float = 0.01
     repeats: float = 0.0  # share of messages that arrive once more, late and out of order
-    streams: list[Stream] = field(default_factory=list)
+    messages: int = 0  # sent so far
+    _streams: dict[str, list[Stream]] = field(default_factory=dict)  # of each process, oldest first
+    _tidy_at: dict[str, int] = field(default_factory=dict)  # streams of a process, ended ones included
     _cut: dict[frozenset[str], float] = field(default_factory=dict)
 
     def connect(self, here: End, there: End) -> Stream:
         """Open a stream between two live processes."""
         stream = Stream(self, (here, there))
-        self.streams = [s for s in self.streams if any(end.open for end in s.ends)]
-        self.streams.append(stream)
+        for end in stream.ends:
+            held = self._streams.setdefault(end.process.name, [])
+            if len(held) >= self._tidy_at.get(end.process.name, TIDY_AT):
+                held[:] = [s for s in held if any(end.open for end in s.ends)]
+                self._tidy_at[end.process.name] = 2 * len(held) + TIDY_AT
+            held.append(stream)
         return stream
+
+    def streams_of(self, process: Process) -> Iterator[tuple[Stream, int]]:
+        """Yield each stream of a process that may still be open, with the side that it holds."""
+        for stream in list(self._streams.get(process.name, ())):
+            for side, end in enumerate(stream.ends):
+                if end.process is process:
+                    yield stream, side
 
     def travel_s(self, a: str, b: str, n_bytes: int) -> float:
         """Draw what a message takes from a to b."""
@@ -118,16 +133,13 @@ class Network:
 
     def died(self, process: Process) -> None:
         """Have the other ends of a killed process's streams notice."""
-        for stream in self.streams:
-            for side, end in enumerate(stream.ends):
-                if end.process is process:
-                    end.open = False
-                    stream.end(f"{process.name} reset the connection", 1 - side, notice_s=RESET_S)
+        for stream, side in self.streams_of(process):
+            stream.ends[side].open = False
+            stream.end(f"{process.name} reset the connection", 1 - side, notice_s=RESET_S)
 
     def break_streams(self, process: Process, half: bool) -> None:
         """Break all streams of a live process; ``half``: only the other ends notice soon."""
-        for stream in self.streams:
-            for side, end in enumerate(stream.ends):
-                if end.process is process and end.open:
-                    stream.end("the connection broke", 1 - side)
-                    stream.end("the connection broke", side, notice_s=KEEPALIVE_S if half else 0.0)
+        for stream, side in self.streams_of(process):
+            if stream.ends[side].open:
+                stream.end("the connection broke", 1 - side)
+                stream.end("the connection broke", side, notice_s=KEEPALIVE_S if half else 0.0)

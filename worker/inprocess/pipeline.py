@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from atoll.block_sums import fold
 from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
 from compressors.base import meta_of, parse_packet
 from compressors.layout import from_wire, to_wire
@@ -43,8 +44,8 @@ class StepResult:
 
 
 class LocalPipeline:
-    """K stages in one process; ``devices`` are used in turn, ``warmups`` default to K - s - 1. Where weight
-    gradients are deferred, each stage holds at most K micro-batches."""
+    """K stages in one process; ``devices`` are used in turn, ``actions`` are every stage's, 1F1B with
+    warm-ups of K - s - 1 on the whole step unless given."""
 
     def __init__(
         self,
@@ -54,21 +55,13 @@ class LocalPipeline:
         *,
         eval_programs: Sequence[StageProgram] = (),
         devices: Sequence[torch.device | str] = ("cpu",),
-        schedule: ScheduleName = ScheduleName.ONE_F_ONE_B,
-        warmups: Sequence[int] | None = None,
+        actions: Sequence[Sequence[Action]] = (),
         states: Mapping[str, StateMeta] | None = None,
     ) -> None:
         self.training = training
         self.programs = tuple(programs)
         self.eval_programs = tuple(eval_programs)
-        depths = warmups or [len(programs) - stage - 1 for stage in range(len(programs))]
-        held = len(programs) if schedule is ScheduleName.ZERO_BUBBLE else 0
-        self._actions = [
-            gpipe(training.n_micro)
-            if schedule is ScheduleName.GPIPE
-            else one_f_one_b(training.n_micro, depths[stage], held)
-            for stage in range(len(programs))
-        ]
+        self._actions = actions or usual_actions(len(programs), training.n_micro)
         self.stages = [
             Stage(
                 program,
@@ -78,7 +71,7 @@ class LocalPipeline:
                 devices[at % len(devices)],
                 states=states,
                 recompute=training.recompute,
-                defer=held > 0,
+                actions=self._actions[at],
             )
             for at, program in enumerate(programs)
         ]
@@ -112,7 +105,7 @@ class LocalPipeline:
         sender, receiver = self._codecs[source], self._codecs[target]
         coding = receiver.coding(str(source), key, sending=False)
         if coding.exact:
-            return None if value is None else _carried(value)
+            return None if value is None else carried(value)
         packet = sender.encode(str(target), key, value)
         payload = torch.empty(len(packet.payload), dtype=torch.uint8)  # aligned as at a real receiver
         arrived = memoryview(payload.numpy())  # type: ignore[arg-type]
@@ -126,13 +119,19 @@ class LocalPipeline:
         reports = self.compute(step, batches)
         norms = tuple(norm for report in reports for norm in report.square_norms)
         scale = self.training.optimizer.gradient_scale(norms)
-        for stage in self.stages:
-            stage.apply(scale)
+        self.apply(scale)
         loss = next(report.loss for report in reports if report.loss is not None)
         return StepResult(loss, norms, scale, all(report.finite for report in reports))
 
     def compute(self, step: int, batches: Sequence[Inputs]) -> list[StageReport]:
         """Run all forwards and backwards of ``step``, up to the point of commit or ``discard``."""
+        self.accumulate(step, batches)
+        tied = {t.name for program in self.programs for t in program.tied}
+        return self.finish({n: fold(p.values()) for n, p in self.parts().items() if n in tied})
+
+    def accumulate(self, step: int, batches: Sequence[Inputs]) -> None:
+        """Run all forwards and backwards of ``step``, ``batches`` by global micro-batch, and sum what they
+        give block by block."""
         for stage in self.stages:
             stage.begin_step(step)
         self._step = step
@@ -140,7 +139,24 @@ class LocalPipeline:
         self._fold_tied()
         for codecs in self._codecs:
             codecs.step_done(step)
+
+    def parts(self) -> dict[str, Mapping[int, Tensor | None]]:
+        """Return every parameter's sums by block, in order of first use; see ``Stage.parts``."""
+        return {name: stage.parts(name) for stage in self.stages for name in stage.norm_names}
+
+    def finish(self, totals: Mapping[str, Tensor | None]) -> list[StageReport]:
+        """End the step with these gradients at all who hold the parameters, their own sums for the others."""
+        for stage in self.stages:
+            for name in stage.trainable:
+                if name in totals:
+                    total = totals[name]
+                    stage.set_total(name, None if total is None else carried(total))
         return [stage.finish_step() for stage in self.stages]
+
+    def apply(self, gradient_scale: float) -> None:
+        """Commit the finished step."""
+        for stage in self.stages:
+            stage.apply(gradient_scale)
 
     def discard(self) -> None:
         """Undo the step that was computed or half computed."""
@@ -166,7 +182,7 @@ class LocalPipeline:
         self, micro: int, source: int, target: int, op: int, produced: Mapping[int, Tensor], coded: bool
     ) -> Tensor:
         if not coded:
-            return _carried(produced[op])
+            return carried(produced[op])
         key = _key(self._step, micro, op, Direction.EVALUATION_CODED)
         value = self.carry(key, source, target, produced[op], meta_of(produced[op]))
         assert value is not None  # noqa: S101 - only a gradient travels as a mark
@@ -182,12 +198,22 @@ class LocalPipeline:
     def _fold_tied(self) -> None:
         tied = {t.name: t.holders for program in self.programs for t in program.tied}
         for name, holders in tied.items():
-            total: Tensor | None = None
-            for stage in reversed(holders):
-                partial = self.stages[stage].tied_partial(name, total)
-                total = None if partial is None else _carried(partial)
-            for stage in holders:
-                self.stages[stage].set_tied_total(name, None if total is None else _carried(total))
+            for block in self.stages[0].blocks:
+                later: Tensor | None = None
+                for stage in reversed(holders):
+                    partial = self.stages[stage].tied_partial(name, block, later)
+                    later = None if partial is None else carried(partial)
+
+
+def usual_actions(
+    stages: int, n_micro: int, schedule: ScheduleName = ScheduleName.ONE_F_ONE_B
+) -> list[tuple[Action, ...]]:
+    """Return every stage's actions with warm-ups of K - s - 1; where weight gradients are deferred, each
+    stage holds at most K micro-batches."""
+    if schedule is ScheduleName.GPIPE:
+        return [gpipe(n_micro)] * stages
+    held = stages if schedule is ScheduleName.ZERO_BUBBLE else 0
+    return [one_f_one_b(n_micro, stages - stage - 1, held) for stage in range(stages)]
 
 
 class _Walk:
@@ -261,7 +287,7 @@ def _gradients_awaited(program: StageProgram) -> tuple[int, ...]:
     return (*own, *(r.op for r in program.received if r.requires_grad and r.grad_from is not None))
 
 
-def _carried(value: Tensor) -> Tensor:
+def carried(value: Tensor) -> Tensor:
     """``value`` as it arrives at the other end of a link: own memory, same layout."""
     data, layout = to_wire(value)
     return from_wire(data.clone(), value.shape, layout)

@@ -56,8 +56,7 @@ class Assignment:
         worst = max((max(link.source, link.target) for link in links), default=0)
         if worst >= len(self.plan.stages):
             raise BadFrame(f"a link names stage {worst} of {len(self.plan.stages)}")
-        plan = replace(self.plan, version=version, links=tuple(links))
-        return replace(self, version=version, plan=plan)
+        return replace(self, version=version, plan=self.plan.relinked(version, links))
 
     def inputs(self, program: StageProgram) -> dict[str, TensorMeta]:
         return {name: self.states[name].meta for name in program.inputs}
@@ -68,17 +67,23 @@ def check(assignment: Assignment, me: str) -> None:
     plan, program = assignment.plan, assignment.program
     if (plan.job, plan.version) != (assignment.job, assignment.version):
         raise BadFrame(f"plan of {plan.job} version {plan.version} assigned as version {assignment.version}")
+    if len(plan.replicas) != 1:
+        raise PlanError(
+            f"a plan of {len(plan.replicas)} replicas; this version runs plans of one, update this worker"
+        )
     if program.n_stages != len(plan.stages) or not 0 <= program.stage < len(plan.stages):
         raise BadFrame(f"stage {program.stage} of {program.n_stages}, but the plan has {len(plan.stages)}")
     stage = plan.stages[program.stage]
-    if len(stage.workers) != 1:
-        raise PlanError(f"stage {program.stage} has {len(stage.workers)} workers; this version runs one")
     if stage.worker != me:
         raise BadFrame(f"stage {program.stage} belongs to {stage.worker}, this is {me}")
-    if plan.n_micro != assignment.training.n_micro:
+    training = assignment.training
+    if (plan.n_micro, plan.blocks) != (training.n_micro, training.blocks):
         raise BadFrame(
-            f"plan has {plan.n_micro} micro-batches, training declares {assignment.training.n_micro}"
+            f"plan has {plan.n_micro} micro-batches in {plan.blocks} blocks, training declares "
+            f"{training.n_micro} in {training.blocks}"
         )
+    if plan.only.micros != (0, plan.n_micro):
+        raise BadFrame(f"one replica with micro-batches {plan.only.micros} of {plan.n_micro}")
     strangers = _neighbours(assignment) - assignment.peers - {me}
     if strangers:
         raise BadFrame(f"stage {program.stage} exchanges tensors with {sorted(strangers)}, no address given")

@@ -49,7 +49,8 @@ def step_arrivals(assignment: Assignment, step: int) -> Iterator[Arrival]:
         at = tied.holders.index(program.stage)
         if at + 1 < len(tied.holders):
             peer = assignment.worker_of(tied.holders[at + 1])
-            yield Arrival(key(Direction.TIED_PARTIAL, 0, tied.index), peer, meta)
+            for block in range(assignment.training.blocks):
+                yield Arrival(key(Direction.TIED_PARTIAL, block, tied.index), peer, meta)
         if at:
             peer = assignment.worker_of(tied.holders[0])
             yield Arrival(key(Direction.TIED_TOTAL, 0, tied.index), peer, meta)

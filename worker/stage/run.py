@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from atoll.block_sums import fold
 from atoll.microbatch import Work
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
@@ -313,24 +314,25 @@ class StageRun:
         me = self.assignment.stage
         for tied in self.assignment.program.tied:
             at = tied.holders.index(me)
-            later: Tensor | None = None
-            if at + 1 < len(tied.holders):
-                key = self._key(Direction.TIED_PARTIAL, step, 0, tied.index)
-                later = self._receive(key, self.assignment.worker_of(tied.holders[at + 1]), cancel)
-            partial = self._stage.tied_partial(tied.name, later)
-            if at:
-                key = self._key(Direction.TIED_PARTIAL, step, 0, tied.index)
-                self._send(tied.holders[at - 1], key, partial)
-            else:
-                self._stage.set_tied_total(tied.name, partial)
+            for block in self._stage.blocks:
+                key = self._key(Direction.TIED_PARTIAL, step, block, tied.index)
+                later: Tensor | None = None
+                if at + 1 < len(tied.holders):
+                    later = self._receive(key, self.assignment.worker_of(tied.holders[at + 1]), cancel)
+                partial = self._stage.tied_partial(tied.name, block, later)
+                if at:
+                    self._send(tied.holders[at - 1], key, partial)
+            if not at:
+                total = fold(self._stage.parts(tied.name).values())
+                self._stage.set_total(tied.name, total)
                 for holder in tied.holders[1:]:
-                    self._send(holder, self._key(Direction.TIED_TOTAL, step, 0, tied.index), partial)
+                    self._send(holder, self._key(Direction.TIED_TOTAL, step, 0, tied.index), total)
         # Totals last: waiting for one must not hold back another parameter's partial sum.
         for tied in self.assignment.program.tied:
             if tied.holders[0] != me:
                 key = self._key(Direction.TIED_TOTAL, step, 0, tied.index)
                 peer = self.assignment.worker_of(tied.holders[0])
-                self._stage.set_tied_total(tied.name, self._receive(key, peer, cancel))
+                self._stage.set_total(tied.name, self._receive(key, peer, cancel))
 
     # ---------------------------------------------------------------- waits, sends, clocks
 

@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from atoll.block_sums import BlockSums, fold
 from atoll.calls import Shapes
 from atoll.errors import BadFrame, PlanError, UsageError
 from atoll.execute import DTYPES, Executor
 from atoll.indices import IndexRanges, index_ranges
 from atoll.job import OptimizerName, Recompute, stepwise_groups
+from atoll.microbatch import Work, own_blocks
 from atoll.ops import check_node
 from atoll.value_guards import out_of_range, sound_bools
 from worker.stage.optimizers import make_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from atoll.job import TrainingSpec
+    from atoll.microbatch import Action
     from atoll.opdag import StateMeta
     from atoll.program import StageProgram
 
@@ -40,9 +43,19 @@ STATE_KEYS = {
 class StageReport:
     """What a stage says of a step before its commit."""
 
-    loss: float | None  # sum of loss_m / n_micro, where this stage computes it
+    losses: tuple[float, ...]  # loss_m / n_micro by micro-batch, ascending, where this stage computes them
     square_norms: tuple[float, ...]  # of gradients; see Stage.norm_names
     finite: bool
+
+    @property
+    def loss(self) -> float | None:
+        """Sum of the losses, where this stage computes them."""
+        return step_loss(self.losses)
+
+
+def step_loss(losses: Sequence[float]) -> float | None:
+    """Return the sum of all micro-batches' losses in their order; None without any."""
+    return sum(losses) if losses else None
 
 
 class Stage:
@@ -50,8 +63,9 @@ class Stage:
 
     ``tensors[name]["value"]`` is a parameter, buffer or constant; further keys are optimizer
     state (``STATE_KEYS``). ``states`` says which parameters were frozen and which dtype an input
-    has; without it every parameter trains and inputs are taken as they come. ``defer``:
-    backwards leave weights' gradients to ``weight_gradients``.
+    has; without it every parameter trains and inputs are taken as they come. ``actions``
+    are those of a step: which micro-batches, all of them unless given, and whether backwards leave weights'
+    gradients to ``weight_gradients``.
     UnsupportedOp for a node that no honest capture makes, UsageError for missing or misshapen
     tensors, PlanError when the evaluation program needs state that another stage trains.
     """
@@ -66,7 +80,7 @@ class Stage:
         *,
         states: Mapping[str, StateMeta] | None = None,
         recompute: Recompute = Recompute.OFF,
-        defer: bool = False,
+        actions: Sequence[Action] = (),
     ) -> None:
         for _, node in (*program.ops, *(eval_program.ops if eval_program else ())):
             check_node(node, MAX_OUTPUT_BYTES)
@@ -89,11 +103,16 @@ class Stage:
             training.precision,
             training.seed,
             recompute=recompute,
-            defer=defer,
+            defer=any(action.work is Work.INPUT for action in actions),
             indices=self._ranges.computed,
         )
         self._executor.load(self._values, self.frozen)
-        self._trainable = tuple(n for n in program.parameters if n in self._executor.uses)
+        self.trainable = tuple(n for n in program.parameters if n in self._executor.uses)
+        micros = [action.micro for action in actions] or [0, training.n_micro - 1]
+        self.blocks = own_blocks(training.n_micro, training.blocks, (min(micros), max(micros) + 1))
+        self._sums = BlockSums(
+            self._executor.uses, self._executor.late, self.blocks, {t.name for t in program.tied}
+        )
         self._followed = {t.name for t in program.tied if t.holders[0] != program.stage}
         self._optimizer = self._make_optimizer(tensors)
         self._evaluator = self._make_evaluator(eval_program) if eval_program else None
@@ -110,10 +129,20 @@ class Stage:
         return (self._executor, *(() if self._evaluator is None else (self._evaluator,)))
 
     @property
+    def written_buffers(self) -> dict[str, Tensor]:
+        """Buffers that training writes, themselves."""
+        return {name: self._executor.buffers[name] for name in self._executor.mutated_buffers}
+
+    @property
     def norm_names(self) -> tuple[str, ...]:
         """Parameters of StageReport.square_norms: in order of first use, a tied one only at its
         first holder, so that the norms of all stages in a row do not depend on the cut."""
-        return tuple(n for n in self._trainable if n not in self._followed)
+        return tuple(n for n in self.trainable if n not in self._followed)
+
+    @property
+    def trained(self) -> Mapping[str, torch.nn.Parameter]:
+        """Parameters that the optimizer steps, in the program's order; gradients after ``finish_step``."""
+        return self._parameters
 
     def begin_step(self, step: int) -> None:
         """Open ``step``: no gradients, no micro-batches in flight, buffers remembered. A step that
@@ -135,7 +164,9 @@ class Stage:
     def backward(self, micro: int, grads: Mapping[int, Tensor | None]) -> dict[int, Tensor | None]:
         """Backward of one micro-batch; None, given or returned, is the zero-gradient mark."""
         moved = {op: None if g is None else self._moved(g) for op, g in grads.items()}
-        return self._executor.backward(micro, moved, self.training.n_micro)
+        answers = self._executor.backward(micro, moved, self.training.n_micro)
+        self._sums.backward_done(micro, self.owed)
+        return answers
 
     @property
     def owed(self) -> int | None:
@@ -145,27 +176,38 @@ class Stage:
     def weight_gradients(self) -> None:
         """Take those of one op's weights, the first that are owed; nothing when none are."""
         self._executor.weight_gradients()
+        self._sums.weights_done(self.owed)
 
-    def tied_partial(self, name: str, later: Tensor | None) -> Tensor | None:
-        """Later holders' partial sum plus this stage's own uses of a tied parameter."""
-        return self._executor.gradient(name, None if later is None else self._moved(later))
+    def tied_partial(self, name: str, block: int, later: Tensor | None) -> Tensor | None:
+        """Later holders' partial sum plus this stage's own uses of a tied parameter in a block; the first
+        holder's is the block's sum. Call it for blocks ascending."""
+        partial = self._sums.partial(name, block, None if later is None else self._moved(later))
+        if name not in self._followed:
+            self._sums.add(name, block, partial)
+        return partial
 
-    def set_tied_total(self, name: str, total: Tensor | None) -> None:
-        """The tied parameter's whole gradient, as its first holder computed it."""
+    def parts(self, name: str) -> Mapping[int, Tensor | None]:
+        """Return sums of a parameter of ``norm_names`` by block, ascending: what replicas join by adding
+        them in this order. Where this stage's blocks begin the step, one under 0 for all of them."""
+        return self._sums.parts(name)
+
+    def set_total(self, name: str, total: Tensor | None) -> None:
+        """Take a parameter's whole gradient, as its first holder or an exchange computed it."""
         # The fused optimizers read gradients flat, in the parameters' own order.
         self._totals[name] = None if total is None else self._moved(total).contiguous()
 
     def finish_step(self) -> StageReport:
-        """Put the step's gradients in place and report; call after every set_tied_total."""
-        tied = {t.name for t in self.program.tied}
-        parameters = self._parameters
-        for name in self._trainable:
-            total = self._totals[name] if name in tied else self._executor.gradient(name)
-            parameters[name].grad = total
+        """Put the step's gradients in place and report; call after every set_total. A parameter without one
+        has its gradient from this stage alone."""
+        for name in self.trainable:
+            if name in self._totals or name in self._followed:
+                total = self._totals[name]
+            else:
+                total = fold(self._sums.parts(name).values())
+            self._parameters[name].grad = total
         norms = self._square_norms()
-        loss = self._step_loss()
-        finite = all(map(math.isfinite, norms)) and (loss is None or math.isfinite(loss))
-        return StageReport(loss, norms, finite)
+        losses = self._step_losses()
+        return StageReport(losses, norms, all(map(math.isfinite, (*norms, *losses))))
 
     def apply(self, gradient_scale: float = 1.0) -> None:
         """Commit: scale the gradients, take the optimizer's step, forget the gradients."""
@@ -179,7 +221,7 @@ class Stage:
         self._forget()
 
     def _scale(self, factor: float) -> None:
-        for name in self._trainable:
+        for name in self.trainable:
             parameter = self._parameters[name]
             if parameter.grad is None:
                 continue
@@ -254,11 +296,11 @@ class Stage:
 
     def _make_optimizer(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> torch.optim.Optimizer | None:
         spec = self.training.optimizer
-        self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self._trainable}
+        self._parameters = {n: torch.nn.Parameter(self._values[n]) for n in self.trainable}
         optimizer = make_optimizer(self._parameters, spec)
         if optimizer is None:
             return None
-        for name in self._trainable:
+        for name in self.trainable:
             self._restore(optimizer, name, tensors[name])
         return optimizer
 
@@ -338,15 +380,16 @@ class Stage:
                 norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return tuple(float(n) ** 2 for n in torch.stack(norms).tolist()) if norms else ()
 
-    def _step_loss(self) -> float | None:
+    def _step_losses(self) -> tuple[float, ...]:
         if self.program.loss is None:
-            return None
+            return ()
         n_micro = self.training.n_micro
-        return sum(float(self._losses[micro]) / n_micro for micro in sorted(self._losses))
+        return tuple(float(self._losses[micro]) / n_micro for micro in sorted(self._losses))
 
     def _forget(self) -> None:
         self._executor.reset()
         self._executor.zero_gradients()
+        self._sums.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
         self._losses.clear()

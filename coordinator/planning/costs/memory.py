@@ -2,13 +2,14 @@
 
 bytes(a, b, q) = state(a, b) + q * activations(a, b) + 2 * boundary(a, b), with q micro-batches
 in flight. A micro-batch whose weight gradients are still to come keeps what these need instead of all
-activations, which may be more. state counts weights, gradients and optimizer state once a parameter, plus
-buffers and constants. This is the planner's figure, compared with a worker's budget; it leaves out what
-the process itself (interpreter, libraries) takes.
+activations, which may be more. state counts weights, gradients and optimizer state once a parameter, sums of
+earlier blocks of micro-batches where there are several, plus buffers and constants. This is the planner's
+figure, compared with a worker's budget; it leaves out what the process itself (interpreter, libraries) takes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,10 +41,13 @@ class MemoryModel:
         state, trainable, tensors = np.zeros(n), np.zeros(n), np.zeros(n)
         last_use: dict[LeafRef, int] = {}
         repeats: list[tuple[int, int, float, float]] = []
+        uses = Counter(leaf for node in dag.ops for leaf in leaf_refs(node))
         for op, node in enumerate(dag.ops):
             for leaf in leaf_refs(node):
                 bytes_held, bytes_trained = leaf_bytes(dag, leaf, training.optimizer)
-                state[op] += bytes_held
+                # Of several blocks the sum so far; where another stage may use the leaf, too, each one's.
+                sums = training.blocks - 1 if uses[leaf] > 1 else min(training.blocks - 1, 1)
+                state[op] += bytes_held + sums * bytes_trained
                 trainable[op] += bytes_trained
                 tensors[op] += bytes_trained > 0
                 if leaf in last_use and bytes_held:

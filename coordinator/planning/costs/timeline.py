@@ -360,12 +360,14 @@ class _Simulation:
         """Send the partial sum on when both this stage's own and the later holders' are there."""
         if self.stages[s].done_s is None or (i, s) not in self.partial_in:
             return
-        bits = self.work.wire.bits_of(tied.n_bytes, 1)
         at = tied.holders.index(s)
         if at:
-            self._send(now, self.wires[s, tied.holders[at - 1]], (Cargo.TIED_PARTIAL, i, bits, 1))
+            bits = self.work.wire.bits_of(tied.blocks * tied.n_bytes, tied.blocks)
+            partials = (Cargo.TIED_PARTIAL, i, bits, tied.blocks)
+            self._send(now, self.wires[s, tied.holders[at - 1]], partials)
             return
         self.ready[s] = max(self.ready[s], now)
+        bits = self.work.wire.bits_of(tied.n_bytes, 1)
         for other in tied.holders[1:]:
             self._send(now, self.wires[s, other], (Cargo.TIED_TOTAL, i, bits, 1))
 
@@ -521,7 +523,7 @@ def step_bytes(work: Workload, source: int, target: int) -> tuple[int, int]:
     n_bytes = work.n_micro * sum(h.n_bytes for h in hops)
     messages = work.n_micro * sum(h.messages for h in hops)
     for tied in work.tied:
-        times = tied.ways.count((source, target))
+        times = tied.sums(source, target)
         n_bytes += times * tied.n_bytes
         messages += times
     return n_bytes, messages

@@ -65,17 +65,23 @@ class LinkLoad:
 
 @dataclass(frozen=True, slots=True)
 class TiedExchange:
-    """A trained parameter used in several stages: partial sums down, the total back up."""
+    """A trained parameter used in several stages: partial sums down, one for each block of micro-batches,
+    the total back up."""
 
     name: str
     holders: tuple[int, ...]  # stages, ascending
-    n_bytes: int
+    n_bytes: int  # of one sum
+    blocks: int = 1
 
     @property
     def ways(self) -> list[tuple[int, int]]:
         """(source, target) of each transfer: with two holders once there and once back."""
         first, *others = self.holders
         return [*pairwise(reversed(self.holders)), *((first, other) for other in others)]
+
+    def sums(self, source: int, target: int) -> int:
+        """Return how many sums one stage sends another."""
+        return self.ways.count((source, target)) * (self.blocks if source > target else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,8 @@ class Cut:
 class Traffic:
     """The values of a DAG that may cross a cut, and the parameters used more than once."""
 
-    def __init__(self, dag: OpDag, optimizer: Optimizer) -> None:
+    def __init__(self, dag: OpDag, optimizer: Optimizer, blocks: int = 1) -> None:
+        self._blocks = blocks
         users: dict[int, list[int]] = {}
         uses: dict[str, list[int]] = {}
         for op, node in enumerate(dag.ops):
@@ -139,7 +146,7 @@ class Traffic:
         for name, ops, n_bytes in self._shared:
             holders = tuple(sorted({bisect_right(starts, op) - 1 for op in ops}))
             if len(holders) > 1:
-                tied.append(TiedExchange(name, holders, n_bytes))
+                tied.append(TiedExchange(name, holders, n_bytes, self._blocks))
         return Cut(_hops(forward), _hops(backward), tuple(tied))
 
     def loads(self, starts: Sequence[int]) -> tuple[LinkLoad, ...]:

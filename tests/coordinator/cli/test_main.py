@@ -11,7 +11,7 @@ import pytest
 
 from atoll.errors import UsageError
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import LinkPrediction, Plan, Prediction, StagePrediction, StageSpec, one_replica
 from coordinator.cli.admin import parse_duration
 from coordinator.cli.format import in_bytes, in_seconds, plain, share_bar, sparkline
 from coordinator.cli.main import app
@@ -113,7 +113,7 @@ def _plan() -> Plan:
         partitioner="op_fence",
         schedule=ScheduleName.ONE_F_ONE_B,
         n_micro=8,
-        stages=(StageSpec(0, 9, 0, 9, ("w-1",), 1), StageSpec(9, 12, 9, 12, ("w-2",), 0)),
+        replicas=one_replica(8, (StageSpec(0, 9, 0, 9, "w-1", 1), StageSpec(9, 12, 9, 12, "w-2", 0))),
         left_out=(("w-3", "slower than its link"),),
         prediction=Prediction(
             step_s=2.0,

@@ -12,8 +12,19 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from rich.console import Console, RenderableType
 
+from atoll.exchange import Exchange
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec
+from atoll.plan import (
+    LinkPrediction,
+    LinkSpec,
+    Plan,
+    Prediction,
+    Replica,
+    StagePrediction,
+    StageSpec,
+    one_replica,
+)
+from coordinator.cli.plot import plot_plan
 from coordinator.cli.render import plan_view, status_view, watch_line, watch_view
 from protos import atoll_control_pb2 as pb
 
@@ -37,6 +48,8 @@ def hostile(message: Message) -> list[str]:
     filled: list[str] = []
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
+        if field.message_type is message.DESCRIPTOR:
+            continue  # one within one of its kind: filled once
         if field.type == FieldDescriptor.TYPE_MESSAGE:
             filled += hostile(value.add() if field.is_repeated else value)
         elif field.type == FieldDescriptor.TYPE_STRING and not field.is_repeated:
@@ -104,11 +117,11 @@ def test_every_text_of_a_plan_stands_as_it_is() -> None:
         partitioner=f"partitioner{HOSTILE}",
         schedule=ScheduleName.GPIPE,
         n_micro=2,
-        stages=(
-            StageSpec(0, 3, 0, 3, ("w-1",), 2),
-            StageSpec(3, 5, 3, 5, (f"w-2{HOSTILE}",), 2),
+        replicas=one_replica(
+            2,
+            (StageSpec(0, 3, 0, 3, "w-1", 2), StageSpec(3, 5, 3, 5, f"w-2{HOSTILE}", 2)),
+            (LinkSpec(0, 1, f"codec{HOSTILE}", 2.0, reason=f"why{HOSTILE}"),),
         ),
-        links=(LinkSpec(0, 1, f"codec{HOSTILE}", 2.0, reason=f"why{HOSTILE}"),),
         prediction=Prediction(
             step_s=1.0,
             lower_bound_s=0.5,
@@ -132,6 +145,26 @@ def consoles() -> Iterator[tuple[str, ast.Call]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Console":
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
+
+
+def test_a_plan_of_replicas_shows_each_ones_share_cut_and_links(tmp_path: Path) -> None:
+    pair = (StageSpec(0, 3, 0, 3, "w-1", 2), StageSpec(3, 5, 3, 5, "w-2", 2))
+    links = (LinkSpec(0, 1, "fp16", reason="thin"),)
+    replicas = (Replica((0, 6), pair, links), Replica((6, 8), (StageSpec(0, 5, 0, 5, "w-3", 0),)))
+    stages = tuple(StagePrediction(f"w-{n}", 0.1, 0.5, 2**20, 2**21) for n in (1, 2, 3))
+    prediction = Prediction(1.0, 0.5, "latency", "", stages, (LinkPrediction("w-1", "w-2", 10, 0.1, 20),))
+    plan = Plan(
+        "j", 1, "", "", "op_fence", ScheduleName.GPIPE, 8, replicas, (), prediction,
+        blocks=4, exchange=Exchange(),
+    )  # fmt: skip
+    found = shown(plan_view(plan, {"w-3": "third"}))
+    assert "2 replicas, 3 stages, 8 micro-batches" in found
+    assert [line.split()[:5] for line in found.splitlines() if line.lstrip()[:2] in ("0 ", "1 ")] == [
+        ["0", "0-5", "0", "w-1", "0-2"], ["0", "0-5", "1", "w-2", "3-4"], ["1", "6-7", "0", "third", "0-4"],
+    ]  # fmt: skip
+    assert "w-1 > w-2: thin" in found
+    plot_plan(plan, {}, tmp_path / "plan.svg")
+    assert "replica 1 stage 0" in (tmp_path / "plan.svg").read_text()
 
 
 def test_no_console_of_a_command_reads_markup_or_emoji_codes() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from atoll.compression import ADATOPK, AUTO, Compression
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StageSpec
+from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StageSpec, one_replica
 from coordinator.config import Adaptation
 from coordinator.pipeline import link_policy
 from coordinator.pipeline.link_policy import CAPS, Decision, State, Watch
@@ -320,11 +320,11 @@ def test_a_codec_by_name_is_told_of_once_until_its_gap_falls() -> None:
 
 def planned(slowdown: float = 0.0) -> Plan:
     """Two stages; dense, all that the link carries forward in a step takes ``slowdown`` steps."""
-    stages = tuple(StageSpec(i, i + 1, i, i + 1, (worker,), 1) for i, worker in enumerate(PAIR))
+    stages = tuple(StageSpec(i, i + 1, i, i + 1, worker, 1) for i, worker in enumerate(PAIR))
     ahead = LinkPrediction("a", "b", 1000, 0.1 * slowdown, dense_bytes_per_step=10_000)
     back = LinkPrediction("b", "a", 1000, 100.0, dense_bytes_per_step=10_000)
     prediction = Prediction(1.0, 0.5, "latency", "", links=(ahead, back))
-    return Plan("j", 1, "", "", "even", ScheduleName.GPIPE, 8, stages, prediction=prediction)
+    return Plan("j", 1, "", "", "even", ScheduleName.GPIPE, 8, one_replica(8, stages), prediction=prediction)
 
 
 def every(steps: int, slowdown: float = 0.0, eval_batches: int = 1) -> int:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from atoll.dataset_spec import DataSpec
 from atoll.job import JobSpec, Optimizer, TrainingSpec
 from atoll.microbatch import ScheduleName
-from atoll.plan import LinkSpec, Plan, StageSpec
+from atoll.plan import LinkSpec, Plan, StageSpec, one_replica
 from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StateStored, StepReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored, JobEnded, StepCommitted
@@ -32,8 +32,8 @@ def spec(**changes: Any) -> JobSpec:
 
 
 def plan(version: int = 1, n_stages: int = STAGES) -> Plan:
-    stages = tuple(StageSpec(i, i + 1, i, i + 1, (f"w{i}",), 1) for i in range(n_stages))
-    return Plan("j", version, HASH, HASH, "even", ScheduleName.GPIPE, 2, stages)
+    stages = tuple(StageSpec(i, i + 1, i, i + 1, f"w{i}", 1) for i in range(n_stages))
+    return Plan("j", version, HASH, HASH, "even", ScheduleName.GPIPE, 2, one_replica(2, stages))
 
 
 def step(state: JobState, event: jobs.Event, now_s: float = 1.0) -> machine.Outcome:
@@ -110,7 +110,7 @@ def evaluated_after(state: JobState) -> list[int]:
 def linked(codec: str, at: int = 0, **changes: Any) -> JobState:
     """Training from step ``at`` on with that codec between the first two stages."""
     state = JobState("j", spec(**{"steps": 90, **changes}), Checkpoint(at, {}), 0.0)
-    planned = jobs.Planned(replace(plan(), links=(LinkSpec(0, 1, codec, 8.0),)))
+    planned = jobs.Planned(plan().relinked(1, (LinkSpec(0, 1, codec, 8.0),)))
     for event in (jobs.Picked("go"), jobs.Profiled(), planned):
         state, _ = step(state, event)
     for stage in range(STAGES):
@@ -185,7 +185,9 @@ def test_a_plan_without_an_evaluation_cut_never_evaluates() -> None:
     state = training(eval_batches=1, steps=1)
     assert state.plan is not None
     blind = tuple(replace(s, eval_start=0, eval_stop=0) for s in state.plan.stages)
-    _, todo = committed(replace(state, plan=replace(state.plan, stages=blind)))
+    _, todo = committed(
+        replace(state, plan=replace(state.plan, replicas=one_replica(2, blind, state.plan.links)))
+    )
     assert not commits(todo)[0].evaluate
 
 

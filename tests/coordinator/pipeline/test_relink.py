@@ -11,7 +11,7 @@ import pytest
 
 from atoll.errors import StorageError
 from atoll.job import TrainingSpec
-from atoll.plan import LinkSpec, Mask
+from atoll.plan import LinkSpec, Mask, one_replica
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
@@ -222,7 +222,7 @@ def test_both_losses_are_asked_for_where_values_lose_precision_and_only_there() 
     for links in (FINE, (LinkSpec(0, 1, "lossless"),), FINE[1:], ()):
         state = training(eval_every=1, eval_batches=1)
         assert state.plan is not None
-        state = replace(state, plan=replace(state.plan, links=links))
+        state = replace(state, plan=state.plan.relinked(state.version, links))
         state, todo = round_of(state)
         asked.append(commits(todo)[0].evaluate_coded)
     assert asked == [True, False, False, False]
@@ -275,7 +275,7 @@ class Adapting(World):
         self.planned_with = request.spec.training.compress
         made = super().plan(request)
         assert isinstance(made, ev.PlanMade)
-        return replace(made, plan=replace(made.plan, links=self.links))
+        return replace(made, plan=made.plan.relinked(made.plan.version, self.links))
 
     def started(self, **changes: Any) -> Adapting:
         self.bandwidth_bps = 50e6
@@ -407,7 +407,9 @@ def guarded(
     state = world.state()
     assert state.plan is not None
     stages = tuple(replace(s, eval_stop=1) for s in state.plan.stages)
-    pipeline(world).jobs["job-1"] = replace(state, plan=replace(state.plan, stages=stages))
+    pipeline(world).jobs["job-1"] = replace(
+        state, plan=replace(state.plan, replicas=one_replica(2, stages, state.plan.links))
+    )
     world.steps(5)
     assert all(m.evaluate_coded for _, m in world.messages(do.StepCommit)[-2:])
     world.says("b", EvalReady("job-1", 1, 4, 4.2, 4.0))
@@ -460,7 +462,9 @@ def test_the_largest_ratio_is_what_was_asked_for_or_what_the_bytes_show() -> Non
         links = (LinkSpec(0, 1, codec, ratio), LinkSpec(1, 2, "lossless"))
         carried = (ev.Goodput("w1", n_bytes, 1.0, 0.01, dense_bytes),)
         reports = {0: ev.StepReady("j", 1, 0, links=carried)}
-        return relink.largest_ratio(replace(state, plan=replace(state.plan, links=links), reports=reports))
+        return relink.largest_ratio(
+            replace(state, plan=state.plan.relinked(state.version, links), reports=reports)
+        )
 
     assert of("topk", 16.0, 100, 1200) == 16.0
     assert of("int8_block", 1.0, 100, 250) == 2.5  # some tensors travel as they are

@@ -191,7 +191,7 @@ class Pipeline:
             yield self.signals["partial", step, i, s]
         if at:
             below = tied.holders[at - 1]
-            self.send(1, (s, below), tied.n_bytes, 1, ("partial", step, i, below))
+            self.send(1, (s, below), tied.blocks * tied.n_bytes, tied.blocks, ("partial", step, i, below))
             return
         self.world.fire(self.signals["total", step, i, s])
         for other in tied.holders[1:]:

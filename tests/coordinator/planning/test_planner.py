@@ -94,7 +94,7 @@ def test_the_plan_is_within_5_percent_of_the_best_of_all_plans_on_50_fleets():
 def test_every_partitioner_makes_a_valid_plan_within_memory(partitioner):
     dag = gpt_like(4)
     plan = plan_for(dag, two_islands(), partitioner)
-    validate(plan, dag)
+    validate(plan, dag, TRAINING)
     assert plan.prediction is not None
     for stage in plan.prediction.stages:
         assert stage.memory_bytes <= stage.memory_limit_bytes

@@ -63,7 +63,7 @@ def test_new_links_beyond_a_bound_are_refused_and_the_job_hears_why(wrong: pb.To
 
 
 def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
-    report = StepReport(4, StageReport(1.5, (), True), 0.1, 0.2, 0.0, 0.0)
+    report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
     goodputs = [Goodput(peer, 10, 0.5, 0.01, 4e6) for peer in ("w-a", "w-b")]
     use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
     ready = messages.step_ready("j", 1, report, False, goodputs, use).ready

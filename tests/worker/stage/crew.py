@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from atoll.job import Optimizer, TrainingSpec
 from atoll.microbatch import ScheduleName
 from atoll.opdag import OpDag, StateMeta
-from atoll.plan import LinkSpec, Plan, StageSpec
+from atoll.plan import LinkSpec, Plan, StageSpec, one_replica
 from atoll.program import StageProgram, stage_programs
 from coordinator.capture.capture import capture
 from coordinator.planning.costs.traffic import Traffic
@@ -162,10 +162,11 @@ def assign(
     names = [f"w-{at}" for at in range(len(starts))]
     held = len(starts) if schedule is ScheduleName.ZERO_BUBBLE else 0
     stages = tuple(
-        StageSpec(start, start + 1, 0, 1, (names[at],), len(starts) - at - 1, held)
+        StageSpec(start, start + 1, 0, 1, names[at], len(starts) - at - 1, held)
         for at, start in enumerate(starts)
     )
-    plan = Plan("job", 1, "", "", "test", schedule, training.n_micro, stages, tuple(links))
+    replicas = one_replica(training.n_micro, stages, links)
+    plan = Plan("job", 1, "", "", "test", schedule, training.n_micro, replicas, blocks=training.blocks)
     peers = tuple(PeerLink(name, (), False) for name in names)
     return [
         Assignment("job", 1, training, p, evaluations[at], plan, peers, {}, made.states, 0)
@@ -198,7 +199,7 @@ class Crew:
             assignment.training,
             self.made.tensors,
             states=self.made.states,
-            defer=assignment.plan.defers(assignment.stage),
+            actions=assignment.plan.actions(assignment.stage),
         )
         program = assignment.eval_program
         assert program is not None

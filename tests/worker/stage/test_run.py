@@ -63,6 +63,21 @@ def test_three_stages_over_links_end_in_the_bits_of_one(name: str, schedule: Sch
     assert_same(crew.snapshot(), reference.snapshot())
 
 
+@pytest.mark.parametrize("schedule", list(ScheduleName))
+def test_a_tied_parameters_blocks_fold_over_links_to_the_bits_of_one_machine(schedule: ScheduleName) -> None:
+    made = case("gpt2")
+    training = replace(TRAINING, blocks=3)
+    reference, losses, _ = local(made, training)
+    one_block = local(made, TRAINING)[0].snapshot()
+    assert any(not torch.equal(reference.snapshot()[n]["value"], t["value"]) for n, t in one_block.items())
+    crew = Crew(made, assign(made, cut_evenly(made.dag, 3), training, schedule))
+    for step in range(training.steps):
+        reports = [r for r in crew.all("run_step", step, Cancel()) if isinstance(r, StepReport)]
+        assert [r.stage.loss for r in reports if r.stage.loss is not None] == [losses[step]]
+        crew.all("apply", step, 1.0)
+    assert_same(crew.snapshot(), reference.snapshot())
+
+
 @pytest.mark.parametrize("schedule", [ScheduleName.ONE_F_ONE_B, ScheduleName.ZERO_BUBBLE])
 def test_a_discarded_step_leaves_no_trace(schedule: ScheduleName) -> None:
     made = case("branches")
@@ -95,9 +110,11 @@ def test_on_a_part_of_a_core_what_other_threads_do_counts_as_handling() -> None:
         assert handled[at] == pytest.approx([8.0, 8.0], rel=1e-3)  # but for what codecs took
 
 
-def test_every_message_was_declared_by_its_receiver() -> None:
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_every_message_was_declared_by_its_receiver(blocks: int) -> None:
     made = case("gpt2")
-    assignments = assign(made, cut_evenly(made.dag, 3), TRAINING, ScheduleName.ONE_F_ONE_B)
+    training = replace(TRAINING, blocks=blocks)
+    assignments = assign(made, cut_evenly(made.dag, 3), training, ScheduleName.ONE_F_ONE_B)
     crew = Crew(made, assignments)
     crew.all("run_step", 0, Cancel())
     crew.all("apply", 0, 1.0)

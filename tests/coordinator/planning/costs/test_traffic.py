@@ -74,8 +74,13 @@ def test_a_frozen_tied_parameter_is_not_exchanged():
     assert len(Traffic(dag, Optimizer()).cut((0, 10)).tied) == 1
 
 
-def model(dag, n_micro=4, **optimizer):
-    training = TrainingSpec(10, n_micro, optimizer=Optimizer(**optimizer))
+def test_a_tied_parameter_sends_a_sum_of_each_block_down_and_one_total_up():
+    (tied,) = Traffic(gpt_like(2), Optimizer(), blocks=3).cut((0, 10)).tied
+    assert (tied.sums(1, 0), tied.sums(0, 1), tied.sums(1, 1)) == (3, 1, 0)
+
+
+def model(dag, n_micro=4, blocks=1, **optimizer):
+    training = TrainingSpec(10, n_micro, blocks=blocks, optimizer=Optimizer(**optimizer))
     return MemoryModel(dag, training, Traffic(dag, training.optimizer))
 
 
@@ -93,6 +98,14 @@ def test_a_tied_parameter_is_held_once_with_a_gradient_for_each_use():
     tied = dag.parameters["wte"].meta.nbytes
     others = sum(p.meta.nbytes for name, p in dag.parameters.items() if name != "wte")
     assert memory.state_bytes(0, len(dag.ops)) == 4 * others + 5 * tied
+
+
+def test_blocks_hold_the_sum_so_far_and_each_one_of_a_tied_parameter():
+    dag = gpt_like(1)
+    tied = dag.parameters["wte"].meta.nbytes
+    others = sum(p.meta.nbytes for name, p in dag.parameters.items() if name != "wte")
+    one, four = (model(dag, blocks=n).state_bytes(0, len(dag.ops)) for n in (1, 4))
+    assert four - one == others + 2 * 3 * tied
 
 
 def test_the_matrix_of_all_intervals_agrees_with_each_interval():

@@ -1,0 +1,110 @@
+"""Gradients of a step, summed by blocks of its micro-batches in an order that no plan changes.
+
+A parameter's gradient is the sum over blocks, ascending, of the sum over its uses, descending by op, of the
+sum over the block's micro-batches, ascending. Whoever holds a whole block can take that block's sum alone,
+so the blocks may lie with any replicas: added in their order, they give the bits of one machine with as many
+blocks. One block is the order without blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from torch import Tensor
+
+    Uses = Mapping[str, list[tuple[int, Tensor]]]  # parameter -> (op, gradient leaf), descending by op
+
+
+def fold(gradients: Iterable[Tensor | None], first: Tensor | None = None) -> Tensor | None:
+    """Return ``first`` plus ``gradients``, added one by one in their order; None is zero.
+
+    Without ``first`` the sum is taken in place on the first gradient; ``first`` itself stays as it is.
+    """
+    total = first
+    for gradient in gradients:
+        if gradient is None:
+            continue
+        if total is None:
+            total = gradient
+        elif total is first:
+            total = total + gradient
+        else:
+            total.add_(gradient)
+    return total
+
+
+class BlockSums:
+    """Sums of one stage's gradients over its blocks, an accumulator for each use and one for each sum.
+
+    Blocks that begin the step are summed into one as they end. Later ones stay apart, since whoever has the
+    sum before them must add them one by one; so do those of ``tied`` parameters, whose uses in later stages
+    come first. ``late``: ops whose weight gradients come after the backward, also in ascending order.
+    """
+
+    def __init__(
+        self, uses: Uses, late: Collection[int], blocks: Mapping[int, range], tied: Collection[str]
+    ) -> None:
+        self._uses, self._late, self._tied = uses, late, tied
+        self._blocks = tuple(blocks.items())
+        self._prefix = 0 in blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the step's gradients."""
+        self._backward = self._whole = 0  # blocks whose backwards are done, whose weight gradients are, too
+        self._moved: dict[int, dict[tuple[str, int], Tensor]] = {}  # block -> (parameter, op)
+        self._sums: dict[str, dict[int, Tensor | None]] = {}
+
+    def backward_done(self, micro: int, owed: int | None) -> None:
+        """Take in that ``micro``'s backward is done; ``owed``: the first micro-batch that still owes weight
+        gradients."""
+        while self._backward < len(self._blocks) and micro >= self._blocks[self._backward][1].stop - 1:
+            self._move(late=False, block=self._blocks[self._backward][0])
+            self._backward += 1
+        self.weights_done(owed)
+
+    def weights_done(self, owed: int | None) -> None:
+        """Take in that all weight gradients before micro-batch ``owed`` are there."""
+        while self._whole < self._backward and (owed is None or owed >= self._blocks[self._whole][1].stop):
+            block = self._blocks[self._whole][0]
+            self._move(late=True, block=block)
+            self._whole += 1
+            self._add_up(block)
+
+    def partial(self, name: str, block: int, later: Tensor | None = None) -> Tensor | None:
+        """Return ``later`` plus this stage's uses of a parameter in ``block``, descending by op."""
+        moved = self._moved.get(block, {})
+        return fold((moved.get((name, op)) for op, _ in self._uses.get(name, ())), later)
+
+    def add(self, name: str, block: int, part: Tensor | None) -> None:
+        """Take in a block's sum of a parameter, blocks ascending. It may be added to in place."""
+        sums, label = self._sums.setdefault(name, {}), 0 if self._prefix else block
+        sums[label] = fold((sums.get(label), part))
+
+    def parts(self, name: str) -> Mapping[int, Tensor | None]:
+        """Return a parameter's sums by block; where the blocks begin the step, one under 0 for them all."""
+        return self._sums.get(name, {})
+
+    def _add_up(self, block: int) -> None:
+        for name in self._uses:
+            if name not in self._tied:
+                self.add(name, block, self.partial(name, block))
+        moved = self._moved.pop(block, {})
+        if kept := {use: gradient for use, gradient in moved.items() if use[0] in self._tied}:
+            self._moved[block] = kept
+
+    def _move(self, late: bool, block: int) -> None:
+        """Take what the leaves have accumulated, so that the next block begins at nothing."""
+        for name, op, leaf in self._leaves(late):
+            if leaf.grad is not None:
+                self._moved.setdefault(block, {})[name, op] = leaf.grad
+                leaf.grad = None
+
+    def _leaves(self, late: bool) -> Iterator[tuple[str, int, Tensor]]:
+        for name, sites in self._uses.items():
+            for op, leaf in sites:
+                if (op in self._late) == late:
+                    yield name, op, leaf

@@ -1,0 +1,333 @@
+"""Collectives as action lists: who sends what to whom, and in which order it is added.
+
+A vector of elements is cut into segments. Each rank holds contributions under labels (its rank, or the
+number of a block of micro-batches) and, once made, the total of a segment. Three actions are enough:
+
+    Send(to, segment, slot, label)   ship the value in ``slot``; the receiver files it under ``label``
+    Add(segment, slots)              join the values in these slots, in this order, into the total
+    Copy(segment, source)            take the total as ``source`` sent it
+
+Both ends derive the same lists, so no message describes itself beyond (segment, label). Sums are made in
+the order of their labels by whoever makes them, so the result does not depend on who is where or on the
+order of arrival: a ring, which begins each segment's sum at another rank, cannot give that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import log2
+
+from atoll.errors import UsageError
+
+TOTAL = -1
+"""Slot and label of a segment's total."""
+ARRIVED = -2
+"""Slot in which a total from another rank waits for its Copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Half-open range of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    to: int  # rank
+    segment: int
+    slot: int
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    segment: int
+    slots: tuple[int, ...]  # TOTAL among them: what has been added so far
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    segment: int
+    source: int  # rank
+
+
+Action = Send | Add | Copy
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Actions of every rank, in order; those of one segment are performed in this order."""
+
+    segments: tuple[Segment, ...]
+    actions: Mapping[int, tuple[Action, ...]]
+    labels: Mapping[int, tuple[int, ...]]  # contributions that each rank holds
+
+    def results(self, rank: int) -> tuple[int, ...]:
+        """Segments whose total ``rank`` ends with, ascending."""
+        return tuple(sorted({a.segment for a in self.actions[rank] if not isinstance(a, Send)}))
+
+    def sources(self, rank: int) -> dict[tuple[int, int], int]:
+        """Rank that sends each (segment, label) that ``rank`` receives."""
+        return {
+            (action.segment, action.label): sender
+            for sender, actions in self.actions.items()
+            for action in actions
+            if isinstance(action, Send) and action.to == rank
+        }
+
+    def expected(self, rank: int, segment: int, slot: int = TOTAL) -> frozenset[int]:
+        """Labels in a value that ``rank`` receives or ends with when nothing fails."""
+        return self._held.get((rank, segment, slot), frozenset())
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, int, int], frozenset[int]]:
+        """Labels in every slot, by (rank, segment, slot): the actions run on sets of labels."""
+        held = {
+            (rank, at, label): frozenset((label,))
+            for rank, labels in self.labels.items()
+            for label in labels
+            for at in range(len(self.segments))
+        }
+        pending = {rank: list(reversed(actions)) for rank, actions in self.actions.items()}
+        moved = True
+        while moved:
+            moved = False
+            for rank, actions in pending.items():
+                while actions and _perform(held, rank, actions[-1]):
+                    actions.pop()
+                    moved = True
+        if any(pending.values()):
+            raise ValueError(f"ranks {sorted(r for r, left in pending.items() if left)} wait for each other")
+        return held
+
+
+def _perform(held: dict[tuple[int, int, int], frozenset[int]], rank: int, action: Action) -> bool:
+    """Perform ``action`` on sets of labels, unless what it needs is not there yet."""
+    match action:
+        case Send(to, segment, slot, label):
+            needed = [(rank, segment, slot)]
+            target = (to, segment, slot_of(label))
+        case Add(segment, slots):
+            needed = [(rank, segment, slot) for slot in slots]
+            target = (rank, segment, TOTAL)
+        case Copy(segment):
+            needed = [(rank, segment, ARRIVED)]
+            target = (rank, segment, TOTAL)
+    if any(key not in held for key in needed):
+        return False
+    held[target] = frozenset[int]().union(*(held[key] for key in needed))
+    return True
+
+
+def slot_of(label: int) -> int:
+    """Slot in which a received value is filed."""
+    return ARRIVED if label == TOTAL else label
+
+
+def even_shares(n: int) -> tuple[float, ...]:
+    """Return ``n`` equal shares."""
+    return (1.0 / n,) * n
+
+
+def owner_shares(rates: Sequence[float]) -> tuple[float, ...]:
+    """Shares of the elements that each rank adds, so that the slowest link is busy the shortest time.
+
+    Minimises xi subject to (1 + (N - 2) w_i) / b_i <= xi, sum w = 1, w >= 0, ``rates`` b in bytes/s (the
+    smaller of up and down; 0: this rank owns nothing). In closed form w_i(xi) = max(0, (xi b_i - 1) /
+    (N - 2)), xi by bisection; a link that needs longer than xi for its own contribution alone bounds the
+    exchange, whatever the shares. Any split between two is as good.
+    Source: papers/compression.md 7 (hivemind's load balancing, closed form).
+    Raises UsageError when no rank can own anything.
+    """
+    n = len(rates)
+    if n == 0 or max(rates) <= 0.0:
+        raise UsageError(f"no owner among {n} ranks: every rate is 0")
+    able = [max(0.0, rate) for rate in rates]
+    if n <= 2:
+        whole = sum(able)
+        return tuple(rate / whole for rate in able)
+
+    def shares(xi: float) -> list[float]:
+        return [max(0.0, (xi * rate - 1.0) / (n - 2)) for rate in able]
+
+    low, high = 0.0, (2.0 * n - 2.0) / max(able)  # one owner alone has share (xi b - 1) / (n - 2) >= 1
+    for _ in range(200):
+        middle = (low + high) / 2.0
+        if sum(shares(middle)) < 1.0:
+            low = middle
+        else:
+            high = middle
+    found = shares(high)
+    return tuple(share / sum(found) for share in found)
+
+
+def owner_time_s(rates: Sequence[float], shares: Sequence[float], size_bytes: float) -> float:
+    """Seconds that the busiest link carries an exchange of ``size_bytes`` by owners with these shares."""
+    n = len(rates)
+    return max(
+        size_bytes * (1.0 + (n - 2) * share) / rate if rate > 0.0 else float("inf")
+        for rate, share in zip(rates, shares, strict=True)
+    )
+
+
+def cut(elements: int, shares: Sequence[float], multiple: int = 1) -> tuple[Segment, ...]:
+    """Cut [0, elements) in proportion to ``shares``, at multiples of ``multiple``; segments may be empty."""
+    whole = sum(shares)
+    borders, reached = [0], 0.0
+    for share in shares:
+        reached += share
+        at = round(elements * reached / whole / multiple) * multiple
+        borders.append(min(elements, max(at, borders[-1])))
+    borders[-1] = elements
+    return tuple(Segment(start, stop) for start, stop in pairwise(borders))
+
+
+def owners(
+    labels: Mapping[int, Sequence[int]], segments: Sequence[Segment], owner_of: Sequence[int]
+) -> Collective:
+    """Reduce by segment owners: parts to each owner, added by ascending label, the total back to all.
+
+    ``labels`` by rank; ``owner_of`` a rank by segment. Carries 2 (R - 1) / R of the vector up and down a rank
+    at equal shares, in two latencies. Each rank begins with the owner after itself, so that no owner gets
+    all parts at once. Source: hivemind's butterfly with a fixed order (papers/compression.md 7).
+    """
+    ranks = sorted(labels)
+    every = sorted(label for held in labels.values() for label in held)
+    if len(set(every)) != len(every) or any(label < 0 for label in every):
+        raise UsageError(f"contributions with labels {every}: each at least 0 and held once")
+    actions: dict[int, tuple[Action, ...]] = {}
+    used = [at for at, segment in enumerate(segments) if segment.size]
+    for rank in ranks:
+        others = _after(ranks, rank)
+        mine = [at for at in used if owner_of[at] == rank]
+        parts: list[Action] = [
+            Send(peer, at, label, label)
+            for peer in others
+            for at in used
+            if owner_of[at] == peer
+            for label in sorted(labels[rank])
+        ]
+        totals: list[Action] = []
+        for at in mine:
+            totals.append(Add(at, tuple(every)))
+            totals.extend(Send(peer, at, TOTAL, TOTAL) for peer in others)
+        copies: list[Action] = [Copy(at, owner_of[at]) for at in used if owner_of[at] != rank]
+        actions[rank] = (*parts, *totals, *copies)
+    return Collective(tuple(segments), actions, {rank: tuple(sorted(labels[rank])) for rank in ranks})
+
+
+def tree(ranks: Sequence[int], elements: int) -> Collective:
+    """Binomial tree over one segment: merged upwards in ceil(log2 P) hops, copied down in as many.
+
+    Where merging keeps k entries, no rank receives more than k ceil(log2 P) of them up and k down.
+    Any number of ranks. Source: gTop-k (papers/compression.md 3).
+    """
+    order = sorted(ranks)
+    actions: dict[int, tuple[Action, ...]] = {}
+    for place, rank in enumerate(order):
+        up: list[Action] = [Add(0, (rank,))]
+        down: list[Action] = []
+        hop = 1
+        while hop < len(order) and not place & hop:
+            if place + hop < len(order):
+                up.append(Add(0, (TOTAL, order[place + hop])))
+                down.insert(0, Send(order[place + hop], 0, TOTAL, TOTAL))
+            hop *= 2
+        if place:
+            parent = order[place - hop]
+            up.append(Send(parent, 0, TOTAL, rank))
+            down.insert(0, Copy(0, parent))
+        actions[rank] = (*up, *down)
+    return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in order})
+
+
+def pairwise_sums(pairs: Sequence[tuple[int, int]], elements: int) -> Collective:
+    """Both of a pair send all they have and add both, in one latency. Raises UsageError for a rank in two
+    pairs."""
+    members = [rank for pair in pairs for rank in pair]
+    if len(set(members)) != len(members):
+        raise UsageError(f"a rank in two pairs: {sorted(members)}")
+    actions: dict[int, tuple[Action, ...]] = {}
+    for pair in pairs:
+        low, high = sorted(pair)
+        for rank, peer in ((low, high), (high, low)):
+            actions[rank] = (Send(peer, 0, rank, rank), Add(0, (low, high)))
+    return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in members})
+
+
+def published(readers: Mapping[int, int], elements: int) -> Collective:
+    """Each reader adds what its source (``readers`` by reader) published last to its own; nobody answers."""
+    ranks = sorted({*readers, *readers.values()})
+    actions: dict[int, tuple[Action, ...]] = {}
+    for rank in ranks:
+        sends = tuple(Send(to, 0, rank, rank) for to, source in sorted(readers.items()) if source == rank)
+        reads: tuple[Action, ...] = ()
+        if rank in readers:
+            reads = (Add(0, tuple(sorted((rank, readers[rank])))),)
+        actions[rank] = (*sends, *reads)
+    return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in ranks})
+
+
+def side_by_side(collectives: Sequence[Collective]) -> Collective:
+    """Several groups' collectives as one, their segments numbered on. Raises UsageError for a shared rank."""
+    segments: list[Segment] = []
+    actions: dict[int, tuple[Action, ...]] = {}
+    labels: dict[int, tuple[int, ...]] = {}
+    for one in collectives:
+        if shared := actions.keys() & one.actions.keys():
+            raise UsageError(f"ranks {sorted(shared)} are in two groups")
+        for rank, listed in one.actions.items():
+            actions[rank] = tuple(_moved(listed, len(segments)))
+        labels.update(one.labels)
+        segments.extend(one.segments)
+    return Collective(tuple(segments), actions, labels)
+
+
+def group_size(ranks: int) -> int:
+    """Power of two nearest to sqrt(ranks), at least 2 (papers/compression.md 7: 8 of 64)."""
+    return max(2, 1 << round(log2(ranks) / 2))
+
+
+def butterfly_groups(ranks: Sequence[int], size: int, number: int) -> tuple[tuple[int, ...], ...]:
+    """Groups of round ``number`` in which everybody hears of everybody within log_size P rounds.
+
+    Ranks of a group differ in the butterfly's bits [t log2 S, (t + 1) log2 S) only, t the round. ``size`` and
+    the number of ranks are powers of two. Source: WAGMA-SGD (papers/compression.md 7).
+    """
+    order = sorted(ranks)
+    total, bits = len(order), size.bit_length() - 1
+    if size < 2 or size & (size - 1) or total & (total - 1) or total < size:
+        raise UsageError(f"groups of {size} among {total} ranks: both powers of two, {size} the smaller")
+    width = total.bit_length() - 1
+    phases = -(-width // bits)
+    low = min((number % phases) * bits, width - bits)  # the last phase overlaps where S does not divide
+    groups: dict[int, list[int]] = {}
+    for place, rank in enumerate(order):
+        groups.setdefault(place & ~((size - 1) << low), []).append(rank)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def _after(ranks: Sequence[int], rank: int) -> list[int]:
+    """The other ranks, beginning after ``rank``."""
+    at = ranks.index(rank)
+    return [*ranks[at + 1 :], *ranks[:at]]
+
+
+def _moved(actions: Sequence[Action], by: int) -> Iterator[Action]:
+    for action in actions:
+        match action:
+            case Send(to, segment, slot, label):
+                yield Send(to, segment + by, slot, label)
+            case Add(segment, slots):
+                yield Add(segment + by, slots)
+            case Copy(segment, source):
+                yield Copy(segment + by, source)

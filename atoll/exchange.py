@@ -1,0 +1,125 @@
+"""Exchange: how replicas and peers join what they have; ExchangeRound: one such joining; Receipt: its result.
+
+A plan names an exchange by its rule (``strategies.exchanges``), how often it happens and how it is coded.
+A round derives everything else, at every rank alike, from these values and its number: who takes part, which
+collective's actions each performs (``atoll.collective``), which elements are drawn.
+
+Nothing is lost silently. A receipt says which contributions the result holds; less than all of them is a
+status of its own, and what was not included stays with its owner for the next round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from math import ceil, isfinite
+
+from atoll.errors import PlanError
+
+
+class Content(StrEnum):
+    """Quantity that ranks exchange."""
+
+    GRADIENT = "gradient"  # of one step, before the optimizer
+    DELTA = "delta"  # change of the model since the last exchange
+    MODEL = "model"  # the parameters themselves
+
+
+class Partners(StrEnum):
+    """Ranks that exchange with each other in one round."""
+
+    ALL = "all"
+    PAIRS = "pairs"
+    GROUPS = "groups"
+
+
+class Pattern(StrEnum):
+    """Collective that carries an exchange; see the functions of ``atoll.collective`` of these names."""
+
+    OWNERS = "owners"  # segment owners add in a fixed order
+    TREE = "tree"  # binomial: up with merges, down with copies
+    PAIRWISE = "pairwise"  # both send, both add
+    PUBLISHED = "published"  # readers take what was published last; nobody waits
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Exchange of a plan, identical at all its ranks."""
+
+    rule: str = "sum"  # of strategies.exchanges.catalogue
+    every: int = 1  # steps between two rounds
+    codec: str = "none"  # of what travels, where the rule leaves it open
+    ratio: float = 1.0  # dense bytes / wire bytes aimed at, >= 1
+    fragments: int = 1  # parts of the model that take turns, one a round
+    delay: int = 0  # steps between a round's start and the use of its result
+    quorum: float = 1.0  # share of the ranks that are waited for, in (0, 1]
+    deadline_s: float = 0.0  # from the quorum to the end of waiting for the others; 0: no deadline
+    inner: Exchange | None = None  # of the ranks of one site among themselves
+
+    def awaited(self, ranks: int) -> int:
+        """Ranks that are waited for, of so many."""
+        return ceil(self.quorum * ranks - 1e-9)  # 0.07 of 100 are 7
+
+
+def check_exchange(exchange: Exchange) -> None:
+    """Raise PlanError for values outside their ranges, or a delay that would let rounds overlap."""
+    if exchange.every < 1 or exchange.fragments < 1 or exchange.delay < 0:
+        raise PlanError(
+            f"exchange every {exchange.every} steps, {exchange.fragments} fragments, delay {exchange.delay}; "
+            "at least 1, 1 and 0"
+        )
+    if exchange.delay >= exchange.every and exchange.delay > 0:
+        raise PlanError(
+            f"a delay of {exchange.delay} steps with an exchange every {exchange.every}: rounds would "
+            "overlap; let the delay be smaller"
+        )
+    if not (isfinite(exchange.ratio) and exchange.ratio >= 1.0):
+        raise PlanError(f"exchange of ratio {exchange.ratio}; at least 1")
+    if not 0.0 < exchange.quorum <= 1.0 or not (isfinite(exchange.deadline_s) and exchange.deadline_s >= 0.0):
+        raise PlanError(
+            f"exchange with quorum {exchange.quorum} and deadline {exchange.deadline_s} s; a share in (0, 1] "
+            "and at least 0"
+        )
+    if exchange.inner is not None:
+        check_exchange(exchange.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRound:
+    """One round. ``seed`` is the job's: draws come from it, the round and the phase alone."""
+
+    number: int
+    ranks: tuple[int, ...]  # expected to contribute, ascending
+    seed: int = 0
+    weights: tuple[float, ...] = ()  # of the ranks' contributions, in their order; none: all alike
+
+    def weight_of(self, rank: int) -> float:
+        """Weight of a rank's contribution. Raises ValueError for a rank that is not expected."""
+        at = self.ranks.index(rank)
+        return self.weights[at] if self.weights else 1.0
+
+    def draw_seed(self, purpose: str) -> int:
+        """Seed of this round's draws for ``purpose``, 64 bits; the same at every rank."""
+        key = f"{self.seed} {self.number} {purpose}".encode()
+        return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Outcome of a round at one rank. Labels name contributions: ranks, or blocks of micro-batches."""
+
+    round: int
+    rank: int
+    expected: tuple[int, ...]  # labels
+    included: tuple[int, ...]  # labels that every element of the result holds
+    share: float  # of the elements, those whose result holds all that was expected
+    sent_bytes: int  # packets, without the transport's framing
+    received_bytes: int
+    digest: str  # of the result; equal at ranks that hold the same
+    faults: tuple[tuple[int, str], ...] = ()  # (rank, reason) of peers that were given up
+
+    @property
+    def complete(self) -> bool:
+        """Whether every element of the result holds every contribution."""
+        return self.share == 1.0 and self.included == self.expected

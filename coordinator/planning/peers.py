@@ -1,0 +1,264 @@
+"""Peer selection: who exchanges with whom in each round of gossip.
+
+Objective: mixing per second = -ln(contraction of the disagreement a round) / mean seconds of a round. A
+round of pairs lasts as long as its slowest; the bottleneck alone is no objective, since pairs chosen for it
+never mix (papers/compression.md 2.2). So a threshold on the rate is sought among quantiles of all pairs'
+rates, by simulating rounds with each; no threshold is among them. ``matching`` then chooses each round's
+pairs and keeps what must hold: connected windows, nobody idle twice running.
+
+Everything derives from rates, seed and round: whoever has the table derives the same pairs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.errors import UsageError
+from coordinator.planning.matching import Network, Pairs, match
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Words = NDArray[np.uint64]
+
+Peer = str | int
+PeerPairs = tuple[tuple[Peer, Peer], ...]
+
+QUANTILES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.96)  # 0: no threshold
+SIMULATED_ROUNDS = 100
+PROBES = 8  # vectors whose disagreement a simulation follows
+MOVED = 0.2  # share by which a rate must move for another search
+EXACT = 2.0**-24  # contraction of one round that counts as agreement: float32 has no finer one
+
+_PAIRS, _SEARCH, _PROBES, _GROUPS = 0, 1, 2, 3  # what a draw is for
+
+
+class PeerSelection:
+    """Pairs and groups of every round from ``first_round`` on, under one table of rates."""
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        network: Network,
+        seed: int,
+        first_round: int = 0,
+        past: Sequence[PeerPairs] = (),
+    ) -> None:
+        """``network``: rates in the order of ``peers``, with its threshold; ``past``: as in ``begin``."""
+        if len(set(peers)) != len(peers) or len(peers) != network.n:
+            raise UsageError(f"{len(peers)} peers and rates of {network.n}; give each peer once")
+        self.peers, self.network, self.seed, self.first_round = tuple(peers), network, seed, first_round
+        self._past = [self._indices(pairs) for pairs in past][-network.window :]
+        self._restart()
+
+    @classmethod
+    def begin(
+        cls,
+        peers: Sequence[Peer],
+        rates: Floats,
+        seed: int,
+        first_round: int = 0,
+        past: Sequence[PeerPairs] = (),
+        share: float = 1.0,
+    ) -> PeerSelection:
+        """Search the threshold, then select from ``first_round`` on.
+
+        ``rates`` [n, n]: bytes a second of each ordered pair, NaN or 0 where none can be sent; where latency
+        counts, what a message gets of it: bytes / (bytes / rate + latency). ``past``: pairs of the rounds
+        before, oldest first, so that windows and idle peers are seen through; peers that left are dropped.
+        The search compares sums of floats: machines of different kinds should not each search, but share
+        ``network.threshold``; pairs compare rates alone.
+        ``share`` of the elements that a round averages (SAPS: 1/c). UsageError for rates that are negative or
+        of another shape, a share out of (0, 1].
+        """
+        network = Network.of(rates)
+        threshold = best_threshold(network, seed, share)
+        return cls(peers, Network(network.rate, threshold), seed, first_round, past)
+
+    def pairs(self, round_number: int) -> PeerPairs:
+        """Return the pairs of a round; whoever is in none idles.
+
+        Rounds derive from the first one on: each costs n^2 once, asked in order; one of long ago costs all.
+        """
+        if round_number < self.first_round:
+            raise UsageError(
+                f"round {round_number} is before round {self.first_round}, where selection begins"
+            )
+        self._derive(round_number, round_number + 1)
+        return self._named(self._recent[round_number - self._next])
+
+    def recent(self, before: int) -> tuple[PeerPairs, ...]:
+        """Return the window of rounds that ends before round ``before``: the next selection's ``past``."""
+        self._derive(before - self.network.window, before)
+        held = list(self._recent)[: len(self._recent) + before - self._next]
+        return tuple(self._named(pairs) for pairs in held[-self.network.window :])
+
+    def moved(self, rates: Floats) -> bool:
+        """True where another search is due: a pair's rate moved by a fifth or more, came or went."""
+        now = Network.of(rates).rate
+        before = self.network.rate
+        return now.shape != before.shape or bool((np.abs(now - before) > MOVED * before).any())
+
+    def groups(self, round_number: int, size: int) -> tuple[tuple[Peer, ...], ...]:
+        """Return groups of at most ``size`` peers that average together; alone is in none.
+
+        Peers have d digits in base ``size``, in an order drawn anew every d rounds; a round groups those
+        that differ in one digit at most. With size^d peers all hold the mean after d rounds (WAGMA's
+        butterfly, Moshpit's grid: papers/compression.md 7). Rates do not count. UsageError when a pair
+        cannot exchange.
+        """
+        n = self.network.n
+        if size < 2:
+            raise UsageError(f"groups of {size}; at least 2 average")
+        if (self.network.rate + np.eye(n) == 0.0).any():
+            raise UsageError("groups need peers that all reach each other; exchange in pairs instead")
+        digits = next(d for d in range(1, n + 1) if size**d >= n) if n else 1
+        cycle, digit = divmod(round_number, digits)
+        order = np.argsort(_words(self.seed, cycle, _GROUPS, n), kind="stable").tolist()
+        grouped: dict[int, list[Peer]] = {}
+        for place, peer in enumerate(order):
+            without = place - place // size**digit % size * size**digit
+            grouped.setdefault(without, []).append(self.peers[peer])
+        return tuple(tuple(group) for group in grouped.values() if len(group) > 1)
+
+    def _restart(self) -> None:
+        self._recent: deque[Pairs] = deque(self._past, maxlen=2 * self.network.window)
+        self._next = self.first_round
+
+    def _derive(self, first: int, stop: int) -> None:
+        """Hold the rounds from ``first`` (or the first known) to ``stop``."""
+        if self._next - len(self._recent) > max(first, self.first_round - len(self._past)):
+            self._restart()
+        while self._next < stop:
+            words = _words(self.seed, self._next, _PAIRS, 2 * self.network.n)
+            self._recent.append(match(self.network, words, self._recent))
+            self._next += 1
+
+    def _indices(self, pairs: PeerPairs) -> Pairs:
+        place = {peer: i for i, peer in enumerate(self.peers)}
+        known = [sorted((place[a], place[b])) for a, b in pairs if a in place and b in place]
+        return tuple((i, j) for i, j in known)
+
+    def _named(self, pairs: Pairs) -> PeerPairs:
+        return tuple((self.peers[i], self.peers[j]) for i, j in pairs)
+
+
+# ---------------------------------------------------------------- the objective
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """The outcome of simulated rounds; a round's seconds are those of one unit at its slowest pair."""
+
+    nats_a_round: float  # -ln(contraction of the disagreement)
+    round_s: float  # mean
+
+    @property
+    def per_second(self) -> float:
+        return self.nats_a_round / self.round_s if self.round_s else 0.0
+
+    @property
+    def bottleneck(self) -> float:
+        """Harmonic mean over rounds of the slowest pair's rate."""
+        return 1.0 / self.round_s if self.round_s else 0.0
+
+
+def simulate(
+    network: Network, select: Callable[[int], Pairs], rounds: int, seed: int, share: float = 1.0
+) -> Mixing:
+    """Mix along ``select``'s rounds, where a pair averages a random ``share`` of the elements.
+
+    The first quarter is not counted: peers that are close agree fast, and what remains decides.
+    """
+    history = [pairs for pairs in map(select, range(rounds)) if pairs]
+    counted = history[len(history) // 4 :]
+    if not counted:
+        return Mixing(0.0, 0.0)
+    seconds = [1.0 / min(float(network.rate[pair]) for pair in pairs) for pairs in counted]
+    nats = _nats_of_all(network, history, seed) if share == 1.0 else _nats_of_some(network, counted, share)
+    return Mixing(nats, float(np.mean(seconds)))
+
+
+def _nats_of_all(network: Network, history: Sequence[Pairs], seed: int) -> float:
+    """Average random vectors [n] and follow their distance from each part's mean.
+
+    Where all agree at once, as two peers do, the vectors begin anew.
+    """
+    words = _words(seed, 0, _PROBES, network.n * PROBES).reshape(network.n, PROBES)
+    values = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53 - 0.5
+    _normalise(network, values)
+    fresh = values.copy()
+    nats: list[float] = []
+    for i, j in (np.array(pairs).T for pairs in history):
+        values[i] = values[j] = (values[i] + values[j]) / 2.0
+        left = np.maximum(_normalise(network, values), EXACT)
+        if left.max() == EXACT:
+            values[:] = fresh
+        nats.append(-float(np.log(left).mean()))
+    return float(np.mean(nats[len(nats) // 4 :]))
+
+
+def _nats_of_some(network: Network, history: Sequence[Pairs], share: float) -> float:
+    """Return -ln(1 - share (1 - lambda)) / 2, lambda the mean round's largest eigenvalue below agreement.
+
+    An element is averaged in few rounds, far apart, so their order does not count. Source: SAPS-PSGD's bound
+    (papers/compression.md 2.2); E[W^T W] = E[W] for pairs.
+    """
+    n = network.n
+    unlike = np.zeros((n, n))  # 1 - W, mean over rounds
+    for i, j in (np.array(pairs).T for pairs in history):
+        unlike[i, i] += 0.5
+        unlike[j, j] += 0.5
+        unlike[i, j] -= 0.5
+        unlike[j, i] -= 0.5
+    agreements = int(network.parts.max(initial=-1)) + 1
+    gap = np.linalg.eigvalsh(unlike / len(history))[agreements:].min(initial=1.0)
+    return -0.5 * float(np.log(max(1.0 - share * max(float(gap), 0.0), EXACT)))
+
+
+def _normalise(network: Network, values: Floats) -> Floats:
+    """Centre ``values`` [n, probes] on each part's mean and scale to length 1; the lengths before."""
+    for part in range(int(network.parts.max(initial=-1)) + 1):
+        members = network.parts == part
+        values[members] -= values[members].mean(axis=0)
+    length: Floats = np.linalg.norm(values, axis=0)
+    values /= np.where(length > 0.0, length, 1.0)
+    return length
+
+
+def best_threshold(network: Network, seed: int, share: float = 1.0) -> float:
+    """Return the rate among ``QUANTILES`` of all pairs' whose rounds mix most per second; 0 is none.
+
+    About 0.4 s for 32 peers, 13 s for 500.
+    """
+    if not 0.0 < share <= 1.0:
+        raise UsageError(f"a share of {share:g} of the elements; rounds average more than 0, at most 1")
+    rates = network.rate[np.triu(network.rate > 0.0)]
+    if not rates.size:
+        return 0.0
+    quantiles: Iterable[float] = np.quantile(rates, QUANTILES[1:], method="lower").tolist()
+    thresholds = sorted({0.0, *quantiles})
+
+    def mixes(threshold: float) -> float:
+        limited = Network(network.rate, threshold)
+        past: deque[Pairs] = deque(maxlen=network.window)
+
+        def select(number: int) -> Pairs:
+            past.append(match(limited, _words(seed, number, _SEARCH, 2 * network.n), past))
+            return past[-1]
+
+        return simulate(network, select, SIMULATED_ROUNDS, seed, share).per_second
+
+    return max(thresholds, key=mixes)
+
+
+def _words(seed: int, number: int, purpose: int, count: int) -> Words:
+    """[count] words of 64 bits from a counter: a function of its arguments in every release of numpy."""
+    generator = np.random.Philox(key=[seed % 2**64, number], counter=[0, 0, 0, purpose])
+    return np.asarray(generator.random_raw(count), dtype=np.uint64)

@@ -1,0 +1,191 @@
+"""The contract of an exchange rule: both halves at the worker, pure, state in, state out.
+
+One round at one rank:
+
+    contribution = rule.contribute(own, state, round, rank)        what travels, and how it is coded
+        owners:  total = rule.merge(parts)                         of one segment, parts by ascending label
+    settled = rule.settle(exchanged)                               result and next state, or a further phase
+    state = rule.undelivered(contribution, state)                  instead, when the round was given up
+
+``own`` is the flat float32 content (gradient, delta or model) at this rank; the result replaces it. A rule
+keeps no clock, file or generator: draws come from the round's seed. State changes in ``settle`` and
+``undelivered`` alone, so a round that fails anywhere before may be repeated with the same bits.
+
+What was not included stays: a rule whose contributions are changes (gradients, deltas) keeps a residual of
+what its codec left out, of what an owner did not include, and of segments whose total never came.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from atoll.collective import Segment, cut
+from compressors.vector import UNCOMPRESSED, Vector, total
+
+if TYPE_CHECKING:
+    from atoll.exchange import Exchange, ExchangeRound
+    from compressors.base import Compressor
+
+State = Any
+"""A rule's own frozen value, or None; in as an argument, out as a result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Shapes of the tensors that follow each other in the flat content."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in ``flat`` [size], sharing its memory."""
+        parts = torch.split(flat, [torch.Size(shape).numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank brings to one phase. Equal ``vector.size``, codecs and ``multiple`` at all ranks."""
+
+    vector: Vector
+    codec: Compressor = UNCOMPRESSED  # of dense parts
+    total_codec: Compressor = UNCOMPRESSED  # of dense totals
+    multiple: int = 1  # segments are cut at multiples of this many elements
+    borders: tuple[int, ...] = ()  # or here, one segment a rank: [0, b1), [b1, b2), ... [b_last, size)
+    phase: int = 0
+    carry: Any = None  # the rule's own, for ``settle``
+
+    def segments(self, shares: Sequence[float]) -> tuple[Segment, ...]:
+        """Segments of the ranks in their order."""
+        if not self.borders:
+            return cut(self.vector.size, shares, self.multiple)
+        edges = (0, *self.borders, self.vector.size)
+        return tuple(Segment(start, stop) for start, stop in pairwise(edges))
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Total of a segment, and what merging left out of it (gTop-k), which this rank keeps."""
+
+    total: Vector
+    kept_back: Vector | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Outcome of one segment."""
+
+    segment: Segment
+    total: Vector | None  # None: it never came
+    included: frozenset[int] = frozenset()  # labels
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Outcome of one phase at one rank."""
+
+    rank: int
+    round: ExchangeRound
+    contribution: Contribution
+    sent: Vector  # the contribution as it left its codec
+    pieces: tuple[Piece, ...]
+    state: State
+    now: Tensor  # the content when the result is used; later than the contribution where delayed
+    kept_back: tuple[tuple[int, Vector], ...] = ()  # (start, what merging here left out)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """``result`` [n] replaces the content; ``state`` the rule's."""
+
+    result: Tensor
+    state: State
+
+
+@dataclass(frozen=True)
+class ExchangeRule(ABC):
+    """A rule with the plan's settings; constants of its paper are fields with defaults."""
+
+    exchange: Exchange
+
+    def init(self, flat: Flat, own: Tensor) -> State:
+        """State before round 0; ``own`` is the content at that moment, equal at all ranks for models."""
+        return None
+
+    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
+        """State of a rank that joins a job under way, from another rank's ``state`` after the last round; as
+        at the start without what that rank alone needs (residuals). ``own`` is the newcomer's content."""
+        return self.init(flat, own)
+
+    @abstractmethod
+    def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
+        """What this rank brings to the round's first phase."""
+
+    def merge(self, parts: Sequence[Vector], own: Contribution) -> Merged:
+        """Total of one segment from its parts, by ascending label; ``own`` has the rule's settings."""
+        return Merged(total(parts))
+
+    @abstractmethod
+    def settle(self, done: Exchanged) -> Settled | Contribution:
+        """The round's result, or the contribution to its next phase."""
+
+    def undelivered(self, contribution: Contribution, state: State) -> State:
+        """State after a round whose contribution nobody included."""
+        return state
+
+
+@dataclass(frozen=True)
+class Average:
+    """Weighted mean of what was included, element by element."""
+
+    values: Tensor  # [size]; zero where nothing came
+    came: Tensor = field(repr=False)  # bool [size]
+
+
+def average(done: Exchanged) -> Average:
+    """Divide each segment's total by the weights of the contributions in it."""
+    size = done.contribution.vector.size
+    values, came = torch.zeros(size), torch.zeros(size, dtype=torch.bool)
+    for piece in done.pieces:
+        if piece.total is None:
+            continue
+        here = slice(piece.segment.start, piece.segment.stop)
+        weight = sum(done.round.weight_of(label) for label in sorted(piece.included))
+        values[here] = piece.total.dense() / weight
+        came[here] = True
+    return Average(values, came)
+
+
+def weighted(values: Tensor, weight: float) -> Tensor:
+    """``values`` times ``weight``; itself for 1."""
+    return values if weight == 1.0 else values * weight
+
+
+def left_over(done: Exchanged) -> Tensor:
+    """Part of the contribution that no total holds: the codec's error where this rank was included, all of it
+    elsewhere, and what merging left out here. In units of the content (weights divided out), [size]."""
+    wanted = done.contribution.vector.dense()
+    left = wanted - done.sent.dense()
+    for piece in done.pieces:
+        if piece.total is None or done.rank not in piece.included:
+            here = slice(piece.segment.start, piece.segment.stop)
+            left[here] = wanted[here]
+    for start, vector in done.kept_back:
+        left[start : start + vector.size] += vector.dense()
+    weight = done.round.weight_of(done.rank)
+    return left if weight == 1.0 else left / weight
+
+
+def finite_or(error: Tensor, before: Tensor | None) -> Tensor | None:
+    """``error``, or the residual before where an element is not finite: the step will be discarded."""
+    return error if bool(torch.isfinite(error.sum())) or bool(torch.isfinite(error).all()) else before

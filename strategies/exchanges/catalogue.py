@@ -1,0 +1,266 @@
+"""Every exchange rule by name: what it exchanges, over which collective, and how many bytes that takes.
+
+No torch here: the coordinator plans with these facts. A rule's class is found by ``module`` and ``builder``
+only where tensors are at hand; the conformance suite holds each fact against the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log
+
+from atoll.errors import PlanError, UsageError
+from atoll.exchange import Content, Exchange, Partners, Pattern
+from atoll.opdag import TensorMeta
+from compressors.catalogue import codec
+from compressors.contrib.ranks import acp_bytes, powersgd_bytes
+
+Shapes = Sequence[tuple[int, ...]]
+"""Shapes of the exchanged tensors, in the order in which they follow each other."""
+Volume = Callable[[Shapes, Exchange, int], float]
+"""(shapes, exchange, ranks) -> bytes that a rank is expected to send a round, shares being even."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeFacts:
+    """Facts of one rule."""
+
+    name: str
+    summary: str  # one line for users
+    module: str  # below ``strategies.exchanges``
+    builder: str  # class in it; called with the Exchange
+    source: str  # paper and section
+    content: Content
+    partners: Partners
+    pattern: Pattern
+    volume: Volume
+    exact: bool = False  # the same model as one machine, bit for bit
+    alike: bool = True  # every rank holds the same bits after a complete round
+    together: bool = False  # a round counts for all of a group or for none
+    phases: int = 1  # collectives a round, at most
+    everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
+    check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
+    efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
+
+    def efficiency_at(self, every: int) -> float:
+        """Tokens that an exact way needs to the same held-out loss, over those that this rule needs with a
+        round every ``every`` steps: measured by benchmarks/local_steps.py on the demo's text, interpolated in
+        the logarithm, held constant outside; 1 for an exact rule and where nothing was measured."""
+        if not self.efficiencies:
+            return 1.0
+        below = [at for at in self.efficiencies if at[0] <= every] or [self.efficiencies[0]]
+        above = [at for at in self.efficiencies if at[0] >= every] or [self.efficiencies[-1]]
+        (low, at_low), (high, at_high) = below[-1], above[0]
+        if low == high:
+            return at_low
+        share = (log(every) - log(low)) / (log(high) - log(low))
+        return at_low + share * (at_high - at_low)
+
+
+def elements_of(shapes: Shapes) -> int:
+    """Elements of tensors of these shapes."""
+    total = 0
+    for shape in shapes:
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    return total
+
+
+def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of the vector, uncompressed."""
+    return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
+
+
+def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
+    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
+
+    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
+        return once * 2.0 * (ranks - 1) / ranks
+
+    return volume
+
+
+def coded_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of one fragment through the exchange's codec."""
+    meta = TensorMeta((elements_of(shapes) // exchange.fragments,), "float32")
+    return codec(exchange.codec).size(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def no_codec(exchange: Exchange) -> None:
+    """Refuse a codec where the rule itself decides how values travel."""
+    if exchange.codec != "none":
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it has its own; set its ratio alone"
+        )
+
+
+def dense_codec(exchange: Exchange) -> None:
+    """Refuse codecs that keep a state from tensor to tensor, or some elements alone."""
+    facts = codec(exchange.codec)
+    if facts.stateful or facts.size_on is not None:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it takes dense codecs without state "
+            "(none, fp16, int8_block, int4_block, ...)"
+        )
+
+
+def at_once(exchange: Exchange) -> None:
+    """Refuse fragments and delays too."""
+    dense_codec(exchange)
+    if exchange.fragments > 1 or exchange.delay:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with {exchange.fragments} fragments and a delay of {exchange.delay} "
+            "steps: it takes the model at once; 'streaming_diloco' has both"
+        )
+
+
+def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Values at the mask, to one peer."""
+    return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
+
+
+def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """A byte an element, to one reader."""
+    return float(elements_of(shapes))
+
+
+EXCHANGES: dict[str, ExchangeFacts] = {
+    facts.name: facts
+    for facts in (
+        ExchangeFacts(
+            name="sum",
+            summary="exact data parallelism: gradients of blocks of micro-batches, added in one order",
+            module="mean",
+            builder="Sum",
+            source="papers/compression.md 7 (butterfly), in a fixed order",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            exact=True,
+            together=True,
+        ),
+        ExchangeFacts(
+            name="mean",
+            summary="weighted mean of gradients, with error feedback where the codec is lossy",
+            module="mean",
+            builder="Mean",
+            source="papers/compression.md 3 (error feedback), 5 (8-bit all-reduce)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="powersgd",
+            summary="mean of gradients as two factors of low rank, one averaged after the other",
+            module="powersgd",
+            builder="PowerSgd",
+            source="papers/compression.md 4 (PowerSGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(powersgd_bytes),
+            together=True,
+            phases=2,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="acp_sgd",
+            summary="mean of gradients as one factor of low rank a round, the sides alternating",
+            module="acp_sgd",
+            builder="AcpSgd",
+            source="papers/compression.md 4 (ACP-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(acp_bytes),
+            together=True,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="diloco",
+            summary="many local steps, then an outer Nesterov step along the mean change",
+            module="diloco",
+            builder="DiLoCo",
+            source="papers/decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            check=at_once,
+        ),
+        ExchangeFacts(
+            name="streaming_diloco",
+            summary="DiLoCo a fragment at a time, used some steps later: lower peaks, no waiting",
+            module="streaming_diloco",
+            builder="StreamingDiLoCo",
+            source="papers/decentralized.md 8.5",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            alike=False,
+            check=dense_codec,
+        ),
+        ExchangeFacts(
+            name="saps",
+            summary="pairs average the elements that a shared seed draws, one in ``ratio``",
+            module="saps",
+            builder="SapsPsgd",
+            source="papers/compression.md 2.2",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PAIRWISE,
+            volume=masked_volume,
+            alike=False,
+            together=True,
+        ),
+        ExchangeFacts(
+            name="swarm",
+            summary="bursts of local steps, then the mean with what another published last; nobody waits",
+            module="swarm",
+            builder="SwarmSgd",
+            source="papers/compression.md 7 (SwarmSGD)",
+            content=Content.MODEL,
+            partners=Partners.PAIRS,
+            pattern=Pattern.PUBLISHED,
+            volume=byte_volume,
+            alike=False,
+        ),
+        ExchangeFacts(
+            name="wagma",
+            summary="changing groups average models, everybody every tenth round; late ranks hold nobody up",
+            module="wagma",
+            builder="Wagma",
+            source="papers/compression.md 7 (WAGMA-SGD)",
+            content=Content.MODEL,
+            partners=Partners.GROUPS,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+            everybody_every=10,
+        ),
+        ExchangeFacts(
+            name="eager",
+            summary="mean of the gradients that are ready at a quorum; late ones join the next round",
+            module="eager",
+            builder="Eager",
+            source="papers/compression.md 7 (eager-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=dense_volume,
+        ),
+    )
+}
+
+
+def exchange_facts(name: str) -> ExchangeFacts:
+    """Facts of the rule of that name. Raises UsageError with the known ones."""
+    if name not in EXCHANGES:
+        raise UsageError(f"exchange {name!r} is not known; there are: {', '.join(sorted(EXCHANGES))}")
+    return EXCHANGES[name]

@@ -1,0 +1,183 @@
+"""A round: any order of arrival gives the same bits, and what fails is in the receipt, never a result."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from atoll.collective import TOTAL
+from atoll.errors import BadFrame, UsageError
+from atoll.exchange import Exchange, ExchangeRound, Pattern
+from compressors.vector import dense
+from strategies.exchanges import make_rule
+from strategies.exchanges.base import Contribution
+from worker.exchange.round import CollectiveRun, Message
+from worker.exchange.schedule import collective_of
+from worker.inprocess.exchange import Faults, carry, damaged, run_round
+
+SIZE = 1000
+EVERYONE = (0, 1, 2, 3)
+AT = ExchangeRound(7, EVERYONE, seed=3)
+
+
+def contents(ranks: tuple[int, ...] = EVERYONE) -> dict[int, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {rank: torch.randn(SIZE, generator=generator) for rank in ranks}
+
+
+def none_of(ranks: tuple[int, ...] = EVERYONE) -> dict[int, None]:
+    return dict.fromkeys(ranks)
+
+
+@pytest.mark.parametrize("pattern", [Pattern.OWNERS, Pattern.TREE])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_arrival_changes_no_bit(pattern: Pattern, seed: int) -> None:
+    rule = make_rule(Exchange("sum"))
+    own = contents()
+    expected = own[0].clone()
+    for rank in EVERYONE[1:]:
+        expected += own[rank]
+    parts = {rank: Contribution(dense(own[rank])) for rank in EVERYONE}
+    collective = collective_of(pattern, [EVERYONE], parts[0])
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
+    carry(runs, Faults(pick=random.Random(seed).randrange))
+    digests = {run.receipt().digest for run in runs.values()}
+    assert len(digests) == 1
+    for run in runs.values():
+        receipt = run.receipt()
+        assert receipt.complete
+        assert receipt.expected == EVERYONE
+        result = rule.settle(run.exchanged(None, own[0])).result  # type: ignore[union-attr]
+        if pattern is Pattern.OWNERS:  # a tree adds neighbours first
+            assert torch.equal(result, expected)
+
+
+def test_blocks_of_several_ranks_are_added_in_their_order() -> None:
+    rule = make_rule(Exchange("sum"))
+    blocks = contents((0, 1, 2, 3, 4))
+    expected = blocks[0].clone()
+    for block in (1, 2, 3, 4):
+        expected += blocks[block]
+    labels = {0: (1, 4), 1: (0,), 2: (2, 3)}
+    parts = {rank: {b: Contribution(dense(blocks[b])) for b in held} for rank, held in labels.items()}
+    collective = collective_of(Pattern.OWNERS, [(0, 1, 2)], parts[1][0], labels=labels)
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, parts[rank]) for rank in labels}
+    carry(runs)
+    for run in runs.values():
+        assert torch.equal(rule.settle(run.exchanged(None, blocks[0])).result, expected)  # type: ignore[union-attr]
+        assert run.receipt().included == (0, 1, 2, 3, 4)
+
+
+def test_a_dead_rank_is_named_and_its_segment_is_nobodys() -> None:
+    answers = run_round(
+        make_rule(Exchange("mean")), contents(), none_of(), AT, [EVERYONE], faults=Faults(dead=frozenset({2}))
+    )
+    for rank in (0, 1, 3):
+        receipt = answers[rank].receipts[0]
+        assert not receipt.complete
+        assert receipt.share == 0.0
+        assert receipt.included == ()
+        assert [peer for peer, _ in receipt.faults] == [2]
+        assert torch.equal(answers[rank].state[500:750], contents()[rank][500:750])
+        assert torch.count_nonzero(answers[rank].state) == 250
+
+
+def test_a_lost_part_is_left_out_at_one_owner_and_stays_with_its_rank() -> None:
+    def lose(message: Message) -> Message | None:
+        return None if (message.source, message.target, message.label) == (1, 3, 1) else message
+
+    answers = run_round(
+        make_rule(Exchange("mean")), contents(), none_of(), AT, [EVERYONE], faults=Faults(alter=lose)
+    )
+    receipts = {rank: answer.receipts[0] for rank, answer in answers.items()}
+    assert {receipt.included for receipt in receipts.values()} == {(0, 2, 3)}
+    assert {receipt.share for receipt in receipts.values()} == {0.75}
+    assert len({receipt.digest for receipt in receipts.values()}) == 1
+    assert torch.equal(answers[1].state[750:], contents()[1][750:])
+    assert not answers[0].state.any()
+    others = (contents()[0] + contents()[2] + contents()[3]) / 3
+    assert torch.allclose(answers[0].result[750:], others[750:])
+
+
+def test_an_exact_sum_is_for_all_or_for_none() -> None:
+    def lose(message: Message) -> Message | None:
+        return None if (message.source, message.target, message.label) == (1, 3, 1) else message
+
+    own = contents()
+    answers = run_round(make_rule(Exchange("sum")), own, none_of(), AT, [EVERYONE], faults=Faults(alter=lose))
+    assert all(torch.equal(answers[rank].result, own[rank]) for rank in EVERYONE)
+    assert not any(answer.receipts[0].complete for answer in answers.values())
+
+
+@pytest.mark.parametrize("pattern", [Pattern.OWNERS, Pattern.TREE, Pattern.PAIRWISE, Pattern.PUBLISHED])
+@pytest.mark.parametrize("fault", ["lost", "damaged", "other size"])
+def test_one_fault_of_each_kind_in_each_collective_is_a_status(pattern: Pattern, fault: str) -> None:
+    rule = make_rule(Exchange("mean"))
+    parts = {rank: Contribution(dense(value)) for rank, value in contents().items()}
+    groups = [EVERYONE] if pattern in (Pattern.OWNERS, Pattern.TREE) else [(0, 1), (2, 3)]
+    collective = collective_of(pattern, groups, parts[0])
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
+    spoiled = iter(range(10_000))
+
+    def alter(message: Message) -> Message | None:
+        if next(spoiled):
+            return message
+        if fault == "lost":
+            return None
+        if fault == "damaged":
+            return damaged(message)
+        packet = parts[0].codec.compress(torch.zeros(3))[0]
+        return replace(message, packet=packet)
+
+    carry(runs, Faults(alter=alter))
+    receipts = [run.receipt() for run in runs.values()]
+    assert any(not receipt.complete for receipt in receipts)
+    assert any(receipt.faults for receipt in receipts)
+
+
+def test_forged_messages_are_refused() -> None:
+    rule = make_rule(Exchange("mean"))
+    parts = {rank: Contribution(dense(value)) for rank, value in contents().items()}
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
+    message = next(m for m in runs[1].start() if m.target == 0)
+    for bad, words in (
+        (replace(message, round=6), "round 6"),
+        (replace(message, phase=1), r"round 7\.1"),
+        (replace(message, source=2), "has no part"),
+        (replace(message, target=2), "has no part"),
+        (replace(message, label=TOTAL), "has no part"),
+        (replace(message, segment=99), "has no part"),
+        (replace(message, included=(1, 2)), "digest"),
+        (damaged(message), "digest"),
+    ):
+        with pytest.raises(BadFrame, match=words):
+            runs[0].receive(bad)
+    runs[0].receive(message)
+    assert runs[0].receive(message) == []  # a repetition has no effect
+
+
+def test_a_claim_to_hold_more_than_is_possible_is_refused() -> None:
+    from worker.exchange.round import digest_of
+
+    rule = make_rule(Exchange("mean"))
+    parts = {rank: Contribution(dense(value)) for rank, value in contents().items()}
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0])
+    run = CollectiveRun(rule, collective, 0, AT, {0: parts[0]})
+    peer = CollectiveRun(rule, collective, 1, AT, {1: parts[1]})
+    message = next(m for m in peer.start() if m.target == 0)
+    for included in ((1, 2), ()):
+        forged = replace(message, included=included, digest=digest_of(message.packet, included))
+        with pytest.raises(BadFrame, match="claims"):
+            run.receive(forged)
+
+
+def test_groups_that_do_not_fit_the_pattern_are_refused() -> None:
+    part = Contribution(dense(torch.zeros(10)), borders=(5,))
+    with pytest.raises(UsageError, match="takes pairs"):
+        collective_of(Pattern.PAIRWISE, [EVERYONE], part)
+    with pytest.raises(UsageError, match="2 segments for 4"):
+        collective_of(Pattern.OWNERS, [EVERYONE], part)

@@ -1,0 +1,302 @@
+"""CollectiveRun: one rank's part in one phase of an exchange round, without a socket or a clock.
+
+    messages = run.start()
+    messages = run.receive(message)          of a peer, in any order
+    messages = run.give_up(rank, reason)     lost, late, or caught with what it should not send
+    run.exchanged(...), run.receipt()        once ``finished``
+
+Whoever calls it carries the messages and keeps the deadline. A peer that was given up contributes nothing
+more: its parts are left out of the totals made here, and segments that it should have sent stay without
+one. Each total travels with the labels that it holds, so every rank knows whose work is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from atoll.collective import ARRIVED, TOTAL, Action, Add, Collective, Copy, Segment, Send, slot_of
+from atoll.errors import BadFrame
+from atoll.exchange import ExchangeRound, Receipt
+from compressors.vector import Vector, joined, pack, unpack
+from strategies.exchanges.base import Contribution, Exchanged, Piece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from compressors.base import Packet
+    from strategies.exchanges.base import ExchangeRule, State
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Message:
+    """One value of one segment on its way. ``digest`` of packet and labels, so that damage is a fault of the
+    round and never a result."""
+
+    round: int
+    phase: int
+    source: int  # rank
+    target: int
+    segment: int
+    label: int
+    included: tuple[int, ...]  # labels in the value, ascending
+    packet: Packet
+    digest: bytes
+
+    @property
+    def wire_bytes(self) -> int:
+        """Packet, labels and digest; the transport's framing comes on top."""
+        return self.packet.wire_bytes + 2 * len(self.included) + DIGEST_BYTES
+
+
+@dataclass(frozen=True)
+class _Value:
+    vector: Vector
+    included: frozenset[int]
+    packet: Packet | None = None  # as it arrived, or as it was sent before
+
+
+@dataclass
+class _Progress:
+    """Of one segment: what is left to do, and what is held by slot."""
+
+    actions: list[Action]  # reversed
+    slots: dict[int, _Value] = field(default_factory=dict)
+    kept_back: list[Vector] = field(default_factory=list)
+
+
+class CollectiveRun:
+    """Runs ``collective`` at ``rank``; ``contributions`` by the labels that this rank holds."""
+
+    def __init__(
+        self,
+        rule: ExchangeRule,
+        collective: Collective,
+        rank: int,
+        at: ExchangeRound,
+        contributions: Mapping[int, Contribution],
+    ) -> None:
+        if set(contributions) != set(collective.labels[rank]):
+            raise ValueError(
+                f"contributions {sorted(contributions)}, the collective has {collective.labels[rank]}"
+            )
+        self._rule, self._collective, self.rank, self._at = rule, collective, rank, at
+        self._own = contributions
+        self.contribution = self._settings = min(contributions.items())[1]
+        self._sources = collective.sources(rank)
+        self._senders = frozenset(self._sources.values())
+        self._awaited = set(self._sources)
+        self._faults: dict[int, str] = {}
+        self._sent_bytes = self._received_bytes = 0
+        self._segments: dict[int, _Progress] = {}
+        for action in reversed(collective.actions[rank]):
+            self._segments.setdefault(action.segment, _Progress([])).actions.append(action)
+        self._sent: dict[int, dict[int, Vector]] = {label: {} for label in contributions}
+        for number, progress in self._segments.items():
+            segment = collective.segments[number]
+            for label, contribution in contributions.items():
+                progress.slots[label] = self._coded(label, number, segment, contribution)
+
+    # ---------------------------------------------------------------- the round
+
+    def start(self) -> list[Message]:
+        """What can be sent before anything has arrived."""
+        return [message for number in sorted(self._segments) for message in self._advance(number)]
+
+    def receive(self, message: Message) -> list[Message]:
+        """Take a peer's message; what can be sent now. BadFrame for one of another round or phase, one that
+        nobody should send, a damaged or an ill-formed one; its sender is then to be given up. A repeated or
+        late one has no effect."""
+        key = (message.segment, message.label)
+        if (message.round, message.phase) != (self._at.number, self._settings.phase):
+            raise BadFrame(
+                f"message of round {message.round}.{message.phase}, this is {self._at.number}."
+                f"{self._settings.phase}"
+            )
+        if self._sources.get(key) != message.source or message.target != self.rank:
+            raise BadFrame(f"rank {message.source} has no part {message.label} of segment {message.segment}")
+        if key not in self._awaited:
+            return []
+        if message.digest != digest_of(message.packet, message.included):
+            raise BadFrame(f"part {message.label} of segment {message.segment} does not match its digest")
+        included = frozenset(message.included)
+        slot = slot_of(message.label)
+        allowed = self._collective.expected(self.rank, message.segment, slot)
+        if not included or not included <= allowed:
+            raise BadFrame(f"a value that claims contributions {sorted(included)} of {sorted(allowed)}")
+        total = message.label == TOTAL
+        codec = self._settings.total_codec if total else self._settings.codec
+        segment = self._collective.segments[message.segment]
+        vector = unpack(message.packet, segment.size, codec)
+        self._awaited.discard(key)
+        self._received_bytes += message.wire_bytes
+        progress = self._segments[message.segment]
+        progress.slots[slot] = _Value(vector, included, message.packet)
+        return list(self._advance(message.segment))
+
+    def give_up(self, rank: int, reason: str) -> list[Message]:
+        """Go on without what ``rank`` has not sent; what can be sent now."""
+        missing = {key for key in self._awaited if self._sources[key] == rank}
+        if not missing:
+            return []
+        self._faults.setdefault(rank, reason)
+        self._awaited -= missing
+        return [message for number in sorted({n for n, _ in missing}) for message in self._advance(number)]
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Ranks from which something is still to come."""
+        return frozenset(self._sources[key] for key in self._awaited)
+
+    @property
+    def awaited_parts(self) -> frozenset[int]:
+        """Ranks from which a part is still to come; totals follow only once their makers have all parts."""
+        return frozenset(self._sources[key] for key in self._awaited if key[1] != TOTAL)
+
+    @property
+    def finished(self) -> bool:
+        return not any(progress.actions for progress in self._segments.values())
+
+    # ---------------------------------------------------------------- its outcome
+
+    def exchanged(self, state: State, now: Tensor) -> Exchanged:
+        """Outcome for ``settle``, of a rank with one contribution or (its first label's) of several."""
+        label, contribution = min(self._own), self.contribution
+        sent = joined(
+            contribution.vector.size,
+            [(self._collective.segments[n].start, v) for n, v in sorted(self._sent[label].items())],
+        )
+        kept_back = tuple(
+            (self._collective.segments[number].start, vector)
+            for number, progress in sorted(self._segments.items())
+            for vector in progress.kept_back
+        )
+        return Exchanged(self.rank, self._at, contribution, sent, self._pieces(), state, now, kept_back)
+
+    def receipt(self) -> Receipt:
+        """What this rank's result holds."""
+        pieces = self._pieces()
+        numbers = self._collective.results(self.rank)
+        wanted = [self._collective.expected(self.rank, number) for number in numbers]
+        expected = frozenset[int]().union(*wanted)
+        held = expected.intersection(*(piece.included for piece in pieces))
+        elements = sum(piece.segment.size for piece in pieces)
+        whole = sum(p.segment.size for p, labels in zip(pieces, wanted, strict=True) if p.included == labels)
+        return Receipt(
+            self._at.number,
+            self.rank,
+            tuple(sorted(expected)),
+            tuple(sorted(held)),
+            whole / elements if elements else 1.0,
+            self._sent_bytes,
+            self._received_bytes,
+            _result_digest(pieces),
+            tuple(sorted(self._faults.items())),
+        )
+
+    def _pieces(self) -> tuple[Piece, ...]:
+        found = []
+        for number in self._collective.results(self.rank):
+            value = self._segments[number].slots.get(TOTAL)
+            segment = self._collective.segments[number]
+            found.append(Piece(segment, value.vector, value.included) if value else Piece(segment, None))
+        return tuple(found)
+
+    # ---------------------------------------------------------------- one segment
+
+    def _advance(self, number: int) -> Iterator[Message]:
+        progress = self._segments[number]
+        while progress.actions:
+            done = self._perform(number, progress, progress.actions[-1])
+            if done is None:
+                return
+            progress.actions.pop()
+            yield from done
+
+    def _perform(self, number: int, progress: _Progress, action: Action) -> Sequence[Message] | None:
+        """Messages of the action; None when it must wait."""
+        match action:
+            case Send(to, _, slot, label):
+                value = progress.slots.get(slot)
+                return [] if value is None else [self._message(number, to, label, value)]
+            case Add(_, slots):
+                if any(slot not in progress.slots and (number, slot) in self._awaited for slot in slots):
+                    return None
+                values = [progress.slots[slot] for slot in slots if slot in progress.slots]
+                if values:
+                    self._add(progress, slots, values)
+                return []
+            case Copy():
+                if (number, TOTAL) in self._awaited:
+                    return None
+                arrived = progress.slots.pop(ARRIVED, None)
+                if arrived is None:
+                    progress.slots.pop(TOTAL, None)  # a tree's subtotal is nobody's result
+                else:
+                    progress.slots[TOTAL] = arrived
+                return []
+
+    def _add(self, progress: _Progress, slots: Sequence[int], values: Sequence[_Value]) -> None:
+        merged = self._rule.merge([value.vector for value in values], self._settings)
+        if merged.kept_back is not None:
+            progress.kept_back.append(merged.kept_back)
+        included = frozenset[int]().union(*(value.included for value in values))
+        for slot in slots:
+            if slot not in self._own:
+                progress.slots.pop(slot, None)
+        vector, packet = merged.total, None
+        if not vector.sparse:  # its owner uses what the others will decode
+            packet = pack(vector, self._settings.total_codec, seed=self._seed(TOTAL))
+            vector = unpack(packet, vector.size, self._settings.total_codec)
+        progress.slots[TOTAL] = _Value(vector, included, packet)
+
+    def _message(self, number: int, to: int, label: int, value: _Value) -> Message:
+        packet = value.packet or pack(value.vector, self._settings.codec)
+        included = tuple(sorted(value.included))
+        message = Message(
+            self._at.number,
+            self._settings.phase,
+            self.rank,
+            to,
+            number,
+            label,
+            included,
+            packet,
+            digest_of(packet, included),
+        )
+        self._sent_bytes += message.wire_bytes
+        return message
+
+    def _coded(self, label: int, number: int, segment: Segment, contribution: Contribution) -> _Value:
+        """This rank's own part as its codec leaves it: what others will decode is what is added here too."""
+        vector = contribution.vector.part(segment.start, segment.stop)
+        packet = pack(vector, contribution.codec, seed=self._seed(label))
+        if not vector.sparse:
+            vector = unpack(packet, segment.size, contribution.codec)
+        self._sent[label][number] = vector
+        return _Value(vector, frozenset((label,)), packet)
+
+    def _seed(self, label: int) -> int:
+        return self._at.draw_seed(f"{self._settings.phase} {label}")
+
+
+def digest_of(packet: Packet, included: Sequence[int]) -> bytes:
+    """Digest of a packet and the labels that it claims to hold."""
+    state = blake2b(repr(tuple(included)).encode(), digest_size=DIGEST_BYTES)
+    state.update(packet.header)
+    state.update(packet.payload)
+    return state.digest()
+
+
+def _result_digest(pieces: Sequence[Piece]) -> str:
+    state = blake2b(digest_size=DIGEST_BYTES)
+    for piece in pieces:
+        state.update(f"{piece.segment.start} {sorted(piece.included)}".encode())
+        if piece.total is not None:
+            for part in (piece.total.positions, piece.total.values):
+                state.update(b"-" if part is None else part.contiguous().numpy().tobytes())
+    return state.hexdigest()

@@ -1,0 +1,64 @@
+"""A model's trained tensors in one row: what an exchange takes and gives back.
+
+Order: the last used first, as gradients become final in a backward, so that the head of the row can leave
+while the rest is still computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+Parameters = Mapping[str, "Parameter"]
+
+
+def flat_shapes(parameters: Parameters) -> tuple[tuple[int, ...], ...]:
+    """Shapes in the row's order."""
+    return tuple(tuple(parameters[name].shape) for name in _order(parameters))
+
+
+def flat_values(parameters: Parameters) -> Tensor:
+    """Copy of the values, float32 on the CPU, [n]."""
+    return _row([parameters[name].detach() for name in _order(parameters)])
+
+
+def flat_gradients(parameters: Parameters) -> Tensor:
+    """Copy of the gradients, float32 on the CPU, [n]; zero where there is none."""
+    found = []
+    for name in _order(parameters):
+        gradient = parameters[name].grad
+        found.append(torch.zeros_like(parameters[name].detach()) if gradient is None else gradient)
+    return _row(found)
+
+
+def set_values(parameters: Parameters, flat: Tensor) -> None:
+    """Write ``flat`` [n] into the parameters."""
+    with torch.no_grad():
+        for name, part in _parts(parameters, flat):
+            parameters[name].copy_(part)
+
+
+def set_gradients(parameters: Parameters, flat: Tensor) -> None:
+    """Make ``flat`` [n] the parameters' gradients; they share its memory where device and dtype allow."""
+    for name, part in _parts(parameters, flat):
+        parameters[name].grad = part.to(parameters[name].device, parameters[name].dtype)
+
+
+def _order(parameters: Parameters) -> list[str]:
+    return list(parameters)[::-1]
+
+
+def _row(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1).to("cpu", torch.float32) for tensor in tensors])
+
+
+def _parts(parameters: Parameters, flat: Tensor) -> list[tuple[str, Tensor]]:
+    names = _order(parameters)
+    parts = torch.split(flat, [parameters[name].numel() for name in names])
+    return [(name, part.view(parameters[name].shape)) for name, part in zip(names, parts, strict=True)]
