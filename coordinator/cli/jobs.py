@@ -23,6 +23,7 @@ from protos.convert import to_proto
 if TYPE_CHECKING:
     from atoll.job import Job
     from atoll.plan import Plan
+    from coordinator.planning.planner import PlanRequest
     from protos import atoll_control_pb2 as pb
 
 LOSSES_SHOWN = 48
@@ -61,15 +62,16 @@ def plan(
     """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory."""
     if fleet is not None:
         job = _cut(options.load(jobfile))
-        found, names = _local_plan(job, fleet, options, common.json)
+        found, names, request = _local_plan(job, fleet, options, common.json)
     else:
+        request = None
         with common.client() as client:
             job = _cut(options.load(jobfile))
             found, names = _live_plan(client, job, options, common.json)
     if plot is not None:
         from coordinator.cli.plot import plot_plan
 
-        plot_plan(found, names, plot)
+        plot_plan(found, names, plot, request)
     if common.json:
         print_json({**plain(to_proto(found)), "names": dict(names)})
     else:
@@ -87,7 +89,9 @@ def _cut(job: Job) -> Job:
     return job
 
 
-def _local_plan(job: Job, fleet: Path, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:
+def _local_plan(
+    job: Job, fleet: Path, options: JobOptions, quiet: bool
+) -> tuple[Plan, Mapping[str, str], PlanRequest]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
     from coordinator.planning.planner import PlanRequest, make_plan
@@ -97,21 +101,20 @@ def _local_plan(job: Job, fleet: Path, options: JobOptions, quiet: bool) -> tupl
         tell("capturing the model as an op-DAG")
         graphs = capture_graphs(job)
         tell(f"planning {len(graphs.dag.ops)} ops on {len(described.devices)} devices")
-        found = make_plan(
-            PlanRequest(
-                "plan",
-                1,
-                graphs.dag,
-                graphs.eval_dag if job.training.eval_batches else None,
-                job.training,
-                described,
-                options.partitioner,
-                options.schedule,
-                dag_hash=graphs.blob.hash,
-                eval_dag_hash=graphs.eval_blob.hash,
-            )
+        request = PlanRequest(
+            "plan",
+            1,
+            graphs.dag,
+            graphs.eval_dag if job.training.eval_batches else None,
+            job.training,
+            described,
+            options.partitioner,
+            options.schedule,
+            dag_hash=graphs.blob.hash,
+            eval_dag_hash=graphs.eval_blob.hash,
         )
-    return found, {device.worker: device.label for device in described.devices}
+        found = make_plan(request)
+    return found, {device.worker: device.label for device in described.devices}, request
 
 
 def _live_plan(client: Client, job: Job, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:
