@@ -26,6 +26,7 @@ from coordinator.cli.plot_step import (
 from coordinator.cli.plot_style import (
     ACCENT,
     FAINT,
+    HUES,
     INK,
     PAPER,
     QUIET,
@@ -101,7 +102,8 @@ def draw_plan(plan: Plan, names: Mapping[str, str], request: PlanRequest | None 
     )
     if request is not None:
         draw_gantt(step_axes, width - left - MARGIN, plan, rows, steps, request.fleet, bound)
-        step_axes.set_xlabel("seconds from the commit of the step before", size=7.5, color=QUIET)
+        unit = "milliseconds" if max(step.step_s for step in steps) < 1 else "seconds"
+        step_axes.set_xlabel(f"{unit} from the commit of the step before", size=7.5, color=QUIET)
     else:
         draw_busy(step_axes, width - left - MARGIN, plan, rows)
         step_axes.set_xlabel("share of the step", size=7.5, color=QUIET)
@@ -172,13 +174,17 @@ class _Legend:
 
 def _draw_map_legend(sheet: Axes, y: float, drawn: FleetMap, plan: Plan) -> None:
     legend = _Legend(sheet, MARGIN, y)
-    for number in range(min(len(plan.replicas), 6)):
+    several = len(plan.replicas) > 1
+    if several:
+        legend.words("stages of replica", 0.12)
+    for number in range(min(len(plan.replicas), len(HUES))):
         sheet.add_patch(Circle((legend.x + 0.09, y), 0.085, facecolor=hue(number), edgecolor="none"))
         sheet.text(
             legend.x + 0.09, y, "n", size=6, weight="bold", color=PAPER, ha="center", va="center_baseline"
         )
         legend.x += 0.24
-        legend.words(f"stage of replica {number}" if len(plan.replicas) > 1 else "stage n")
+        legend.words(str(number) if several else "stage n", 0.14 if several else 0.25)
+    legend.x += 0.11 if several else 0.0
     if any(node.machine.gflops for node in drawn.nodes):
         for radius in (0.05, 0.09):
             sheet.add_patch(Circle((legend.x + radius, y), radius, facecolor=PAPER, edgecolor=QUIET, lw=1.0))

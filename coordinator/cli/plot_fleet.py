@@ -218,7 +218,8 @@ def _arrows(
             float(found.bytes_per_step) if (found := links.get(pair)) else 0.0 for pair in ((a, b), (b, a))
         )
         rate = min(_rate(link, fleet) for link in both)
-        colour = ACCENT if bound.pairs & {(a, b), (b, a)} else hue(drawn.nodes[at[a]].machine.replica)
+        marked = bound.ways or bool(bound.pairs & {(a, b), (b, a)})
+        colour = ACCENT if marked else hue(drawn.nodes[at[a]].machine.replica)
         yield _Arrow(at[a], at[b], there, back, rate, colour)
 
 

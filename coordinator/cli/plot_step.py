@@ -80,14 +80,15 @@ def draw_gantt(
     end_s = max(step.step_s for step in steps)
     inch_s = end_s / width
     _frame(axes, rows, end_s, width)
+    _bands(axes, plan, rows)
+    if end_s < 1:
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value * 1e3:.4g}")
     bars: dict[tuple[str, float], list[Rectangle]] = {}
     numbers: list[tuple[float, float, int, bool]] = []
     first = 0
     for number, (replica, step) in enumerate(zip(plan.replicas, steps, strict=True)):
         workers = [stage.worker for stage in replica.stages]
         mine = rows[first : first + len(workers)]
-        if len(plan.replicas) > 1:
-            _band(axes, mine, number, replica.micros)
         for span in step.spans:
             row = mine[span.source]
             length = span.end_s - span.start_s
@@ -169,6 +170,15 @@ def _frame(axes: Axes, rows: Sequence[Row], end: float, width: float) -> None:
             label.set_fontweight("bold")
 
 
+def _bands(axes: Axes, plan: Plan, rows: Sequence[Row]) -> None:
+    """Grounds of the replicas, where there are several."""
+    first = 0
+    for number, replica in enumerate(plan.replicas if len(plan.replicas) > 1 else ()):
+        last = first + len(replica.stages)
+        _band(axes, rows[first:last], number, replica.micros)
+        first = last
+
+
 def _band(axes: Axes, rows: Sequence[Row], number: int, micros: tuple[int, int]) -> None:
     """A replica's rows on a ground of its colour."""
     axes.axhspan(
@@ -212,6 +222,7 @@ def draw_busy(axes: Axes, width: float, plan: Plan, rows: Sequence[Row]) -> None
     assert prediction is not None  # noqa: S101  checked by plot_plan
     step_s = prediction.step_s or 1.0
     _frame(axes, rows, 1.0, width)
+    _bands(axes, plan, rows)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     stages = {stage.worker: stage for stage in prediction.stages}
     places = list(plan.places)

@@ -153,7 +153,10 @@ def test_what_bounds_the_step_is_marked_on_the_map_and_in_the_timeline() -> None
     assert accents(bounded_by("link site0-node0>site0-node1")) == (1, 1)
     assert accents(bounded_by("uplink site0 up"))[0] >= 1
     assert accents(bounded_by("uplink site0 up"))[1] == 1
-    assert accents(bounded_by("latency")) == (0, 1)
+    _, plan = planned(6, 3)
+    assert plan.prediction is not None
+    pairs = {frozenset((link.source, link.target)) for link in plan.prediction.links}
+    assert accents(bounded_by("latency")) == (len(pairs), 1)
 
 
 def overlapping(figure: Figure) -> list[tuple[str, str]]:
@@ -188,7 +191,7 @@ def test_each_replica_has_a_band_that_names_its_micro_batches() -> None:
     found = words(figure)
     assert "replica 0: micro-batches 0 to 2" in found
     assert "replica 1: micro-batches 3 to 3" in found
-    assert "stage of replica 1" in found
+    assert "stages of replica" in found
     assert overlapping(figure) == []
     assert any("2 replicas, 3 stages" in word for word in found)
 
@@ -196,7 +199,15 @@ def test_each_replica_has_a_band_that_names_its_micro_batches() -> None:
 def test_a_plan_of_replicas_is_drawn_from_its_prediction_alone(tmp_path: Path) -> None:
     _, plan = two_replicas()
     plot_plan(plan, {}, tmp_path / "plan.svg")
-    assert "replica 1" in (tmp_path / "plan.svg").read_text()
+    assert "replica 1: micro-batches 3 to 3" in (tmp_path / "plan.svg").read_text()
+
+
+def test_a_plan_of_one_machine_is_drawn() -> None:
+    request, plan = planned(1, 1)
+    for known in (request, None):
+        figure = drawn(plan, known, names_of(request.fleet))
+        assert words(figure).count("site0-node0") == 2
+        assert figure.findobj(FancyArrowPatch) == []
 
 
 def test_names_are_drawn_as_they_are_and_cut_where_they_are_too_long() -> None:
