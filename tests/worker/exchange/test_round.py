@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.collective import TOTAL
+from atoll.collective import TOTAL, owner_shares
 from atoll.errors import BadFrame, UsageError
 from atoll.exchange import Exchange, ExchangeRound, Pattern
 from compressors.vector import dense
@@ -181,3 +181,18 @@ def test_groups_that_do_not_fit_the_pattern_are_refused() -> None:
         collective_of(Pattern.PAIRWISE, [EVERYONE], part)
     with pytest.raises(UsageError, match="2 segments for 4"):
         collective_of(Pattern.OWNERS, [EVERYONE], part)
+
+
+@pytest.mark.parametrize("rates", [(1.0,) * 4, (1.0, 1.0, 2.0, 4.0), (0.0, 3.0, 1.0, 1.0)])
+def test_a_dense_exchange_sends_what_the_shares_say_within_2_percent(rates: tuple[float, ...]) -> None:
+    size = 400_000
+    rule = make_rule(Exchange("sum"))
+    parts = {rank: Contribution(dense(torch.zeros(size))) for rank in EVERYONE}
+    shares = dict(zip(EVERYONE, owner_shares(rates), strict=True))
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0], shares=shares)
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
+    carry(runs)
+    for rank, run in runs.items():
+        expected = 4 * size * (1 + (len(EVERYONE) - 2) * shares[rank])  # 2 (R - 1) / R at even shares
+        assert run.receipt().sent_bytes == pytest.approx(expected, rel=0.02)
+        assert run.receipt().received_bytes == pytest.approx(expected, rel=0.02)
