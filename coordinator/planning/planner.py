@@ -79,6 +79,7 @@ class PlanRequest:
     dag_hash: str = ""
     eval_dag_hash: str = ""
     wire: Wire | None = None  # None: the codecs that ``training.compress`` asks for
+    beyond: int = 0  # workers of the pool that are not in ``fleet``, as others were chosen
 
 
 _Found = tuple[Problem, Scored, str]  # the problem with what is recomputed decided, its best candidate, why
@@ -99,7 +100,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         notes += [note] if note else []
     notes += _mixed_classes(problem, best)
     reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
-    reasons = summarised([*reasons, *others])
+    reasons = summarised([*reasons, *others], request.beyond, len(request.fleet.devices))
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
     validate(plan, request.dag, request.training)
     return plan

@@ -202,7 +202,7 @@ class Preselection:
         many micro-batches as memory keeps in flight.
 
         ``alone_s``: mean seconds of the model on one member; ``rate``: micro-batches a second of all
-        together; ``tolls``: seconds over all links and back; ``slowest``: of a link; ``held``: bytes of memory.
+        together; ``tolls``: seconds over all links and back; ``slowest``: of one link; ``held``: bytes.
         """
         n_micro = self.job.n_micro
         each = max(self.job.memory.per_micro_bytes(0, self.job.n_ops), 1.0)
@@ -214,13 +214,17 @@ class Preselection:
         return found
 
 
-def candidates(devices: Sequence[Device], most: int, rates_bps: Mapping[str, float | None]) -> list[str]:
-    """Return the workers, at most ``most``, in join order, that are worth timing, probing and planning with, by
-    what is known before: nothing of any pair of them.
+def candidates(
+    devices: Sequence[Device],
+    most: int,
+    rates_bps: Mapping[str, float | None],
+    place_of: Mapping[str, str],
+) -> list[str]:
+    """Return the workers, at most ``most``, in join order, that are worth timing, probing and planning with.
 
-    ``rates_bps``: the best rate that a worker has shown; absent or None: not measured, taken as usual. Half
-    are the best by themselves, half come as whole sites, the most capable ones first; those with the most
-    memory are always there.
+    Nothing of any pair is needed. ``rates_bps``: the best rate that a worker has shown; absent or None: not
+    measured, taken as usual. ``place_of``: the site or address of each. Half are the best by
+    themselves, half come as whole places, the most capable first; the two largest are always there.
     """
     if len(devices) <= most:
         return [device.worker for device in devices]
@@ -229,14 +233,15 @@ def candidates(devices: Sequence[Device], most: int, rates_bps: Mapping[str, flo
     by_memory = sorted(by_worth, key=lambda at: -devices[at].memory_limit_bytes)  # stable
     chosen = dict.fromkeys(by_memory[: min(LARGEST, most)])
     chosen.update(dict.fromkeys(by_worth[: most // 2]))
-    sites: dict[str, list[int]] = defaultdict(list)
+    members: dict[str, list[int]] = defaultdict(list)
+    few = max(2, most // 8)  # of one place
     for at in by_worth:
-        if devices[at].site:
-            sites[devices[at].site].append(at)
-    few = max(2, most // 8)  # of one site
-    power = {site: float(worth[members[:few]].sum()) for site, members in sites.items()}
-    for site in sorted(power, key=lambda name: (-power[name], name)):
-        chosen.update(dict.fromkeys(sites[site][:few]))
+        place = place_of.get(devices[at].worker, "")
+        if place and len(members[place]) < few:
+            members[place].append(at)
+    power = {place: float(worth[found].sum()) for place, found in members.items() if len(found) > 1}
+    for place in sorted(power, key=lambda name: (-power[name], name)):
+        chosen.update(dict.fromkeys(members[place]))
     chosen.update(dict.fromkeys(by_worth))
     return [devices[at].worker for at in sorted(list(chosen)[:most])]
 
