@@ -49,7 +49,7 @@ GOSSIP_STEPS = 40
 
 
 def network_of(fleet: Fleet) -> SimulatedNetwork:
-    """The fleet's pairs, and the uplinks of single machines; a group's uplink bounds each pair's rate alone."""
+    """The fleet's pairs and single machines' uplinks; a group's uplink bounds each pair's rate alone."""
     rates = fleet.effective_bps / 8.0
     np.fill_diagonal(rates, 1e15)
     up, down = [1e15] * len(fleet.devices), [1e15] * len(fleet.devices)
@@ -63,17 +63,17 @@ def network_of(fleet: Fleet) -> SimulatedNetwork:
     return SimulatedNetwork(rates.tolist(), delay_s, up, down)
 
 
-def carried_s(network: SimulatedNetwork, collective: Collective, size: int) -> float:
-    """Move the clocks by one exchange of zeros of ``size`` elements; the time at which the last is done."""
+def carried_s(network: SimulatedNetwork, exchanges: Sequence[tuple[Collective, int]]) -> float:
+    """Move the clocks by exchanges of zeros of so many elements, all at once; when the last is done."""
     rule = make_rule(Exchange("sum"))
-    at = ExchangeRound(0, tuple(sorted(collective.actions)))
-    part = Contribution(dense(torch.zeros(size)))
-    runs = {
-        rank: CollectiveRun(rule, collective, rank, at, dict.fromkeys(collective.labels[rank], part))
-        for rank in collective.actions
-    }
-    network.carry(runs)
-    return max(network.clock[rank] for rank in runs)
+    every = []
+    for collective, size in exchanges:
+        at = ExchangeRound(0, tuple(sorted(collective.actions)))
+        part = Contribution(dense(torch.zeros(size)))
+        held = {rank: dict.fromkeys(labels, part) for rank, labels in collective.labels.items()}
+        every.append({r: CollectiveRun(rule, collective, r, at, parts) for r, parts in held.items()})
+    network.carry_all(every)
+    return max(network.clock[rank] for runs in every for rank in runs)
 
 
 def by_owners(fleet: Fleet, members: Sequence[int], size: int) -> Collective:
@@ -98,7 +98,7 @@ def simulated_step_s(way: Way, request: PlanRequest) -> float:
         return _gossip_s(members, compute_s, int(size / exchange.ratio), fleet, network)
     for at, seconds in zip(members, compute_s, strict=True):
         network.compute(at, exchange.every * seconds)
-    return carried_s(network, by_owners(fleet, members, size // exchange.fragments), size) / exchange.every
+    return carried_s(network, [(by_owners(fleet, members, size), size)]) / exchange.every
 
 
 def _replicas_s(way: Way, fleet: Fleet, problem: Problem, network: SimulatedNetwork) -> float:
@@ -106,17 +106,16 @@ def _replicas_s(way: Way, fleet: Fleet, problem: Problem, network: SimulatedNetw
         for stage in plan.stages:
             network.clock[fleet.index[stage.worker]] = plan.prediction.step_s if plan.prediction else 0.0
     edges = sorted({edge for plan in way.plans for s in plan.stages for edge in (s.start, s.stop)})
-    begin_s, end_s = list(network.clock), max(network.clock)
-    for start, stop in reversed(list(pairwise(edges))):
+    exchanges = []
+    for start, stop in pairwise(edges):
         size = round(problem.memory.trained(start, stop)[0] / 4)
-        holders = [
+        holders = sorted(
             next(fleet.index[s.worker] for s in plan.stages if s.start <= start < s.stop)
             for plan in way.plans
-        ]
-        if size:  # all at once: the links know what is under way
-            network.clock = list(begin_s)
-            end_s = max(end_s, carried_s(network, by_owners(fleet, sorted(holders), size), size))
-    return end_s
+        )
+        if size:
+            exchanges.append((by_owners(fleet, holders, size), size))
+    return carried_s(network, exchanges)
 
 
 def _gossip_s(
@@ -131,7 +130,7 @@ def _gossip_s(
             network.compute(at, seconds)
         pairs = [(int(a), int(b)) for a, b in selection.pairs(number)]
         if pairs:
-            carried_s(network, pairwise_sums(pairs, size), size)
+            carried_s(network, [(pairwise_sums(pairs, size), size)])
     return max(network.clock[at] for at in members) / GOSSIP_STEPS
 
 
