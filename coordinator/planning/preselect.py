@@ -74,9 +74,9 @@ class Preselection:
         return np.array([float(device.memory_limit_bytes) for device in self.fleet.devices])
 
     @cached_property
-    def needed_bytes(self) -> float:
-        """Bytes of the model with one micro-batch in flight."""
-        return self.job.memory.bytes(0, self.job.n_ops, 1)
+    def _room(self) -> float:
+        """Bytes of memory with which the model fits in all likelihood, one micro-batch in flight."""
+        return ROOM * self.job.memory.bytes(0, self.job.n_ops, 1)
 
     def choose(self, most: int) -> Selection:
         """Return at most ``most`` workers; more where more make a better pipeline: memory may be short."""
@@ -115,7 +115,7 @@ class Preselection:
         members: dict[str, list[int]] = defaultdict(list)
         for at in np.lexsort((np.arange(len(self.seconds)), self.seconds)).tolist():
             members[self._places[at]].append(at)
-        few = max(2, round(self.needed_bytes / max(float(np.median(self.limits)), 1.0)))
+        few = max(2, round(self._room / max(float(np.median(self.limits)), 1.0)))
         power = {place: float((1.0 / self.seconds[found[:few]]).sum()) for place, found in members.items()}
         fastest = [members[place][0] for place in sorted(power, key=lambda p: (-power[p], members[p][0]))]
         return fastest[:SEEDS]
@@ -169,8 +169,12 @@ class Preselection:
         occupied, toll = self._links(seed)
         total, rate, tolls, slowest = self.seconds[seed], 1.0 / self.seconds[seed], 0.0, 0.0
         held = self.limits[seed]
-        best, size = float(self._guess(total, rate, tolls, slowest, held)), 1
-        while len(members) < min(max(most, 2 * size), len(self.seconds)):
+        best, size = np.inf, len(self.seconds)
+        if held >= self._room:
+            best, size = float(self._guess(total, rate, tolls, slowest, held)), 1
+        while len(members) < len(self.seconds) and (
+            held < self._room or len(members) < max(most, min(2 * size, len(self.seconds)))
+        ):
             k = len(members) + 1
             guess = self._guess(
                 (total + self.seconds) / k,
@@ -184,7 +188,7 @@ class Preselection:
             left[at] = False
             total, rate, tolls = total + self.seconds[at], rate + 1.0 / self.seconds[at], tolls + toll[at]
             slowest, held = max(slowest, float(occupied[at])), held + self.limits[at]
-            if guess[at] < best * (1 - 1e-9):
+            if held >= self._room and guess[at] < best * (1 - 1e-9):
                 best, size = float(guess[at]), k
             near, there = self._links(at)
             occupied, toll = np.minimum(occupied, near), np.minimum(toll, there)
@@ -209,7 +213,7 @@ class Preselection:
         in_flight = np.clip((held - self.job.memory.state_bytes(0, self.job.n_ops)) / each, 1.0, n_micro)
         fill = alone_s + tolls
         step = fill + (n_micro - 1) * np.maximum(np.maximum(1.0 / rate, slowest), fill / in_flight)
-        lacking = np.maximum(0.0, 1.0 - held / (ROOM * self.needed_bytes))
+        lacking = np.maximum(0.0, 1.0 - held / self._room)
         found: Floats = step * (1.0 + SHORT * lacking)
         return found
 
@@ -247,9 +251,9 @@ def candidates(
 
 
 def _worth(devices: Sequence[Device], rates_bps: Mapping[str, float | None]) -> Floats:
-    """[devices] speed over the usual one, or rate over the usual one where that is less."""
+    """[devices] GFLOP/s, less by as much as a worker's rate is below the usual one."""
     speed = np.array([d.gflops.get("", DEFAULT_GFLOPS) / d.scale for d in devices])
     shown = np.array([rates_bps.get(d.worker) or np.nan for d in devices], dtype=np.float64)
     usual = float(np.median(shown[~np.isnan(shown)])) if not np.isnan(shown).all() else 1.0
-    worth: Floats = np.minimum(speed / np.median(speed), np.where(np.isnan(shown), usual, shown) / usual)
+    worth: Floats = speed * np.minimum(1.0, np.where(np.isnan(shown), usual, shown) / usual)
     return worth
