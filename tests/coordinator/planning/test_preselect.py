@@ -90,7 +90,7 @@ def test_a_plan_is_found_where_the_search_of_everybody_finds_one_however_short_m
     dag, found, refused = gpt_like(4, tied=False), 0, 0
     quick = Effort(judged=4, improved=1, moves=4)
     for seed in range(8):
-        fleet = random_fleet(seed, 40 + seed, (3, 4 + 2 * seed))
+        fleet = random_fleet(seed, 40 + seed, (6, 12 + 4 * seed))
         whole = step_or_none(dag, fleet, replace(quick, few=EVERYBODY.few))
         few = step_or_none(dag, fleet, replace(quick, candidates=8, few=4))
         assert whole is None or few is not None, f"seed {seed}"
