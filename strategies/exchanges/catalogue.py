@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log
 
 from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
@@ -40,6 +41,21 @@ class ExchangeFacts:
     phases: int = 1  # collectives a round, at most
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
     check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
+    efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
+
+    def efficiency_at(self, every: int) -> float:
+        """Tokens that an exact way needs to the same held-out loss, over those that this rule needs with a
+        round every ``every`` steps: measured by benchmarks/local_steps.py on the demo's text, interpolated in
+        the logarithm, held constant outside; 1 for an exact rule and where nothing was measured."""
+        if not self.efficiencies:
+            return 1.0
+        below = [at for at in self.efficiencies if at[0] <= every] or [self.efficiencies[0]]
+        above = [at for at in self.efficiencies if at[0] >= every] or [self.efficiencies[-1]]
+        (low, at_low), (high, at_high) = below[-1], above[0]
+        if low == high:
+            return at_low
+        share = (log(every) - log(low)) / (log(high) - log(low))
+        return at_low + share * (at_high - at_low)
 
 
 def elements_of(shapes: Shapes) -> int:
