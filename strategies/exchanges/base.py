@@ -186,6 +186,23 @@ def left_over(done: Exchanged) -> Tensor:
     return left if weight == 1.0 else left / weight
 
 
+def picked(done: Exchanged) -> Tensor:
+    """Elements that sparse totals which hold this rank's contribution have a position for, bool [size]."""
+    found = torch.zeros(done.contribution.vector.size, dtype=torch.bool)
+    for piece in done.pieces:
+        if piece.total is not None and piece.total.positions is not None and done.rank in piece.included:
+            found[piece.segment.start + piece.total.positions] = True
+    return found
+
+
+def unpicked(done: Exchanged, wanted: Tensor) -> Tensor:
+    """``wanted`` [size], zero where both the sparse contribution and ``picked`` have it."""
+    sent = done.sent.positions
+    left = wanted.clone()
+    left[sent] = torch.where(picked(done)[sent], 0.0, left[sent])
+    return left
+
+
 def finite_or(error: Tensor, before: Tensor | None) -> Tensor | None:
     """``error``, or the residual before where an element is not finite: the step will be discarded."""
     return error if bool(torch.isfinite(error.sum())) or bool(torch.isfinite(error).all()) else before

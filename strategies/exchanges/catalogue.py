@@ -15,6 +15,8 @@ from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
 from compressors.contrib.ranks import acp_bytes, powersgd_bytes
+from compressors.contrib.sizes import chunk_kept, chunk_size, chunks_of, dct_blocks, dct_kept
+from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -118,6 +120,12 @@ def at_once(exchange: Exchange) -> None:
         )
 
 
+def own_codec_at_once(exchange: Exchange) -> None:
+    """Refuse codecs, fragments and delays."""
+    no_codec(exchange)
+    at_once(exchange)
+
+
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """Values at the mask, to one peer."""
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
@@ -126,6 +134,46 @@ def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
 def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """A byte an element, to one reader."""
     return float(elements_of(shapes))
+
+
+def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of the values that are drawn."""
+    meta = TensorMeta((elements_of(shapes),), "float32")
+    return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Of the root, which sends k pairs down ceil(log2 R) times; the others send less."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * (ranks - 1).bit_length()
+
+
+def region_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of k pairs."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * 2.0 * (ranks - 1) / ranks
+
+
+def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """(R - 1) / R of a rank's pairs and of all that have a mean, positions taken to be independent."""
+    metas = [TensorMeta(tuple(shape), "float32") for shape in shapes]
+    blocks = [dct_blocks(meta).coefficients for meta in metas]
+    kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
+    elements = sum(block.elements for block in blocks)
+    return (vector_bytes(kept, elements) + _union_bytes(ranks, kept, elements)) * (ranks - 1) / ranks
+
+
+def chunk_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """(R - 1) / R of a rank's coded chunks and of the sums, positions taken to be independent."""
+    meta = TensorMeta((elements_of(shapes),), "float32")
+    kept = chunks_of(meta)[0] * chunk_kept(meta, exchange.ratio)
+    sums = _union_bytes(ranks, min(kept, meta.elements), meta.elements)
+    return (chunk_size(meta, exchange.ratio) + sums) * (ranks - 1) / ranks
+
+
+def _union_bytes(ranks: int, kept: int, elements: int) -> float:
+    """Bytes of the pairs that at least one of ``ranks`` has, of ``kept`` each."""
+    return vector_bytes(round(elements * (1.0 - (1.0 - kept / elements) ** ranks)), elements)
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {
@@ -208,6 +256,18 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             check=dense_codec,
         ),
         ExchangeFacts(
+            name="sparseloco",
+            summary="many local steps, then the mean of the largest changes of chunks; the rest decays",
+            module="sparseloco",
+            builder="SparseLoCo",
+            source="papers/peers.md 7.5 (SparseLoCo), decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=chunk_volume,
+            check=own_codec_at_once,
+        ),
+        ExchangeFacts(
             name="saps",
             summary="pairs average the elements that a shared seed draws, one in ``ratio``",
             module="saps",
@@ -254,6 +314,56 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="random_k",
+            summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
+            module="random_k",
+            builder="RandomK",
+            source="papers/compression.md 3 (random-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=random_k_volume,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="gtopk",
+            summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
+            module="gtopk",
+            builder="GTopK",
+            source="papers/compression.md 3 (gTop-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.TREE,
+            volume=tree_volume,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="ok_topk",
+            summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
+            module="ok_topk",
+            builder="OkTopK",
+            source="papers/compression.md 3 (Ok-Topk)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=region_volume,
+            together=True,
+            phases=2,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="demo",
+            summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
+            module="demo",
+            builder="Demo",
+            source="papers/decentralized.md 8.6 (DeMo)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=demo_volume,
+            check=no_codec,
         ),
     )
 }
