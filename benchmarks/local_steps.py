@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ if not __package__:
 from atoll.data import standard_library_text
 from atoll.errors import UsageError
 from atoll.exchange import Exchange
-from atoll.job import Optimizer, ParamGroup, Schedule, ScheduleKind, TrainingSpec
+from atoll.job import Optimizer, OptimizerName, ParamGroup, Schedule, ScheduleKind, TrainingSpec
 from atoll.program import stage_programs
 from benchmarks.harness import conclude, execute, machine, parser
 from coordinator.capture.capture import capture
@@ -40,12 +41,12 @@ from worker.inprocess.network import uniform_network
 from worker.inprocess.peers import LocalPeers, WholeModel
 
 RANKS = 4
-WIDTH, LAYERS, HEADS, LENGTH = 64, 2, 4, 32
-WINDOWS = 8  # of a rank a step
+WIDTH, LAYERS, HEADS, LENGTH = 32, 2, 4, 32
+WINDOWS = 16  # of a rank a step
 TOKENS = RANKS * WINDOWS * LENGTH  # a step of all ranks
 TEXT_BYTES, HELD_OUT = 8_000_000, 0.05  # as the demo's
-EVAL_BATCHES = 32
-STEPS, EVALUATIONS = 600, 30
+EVAL_BATCHES = 16
+STEPS, EVALUATIONS = 300, 30
 LEARNING_RATE, WARMUP = 3e-3, 0.05  # warm-up as a share of the steps
 STEP_S, RATE, DELAY_S = 0.05, 10e6 / 8, 0.02  # seconds a local step; bytes/s and seconds of every link
 LEVELS = 8  # losses at which tokens are compared
@@ -53,15 +54,27 @@ BEGIN = 0.25  # share of the exact mean's tokens at which the highest of them is
 EXACT = "mean"
 SMALL = {"steps": 12, "evaluations": 4, "eval_batches": 2}
 
+ADAMW = Optimizer(
+    lr=LEARNING_RATE,
+    betas=(0.9, 0.95),
+    weight_decay=0.1,
+    clip_norm=1.0,
+    groups=(ParamGroup(patterns=("*.bias", "*norm*", "positions.*"), weight_decay=0.0),),
+)
+SIGNS = Optimizer(OptimizerName.SGD, lr=LEARNING_RATE)  # of results that are signs: DeMo's own step
+
 Inputs = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Method:
-    """An exchange with its settings; none: one machine."""
+    """An exchange with its settings; none: one machine. ``exact``: share of the steps before it, in which the
+    exact mean is exchanged."""
 
     exchange: Exchange | None
     text: str
+    exact: float = 0.0
+    optimizer: Optimizer = ADAMW
 
 
 def _known() -> dict[str, Method]:
@@ -75,11 +88,21 @@ def _known() -> dict[str, Method]:
         "acp_sgd": Method(Exchange("acp_sgd", ratio=16.0), "acp_sgd, ratio 16"),
         "diloco_10": Method(Exchange("diloco", every=10), "diloco, H = 10"),
         "diloco_50": Method(Exchange("diloco", every=50), "diloco, H = 50"),
-        "diloco_200": Method(Exchange("diloco", every=200), "diloco, H = 200"),
+        "diloco_100": Method(Exchange("diloco", every=100), "diloco, H = 100"),
+        "diloco_50_warm": Method(
+            Exchange("diloco", every=50), "diloco, H = 50, after a quarter by the exact mean", exact=0.25
+        ),
         "streaming": Method(
             Exchange("streaming_diloco", every=12, fragments=4, delay=5),
             "streaming_diloco, 4 fragments, H = 48, delay 5",
         ),
+        "sparseloco_50": Method(
+            Exchange("sparseloco", every=50, ratio=200.0), "sparseloco, H = 50, ratio 200"
+        ),
+        "demo": Method(Exchange("demo", ratio=100.0), "demo, ratio 100, plain SGD", optimizer=SIGNS),
+        "random_k": Method(Exchange("random_k", ratio=100.0), "random_k, ratio 100"),
+        "gtopk": Method(Exchange("gtopk", ratio=100.0), "gtopk, ratio 100"),
+        "ok_topk": Method(Exchange("ok_topk", ratio=100.0), "ok_topk, ratio 100"),
         "saps_100": Method(Exchange("saps", ratio=100.0), "saps, c = 100"),
         "swarm_5": Method(Exchange("swarm", every=5), "swarm, bursts of 5"),
         "wagma": Method(Exchange("wagma"), "wagma, groups of 2"),
@@ -147,7 +170,7 @@ def _windows(text: np.ndarray, starts: np.ndarray) -> Inputs:
 # ---------------------------------------------------------------- one run
 
 
-def whole_model(size: Size, seed: int, n_micro: int) -> WholeModel:
+def whole_model(size: Size, seed: int, n_micro: int, optimizer: Optimizer = ADAMW) -> WholeModel:
     """The small GPT, trained as the demo trains its larger one."""
     torch.manual_seed(seed)
     module = GPT(WIDTH, LAYERS, HEADS, LENGTH)
@@ -155,13 +178,7 @@ def whole_model(size: Size, seed: int, n_micro: int) -> WholeModel:
         steps=size.steps,
         n_micro=n_micro,
         seed=seed,
-        optimizer=Optimizer(
-            lr=LEARNING_RATE,
-            betas=(0.9, 0.95),
-            weight_decay=0.1,
-            clip_norm=1.0,
-            groups=(ParamGroup(patterns=("*.bias", "*norm*", "positions.*"), weight_decay=0.0),),
-        ),
+        optimizer=optimizer,
         schedule=Schedule(ScheduleKind.COSINE, warmup_steps=int(WARMUP * size.steps), final=0.1),
     )
     example = {"tokens": torch.zeros(WINDOWS, LENGTH, dtype=torch.long)}
@@ -181,8 +198,8 @@ def train(method: Method, size: Size, seed: int) -> list[Point]:
     network = uniform_network(ranks, RATE, DELAY_S)
     step_s = STEP_S * RANKS / ranks
     peers = LocalPeers(
-        whole_model(size, seed, RANKS // ranks),
-        method.exchange or Exchange(EXACT),
+        whole_model(size, seed, RANKS // ranks, method.optimizer),
+        Exchange(EXACT),
         ranks,
         network=network,
         seconds=lambda rank, step: step_s,
@@ -194,7 +211,10 @@ def train(method: Method, size: Size, seed: int) -> list[Point]:
     held_out = text.evaluation(size.eval_batches)
     sent = [0] * ranks
     found = [Point(0, 0, peers.evaluate(held_out), 0, 0.0)]
+    begin = round(method.exact * size.steps)
     for step in range(size.steps):
+        if step == begin and method.exchange is not None:
+            peers.begin(method.exchange)
         figures = peers.step(step, batches)
         sent = [before + more for before, more in zip(sent, figures.sent_bytes, strict=True)]
         if (step + 1) % (size.steps // size.evaluations) == 0:
@@ -209,7 +229,7 @@ def train(method: Method, size: Size, seed: int) -> list[Point]:
 def reached(curve: Sequence[Point], loss: float, of: Callable[[Point], float]) -> float | None:
     """Tokens, bytes or seconds at which a curve first has this loss, between its points by interpolation;
     None: never."""
-    for before, after in zip(curve, curve[1:], strict=False):
+    for before, after in pairwise(curve):
         if after.loss <= loss:
             share = min(1.0, (before.loss - loss) / (before.loss - after.loss))
             return of(before) + share * (of(after) - of(before))
@@ -219,8 +239,8 @@ def reached(curve: Sequence[Point], loss: float, of: Callable[[Point], float]) -
 def efficiency(exact: Sequence[Point], other: Sequence[Point]) -> float:
     """Median over losses of the tokens that ``exact`` needs to them over those that ``other`` needs.
 
-    The losses lie evenly from what ``exact`` has after a quarter of its tokens to the worse of both ends; only
-    the other's end where it is above that quarter's."""
+    The losses lie evenly from what ``exact`` has after a quarter of its tokens to the worse of both ends, or
+    are the other's end alone where that is above the quarter's."""
     quarter = exact[-1].tokens * BEGIN
     high = next(point.loss for point in exact if point.tokens >= quarter)
     low = max(min(p.loss for p in exact), min(p.loss for p in other))
@@ -283,7 +303,10 @@ def plot(results: Mapping[str, Curves], path: Path) -> None:
         panels = figure.subplots(1, 3, sharey=True)
         for number, (name, curves) in enumerate(results.items()):
             points = [
-                [statistics.mean(getattr(p, key) for p in at) for key in ("tokens", "sent_bytes", "time_s", "loss")]
+                [
+                    statistics.mean(getattr(p, key) for p in at)
+                    for key in ("tokens", "sent_bytes", "time_s", "loss")
+                ]
                 for at in zip(*curves.values(), strict=True)
             ]
             tokens, sent, times, losses = ([p[i] for p in points[1:]] for i in range(4))
@@ -313,13 +336,19 @@ def stored(path: Path | None) -> dict[str, list[Point]]:
     return {line["key"]: [Point(**point) for point in line["curve"]] for line in lines}
 
 
+def key_of(method: Method, size: Size, seed: int) -> str:
+    """What a run's curve depends on."""
+    model = (WIDTH, LAYERS, HEADS, LENGTH, WINDOWS, WARMUP, STEP_S, RATE, DELAY_S)
+    return f"{method.exchange} {method.exact:g} {method.optimizer} {model} {size} {seed}"
+
+
 def run_all(names: Sequence[str], size: Size, seeds: Sequence[int], state: Path | None) -> dict[str, Curves]:
     """Curves by method and seed; runs that ``state`` holds are not repeated, new ones are added to it."""
     known = stored(state)
     results: dict[str, dict[int, Sequence[Point]]] = {name: {} for name in names}
     for seed in seeds:
         for name in names:
-            key = f"{METHODS[name].exchange} {size} {seed} {LEARNING_RATE}"
+            key = key_of(METHODS[name], size, seed)
             if key not in known:
                 known[key] = train(METHODS[name], size, seed)
                 if state is not None:
