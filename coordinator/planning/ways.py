@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,16 +27,20 @@ from coordinator.planning.op_fence import Effort
 from coordinator.planning.peers import Mixing, PeerSelection, simulate
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
-from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers, rank_rates, seconds
-from strategies.exchanges.catalogue import EXCHANGES
+from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers
+from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
 
 if TYPE_CHECKING:
-    from atoll.plan import Plan
+    from numpy.typing import NDArray
+
+    from atoll.plan import Plan, StagePrediction
     from coordinator.planning.costs.fleet import Fleet
+
+    Floats = NDArray[np.float64]
 
 DAY_S = 86_400.0
 MOST_REPLICAS = 8
-MOST_PEERS = 64  # of gossip rounds that are simulated
+MOST_PEERS = 64  # of ways that change the model: nobody has measured what more of them teach
 GOSSIP_ROUNDS = 60
 MODEL_COPIES = 2  # float32, beside the optimizer's state: what a rule of deltas keeps
 LOCAL_STEPS = (10, 50, 200)
@@ -82,8 +87,10 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     """Every way, the best first, those that are impossible last with the reason.
 
     ``inexact``: which ways that change the model are compared: "" none, "auto" all, or a rule's name. Raises
-    NotEnoughMemory when no way fits, and what ``make_plan`` raises for unknown names.
+    NotEnoughMemory when no way fits, UsageError for an unknown rule, and what ``make_plan`` raises.
     """
+    if inexact not in ("", "auto"):
+        exchange_facts(inexact)
     found: list[Way] = []
     shortage: NotEnoughMemory | None = None
     try:
@@ -93,10 +100,15 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
         shortage = error
         found.append(Way(WayKind.PIPELINE, "one pipeline", why_not=str(error)))
     peers = Peers.of(request)
-    found.append(_best(_replicated(request), WayKind.REPLICAS, "needs room for the model twice"))
+    whole = "a part of the fleet is no faster than its fastest machine, which holds the whole model"
+    twice = whole if peers.members else "needs room for the model twice"
+    found.append(_best(_replicated(request), WayKind.REPLICAS, twice))
     found.append(_best(_data_parallel(request, peers), WayKind.DATA_PARALLEL, peers.why_not))
     if inexact:
-        found.append(_best(_local_steps(request, peers, inexact), WayKind.LOCAL_STEPS, peers.why_not))
+        copies = "needs room for the model and two copies of it on two machines"
+        found.append(
+            _best(_local_steps(request, peers, inexact), WayKind.LOCAL_STEPS, peers.why_not or copies)
+        )
         found.append(_best(_gossip(peers, inexact), WayKind.GOSSIP, peers.why_not))
     ranked = sorted(found, key=lambda way: (bool(way.why_not), -way.worth))
     if ranked[0].why_not and shortage is not None:
@@ -237,18 +249,18 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s if plan.prediction is not None else float("inf")
 
 
-def _stages(plan: Plan) -> tuple:  # type: ignore[type-arg]
+def _stages(plan: Plan) -> tuple[StagePrediction, ...]:
     return plan.prediction.stages if plan.prediction is not None else ()
 
 
-def _joint_transfers(request: PlanRequest, plans: Sequence[Plan]) -> np.ndarray:
-    """[devices, devices] bytes a step of the replicas' exchange: each interval between two cuts of any replica
+def _joint_transfers(request: PlanRequest, plans: Sequence[Plan]) -> Floats:
+    """[devices, devices] bytes a step of the replicas' exchange: what lies between two cuts of any of them
     has one holder a replica."""
     fleet = request.fleet
     memory = _problem(request).memory
     edges = sorted({edge for plan in plans for stage in plan.stages for edge in (stage.start, stage.stop)})
     sent = np.zeros((len(fleet.devices),) * 2)
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         n_bytes = memory.trained(start, stop)[0]
         if n_bytes > 0.0:
             holders = [
@@ -259,7 +271,7 @@ def _joint_transfers(request: PlanRequest, plans: Sequence[Plan]) -> np.ndarray:
     return sent
 
 
-def _busiest(fleet: Fleet, plans: Sequence[Plan], sent: np.ndarray) -> float:
+def _busiest(fleet: Fleet, plans: Sequence[Plan], sent: Floats) -> float:
     """Bytes a step that the busiest machine sends."""
     total = sent.sum(axis=1)
     for plan in plans:
@@ -293,7 +305,8 @@ class Peers:
         time_s = problem.compute[:, -1]
         able = [i for i in range(len(request.fleet.devices)) if problem.limits[i] >= need]
         able.sort(key=lambda i: (time_s[i], i))
-        fewer = "" if len(able) > 1 else f"{len(able)} machines can hold the whole model of {need / 2**20:.0f} MiB"
+        held = "one machine alone" if able else "no machine"
+        fewer = "" if len(able) > 1 else f"{held} can hold the whole model, {need / 2**20:.0f} MiB"
         return cls(
             request,
             problem,
@@ -303,12 +316,20 @@ class Peers:
             fewer,
         )
 
-    def fastest(self, spare_bytes: float = 0.0) -> Iterator[int]:
-        """Numbers of the fastest members that are worth comparing: 2, 3, 4, 6, 8, 12, ... all."""
-        room = [self.room(at) >= spare_bytes for at in range(len(self.members))]
-        most = room.index(False) if False in room else len(room)
+    def counts(self, most: int) -> Iterator[int]:
+        """Numbers of the fastest members that are worth comparing: 2, 3, 4, 6, 8, 12, ... and all."""
+        most = min(most, len(self.members))
         sizes = {2**k for k in range(1, 13)} | {3 * 2**k for k in range(11)} | {most}
         return (size for size in sorted(sizes) if 2 <= size <= most)
+
+    def with_room(self, spare_bytes: float) -> Peers:
+        """Those that have so much memory left beside the whole model."""
+        held = [at for at in range(len(self.members)) if self.room(at) >= spare_bytes]
+        return replace(
+            self,
+            members=tuple(self.members[at] for at in held),
+            micro_s=tuple(self.micro_s[at] for at in held),
+        )
 
     def room(self, at: int) -> float:
         """Bytes that the member has left beside the whole model and one micro-batch."""
@@ -332,9 +353,7 @@ class Peers:
 
 def _data_parallel(request: PlanRequest, peers: Peers) -> Iterator[Way]:
     n_micro = request.training.n_micro
-    for count in peers.fastest():
-        if count > n_micro:
-            continue
+    for count in peers.counts(n_micro):
         micros = peers.shares(count, n_micro)
         sent = owner_transfers(request.fleet, list(peers.members[:count]), peers.trained_bytes)
         whole_s = exchange_s(request.fleet, sent)
@@ -380,7 +399,8 @@ def _local_steps(request: PlanRequest, peers: Peers, inexact: str) -> Iterator[W
     rules = [r for r in LOCAL_RULES if r in EXCHANGES and inexact in ("auto", r)]
     n_micro, fleet = request.training.n_micro, request.fleet
     extra = MODEL_COPIES * peers.trained_bytes
-    for count in peers.fastest(extra):
+    peers = peers.with_room(extra)
+    for count in peers.counts(MOST_PEERS):
         micros = _local_micros(peers, count, n_micro)
         compute_s = peers.compute_s(micros)
         dense = owner_transfers(fleet, list(peers.members[:count]), peers.trained_bytes)
@@ -421,9 +441,7 @@ def _gossip(peers: Peers, inexact: str) -> Iterator[Way]:
     fleet, n_micro = peers.request.fleet, peers.request.training.n_micro
     facts = EXCHANGES["saps"]
     exchange = Exchange("saps", ratio=GOSSIP_RATIO)
-    for count in peers.fastest():
-        if count > MOST_PEERS:
-            break
+    for count in peers.counts(MOST_PEERS):
         members = list(peers.members[:count])
         n_bytes = facts.volume(((round(peers.trained_bytes / 4),),), exchange, 2)
         mixing = _mixing(fleet, members, n_bytes)
@@ -448,15 +466,13 @@ def _gossip(peers: Peers, inexact: str) -> Iterator[Way]:
 def _mixing(fleet: Fleet, members: list[int], n_bytes: float) -> Mixing:
     """Mean round of the pairs that peer selection draws, in seconds a byte."""
     at = np.ix_(members, members)
-    rate = n_bytes / (8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at])
-    np.fill_diagonal(rate, 0.0)
-    selection = PeerSelection.begin(members, rate, 0)
+    taken_s = 8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at]
+    np.fill_diagonal(taken_s, np.inf)
+    rate = n_bytes / taken_s
+    selection = PeerSelection.begin(members, rate, 0, share=1.0 / GOSSIP_RATIO)
     place = {member: i for i, member in enumerate(members)}
 
     def pairs(number: int) -> tuple[tuple[int, int], ...]:
         return tuple((place[int(a)], place[int(b)]) for a, b in selection.pairs(number))
 
-    return simulate(selection.network, pairs, GOSSIP_ROUNDS, 0)
-
-
-__all__ = ["Way", "WayKind", "compare_ways", "rank_rates", "seconds", "shares_of"]
+    return simulate(selection.network, pairs, GOSSIP_ROUNDS, 0, 1.0 / GOSSIP_RATIO)
