@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ WINDOWS = 16  # of a rank a step
 TOKENS = RANKS * WINDOWS * LENGTH  # a step of all ranks
 TEXT_BYTES, HELD_OUT = 8_000_000, 0.05  # as the demo's
 EVAL_BATCHES = 16
-STEPS, EVALUATIONS = 300, 30
+STEPS, EVALUATIONS = 250, 25
 LEARNING_RATE, WARMUP = 3e-3, 0.05  # warm-up as a share of the steps
 STEP_S, RATE, DELAY_S = 0.05, 10e6 / 8, 0.02  # seconds a local step; bytes/s and seconds of every link
 LEVELS = 8  # losses at which tokens are compared
@@ -147,7 +148,7 @@ class Text:
 
     @classmethod
     def of(cls, seed: int) -> Text:
-        text = np.frombuffer(standard_library_text(TEXT_BYTES), dtype=np.uint8)
+        text = np.frombuffer(_text(), dtype=np.uint8)
         train, held_out = np.split(text, [int(len(text) * (1.0 - HELD_OUT))])
         return cls(np.array_split(train, RANKS), held_out, seed)
 
@@ -163,6 +164,11 @@ class Text:
         return [_windows(self.held_out, some) for some in np.split(starts, batches)]
 
 
+@lru_cache(maxsize=1)
+def _text() -> bytes:
+    return standard_library_text(TEXT_BYTES)
+
+
 def _windows(text: np.ndarray, starts: np.ndarray) -> Inputs:
     return {"tokens": torch.from_numpy(text[starts[:, None] + np.arange(LENGTH)]).long()}
 
@@ -170,6 +176,7 @@ def _windows(text: np.ndarray, starts: np.ndarray) -> Inputs:
 # ---------------------------------------------------------------- one run
 
 
+@lru_cache(maxsize=4)
 def whole_model(size: Size, seed: int, n_micro: int, optimizer: Optimizer = ADAMW) -> WholeModel:
     """The small GPT, trained as the demo trains its larger one."""
     torch.manual_seed(seed)
@@ -258,7 +265,7 @@ Curves = Mapping[int, Sequence[Point]]  # by seed
 
 
 def row(exact: Curves, curves: Curves) -> dict[str, Any]:
-    """A method's figures, means over the seeds; ``low`` and ``high`` are the seeds' extremes."""
+    """A method's figures, means over its seeds; ``low`` and ``high`` are their extremes."""
     last = [curve[-1] for curve in curves.values()]
     over = [curves[s][-1].loss / exact[s][-1].loss - 1.0 for s in curves]
     efficiencies = [efficiency(exact[s], curves[s]) for s in curves]
@@ -266,6 +273,7 @@ def row(exact: Curves, curves: Curves) -> dict[str, Any]:
     times = [reached(curves[s], goals[s], lambda point: point.time_s) for s in curves]
     known = [time_s for time_s in times if time_s is not None]
     return {
+        "seeds": len(curves),
         "loss": statistics.mean(p.loss for p in last),
         "over_exact": statistics.mean(over),
         "over_exact_low": min(over),
@@ -281,14 +289,14 @@ def row(exact: Curves, curves: Curves) -> dict[str, Any]:
 
 def show(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """The table, as docs/data-parallel.md has it."""
-    print("| method | loss | over the mean's | efficiency | KiB a step | seconds | to half-way |")
-    print("|---|---|---|---|---|---|---|")
+    print("| method | loss | over the mean's | efficiency | KiB a step | seconds | to half-way | seeds |")
+    print("|---|---|---|---|---|---|---|---|")
     for name, it in rows.items():
         half = "never" if it["time_to_half_s"] is None else f"{it['time_to_half_s']:.0f}"
         print(
             f"| {METHODS[name].text} | {it['loss']:.3f} | {it['over_exact']:+.1%} "
             f"| {it['efficiency']:.2f} ({it['efficiency_low']:.2f} to {it['efficiency_high']:.2f}) "
-            f"| {it['bytes_a_step'] / 1024:.3g} | {it['time_s']:.0f} | {half} |"
+            f"| {it['bytes_a_step'] / 1024:.3g} | {it['time_s']:.0f} | {half} | {it['seeds']} |"
         )
 
 
@@ -342,13 +350,17 @@ def key_of(method: Method, size: Size, seed: int) -> str:
     return f"{method.exchange} {method.exact:g} {method.optimizer} {model} {size} {seed}"
 
 
-def run_all(names: Sequence[str], size: Size, seeds: Sequence[int], state: Path | None) -> dict[str, Curves]:
+def run_all(
+    names: Sequence[str], size: Size, seeds: Sequence[int], state: Path | None, *, only_stored: bool = False
+) -> dict[str, Curves]:
     """Curves by method and seed; runs that ``state`` holds are not repeated, new ones are added to it."""
     known = stored(state)
     results: dict[str, dict[int, Sequence[Point]]] = {name: {} for name in names}
     for seed in seeds:
         for name in names:
             key = key_of(METHODS[name], size, seed)
+            if key not in known and only_stored:
+                continue
             if key not in known:
                 known[key] = train(METHODS[name], size, seed)
                 if state is not None:
@@ -357,7 +369,7 @@ def run_all(names: Sequence[str], size: Size, seeds: Sequence[int], state: Path 
                         file.write(json.dumps({"key": key, "curve": curve}) + "\n")
             results[name][seed] = known[key]
             print(f"seed {seed} {name:<14} {known[key][-1].loss:.4f}", flush=True)
-    return dict(results)
+    return {name: curves for name, curves in results.items() if curves}
 
 
 def main() -> int:
@@ -368,6 +380,7 @@ def main() -> int:
     made.add_argument("--steps", type=int, help=f"of every rank (default {STEPS})")
     made.add_argument("--small", action="store_true", help="a few steps, for a look")
     made.add_argument("--state", type=Path, help="file that keeps finished runs")
+    made.add_argument("--only-stored", action="store_true", help="train nothing: report what --state holds")
     made.add_argument("--plot", type=Path, help="picture of the curves")
     options = made.parse_args()
     names = options.methods.split(",") if options.methods else list(METHODS)
@@ -380,7 +393,10 @@ def main() -> int:
             raise UsageError(f"--steps {options.steps}; at least 1")
         size = replace(size, steps=options.steps, evaluations=min(size.evaluations, options.steps))
     torch.set_num_threads(1)
-    results = run_all(names, size, range(options.seed, options.seed + options.seeds), options.state)
+    seeds = range(options.seed, options.seed + options.seeds)
+    results = run_all(names, size, seeds, options.state, only_stored=options.only_stored)
+    if not results.get(EXACT):
+        raise UsageError(f"--only-stored: {options.state} holds no run of the exact mean of this size")
     rows = {name: row(results[EXACT], curves) for name, curves in results.items()}
     show(rows)
     if options.plot:
