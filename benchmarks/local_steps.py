@@ -4,8 +4,8 @@ Four ranks in one process train a small GPT, each on its own quarter of the text
 rules and rounds; links of 10 Mbit/s and 20 ms are simulated, and a local step takes 50 ms of that time. All
 methods see the same windows in the same steps. `one machine` does the four ranks' steps by itself.
 
-`efficiency`: tokens that the exact mean needs to a held-out loss, over those that the method needs to it; the
-median of several losses. The loss is that of the average of the ranks' models.
+`efficiency`: tokens after which the exact mean stays at a held-out loss, over those after which the method
+does; the median of several losses. The loss is that of the average of the ranks' models.
 
   python -m benchmarks.local_steps --seeds 3 --state runs.jsonl --plot docs/img/local-steps.png --json
   python -m benchmarks.local_steps --small --methods mean,diloco_50
@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ STEP_S, RATE, DELAY_S = 0.05, 10e6 / 8, 0.02  # seconds a local step; bytes/s an
 LEVELS = 8  # losses at which tokens are compared
 BEGIN = 0.25  # share of the exact mean's tokens at which the highest of them is reached
 EXACT = "mean"
+SHOWN = 1.2  # nats above the least loss that the picture shows
 SMALL = {"steps": 12, "evaluations": 4, "eval_batches": 2}
 
 ADAMW = Optimizer(
@@ -85,8 +85,10 @@ def _known() -> dict[str, Method]:
         "mean": Method(Exchange("mean"), "exact mean every step"),
         "mean_int8": Method(Exchange("mean", codec="int8_block"), "mean, int8_block"),
         "mean_topk100": Method(Exchange("mean", codec="topk", ratio=100.0), "mean, topk:100"),
+        "mean_topk10": Method(Exchange("mean", codec="topk", ratio=10.0), "mean, topk:10"),
         "powersgd": Method(Exchange("powersgd", ratio=16.0), "powersgd, ratio 16"),
         "acp_sgd": Method(Exchange("acp_sgd", ratio=16.0), "acp_sgd, ratio 16"),
+        "never": Method(Exchange("diloco", every=10**9), "no exchange; averaged when evaluated"),
         "diloco_10": Method(Exchange("diloco", every=10), "diloco, H = 10"),
         "diloco_50": Method(Exchange("diloco", every=50), "diloco, H = 50"),
         "diloco_100": Method(Exchange("diloco", every=100), "diloco, H = 100"),
@@ -99,6 +101,9 @@ def _known() -> dict[str, Method]:
         ),
         "sparseloco_50": Method(
             Exchange("sparseloco", every=50, ratio=200.0), "sparseloco, H = 50, ratio 200"
+        ),
+        "sparseloco_10": Method(
+            Exchange("sparseloco", every=10, ratio=200.0), "sparseloco, H = 10, ratio 200"
         ),
         "demo": Method(Exchange("demo", ratio=100.0), "demo, ratio 100, plain SGD", optimizer=SIGNS),
         "random_k": Method(Exchange("random_k", ratio=100.0), "random_k, ratio 100"),
@@ -234,13 +239,16 @@ def train(method: Method, size: Size, seed: int) -> list[Point]:
 
 
 def reached(curve: Sequence[Point], loss: float, of: Callable[[Point], float]) -> float | None:
-    """Tokens, bytes or seconds at which a curve first has this loss, between its points by interpolation;
-    None: never."""
-    for before, after in pairwise(curve):
-        if after.loss <= loss:
-            share = min(1.0, (before.loss - loss) / (before.loss - after.loss))
-            return of(before) + share * (of(after) - of(before))
-    return None
+    """Tokens, bytes or seconds from which on a curve stays at this loss or below, between its points by
+    interpolation; None: never."""
+    above = [at for at, point in enumerate(curve) if point.loss > loss]
+    if not above:
+        return of(curve[0])
+    if above[-1] == len(curve) - 1:
+        return None
+    before, after = curve[above[-1]], curve[above[-1] + 1]
+    share = (before.loss - loss) / (before.loss - after.loss)
+    return of(before) + share * (of(after) - of(before))
 
 
 def efficiency(exact: Sequence[Point], other: Sequence[Point]) -> float:
@@ -250,7 +258,7 @@ def efficiency(exact: Sequence[Point], other: Sequence[Point]) -> float:
     are the other's end alone where that is above the quarter's."""
     quarter = exact[-1].tokens * BEGIN
     high = next(point.loss for point in exact if point.tokens >= quarter)
-    low = max(min(p.loss for p in exact), min(p.loss for p in other))
+    low = max(exact[-1].loss, other[-1].loss)
     levels = np.linspace(high, low, LEVELS) if low < high else [low]
     ratios = []
     for level in levels:
@@ -307,7 +315,7 @@ def plot(results: Mapping[str, Curves], path: Path) -> None:
 
     colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(11.0, 4.2), layout="constrained")
+        figure = Figure(figsize=(12.0, 5.0), layout="constrained")
         panels = figure.subplots(1, 3, sharey=True)
         for number, (name, curves) in enumerate(results.items()):
             points = [
@@ -324,7 +332,9 @@ def plot(results: Mapping[str, Curves], path: Path) -> None:
             ):
                 if xs[-1] > 0:  # one machine sends nothing
                     panel.plot(xs, losses, style, color=colours[number % 20], label=name, linewidth=1.2)
+        least = min(point.loss for curves in results.values() for curve in curves.values() for point in curve)
         panels[0].set(xlabel="thousand tokens, all ranks", ylabel="held-out loss, nats a byte")
+        panels[0].set_ylim(least - 0.05, least + SHOWN)
         panels[1].set(xlabel="MiB sent by the busiest rank", xscale="log")
         panels[2].set(xlabel="simulated seconds, 10 Mbit/s", xscale="log")
         handles, labels = panels[0].get_legend_handles_labels()

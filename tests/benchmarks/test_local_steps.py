@@ -24,9 +24,10 @@ def curve(*losses: float, tokens: int = 100) -> list[Point]:
     return [Point(at, tokens * at, loss, 8 * at, 0.5 * at) for at, loss in enumerate(losses)]
 
 
-def test_tokens_to_a_loss_lie_between_the_points_around_it() -> None:
+def test_tokens_to_a_loss_count_up_to_where_the_curve_stays_there() -> None:
     found = curve(4.0, 3.0, 3.5, 2.0)
     assert reached(found, 3.5, lambda point: point.tokens) == 50.0
+    assert reached(found, 3.25, lambda point: point.tokens) == pytest.approx(200 + 100 * 0.25 / 1.5)
     assert reached(found, 2.75, lambda point: point.tokens) == 250.0
     assert reached(found, 1.9, lambda point: point.tokens) is None
 
