@@ -24,6 +24,7 @@ from protos.convert import to_proto
 if TYPE_CHECKING:
     from atoll.job import Job
     from atoll.plan import Plan
+    from coordinator.planning.planner import PlanRequest
     from coordinator.planning.ways import Way
     from protos import atoll_control_pb2 as pb
 
@@ -73,9 +74,11 @@ def plan(
     With --fleet also which way wins: one pipeline, replicas, data parallelism, local steps or gossip.
     """
     ways: Sequence[Way] = ()
+    request: PlanRequest | None = None
     if fleet is not None:
         job = _cut(options.load(jobfile))
-        found, names, ways = _local_plan(job, fleet, options, exchange, common.json)
+        found, request, ways = _local_plan(job, fleet, options, exchange, common.json)
+        names: Mapping[str, str] = {device.worker: device.label for device in request.fleet.devices}
     elif exchange:
         raise UsageError("--exchange compares ways for a fleet in a file; give --fleet FLEET.toml")
     else:
@@ -85,7 +88,7 @@ def plan(
     if plot is not None:
         from coordinator.cli.plot import plot_plan
 
-        plot_plan(found, names, plot)
+        plot_plan(found, names, plot, request)
     if common.json:
         values = {"ways": ways_values(ways, batch_of(job))} if ways else {}
         print_json({**plain(to_proto(found)), "names": dict(names), **values})
@@ -113,7 +116,7 @@ def batch_of(job: Job) -> int:
 
 def _local_plan(
     job: Job, fleet: Path, options: JobOptions, exchange: str, quiet: bool
-) -> tuple[Plan, Mapping[str, str], Sequence[Way]]:
+) -> tuple[Plan, PlanRequest, Sequence[Way]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
     from coordinator.planning.planner import PlanRequest
@@ -124,23 +127,21 @@ def _local_plan(
         tell("capturing the model as an op-DAG")
         graphs = capture_graphs(job)
         tell(f"planning {len(graphs.dag.ops)} ops on {len(described.devices)} devices")
-        ways = compare_ways(
-            PlanRequest(
-                "plan",
-                1,
-                graphs.dag,
-                graphs.eval_dag if job.training.eval_batches else None,
-                job.training,
-                described,
-                options.partitioner,
-                options.schedule,
-                dag_hash=graphs.blob.hash,
-                eval_dag_hash=graphs.eval_blob.hash,
-            ),
-            inexact=exchange,
+        request = PlanRequest(
+            "plan",
+            1,
+            graphs.dag,
+            graphs.eval_dag if job.training.eval_batches else None,
+            job.training,
+            described,
+            options.partitioner,
+            options.schedule,
+            dag_hash=graphs.blob.hash,
+            eval_dag_hash=graphs.eval_blob.hash,
         )
+        ways = compare_ways(request, inexact=exchange)
     pipeline = next(way.plans[0] for way in ways if way.kind is WayKind.PIPELINE)
-    return pipeline, {device.worker: device.label for device in described.devices}, ways
+    return pipeline, request, ways
 
 
 def _live_plan(client: Client, job: Job, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:

@@ -63,12 +63,19 @@ def passed_over(preselection: Preselection, searched: Fleet) -> tuple[tuple[str,
     return tuple(found)
 
 
-def summarised(reasons: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """The first ``LISTED`` reasons, and in place of all others one entry with their number."""
+def summarised(
+    reasons: Sequence[tuple[str, str]], beyond: int = 0, among: int = 0
+) -> tuple[tuple[str, str], ...]:
+    """The first ``LISTED`` reasons, one entry for all others, and one for the ``beyond`` workers of a huge
+    fleet of which only the best ``among`` were timed and probed."""
     rest = len(reasons) - LISTED
-    if rest <= 1:
-        return tuple(reasons)
-    return (*reasons[:LISTED], (f"{rest} more workers", "for reasons like these"))
+    found = tuple(reasons)
+    if rest > 1:
+        found = (*found[:LISTED], (f"{rest} more workers", "for reasons like these"))
+    if beyond:
+        why = f"slower, worse linked or not measured yet: a plan is made among the best {among}"
+        found = (*found, (f"{beyond} more workers", why))
+    return found
 
 
 def _reason(problem: Problem, best: Scored, device: int) -> str:

@@ -37,7 +37,8 @@ Order = tuple[int, ...]
 class Effort:
     """Bounds of the search, in counts."""
 
-    candidates: int = 24  # devices of a larger fleet that are searched at first (``preselect``)
+    candidates: int = 64  # devices of a larger fleet that are searched (``preselect``), ...
+    few: int = 24  # ... and again, since no order of so few is too long for the thorough search
     exhaustive_devices: int = 5  # all subsets in all orders up to here (325 orders)
     coarse_positions: int = 48
     orders_kept: int = 16  # after the chain bound

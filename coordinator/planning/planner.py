@@ -79,6 +79,7 @@ class PlanRequest:
     dag_hash: str = ""
     eval_dag_hash: str = ""
     wire: Wire | None = None  # None: the codecs that ``training.compress`` asks for
+    beyond: int = 0  # workers of the pool that are not in ``fleet``, as others were chosen
 
 
 _Found = tuple[Problem, Scored, str]  # the problem with what is recomputed decided, its best candidate, why
@@ -99,7 +100,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         notes += [note] if note else []
     notes += _mixed_classes(problem, best)
     reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
-    reasons = summarised([*reasons, *others])
+    reasons = summarised([*reasons, *others], request.beyond, len(request.fleet.devices))
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
     validate(plan, request.dag, request.training)
     return plan
@@ -108,16 +109,16 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
 def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple[str, str], ...]]:
     """What ``_within_memory`` finds, and why which workers were not looked at.
 
-    ``op_fence`` searches a large fleet's likeliest devices: twice as many while memory does not suffice, and
-    once where the plan uses most of the first ones.
+    ``op_fence`` searches a large fleet's likeliest devices, twice as many while memory does not suffice; and,
+    since it is thorough with few devices, the likeliest of these again.
     """
     fleet, most = request.fleet, effort.candidates
-    if request.partitioner != "op_fence" or len(fleet.devices) <= most:
+    if request.partitioner != "op_fence" or len(fleet.devices) <= effort.few:
         return _within_memory(_problem(request), request.partitioner, effort), ()
     one = _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker])))
     preselection = Preselection(fleet, one)
     found: list[_Found] = []
-    while True:
+    while not found:
         chosen = preselection.choose(most)
         most = 2 * len(chosen.workers)
         last = len(chosen.workers) == len(fleet.devices)
@@ -126,20 +127,20 @@ def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple
         try:
             found.append(_within_memory(problem, request.partitioner, effort))
         except NotEnoughMemory:
-            if last and not found:
+            if last:
                 raise
-            if not found:
-                continue
-        few = len(chosen.workers) <= effort.candidates
-        if len(found) > 1 or not few or not _cramped(found[0], one.recompute):
-            best = min(found, key=lambda f: f[1].step_s)
-            return best, passed_over(preselection, best[0].fleet)
-
-
-def _cramped(found: _Found, wanted: Recompute) -> bool:
-    """Return whether more devices to choose from might make a better plan."""
-    problem, best, _ = found
-    return 2 * len(best.candidate.devices) > len(problem.fleet.devices) or problem.recompute is not wanted
+    few = preselection.choose(effort.few)
+    if len(few.workers) <= effort.few:
+        problem = one.on(fleet.subset(few.workers), few.orders)
+        with suppress(NotEnoughMemory):
+            found.append(_within_memory(problem, request.partitioner, effort))
+    best, scored, why = min(found, key=lambda f: f[1].step_s)
+    tried = {*chosen.workers, *few.workers} if len(found) > 1 else set(chosen.workers)
+    whole = best.on(fleet.subset([d.worker for d in fleet.devices if d.worker in tried]))
+    place = [whole.fleet.index[device.worker] for device in best.fleet.devices]
+    devices = tuple(place[at] for at in scored.candidate.devices)
+    scored = replace(scored, candidate=replace(scored.candidate, devices=devices))
+    return (whole, scored, why), passed_over(preselection, whole.fleet)
 
 
 def _mixed_classes(problem: Problem, best: Scored) -> list[str]:

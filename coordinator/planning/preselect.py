@@ -74,9 +74,9 @@ class Preselection:
         return np.array([float(device.memory_limit_bytes) for device in self.fleet.devices])
 
     @cached_property
-    def needed_bytes(self) -> float:
-        """Bytes of the model with one micro-batch in flight."""
-        return self.job.memory.bytes(0, self.job.n_ops, 1)
+    def _room(self) -> float:
+        """Bytes of memory with which the model fits in all likelihood, one micro-batch in flight."""
+        return ROOM * self.job.memory.bytes(0, self.job.n_ops, 1)
 
     def choose(self, most: int) -> Selection:
         """Return at most ``most`` workers; more where more make a better pipeline: memory may be short."""
@@ -115,7 +115,7 @@ class Preselection:
         members: dict[str, list[int]] = defaultdict(list)
         for at in np.lexsort((np.arange(len(self.seconds)), self.seconds)).tolist():
             members[self._places[at]].append(at)
-        few = max(2, round(self.needed_bytes / max(float(np.median(self.limits)), 1.0)))
+        few = max(2, round(self._room / max(float(np.median(self.limits)), 1.0)))
         power = {place: float((1.0 / self.seconds[found[:few]]).sum()) for place, found in members.items()}
         fastest = [members[place][0] for place in sorted(power, key=lambda p: (-power[p], members[p][0]))]
         return fastest[:SEEDS]
@@ -169,8 +169,12 @@ class Preselection:
         occupied, toll = self._links(seed)
         total, rate, tolls, slowest = self.seconds[seed], 1.0 / self.seconds[seed], 0.0, 0.0
         held = self.limits[seed]
-        best, size = float(self._guess(total, rate, tolls, slowest, held)), 1
-        while len(members) < min(max(most, 2 * size), len(self.seconds)):
+        best, size = np.inf, len(self.seconds)
+        if held >= self._room:
+            best, size = float(self._guess(total, rate, tolls, slowest, held)), 1
+        while len(members) < len(self.seconds) and (
+            held < self._room or len(members) < max(most, min(2 * size, len(self.seconds)))
+        ):
             k = len(members) + 1
             guess = self._guess(
                 (total + self.seconds) / k,
@@ -184,7 +188,7 @@ class Preselection:
             left[at] = False
             total, rate, tolls = total + self.seconds[at], rate + 1.0 / self.seconds[at], tolls + toll[at]
             slowest, held = max(slowest, float(occupied[at])), held + self.limits[at]
-            if guess[at] < best * (1 - 1e-9):
+            if held >= self._room and guess[at] < best * (1 - 1e-9):
                 best, size = float(guess[at]), k
             near, there = self._links(at)
             occupied, toll = np.minimum(occupied, near), np.minimum(toll, there)
@@ -202,25 +206,29 @@ class Preselection:
         many micro-batches as memory keeps in flight.
 
         ``alone_s``: mean seconds of the model on one member; ``rate``: micro-batches a second of all
-        together; ``tolls``: seconds over all links and back; ``slowest``: of a link; ``held``: bytes of memory.
+        together; ``tolls``: seconds over all links and back; ``slowest``: of one link; ``held``: bytes.
         """
         n_micro = self.job.n_micro
         each = max(self.job.memory.per_micro_bytes(0, self.job.n_ops), 1.0)
         in_flight = np.clip((held - self.job.memory.state_bytes(0, self.job.n_ops)) / each, 1.0, n_micro)
         fill = alone_s + tolls
         step = fill + (n_micro - 1) * np.maximum(np.maximum(1.0 / rate, slowest), fill / in_flight)
-        lacking = np.maximum(0.0, 1.0 - held / (ROOM * self.needed_bytes))
+        lacking = np.maximum(0.0, 1.0 - held / self._room)
         found: Floats = step * (1.0 + SHORT * lacking)
         return found
 
 
-def candidates(devices: Sequence[Device], most: int, rates_bps: Mapping[str, float | None]) -> list[str]:
-    """Return the workers, at most ``most``, in join order, that are worth timing, probing and planning with, by
-    what is known before: nothing of any pair of them.
+def candidates(
+    devices: Sequence[Device],
+    most: int,
+    rates_bps: Mapping[str, float | None],
+    place_of: Mapping[str, str],
+) -> list[str]:
+    """Return the workers, at most ``most``, in join order, that are worth timing, probing and planning with.
 
-    ``rates_bps``: the best rate that a worker has shown; absent or None: not measured, taken as usual. Half
-    are the best by themselves, half come as whole sites, the most capable ones first; those with the most
-    memory are always there.
+    Nothing of any pair is needed. ``rates_bps``: the best rate that a worker has shown; absent or None: not
+    measured, taken as usual. ``place_of``: the site or address of each. Half are the best by
+    themselves, half come as whole places, the most capable first; the two largest are always there.
     """
     if len(devices) <= most:
         return [device.worker for device in devices]
@@ -229,22 +237,23 @@ def candidates(devices: Sequence[Device], most: int, rates_bps: Mapping[str, flo
     by_memory = sorted(by_worth, key=lambda at: -devices[at].memory_limit_bytes)  # stable
     chosen = dict.fromkeys(by_memory[: min(LARGEST, most)])
     chosen.update(dict.fromkeys(by_worth[: most // 2]))
-    sites: dict[str, list[int]] = defaultdict(list)
+    members: dict[str, list[int]] = defaultdict(list)
+    few = max(2, most // 8)  # of one place
     for at in by_worth:
-        if devices[at].site:
-            sites[devices[at].site].append(at)
-    few = max(2, most // 8)  # of one site
-    power = {site: float(worth[members[:few]].sum()) for site, members in sites.items()}
-    for site in sorted(power, key=lambda name: (-power[name], name)):
-        chosen.update(dict.fromkeys(sites[site][:few]))
+        place = place_of.get(devices[at].worker, "")
+        if place and len(members[place]) < few:
+            members[place].append(at)
+    power = {place: float(worth[found].sum()) for place, found in members.items() if len(found) > 1}
+    for place in sorted(power, key=lambda name: (-power[name], name)):
+        chosen.update(dict.fromkeys(members[place]))
     chosen.update(dict.fromkeys(by_worth))
     return [devices[at].worker for at in sorted(list(chosen)[:most])]
 
 
 def _worth(devices: Sequence[Device], rates_bps: Mapping[str, float | None]) -> Floats:
-    """[devices] speed over the usual one, or rate over the usual one where that is less."""
+    """[devices] GFLOP/s, less by as much as a worker's rate is below the usual one."""
     speed = np.array([d.gflops.get("", DEFAULT_GFLOPS) / d.scale for d in devices])
     shown = np.array([rates_bps.get(d.worker) or np.nan for d in devices], dtype=np.float64)
     usual = float(np.median(shown[~np.isnan(shown)])) if not np.isnan(shown).all() else 1.0
-    worth: Floats = np.minimum(speed / np.median(speed), np.where(np.isnan(shown), usual, shown) / usual)
+    worth: Floats = speed * np.minimum(1.0, np.where(np.isnan(shown), usual, shown) / usual)
     return worth

@@ -91,14 +91,8 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     """
     if inexact not in ("", "auto"):
         exchange_facts(inexact)
-    found: list[Way] = []
-    shortage: NotEnoughMemory | None = None
-    try:
-        plan = make_plan(request, effort)
-        found.append(_pipeline(request, plan))
-    except NotEnoughMemory as error:
-        shortage = error
-        found.append(Way(WayKind.PIPELINE, "one pipeline", why_not=str(error)))
+    # What fits as replicas fits as one pipeline, so its shortage is everybody's.
+    found = [_pipeline(request, make_plan(request, effort))]
     peers = Peers.of(request)
     whole = "a part of the fleet is no faster than its fastest machine, which holds the whole model"
     twice = whole if peers.members else "needs room for the model twice"
@@ -110,10 +104,7 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
             _best(_local_steps(request, peers, inexact), WayKind.LOCAL_STEPS, peers.why_not or copies)
         )
         found.append(_best(_gossip(peers, inexact), WayKind.GOSSIP, peers.why_not))
-    ranked = sorted(found, key=lambda way: (bool(way.why_not), -way.worth))
-    if ranked[0].why_not and shortage is not None:
-        raise shortage
-    return tuple(ranked)
+    return tuple(sorted(found, key=lambda way: (bool(way.why_not), -way.worth)))
 
 
 def _best(ways: Iterator[Way], kind: WayKind, why_not: str) -> Way:

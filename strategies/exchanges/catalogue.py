@@ -15,7 +15,7 @@ from atoll.exchange import Content, Exchange, Partners, Pattern
 from atoll.opdag import TensorMeta
 from compressors.catalogue import codec
 from compressors.contrib.ranks import acp_bytes, powersgd_bytes
-from compressors.contrib.sizes import chunk_kept, chunk_size, chunks_of, dct_blocks, dct_kept
+from compressors.contrib.sizes import chunk_size, dct_blocks, dct_kept
 from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]
@@ -160,20 +160,13 @@ def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     blocks = [dct_blocks(meta).coefficients for meta in metas]
     kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
     elements = sum(block.elements for block in blocks)
-    return (vector_bytes(kept, elements) + _union_bytes(ranks, kept, elements)) * (ranks - 1) / ranks
+    union = round(elements * (1.0 - (1.0 - kept / elements) ** ranks))
+    return (vector_bytes(kept, elements) + vector_bytes(union, elements)) * (ranks - 1) / ranks
 
 
 def chunk_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
-    """(R - 1) / R of a rank's coded chunks and of the sums, positions taken to be independent."""
-    meta = TensorMeta((elements_of(shapes),), "float32")
-    kept = chunks_of(meta)[0] * chunk_kept(meta, exchange.ratio)
-    sums = _union_bytes(ranks, min(kept, meta.elements), meta.elements)
-    return (chunk_size(meta, exchange.ratio) + sums) * (ranks - 1) / ranks
-
-
-def _union_bytes(ranks: int, kept: int, elements: int) -> float:
-    """Bytes of the pairs that at least one of ``ranks`` has, of ``kept`` each."""
-    return vector_bytes(round(elements * (1.0 - (1.0 - kept / elements) ** ranks)), elements)
+    """A rank's coded chunks, to each other one."""
+    return chunk_size(TensorMeta((elements_of(shapes),), "float32"), exchange.ratio) * (ranks - 1)
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {
@@ -263,8 +256,9 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             source="papers/peers.md 7.5 (SparseLoCo), decentralized.md 8.4",
             content=Content.DELTA,
             partners=Partners.ALL,
-            pattern=Pattern.OWNERS,
+            pattern=Pattern.GATHERED,
             volume=chunk_volume,
+            together=True,
             check=own_codec_at_once,
         ),
         ExchangeFacts(

@@ -5,8 +5,9 @@
 
 H is ``exchange.every``. ``exchange.ratio`` gives the values a chunk: about 200 are the 64 of 4,096 that
 papers/peers.md 7.5 counts. beta and alpha are as in public descriptions, not checked against the paper.
-Sums travel as positions and float32 values, so that all ranks take the same step. What a round did not
-include waits as in DiLoCo, and decays like the rest.
+Every rank sends its coded chunks to every other and adds all in one order: a sum's positions and float32
+values would be far more bytes than parts of two bits a value. So a round counts for all or for none; after
+one that does not, each goes on from its own model, whose next change has these steps too.
 Source: SparseLoCo, arXiv 2508.15706 (papers/peers.md 7.5); DiLoCo: papers/decentralized.md 8.4.
 """
 
@@ -16,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from compressors.contrib.chunk_topk import ChunkTopK
-from compressors.contrib.sizes import CHUNK
 from strategies.exchanges.base import Contribution, State
 from strategies.exchanges.diloco import DiLoCo
 
@@ -37,7 +37,4 @@ class SparseLoCo(DiLoCo):
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         if state.residual is not None:
             state = replace(state, residual=self.decay * state.residual)
-        part = super().contribute(own, state, at, rank)
-        # Whole chunks to each owner, where there is one for each.
-        multiple = CHUNK if part.vector.size >= CHUNK * len(at.ranks) else 1
-        return replace(part, codec=ChunkTopK(self.exchange.ratio), multiple=multiple)
+        return replace(super().contribute(own, state, at, rank), codec=ChunkTopK(self.exchange.ratio))
