@@ -251,13 +251,17 @@ def reached(curve: Sequence[Point], loss: float, of: Callable[[Point], float]) -
     return of(before) + share * (of(after) - of(before))
 
 
+def at_a_quarter(exact: Sequence[Point]) -> float:
+    """Loss after a quarter of a curve's tokens."""
+    return next(point.loss for point in exact if point.tokens >= BEGIN * exact[-1].tokens)
+
+
 def efficiency(exact: Sequence[Point], other: Sequence[Point]) -> float:
     """Median over losses of the tokens that ``exact`` needs to them over those that ``other`` needs.
 
     The losses lie evenly from what ``exact`` has after a quarter of its tokens to the worse of both ends, or
     are the other's end alone where that is above the quarter's."""
-    quarter = exact[-1].tokens * BEGIN
-    high = next(point.loss for point in exact if point.tokens >= quarter)
+    high = at_a_quarter(exact)
     low = max(exact[-1].loss, other[-1].loss)
     levels = np.linspace(high, low, LEVELS) if low < high else [low]
     ratios = []
@@ -277,8 +281,7 @@ def row(exact: Curves, curves: Curves) -> dict[str, Any]:
     last = [curve[-1] for curve in curves.values()]
     over = [curves[s][-1].loss / exact[s][-1].loss - 1.0 for s in curves]
     efficiencies = [efficiency(exact[s], curves[s]) for s in curves]
-    goals = {s: exact[s][len(exact[s]) // 2].loss for s in curves}  # half-way of the exact mean
-    times = [reached(curves[s], goals[s], lambda point: point.time_s) for s in curves]
+    times = [reached(curves[s], at_a_quarter(exact[s]), lambda point: point.time_s) for s in curves]
     known = [time_s for time_s in times if time_s is not None]
     return {
         "seeds": len(curves),
@@ -291,20 +294,22 @@ def row(exact: Curves, curves: Curves) -> dict[str, Any]:
         "efficiency_high": max(efficiencies),
         "bytes_a_step": statistics.mean(p.sent_bytes / p.step for p in last),
         "time_s": statistics.mean(p.time_s for p in last),
-        "time_to_half_s": statistics.mean(known) if len(known) == len(times) else None,
+        "time_to_quarter_s": statistics.mean(known) if len(known) == len(times) else None,
     }
 
 
 def show(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """The table, as docs/data-parallel.md has it."""
-    print("| method | loss | over the mean's | efficiency | KiB a step | seconds | to half-way | seeds |")
+    print(
+        "| method | loss | over the mean's | efficiency | KiB a step | s | s to the mean's quarter | seeds |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name, it in rows.items():
-        half = "never" if it["time_to_half_s"] is None else f"{it['time_to_half_s']:.0f}"
+        quarter = "never" if it["time_to_quarter_s"] is None else f"{it['time_to_quarter_s']:.0f}"
         print(
             f"| {METHODS[name].text} | {it['loss']:.3f} | {it['over_exact']:+.1%} "
             f"| {it['efficiency']:.2f} ({it['efficiency_low']:.2f} to {it['efficiency_high']:.2f}) "
-            f"| {it['bytes_a_step'] / 1024:.3g} | {it['time_s']:.0f} | {half} | {it['seeds']} |"
+            f"| {it['bytes_a_step'] / 1024:.3g} | {it['time_s']:.0f} | {quarter} | {it['seeds']} |"
         )
 
 

@@ -50,8 +50,8 @@ def test_a_row_has_means_and_extremes_over_seeds() -> None:
     assert found["over_exact"] == pytest.approx(0.05)
     assert (found["over_exact_low"], found["over_exact_high"]) == pytest.approx((0.0, 0.1))
     assert found["bytes_a_step"] == 8
-    assert found["time_to_half_s"] == pytest.approx((1.0 + 1.5 + 0.5 * 0.5 / 1.3) / 2)
-    assert row({0: exact}, {0: curve(5.0, 4.0, 3.5, 3.4, 3.3)})["time_to_half_s"] is None
+    assert found["time_to_quarter_s"] == pytest.approx((0.5 + 1.0) / 2)
+    assert row({0: exact}, {0: curve(5.0, 4.9, 4.8, 4.7, 4.6)})["time_to_quarter_s"] is None
 
 
 def test_every_rule_of_the_catalogue_is_compared_or_equals_one_that_is() -> None:
