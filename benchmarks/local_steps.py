@@ -336,7 +336,7 @@ def plot(results: Mapping[str, Curves], path: Path) -> None:
                 panels, ([t / 1e3 for t in tokens], [b / 2**20 for b in sent], times), strict=True
             ):
                 if xs[-1] > 0:  # one machine sends nothing
-                    panel.plot(xs, losses, style, color=colours[number % 20], label=name, linewidth=1.2)
+                    panel.plot(xs, losses, style, color=colours[number % 20], label=name, linewidth=1.1)
         least = min(point.loss for curves in results.values() for curve in curves.values() for point in curve)
         panels[0].set(xlabel="thousand tokens, all ranks", ylabel="held-out loss, nats a byte")
         panels[0].set_ylim(least - 0.05, least + SHOWN)
@@ -345,7 +345,7 @@ def plot(results: Mapping[str, Curves], path: Path) -> None:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside right center", frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=90)
 
 
 # ---------------------------------------------------------------- command
