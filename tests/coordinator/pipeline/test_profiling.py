@@ -9,6 +9,7 @@ from atoll.plan import Plan, one_replica
 from coordinator.config import CoordinatorConfig, Probing
 from coordinator.messages import instructions as do
 from coordinator.messages.jobs import Phase
+from coordinator.planning.costs.network import LinkEstimate
 from tests.sim.scripted import Scripted
 
 
@@ -80,6 +81,21 @@ def test_a_huge_fleet_is_planned_on_its_first_whose_links_are_known():
     world.submit()
     assert {len(request.fleet.devices) for request in world.asked} == {15}
     assert [device.worker for device in world.asked[0].fleet.devices] == [f"w{at:02}" for at in range(15)]
+    assert {request.beyond for request in world.asked} == {25}
+
+
+def test_a_huge_fleet_is_planned_on_those_with_the_best_links_and_the_most_memory():
+    world = large(40, planned_workers=15)
+    roster = world.scheduler.roster
+    known = roster.workers["w39"]
+    known.introduction = replace(known.introduction, memory_limit_bytes=2**40)
+    for worker in ("w03", "w04"):
+        for pair in roster.links.table.estimates.of(worker):
+            roster.links.table.estimates[pair] = LinkEstimate(1e4, 0.01)
+    world.submit()
+    chosen = {device.worker for device in world.asked[0].fleet.devices}
+    assert "w39" in chosen
+    assert not {"w03", "w04"} & chosen
 
 
 def test_a_job_waits_for_the_survey_no_longer_than_it_may():

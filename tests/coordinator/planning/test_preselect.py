@@ -78,10 +78,9 @@ def test_the_plan_is_about_as_good_as_that_of_a_search_of_everybody():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bound", [32, 64])
-def test_the_plan_is_about_as_good_as_the_better_of_two_searches_of_everybody_on_24_fleets(bound: int):
-    found = ratios(range(100, 124), (4, 8, 16), Effort(candidates=bound), thorough=True)
-    assert len(found) == 24
+def test_the_plan_is_about_as_good_as_the_better_of_two_searches_of_everybody_on_12_fleets():
+    found = ratios(range(100, 112), (4, 8), Effort(candidates=32), thorough=True)
+    assert len(found) == 12
     assert median(found) <= 1.02
     assert max(found) <= 1.1
 
@@ -89,13 +88,13 @@ def test_the_plan_is_about_as_good_as_the_better_of_two_searches_of_everybody_on
 def test_a_plan_is_found_where_the_search_of_everybody_finds_one_however_short_memory_is():
     dag, found, refused = gpt_like(4, tied=False), 0, 0
     quick = Effort(judged=4, improved=1, moves=4)
-    for seed in range(8):
-        fleet = random_fleet(seed, 40 + seed, (3, 4 + 2 * seed))
+    for seed in range(5):
+        fleet = random_fleet(seed, 40 + seed, (6, 12 + 8 * seed))
         whole = step_or_none(dag, fleet, replace(quick, few=EVERYBODY.few))
         few = step_or_none(dag, fleet, replace(quick, candidates=8, few=4))
         assert whole is None or few is not None, f"seed {seed}"
         found, refused = found + (whole is not None), refused + (few is None)
-    assert found >= 4
+    assert found >= 3
     assert refused >= 1
 
 

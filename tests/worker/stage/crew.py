@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 from atoll.job import Optimizer, TrainingSpec
@@ -91,7 +92,9 @@ class Case:
         return stage_programs(self.dag, starts), evaluations
 
 
+@cache
 def case(name: str) -> Case:
+    """Capture a model once: stages copy what they are given."""
     batches = Batches(name)
     example = batches.example
     captured = capture(example.module, example.example_inputs, TRAINING)
