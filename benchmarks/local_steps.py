@@ -318,7 +318,7 @@ def plot(results: Mapping[str, Curves], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    colours = mpl.colormaps["tab10"].colors  # type: ignore[attr-defined]
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(12.0, 5.0), layout="constrained")
         panels = figure.subplots(1, 3, sharey=True)
@@ -336,7 +336,7 @@ def plot(results: Mapping[str, Curves], path: Path) -> None:
                 panels, ([t / 1e3 for t in tokens], [b / 2**20 for b in sent], times), strict=True
             ):
                 if xs[-1] > 0:  # one machine sends nothing
-                    panel.plot(xs, losses, style, color=colours[number % 20], label=name, linewidth=1.1)
+                    panel.plot(xs, losses, style, color=colours[number % 10], label=name, linewidth=1.1)
         least = min(point.loss for curves in results.values() for curve in curves.values() for point in curve)
         panels[0].set(xlabel="thousand tokens, all ranks", ylabel="held-out loss, nats a byte")
         panels[0].set_ylim(least - 0.05, least + SHOWN)
