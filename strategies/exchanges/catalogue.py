@@ -234,6 +234,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.OWNERS,
             volume=coded_volume,
             check=at_once,
+            efficiencies=((10, 0.38), (50, 0.58), (100, 0.48)),
         ),
         ExchangeFacts(
             name="streaming_diloco",
@@ -247,6 +248,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=coded_volume,
             alike=False,
             check=dense_codec,
+            efficiencies=((12, 0.67),),
         ),
         ExchangeFacts(
             name="sparseloco",
@@ -260,6 +262,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=chunk_volume,
             together=True,
             check=own_codec_at_once,
+            efficiencies=((10, 0.28), (50, 0.12)),
         ),
         ExchangeFacts(
             name="saps",
@@ -273,6 +276,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             volume=masked_volume,
             alike=False,
             together=True,
+            efficiencies=((1, 0.68),),
         ),
         ExchangeFacts(
             name="swarm",
@@ -285,6 +289,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.PUBLISHED,
             volume=byte_volume,
             alike=False,
+            efficiencies=((5, 0.59),),
         ),
         ExchangeFacts(
             name="wagma",
@@ -297,6 +302,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.OWNERS,
             volume=dense_volume,
             everybody_every=10,
+            efficiencies=((1, 0.81),),
         ),
         ExchangeFacts(
             name="eager",
@@ -358,6 +364,7 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             pattern=Pattern.OWNERS,
             volume=demo_volume,
             check=no_codec,
+            efficiencies=((1, 0.47),),
         ),
     )
 }

@@ -19,6 +19,7 @@ from coordinator.client import fleet_file
 from coordinator.planning import planner
 from docs.pages import reference
 from protos import telemetry
+from strategies.exchanges import EXCHANGES
 from worker.cli import main as worker_cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +151,18 @@ def test_every_codec_has_a_row_in_the_table_that_says_what_it_is_valid_for(name:
     assert stateless == (not CODECS[name].stateful)
     for word, holds in (("unbiased", CODECS[name].unbiased), ("linear", CODECS[name].linear)):
         assert holds == (word in rows[0][1] or (word == "unbiased" and CODECS[name].exact))
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_rule_has_a_row_with_its_facts(name: str) -> None:
+    rows = [row for row in _rows("data-parallel.md", "All rules") if row[0] == f"`{name}`"]
+    assert len(rows) == 1, f"docs/data-parallel.md: {len(rows)} rows for {name}"
+    facts = EXCHANGES[name]
+    assert rows[0][2:5] == [facts.content.value, facts.partners.value, "yes" if facts.exact else "no"]
+
+
+def test_the_docs_have_no_row_of_an_exchange_rule_that_is_none() -> None:
+    assert {_quoted(row[0])[0] for row in _rows("data-parallel.md", "All rules")} == EXCHANGES.keys()
 
 
 def test_links_between_the_docs_lead_somewhere() -> None:

@@ -68,6 +68,15 @@ class WholeModel:
     states: Mapping[str, StateMeta] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A round's answers, used after step ``used_at``; ``ready_s`` [ranks]: when each has them."""
+
+    used_at: int
+    answers: Mapping[int, Answer]
+    ready_s: Sequence[float]
+
+
 class LocalPeers:
     """``ranks`` copies of a one-stage program under one exchange. UsageError for a program of several stages
     or a rule that cannot have as many ranks; PlanError for an exchange out of its ranges."""
@@ -85,9 +94,7 @@ class LocalPeers:
         program, training = model.program, model.training
         if program.n_stages != 1:
             raise UsageError(f"a program of {program.n_stages} stages; a peer holds the whole model")
-        check_exchange(exchange)
-        self.training, self.exchange = training, exchange
-        self.rule, self.facts = make_rule(exchange), exchange_facts(exchange.rule)
+        self.training = training
         self.ranks = tuple(range(ranks))
         self.stages = [
             Stage(
@@ -100,13 +107,23 @@ class LocalPeers:
             for rank in self.ranks
         ]
         self.network, self._seconds = network, seconds
-        self._groups = groups or (lambda number: default_groups(exchange, self.ranks, training.seed, number))
-        flat = Flat(flat_shapes(self.stages[0].trained))
-        begin = flat_values(self.stages[0].trained)
-        own = torch.zeros_like(begin) if self.facts.content is Content.GRADIENT else begin
-        self.rule_states = {rank: self.rule.init(flat, own) for rank in self.ranks}
+        self._groups = groups or self._default_groups
         self._rounds = 0
-        self._under_way: list[tuple[int, dict[int, Answer]]] = []  # (step at which they are used, answers)
+        self._under_way: list[_UnderWay] = []
+        self.begin(exchange)
+
+    def begin(self, exchange: Exchange) -> None:
+        """Exchange by ``exchange`` from the next step on. UsageError while the ranks' models differ or a
+        result is still to be used: a rule begins with equal models."""
+        check_exchange(exchange)
+        if self._under_way or self.spread() > 0.0:
+            raise UsageError(f"exchange {exchange.rule!r} begins with equal models and no round under way")
+        self.exchange = exchange
+        self.rule, self.facts = make_rule(exchange), exchange_facts(exchange.rule)
+        flat = Flat(flat_shapes(self.stages[0].trained))
+        own = flat_values(self.stages[0].trained)
+        own = torch.zeros_like(own) if self.facts.content is Content.GRADIENT else own
+        self.rule_states = {rank: self.rule.init(flat, own) for rank in self.ranks}
 
     def step(self, step: int, batches: Batches) -> StepFigures:
         """Compute ``step`` at every rank, exchange when it is due, and report."""
@@ -163,15 +180,25 @@ class LocalPeers:
     def _exchange_models(self, step: int, sent: list[int]) -> None:
         if (step + 1) % self.exchange.every == 0:
             contents = {rank: flat_values(stage.trained) for rank, stage in enumerate(self.stages)}
-            self._under_way.append((step + self.exchange.delay, self._round(contents, sent)))
-        while self._under_way and self._under_way[0][0] <= step:
-            _, answers = self._under_way.pop(0)
+            before = list(self.network.clock) if self.network is not None else []
+            answers = self._round(contents, sent)
+            ready = list(self.network.clock) if self.network is not None else []
+            if self.network is not None and self.exchange.delay:
+                self.network.clock[:] = before  # ranks compute while the round is under way
+            self._under_way.append(_UnderWay(step + self.exchange.delay, answers, ready))
+        while self._under_way and self._under_way[0].used_at <= step:
+            due = self._under_way.pop(0)
+            if self.network is not None:
+                self.network.clock[:] = map(max, self.network.clock, due.ready_s)
             for rank, stage in enumerate(self.stages):
-                answer = answers[rank]
+                answer = due.answers[rank]
                 if self.exchange.delay:
                     answer = later(self.rule, answer, flat_values(stage.trained))
                 self.rule_states[rank] = answer.state
                 set_values(stage.trained, answer.result)
+
+    def _default_groups(self, number: int) -> Groups:
+        return default_groups(self.exchange, self.ranks, self.training.seed, number)
 
     def _round(self, contents: Mapping[int, Tensor], sent: list[int]) -> dict[int, Answer]:
         at = ExchangeRound(self._rounds, self.ranks, self.training.seed)

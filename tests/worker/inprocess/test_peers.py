@@ -95,3 +95,33 @@ def test_gossiping_peers_train_together(rule: str) -> None:
     assert all(min(one.sent_bytes) > 0 for one in figures)
     spread = several.spread()
     assert spread == 0.0 if rule == "eager" else 0.0 < spread < 0.2
+
+
+def test_an_exchange_begins_between_two_steps_with_equal_models() -> None:
+    case, several = peers(Exchange("mean"))
+    several.step(0, lambda rank, at: share(case, rank, at))
+    several.begin(Exchange("diloco", every=2))
+    start = several.average()
+    assert torch.equal(several.rule_states[0].outer, start)
+    sent = [several.step(step, lambda rank, at: share(case, rank, at)).sent_bytes for step in (1, 2)]
+    assert min(sent[0]) > 0
+    assert sent[1] == (0,) * RANKS
+    with pytest.raises(UsageError, match="begins with equal models"):
+        several.begin(Exchange("mean"))
+
+
+def test_a_delayed_round_passes_while_ranks_compute() -> None:
+    times = {}
+    for delay in (0, 2):
+        exchange = Exchange("streaming_diloco", every=3, delay=delay)
+        case, several = peers(
+            exchange, network=uniform_network(RANKS, 1e5, 0.05), seconds=lambda rank, step: 1.0
+        )
+        batches = [share(case, rank, 0) for rank in range(RANKS)]
+        figures = [several.step(step, lambda rank, at, own=batches: own[rank]) for step in range(6)]  # type: ignore[misc]
+        times[delay] = [one.time_s for one in figures]
+    assert times[0][2] > 3.0  # waits for the round
+    assert times[2][2] == 3.0
+    assert times[2][4] == 5.0  # used, and long since there
+    assert times[2][5] == 6.0
+    assert times[0][5] > 6.0 + 1.9 * (times[0][2] - 3.0)
