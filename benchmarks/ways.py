@@ -96,9 +96,14 @@ def simulated_step_s(way: Way, request: PlanRequest) -> float:
     exchange = way.exchange or Exchange()
     if exchange_facts(exchange.rule).pattern is Pattern.PAIRWISE:
         return _gossip_s(members, compute_s, int(size / exchange.ratio), fleet, network)
+    # A coded exchange as one of as many bytes, uncoded.
+    volume = exchange_facts(exchange.rule).volume(((size,),), exchange, len(members))
+    carried = round(volume / (8.0 * (len(members) - 1) / len(members)))
     for at, seconds in zip(members, compute_s, strict=True):
-        network.compute(at, exchange.every * seconds)
-    return carried_s(network, [(by_owners(fleet, members, size), size)]) / exchange.every
+        network.compute(at, (exchange.every - exchange.delay) * seconds)
+    hidden_s = max(network.clock) + exchange.delay * max(compute_s)
+    end_s = carried_s(network, [(by_owners(fleet, members, carried), carried)])
+    return max(hidden_s, end_s) / exchange.every
 
 
 def _replicas_s(way: Way, fleet: Fleet, problem: Problem, network: SimulatedNetwork) -> float:

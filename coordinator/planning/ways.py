@@ -5,8 +5,8 @@ Memory decides first what is possible, then seconds decide. Exact ways train the
 ``efficiency`` is measured (benchmarks/local_steps.py), stated beside the speed and multiplied into ``worth``.
 
     exact:        step = max over replicas of their pipeline's step + what of the exchange is not hidden
-    local steps:  round = H steps of the slowest peer + one exchange, or the longer where it is delayed
-    gossip:       step = a step of the slowest peer + the mean round of the pairs that peer selection draws
+    local steps:  round = H steps of the slowest peer + what of one exchange outlasts its delay
+    gossip:       each peer's step, then its pair's exchange, in the pairs that peer selection draws
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from atoll.exchange import Exchange
 from coordinator.planning.buckets import ExchangeCost, Gradient, merge
 from coordinator.planning.clusters import groups
 from coordinator.planning.op_fence import Effort
-from coordinator.planning.peers import Mixing, PeerSelection, simulate
+from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Problem
 from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers
@@ -43,8 +43,13 @@ MOST_REPLICAS = 8
 MOST_PEERS = 64  # of ways that change the model: nobody has measured what more of them teach
 GOSSIP_ROUNDS = 60
 MODEL_COPIES = 2  # float32, beside the optimizer's state: what a rule of deltas keeps
-LOCAL_STEPS = (10, 50, 200)
-LOCAL_RULES = ("diloco", "streaming_diloco", "sparseloco")
+LOCAL_EXCHANGES = (
+    *(Exchange("diloco", every=every, codec="int8_block") for every in (10, 50, 200)),
+    Exchange("streaming_diloco", every=12, fragments=4, delay=5, codec="int4_block"),
+    *(Exchange("sparseloco", every=every, ratio=200.0) for every in (10, 50)),
+)
+"""Settings compared. Efficiencies were measured uncoded; four bits train to similar quality
+(papers/decentralized.md 8.5)."""
 GOSSIP_RATIO = 100.0
 FINISHING = Effort(judged=10, improved=1, moves=60, order_moves=60)  # of each replica's own pipeline
 ROUNDS = 2  # of shares of the micro-batches after the replicas' measured speed
@@ -387,37 +392,35 @@ def _hidden(peers: Peers, whole_s: float, delay_s: float, micros: Sequence[int])
 
 
 def _local_steps(request: PlanRequest, peers: Peers, inexact: str) -> Iterator[Way]:
-    rules = [r for r in LOCAL_RULES if r in EXCHANGES and inexact in ("auto", r)]
     n_micro, fleet = request.training.n_micro, request.fleet
     extra = MODEL_COPIES * peers.trained_bytes
     peers = peers.with_room(extra)
+    shapes = ((round(peers.trained_bytes / 4),),)
     for count in peers.counts(MOST_PEERS):
         micros = _local_micros(peers, count, n_micro)
         compute_s = peers.compute_s(micros)
         dense = owner_transfers(fleet, list(peers.members[:count]), peers.trained_bytes)
-        for rule in rules:
-            for every in LOCAL_STEPS:
-                exchange = Exchange(rule, every=every)
-                facts = EXCHANGES[rule]
-                shapes = ((round(peers.trained_bytes / 4),),)
-                volume = facts.volume(shapes, exchange, count)
-                sent = dense * (volume / max(1.0, float(dense.sum()) / count))
-                joint_s = exchange_s(fleet, sent)
-                round_s = every * compute_s + joint_s
-                yield Way(
-                    WayKind.LOCAL_STEPS,
-                    f"{count} peers, {rule} every {every} steps",
-                    micros_per_s=sum(micros) * every / round_s,
-                    step_s=round_s / every,
-                    exchange_s=joint_s,
-                    bytes_a_day=float(sent.sum(axis=1).max()) * DAY_S / round_s,
-                    memory_share=peers.memory_share(count, extra),
-                    exact=False,
-                    efficiency=facts.efficiency_at(every),
-                    workers=peers.names(count),
-                    micros=micros,
-                    exchange=exchange,
-                )
+        for exchange in LOCAL_EXCHANGES:
+            if inexact not in ("auto", exchange.rule):
+                continue
+            facts = EXCHANGES[exchange.rule]
+            sent = dense * (facts.volume(shapes, exchange, count) / (float(dense.sum()) / count))
+            joint_s = exchange_s(fleet, sent)
+            round_s = exchange.every * compute_s + max(0.0, joint_s - exchange.delay * compute_s)
+            yield Way(
+                WayKind.LOCAL_STEPS,
+                f"{count} peers, {exchange.rule} every {exchange.every} steps",
+                micros_per_s=sum(micros) * exchange.every / round_s,
+                step_s=round_s / exchange.every,
+                exchange_s=joint_s,
+                bytes_a_day=float(sent.sum(axis=1).max()) * DAY_S / round_s,
+                memory_share=peers.memory_share(count, extra),
+                exact=False,
+                efficiency=facts.efficiency_at(exchange.every),
+                workers=peers.names(count),
+                micros=micros,
+                exchange=exchange,
+            )
 
 
 def _local_micros(peers: Peers, count: int, n_micro: int) -> tuple[int, ...]:
@@ -427,23 +430,22 @@ def _local_micros(peers: Peers, count: int, n_micro: int) -> tuple[int, ...]:
 
 
 def _gossip(peers: Peers, inexact: str) -> Iterator[Way]:
-    if "saps" not in EXCHANGES or inexact not in ("auto", "saps"):
+    if inexact not in ("auto", "saps"):
         return
-    fleet, n_micro = peers.request.fleet, peers.request.training.n_micro
+    n_micro = peers.request.training.n_micro
     facts = EXCHANGES["saps"]
     exchange = Exchange("saps", ratio=GOSSIP_RATIO)
     for count in peers.counts(MOST_PEERS):
         members = list(peers.members[:count])
         n_bytes = facts.volume(((round(peers.trained_bytes / 4),),), exchange, 2)
-        mixing = _mixing(fleet, members, n_bytes)
         micros = _local_micros(peers, count, n_micro)
-        step_s = peers.compute_s(micros) + mixing.round_s * n_bytes
+        step_s, taken_s = _gossip_s(peers, micros, members, n_bytes)
         yield Way(
             WayKind.GOSSIP,
             f"{count} peers in pairs, saps 1/{GOSSIP_RATIO:g}",
             micros_per_s=sum(micros) / step_s,
             step_s=step_s,
-            exchange_s=mixing.round_s * n_bytes,
+            exchange_s=taken_s,
             bytes_a_day=n_bytes * DAY_S / step_s,
             memory_share=peers.memory_share(count),
             exact=False,
@@ -454,16 +456,20 @@ def _gossip(peers: Peers, inexact: str) -> Iterator[Way]:
         )
 
 
-def _mixing(fleet: Fleet, members: list[int], n_bytes: float) -> Mixing:
-    """Mean round of the pairs that peer selection draws, in seconds a byte."""
+def _gossip_s(peers: Peers, micros: Sequence[int], members: list[int], n_bytes: float) -> tuple[float, float]:
+    """Seconds of a step in the pairs that peer selection draws, where each waits for its partner alone, and
+    the longest exchange of a pair among them."""
+    fleet = peers.request.fleet
     at = np.ix_(members, members)
-    taken_s = 8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at]
-    np.fill_diagonal(taken_s, np.inf)
-    rate = n_bytes / taken_s
-    selection = PeerSelection.begin(members, rate, 0, share=1.0 / GOSSIP_RATIO)
-    place = {member: i for i, member in enumerate(members)}
-
-    def pairs(number: int) -> tuple[tuple[int, int], ...]:
-        return tuple((place[int(a)], place[int(b)]) for a, b in selection.pairs(number))
-
-    return simulate(selection.network, pairs, GOSSIP_ROUNDS, 0, 1.0 / GOSSIP_RATIO)
+    pair_s = 8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at]
+    np.fill_diagonal(pair_s, np.inf)
+    selection = PeerSelection.begin(range(len(members)), n_bytes / pair_s, 0, share=1.0 / GOSSIP_RATIO)
+    clock, longest_s = np.zeros(len(members)), 0.0
+    compute_s = np.array([m * s for m, s in zip(micros, peers.micro_s, strict=False)])
+    for number in range(GOSSIP_ROUNDS):
+        clock += compute_s
+        for i, j in ((int(a), int(b)) for a, b in selection.pairs(number)):
+            taken_s = max(pair_s[i, j], pair_s[j, i])
+            clock[i] = clock[j] = max(clock[i], clock[j]) + taken_s
+            longest_s = max(longest_s, float(taken_s))
+    return float(clock.max()) / GOSSIP_ROUNDS, longest_s
