@@ -40,8 +40,9 @@ from lab.tun import unavailable
 from lab.world import Lab
 from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
 from worker.machine.malloc import keep_chunk_memory
+from worker.transport.choice import network_class
+from worker.transport.contract import TransportConfig
 from worker.transport.frames import Direction, MessageKey
-from worker.transport.network import PeerNetwork, TransportConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -134,7 +135,7 @@ class End:
         self.free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()  # ours: several messages come at a time
         listen = ("0.0.0.0", 0) if name == "w-b" else None  # noqa: S104 - inside the lab or loopback
         keep_chunk_memory()  # as in a worker
-        self.network = PeerNetwork(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
+        self.network = network_class()(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
         self.other = "w-a" if name == "w-b" else "w-b"
         self.network.admit(self.other)
         self.tls = tls_context(folder / name, server=name == "w-b")

@@ -20,7 +20,7 @@ from tests.interrupts import ROOT
 from tests.worker.transport.test_network import PATIENT, Make, authority, host, key
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.enroll import join
-from worker.transport.peer import TransportConfig
+from worker.transport.contract import TransportConfig
 
 __all__ = ["authority", "host", "stack"]
 

@@ -15,8 +15,8 @@ from compressors.base import Packet
 from tests.patience import HUNG_S
 from worker.links.codecs import StageCodecs
 from worker.links.links import Links, LinksAborted
+from worker.transport.contract import PeerLost, Receiver
 from worker.transport.frames import Direction, MessageKey
-from worker.transport.peer import PeerLost, Receiver
 
 META = TensorMeta((2, 3), "float32")
 TENSOR = torch.arange(6, dtype=torch.float32).reshape(2, 3)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from worker.cancel import Cancel
+    from worker.transport.contract import Receiver
     from worker.transport.frames import MessageKey
-    from worker.transport.peer import Receiver
 
 TRAINING = TrainingSpec(
     steps=3, n_micro=4, seed=5, optimizer=Optimizer(lr=3e-3, weight_decay=0.01), eval_batches=6
