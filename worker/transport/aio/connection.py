@@ -56,8 +56,9 @@ class Connection:
     """Attached to its peer from the start of ``run`` to its end. Methods are called on the loop, under the
     peer's lock where it says so."""
 
-    def __init__(self, pipe: Pipe, peer: Peer, deliver: Deliver, *, checksum: bool) -> None:
-        self.peer = peer
+    def __init__(self, pipe: Pipe, peer: Peer, deliver: Deliver, *, outbound: bool, checksum: bool) -> None:
+        """``outbound``: for data of ours, where there are enough connections for each end to have its own."""
+        self.peer, self.outbound = peer, outbound
         self.number = next(_numbers)
         self.in_flight = 0  # bytes
         self.resting = False  # the sender waits for something to do
@@ -175,8 +176,7 @@ class Connection:
             self._note_sent(chunk, len(payload))
             frames.append((frame, payload))
             size += len(payload) + len(frame.meta)
-        # One connection measures: TCP flows that begin side by side overflow a slow link's buffer.
-        if not size and peer.probe_bytes > 0 and peer.window.open and peer.front is self:
+        if not size and peer.probe_bytes > 0 and peer.has_room(self):
             length = min(peer.window.chunk, peer.probe_bytes)
             peer.probe_bytes -= length
             self._note_sent(None, length)

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 MAX_BACKOFF_S = 2.0
 FAR_RTT_S = 0.008
-FAR_STREAMS = 6
-"""Connections to a peer behind a longer round trip. One TCP flow carries at most 1.22 * MSS / (RTT *
+FAR_STREAMS = 8
+"""Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries at most 1.22 * MSS / (RTT *
 sqrt(loss)) (papers/peers.md 7.4), and gRPC does not say what a link loses."""
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
@@ -233,7 +233,7 @@ class PeerNetwork:
                 self.refused["malformed"] += 1
                 raise ConnectionFailed(str(error)) from None
             raise
-        return self._attach(pipe, known, remote, address[0])
+        return self._attach(pipe, known, remote, outbound=number % 2 == 0, host=address[0])
 
     def _answered(self, answer: bytes | None, hello: Hello) -> Hello:
         """Raises BadFrame."""
@@ -246,10 +246,10 @@ class PeerNetwork:
             raise BadFrame(f"{frame.name!r} answered instead of {hello.target!r}")
         return frame
 
-    def _attach(self, pipe: Pipe, peer: Peer, remote: Hello, host: str = "") -> Connection:
+    def _attach(self, pipe: Pipe, peer: Peer, remote: Hello, *, outbound: bool, host: str = "") -> Connection:
         if self.shaping is not None:
             pipe = self.shaping.shaped_pipe(pipe, remote.label, remote.name, host)
-        connection = Connection(pipe, peer, self._deliver, checksum=self._identity is None)
+        connection = Connection(pipe, peer, self._deliver, outbound=outbound, checksum=self._identity is None)
         with self._changed:
             self._changed.notify_all()
         return connection
@@ -307,7 +307,7 @@ class PeerNetwork:
         peer = self._peer(remote.name, remote.session)
         await pipe.send(encode(self._hello(peer, remote.lane, remote.lanes)))
         if not peer.gone and not self._closed:
-            await self._serve(self._attach(pipe, peer, remote))
+            await self._serve(self._attach(pipe, peer, remote, outbound=remote.lane % 2 == 1))
 
     def _check_hello(self, frame: object, certified: str | None) -> Hello:
         """Raises BadFrame, ProtocolMismatch or AccessDenied."""

@@ -118,16 +118,25 @@ class Peer:
     def wake_one(self) -> None:
         """Wake the emptiest connection at rest for what waits; on the loop, under the lock."""
         if self.window.open and (self.outbox.waiting or self.probe_bytes > 0):
-            resting = [connection for connection in self.connections if connection.resting]
+            resting = [connection for connection in self._outbound if connection.resting]
             if resting:
                 min(resting, key=lambda connection: connection.in_flight).wake()
 
     def take(self, connection: Connection) -> Chunk | None:
         """The next chunk for this connection, if the window is open and its share of it not used up."""
-        share = max(self.window.chunk, 2 * self.window.size // len(self.connections))
-        if not self.window.open or connection.in_flight >= share:
-            return None
-        return self.outbox.take(self.window.chunk)
+        return self.outbox.take(self.window.chunk) if self.has_room(connection) else None
+
+    def has_room(self, connection: Connection) -> bool:
+        """The window is open, and this connection's share of it not used up."""
+        ours = self._outbound
+        share = max(self.window.chunk, 2 * self.window.size // len(ours))
+        return self.window.open and connection in ours and connection.in_flight < share
+
+    @property
+    def _outbound(self) -> list[Connection]:
+        """The connections for what is sent from here: not those of the other end, whose acknowledgements
+        would wait in a socket behind our data."""
+        return [connection for connection in self.connections if connection.outbound] or self.connections
 
     def data_frame(self, chunk: Chunk, flags: int) -> Data:
         """Head of a chunk. One of a message confirmed in the meantime may still leave; the peer drops it."""

@@ -1,10 +1,11 @@
 """How many bytes may be under way to a peer: one window over all its connections.
 
-window = rate * (rtt + 50 ms). Rate: the largest delivery rate of late, by the peer's clock, which its
-acknowledgements carry, so that one that waits behind the other direction's data does not lower it; at most
-the rate at which the same bytes were sent (Cardwell 2016, section 4.1). The 50 ms keep a link busy while
-acknowledgements are late, find a link that grew, and bound what a gradient waits behind. No clock here:
-times come in as arguments.
+window = rate * (rtt + 50 ms + late). Rate: the largest delivery rate of late, by the peer's clock, which
+its acknowledgements carry; at most the rate at which the same bytes were sent (Cardwell 2016, section 4.1).
+The 50 ms keep a link busy, find one that grew, and bound what a gradient waits behind. Late: how much
+longer than the quickest an acknowledgement takes back, behind what the other direction has queued by its own
+window, so at most 50 ms. Without it one end of a link that both fill yields to the other and stays there.
+No clock here: times come in as arguments.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ CHUNKS = 4  # of a window: an urgent message waits for one that is being written
 RTT_HORIZON_S = 600.0
 """Long, as the round trip of a link that is kept full shows its queue: every horizon adds the slack to it."""
 RATE_HORIZON_S = 2.0
+CLOCK_HORIZON_S = 60.0  # in which two clocks drift apart by a few milliseconds
+LATE_ACKS = 8
+"""Late is a mean over about so many: by the largest both ends would take turns to send a whole window."""
 
 
 class Recent:
@@ -56,6 +60,8 @@ class Window:
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
         self._rates, self._rtts = Recent(RATE_HORIZON_S), Recent(RTT_HORIZON_S)
+        self._quickest = Recent(CLOCK_HORIZON_S)
+        self._late_s = 0.0
         self._delivered = 0
         self._clock_s: float | None = None
         self._last_left_s = 0.0
@@ -85,6 +91,9 @@ class Window:
         clock."""
         self.in_flight -= nbytes
         self._delivered += nbytes
+        apart_s = now_s - clock_s
+        late_s = min(SLACK_S, apart_s + self._quickest.note(now_s, -apart_s))
+        self._late_s += (late_s - self._late_s) / LATE_ACKS
         # Those of another connection may have come first.
         self._clock_s = clock_s if self._clock_s is None else max(clock_s, self._clock_s)
         if newest is None:
@@ -110,5 +119,5 @@ class Window:
 
     def _resize(self) -> None:
         if self.rate is not None and self.rtt_s is not None:
-            wanted = int(self.rate * (self.rtt_s + SLACK_S))
+            wanted = int(self.rate * (self.rtt_s + SLACK_S + self._late_s))
             self.size = max(LEAST_BYTES, min(self._maximum, wanted))
