@@ -181,8 +181,7 @@ class Connection:
             peer.probe_bytes -= length
             self._note_sent(None, length)
             frames.append((Probe(self._checksum | Flag.ACK_NOW), memoryview(_FILLER)[:length]))
-        if frames:
-            peer.wake_one()
+        peer.wake_one()
         return frames
 
     def _note_sent(self, chunk: Chunk | None, nbytes: int) -> None:

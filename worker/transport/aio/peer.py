@@ -127,10 +127,11 @@ class Peer:
         return self.outbox.take(self.window.chunk) if self.has_room(connection) else None
 
     def has_room(self, connection: Connection) -> bool:
-        """The window is open, and this connection's share of it not used up."""
+        """The window is open, and no other connection that could send is emptier: one whose flow has lost
+        a packet is to hold no more than its part of the window."""
         ours = self._outbound
-        share = max(self.window.chunk, 2 * self.window.size // len(ours))
-        return self.window.open and connection in ours and connection.in_flight < share
+        least = min((other.in_flight for other in ours if other.resting), default=connection.in_flight)
+        return self.window.open and connection in ours and connection.in_flight <= least
 
     @property
     def _outbound(self) -> list[Connection]:

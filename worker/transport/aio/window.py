@@ -4,7 +4,7 @@ window = rate * (rtt + 50 ms + late). Rate: the largest delivery rate of late, b
 its acknowledgements carry; at most the rate at which the same bytes were sent (Cardwell 2016, section 4.1).
 The 50 ms keep a link busy, find one that grew, and bound what a gradient waits behind. Late: how much
 longer than the quickest an acknowledgement takes back, behind what the other direction has queued by its own
-window, so at most 50 ms. Without it one end of a link that both fill yields to the other and stays there.
+window. Without it one end of a link that both fill yields to the other and stays there.
 No clock here: times come in as arguments.
 """
 
@@ -17,11 +17,13 @@ from worker.transport.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 SLACK_S = 0.050
 INITIAL_BYTES = 256 << 10
 LEAST_BYTES = 32 << 10
-CHUNKS = 4  # of a window: an urgent message waits for one that is being written
+CHUNKS = 8  # of a window: an urgent message waits for one that is being written
 RTT_HORIZON_S = 600.0
 """Long, as the round trip of a link that is kept full shows its queue: every horizon adds the slack to it."""
 RATE_HORIZON_S = 2.0
 CLOCK_HORIZON_S = 60.0  # in which two clocks drift apart by a few milliseconds
+MOST_LATE_S = 2 * SLACK_S
+"""What is later was lost and sent again. A peer's clock is its own affair: its word widens no more than this."""
 LATE_ACKS = 8
 """Late is a mean over about so many: by the largest both ends would take turns to send a whole window."""
 
@@ -92,7 +94,7 @@ class Window:
         self.in_flight -= nbytes
         self._delivered += nbytes
         apart_s = now_s - clock_s
-        late_s = min(SLACK_S, apart_s + self._quickest.note(now_s, -apart_s))
+        late_s = min(MOST_LATE_S, apart_s + self._quickest.note(now_s, -apart_s))
         self._late_s += (late_s - self._late_s) / LATE_ACKS
         # Those of another connection may have come first.
         self._clock_s = clock_s if self._clock_s is None else max(clock_s, self._clock_s)
