@@ -166,6 +166,28 @@ def test_a_worker_that_accepts_nobody_dials_out_and_frames_flow_both_ways(host: 
     assert a.delivered.get(timeout=HUNG_S) == ("w-b", key(), b"", b"back")
 
 
+@pytest.mark.parametrize(("dialler", "listener"), [("threads", "asyncio"), ("asyncio", "threads")])
+@pytest.mark.parametrize("streams", [1, 3])
+def test_the_two_transports_work_with_each_other(
+    host: Make, dialler: str, listener: str, streams: int
+) -> None:
+    config = TransportConfig(streams=streams, silence_s=20, reconnect_s=10)
+    a, b = host("w-a", config, listen=False, kind=dialler), host("w-b", config, kind=listener)
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], HUNG_S)
+    b.network.wait_for("w-a", HUNG_S)
+    rng = Random(4711)
+    payloads = [rng.randbytes(size) for size in (0, 100, 5000, 3 << 20, 1 << 20)]
+    for number, payload in enumerate(payloads):
+        a.network.send("w-b", key(number), b"", payload)
+        b.network.send("w-a", key(number, Direction.BACKWARD), b"head", payload)
+    for end in (a, b):
+        got = {k.micro: payload for _, k, _, payload in (end.delivered.get(timeout=HUNG_S) for _ in payloads)}
+        assert [got[number] for number in range(len(payloads))] == payloads
+    assert a.network.flush("w-b", HUNG_S)
+    assert b.network.flush("w-a", HUNG_S)
+
+
 def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
     a, b = host("w-a", listen=False), host("w-b")
     with pytest.raises(ConnectionFailed, match="does not expect 'w-a'"):

@@ -24,7 +24,7 @@ RATE_HORIZON_S = 2.0
 CLOCK_HORIZON_S = 60.0  # in which two clocks drift apart by a few milliseconds
 MOST_LATE_S = 2 * SLACK_S
 """What is later was lost and sent again. A peer's clock is its own affair: its word widens no more than this."""
-LATE_ACKS = 8
+LATE_ACKS = 16
 """Late is a mean over about so many: by the largest both ends would take turns to send a whole window."""
 
 
@@ -103,9 +103,10 @@ class Window:
         taken_s = now_s - newest.at_s if newest.clock_s is None else self._clock_s - newest.clock_s
         rate = (self._delivered - newest.delivered) / max(1e-6, taken_s, newest.at_s - newest.last_left_s)
         self._last_left_s = max(self._last_left_s, newest.at_s)
-        self.note_rtt(now_s, now_s - newest.at_s)
+        self.note_rtt(now_s, now_s - late_s - newest.at_s)
         # Without a backlog the sender was the limit: such a sample only counts when it is more.
-        if newest.backlogged or self.rate is None or rate > self.rate:
+        known = self.rate or INITIAL_BYTES / ((self.rtt_s or 0.0) + SLACK_S)
+        if newest.backlogged or rate > known:
             self._rates.horizon_s = max(RATE_HORIZON_S, 10 * (self.rtt_s or 0.0))
             self.rate = self._rates.note(now_s, rate)
         self._resize()
