@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 MAX_BACKOFF_S = 2.0
 FAR_RTT_S = 0.008
 FAR_STREAMS = 8
-"""Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries at most 1.22 * MSS / (RTT *
-sqrt(loss)) (papers/peers.md 7.4), and gRPC does not say what a link loses."""
+"""Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries
+at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not say what a link loses."""
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
 CLOSE_S = 5.0

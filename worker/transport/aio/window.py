@@ -23,7 +23,7 @@ RTT_HORIZON_S = 600.0
 RATE_HORIZON_S = 2.0
 CLOCK_HORIZON_S = 60.0  # in which two clocks drift apart by a few milliseconds
 MOST_LATE_S = 2 * SLACK_S
-"""What is later was lost and sent again. A peer's clock is its own affair: its word widens no more than this."""
+"""What is later was lost and sent again. A peer that lies about its clock widens no more than this."""
 LATE_ACKS = 16
 """Late is a mean over about so many: by the largest both ends would take turns to send a whole window."""
 
