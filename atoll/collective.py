@@ -250,18 +250,26 @@ def tree(ranks: Sequence[int], elements: int) -> Collective:
     return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in order})
 
 
+def gathered(groups: Sequence[Sequence[int]], elements: int) -> Collective:
+    """All of a group send all they have to each other and add all, by ascending rank, in one latency. Carries
+    (R - 1) vectors a rank: for small groups, or parts much smaller than their sum. Raises UsageError for a
+    rank in two groups."""
+    members = [rank for group in groups for rank in group]
+    if len(set(members)) != len(members):
+        raise UsageError(f"a rank in two groups: {sorted(members)}")
+    actions: dict[int, tuple[Action, ...]] = {}
+    for group in groups:
+        ranks = sorted(group)
+        for rank in ranks:
+            sends = (Send(peer, 0, rank, rank) for peer in _after(ranks, rank))
+            actions[rank] = (*sends, Add(0, tuple(ranks)))
+    return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in members})
+
+
 def pairwise_sums(pairs: Sequence[tuple[int, int]], elements: int) -> Collective:
     """Both of a pair send all they have and add both, in one latency. Raises UsageError for a rank in two
     pairs."""
-    members = [rank for pair in pairs for rank in pair]
-    if len(set(members)) != len(members):
-        raise UsageError(f"a rank in two pairs: {sorted(members)}")
-    actions: dict[int, tuple[Action, ...]] = {}
-    for pair in pairs:
-        low, high = sorted(pair)
-        for rank, peer in ((low, high), (high, low)):
-            actions[rank] = (Send(peer, 0, rank, rank), Add(0, (low, high)))
-    return Collective((Segment(0, elements),), actions, {rank: (rank,) for rank in members})
+    return gathered(pairs, elements)
 
 
 def published(readers: Mapping[int, int], elements: int) -> Collective:

@@ -39,6 +39,7 @@ class Pattern(StrEnum):
 
     OWNERS = "owners"  # segment owners add in a fixed order
     TREE = "tree"  # binomial: up with merges, down with copies
+    GATHERED = "gathered"  # all send all they have, and all add
     PAIRWISE = "pairwise"  # both send, both add
     PUBLISHED = "published"  # readers take what was published last; nobody waits
 

@@ -88,6 +88,19 @@ def topk_size_on(meta: TensorMeta, ratio: float, kind: str = "fp16") -> float:
     return float(value_bytes(topk_kept(meta, ratio, kind), rows_of(meta)[0], kind))
 
 
+# ---------------------------------------------------------------- vectors of exchanges
+
+
+def vector_bytes(kept: int, total: int) -> float:
+    """Expected payload of a sparse ``vector.Vector``: positions, values in 32 bits."""
+    return sparse_bytes(kept, total, 1, "fp32")
+
+
+def vector_kept(total: int, ratio: float) -> int:
+    """Elements of a vector of ``total`` whose payload is that of all divided by ``ratio``, at least one."""
+    return kept_of_row(1, total, 4.0 * total / ratio, "fp32")
+
+
 # ---------------------------------------------------------------- random_k
 
 

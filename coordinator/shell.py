@@ -351,6 +351,7 @@ class Shell:
                     spec.schedule,
                     dag_hash=spec.dag_hash,
                     eval_dag_hash=spec.eval_dag_hash,
+                    beyond=request.beyond,
                 )
             )
             if request.job not in self.inquiries:

@@ -49,7 +49,7 @@ class DctTopK:
         values = flat(tensor).to(torch.float32) * _ROOM
         # NaN reaches every coefficient of its block; an infinity could be decoded as a large number.
         values.masked_fill_(~torch.isfinite(values), torch.nan)
-        packet, _ = self._topk(meta).compress(_forward(values, dct_blocks(meta)))
+        packet, _ = self._topk(meta).compress(dct_of(values, dct_blocks(meta)))
         return Packet(self.name, meta, packet.payload, packet.params), None
 
     def decompress(self, packet: Packet, state: State = None) -> Tensor:
@@ -58,7 +58,7 @@ class DctTopK:
             return zeros(meta)
         blocks, inner = dct_blocks(meta), self._topk(meta)
         coded = Packet(inner.name, blocks.coefficients, packet.payload, packet.params)
-        values = _backward(inner.decompress(coded), blocks)
+        values = inverse_dct(inner.decompress(coded), blocks)
         largest = torch.finfo(TORCH_DTYPES[meta.dtype]).max
         # Missing coefficients may overshoot: what was finite stays so.
         values = values.clamp_(-largest * _ROOM, largest * _ROOM).div_(_ROOM)
@@ -82,8 +82,8 @@ def _basis(size: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32)
 
 
-def _forward(values: Tensor, blocks: DctBlocks) -> Tensor:
-    """[rows * columns] -> [blocks, coefficients]."""
+def dct_of(values: Tensor, blocks: DctBlocks) -> Tensor:
+    """Coefficients [blocks, a block's] of ``values`` [rows * columns]."""
     a, b = blocks.block_rows, blocks.block_columns
     matrix = values.view(blocks.rows, blocks.columns)
     matrix = torch.nn.functional.pad(matrix, (0, -blocks.columns % b, 0, -blocks.rows % a))
@@ -91,8 +91,8 @@ def _forward(values: Tensor, blocks: DctBlocks) -> Tensor:
     return (_basis(a) @ cut @ _basis(b).T).reshape(blocks.coefficients.shape)
 
 
-def _backward(coefficients: Tensor, blocks: DctBlocks) -> Tensor:
-    """[blocks, coefficients] -> [rows, columns]."""
+def inverse_dct(coefficients: Tensor, blocks: DctBlocks) -> Tensor:
+    """Values [rows, columns] of ``coefficients`` [blocks, a block's]."""
     a, b = blocks.block_rows, blocks.block_columns
     down, across = -(-blocks.rows // a), -(-blocks.columns // b)
     cut = _basis(a).T @ coefficients.view(down, across, a, b) @ _basis(b)

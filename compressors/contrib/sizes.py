@@ -9,7 +9,7 @@ from functools import lru_cache
 from atoll.opdag import TensorMeta
 from compressors.contrib.ranking import plan_ranks
 from compressors.indices import expected_bytes
-from compressors.sparse_sizes import rows_of, topk_size, topk_size_on, value_bytes
+from compressors.sparse_sizes import kept_of_row, rows_of, topk_size, topk_size_on, value_bytes
 
 
 def topk2_size(meta: TensorMeta, ratio: float) -> float:
@@ -63,6 +63,12 @@ def dct_ratio(meta: TensorMeta, ratio: float) -> float:
 def dct_size(meta: TensorMeta, ratio: float) -> float:
     """Top-k of each block's coefficients."""
     return topk_size(dct_blocks(meta).coefficients, dct_ratio(meta, ratio))
+
+
+def dct_kept(meta: TensorMeta, ratio: float) -> int:
+    """Coefficients of each block whose payload, values in 32 bits, is dense bytes / ratio, at least one."""
+    blocks, width = dct_blocks(meta).coefficients.shape
+    return kept_of_row(blocks, width, meta.nbytes / ratio, "fp32")
 
 
 # ---------------------------------------------------------------- chunk_topk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import localtime, strftime
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +16,7 @@ from atoll.errors import StorageError, UsageError
 from coordinator.cli.format import in_bytes, plain
 from coordinator.cli.options import Common, JobOptions, telling
 from coordinator.cli.render import plan_view, watch_line, watch_view, worker_names
+from coordinator.cli.render_ways import ways_values, ways_view
 from coordinator.client.client import Client, check_ended
 from protos.command_line import byte_progress, out, print_json, with_groups
 from protos.convert import to_proto
@@ -23,6 +24,8 @@ from protos.convert import to_proto
 if TYPE_CHECKING:
     from atoll.job import Job
     from atoll.plan import Plan
+    from coordinator.planning.planner import PlanRequest
+    from coordinator.planning.ways import Way
     from protos import atoll_control_pb2 as pb
 
 LOSSES_SHOWN = 48
@@ -54,14 +57,30 @@ def plan(
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw the plan.")] = None,
+    exchange: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="With --fleet: also compare ways that train another model than one machine would: auto, or "
+            "a rule such as diloco or saps.",
+        ),
+    ] = "",
     *,
     options: JobOptions,
     common: Common,
 ) -> None:
-    """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory."""
+    """Show the plan of a job, without running it: stages, devices, step time, bottleneck, bytes, memory.
+
+    With --fleet also which way wins: one pipeline, replicas, data parallelism, local steps or gossip.
+    """
+    ways: Sequence[Way] = ()
+    request: PlanRequest | None = None
     if fleet is not None:
         job = _cut(options.load(jobfile))
-        found, names = _local_plan(job, fleet, options, common.json)
+        found, request, ways = _local_plan(job, fleet, options, exchange, common.json)
+        names: Mapping[str, str] = {device.worker: device.label for device in request.fleet.devices}
+    elif exchange:
+        raise UsageError("--exchange compares ways for a fleet in a file; give --fleet FLEET.toml")
     else:
         with common.client() as client:
             job = _cut(options.load(jobfile))
@@ -69,11 +88,14 @@ def plan(
     if plot is not None:
         from coordinator.cli.plot import plot_plan
 
-        plot_plan(found, names, plot)
+        plot_plan(found, names, plot, request)
     if common.json:
-        print_json({**plain(to_proto(found)), "names": dict(names)})
+        values = {"ways": ways_values(ways, batch_of(job))} if ways else {}
+        print_json({**plain(to_proto(found)), "names": dict(names), **values})
     else:
         out.print(plan_view(found, names))
+        if len(ways) > 1:
+            out.print(ways_view(ways, names, batch_of(job)))
         if plot is not None:
             out.print(f"drawn in {plot}", soft_wrap=True)
 
@@ -87,31 +109,39 @@ def _cut(job: Job) -> Job:
     return job
 
 
-def _local_plan(job: Job, fleet: Path, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:
+def batch_of(job: Job) -> int:
+    """Samples of a micro-batch."""
+    return int(next(iter(job.example_inputs.values())).shape[0])
+
+
+def _local_plan(
+    job: Job, fleet: Path, options: JobOptions, exchange: str, quiet: bool
+) -> tuple[Plan, PlanRequest, Sequence[Way]]:
     from coordinator.client.fleet_file import read_fleet
     from coordinator.client.prepare import capture_graphs
-    from coordinator.planning.planner import PlanRequest, make_plan
+    from coordinator.planning.planner import PlanRequest
+    from coordinator.planning.ways import WayKind, compare_ways
 
     described = read_fleet(fleet)
     with telling(quiet) as tell:
         tell("capturing the model as an op-DAG")
         graphs = capture_graphs(job)
         tell(f"planning {len(graphs.dag.ops)} ops on {len(described.devices)} devices")
-        found = make_plan(
-            PlanRequest(
-                "plan",
-                1,
-                graphs.dag,
-                graphs.eval_dag if job.training.eval_batches else None,
-                job.training,
-                described,
-                options.partitioner,
-                options.schedule,
-                dag_hash=graphs.blob.hash,
-                eval_dag_hash=graphs.eval_blob.hash,
-            )
+        request = PlanRequest(
+            "plan",
+            1,
+            graphs.dag,
+            graphs.eval_dag if job.training.eval_batches else None,
+            job.training,
+            described,
+            options.partitioner,
+            options.schedule,
+            dag_hash=graphs.blob.hash,
+            eval_dag_hash=graphs.eval_blob.hash,
         )
-    return found, {device.worker: device.label for device in described.devices}
+        ways = compare_ways(request, inexact=exchange)
+    pipeline = next(way.plans[0] for way in ways if way.kind is WayKind.PIPELINE)
+    return pipeline, request, ways
 
 
 def _live_plan(client: Client, job: Job, options: JobOptions, quiet: bool) -> tuple[Plan, Mapping[str, str]]:

@@ -125,6 +125,10 @@ class LinkTable:
         """The estimate of this direction, else that of the other one, else None."""
         return self.estimates.get((source, target)) or self.estimates.get((target, source))
 
+    def best_bps(self, worker: str) -> float | None:
+        """The highest rate that is known of a worker's links, None while there is none."""
+        return max((self.estimates[pair].bandwidth_bps for pair in self.estimates.of(worker)), default=None)
+
     def forget(self, worker: str) -> None:
         """Drop every pair of a worker that left."""
         self.estimates.forget(worker)

@@ -24,6 +24,7 @@ from coordinator.planning.costs.codec_costs import judge_speeds
 from coordinator.planning.costs.fleet import UNKNOWN, Device, Fleet
 from coordinator.planning.costs.network import Pair
 from coordinator.planning.costs.op_seconds import SCALE_RANGE, refresh_scale
+from coordinator.planning.preselect import candidates
 
 MIN_MEMORY_BYTES = 2**20
 MAX_MEMORY_BYTES = 2**50
@@ -248,15 +249,20 @@ class Roster:
         """Return these workers in join order."""
         return sorted(workers, key=lambda worker: self.workers[worker].number)
 
-    def plannable(self, workers: list[str]) -> list[str]:
-        """Return at most ``planned_workers`` of these: those whose links are known go first."""
+    def plannable(self, workers: list[str], precision: str) -> list[str]:
+        """Return at most ``planned_workers`` of these: the best of those whose links are known go first."""
         known, most = self.links.survey, self.probing.planned_workers
         if len(workers) <= most:
             return workers
-        surveyed = [worker for worker in workers if not known.pending((worker,))][:most]
-        chosen = set(surveyed)
-        rest = [worker for worker in workers if worker not in chosen][: most - len(surveyed)]
-        return self.in_order([*surveyed, *rest])
+        pending = {worker for worker in workers if known.pending((worker,))}
+        chosen = self._best([worker for worker in workers if worker not in pending], most, precision)
+        rest = [worker for worker in workers if worker in pending]
+        return self.in_order([*chosen, *self._best(rest, most - len(chosen), precision)])
+
+    def _best(self, workers: list[str], most: int, precision: str) -> list[str]:
+        devices = [self._device(worker, precision) for worker in workers]
+        shown = {worker: self.links.table.best_bps(worker) for worker in workers}
+        return candidates(devices, most, shown, self.links.survey.place_of)
 
     def fleet_for(self, job: str, workers: list[str], precision: str) -> Fleet:
         """The same for a plan that will run; what it takes is compared with these figures."""

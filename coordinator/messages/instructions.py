@@ -210,13 +210,15 @@ class ReadJob:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Plan in a thread; answers PlanMade or PlanFailed with the same attempt."""
+    """Plan in a thread; answers PlanMade or PlanFailed with the same attempt. ``beyond``: number of workers
+    that the fleet was chosen before."""
 
     job: str
     attempt: int
     version: int
     spec: JobSpec
     fleet: Fleet
+    beyond: int = 0
 
 
 @dataclass(frozen=True, slots=True)

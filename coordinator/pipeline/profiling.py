@@ -96,12 +96,12 @@ class Profiling:
                 self.effects.emit(do.ReadJob(job, spec))
             return False
         self._begun_s.setdefault(job, self.effects.now_s)
-        if not training and not self._links_known(job):
-            return False
         precision = spec.training.precision.value
-        return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job))
+        if not training and not self._links_known(job, precision):
+            return False
+        return self.measuring.measure_ops(job, precision, self._ops_of[job], self._candidates(job, precision))
 
-    def _candidates(self, job: str) -> list[str]:
+    def _candidates(self, job: str, precision: str) -> list[str]:
         """Return the idle workers to plan with. Of a huge fleet they stay the same until the plan is made:
         in one where somebody always comes, measuring would never end."""
         roster = self.effects.roster
@@ -109,10 +109,10 @@ class Profiling:
             return roster.idle()
         idle = list(filter(roster.is_idle, self._chosen.get(job, ())))
         if not idle:
-            idle = self._chosen[job] = roster.plannable(roster.idle())
+            idle = self._chosen[job] = roster.plannable(roster.idle(), precision)
         return idle
 
-    def _links_known(self, job: str) -> bool:
+    def _links_known(self, job: str, precision: str) -> bool:
         roster = self.effects.roster
         if not self.measuring.measure_links(fresh=True):
             return False
@@ -121,17 +121,21 @@ class Profiling:
             or self.effects.now_s - self._begun_s[job] >= roster.probing.survey_within_s
         ):
             return True
-        return not roster.links.unsurveyed(self._chosen.get(job) or self._candidates(job))
+        return not roster.links.unsurveyed(self._chosen.get(job) or self._candidates(job, precision))
 
     def plan(self, job: str, version: int, spec: JobSpec) -> None:
         """Ask the shell for a plan on the idle fleet."""
         attempt = self._attempts.get(job, 0) + 1
         self._attempts[job] = attempt
-        fleet = self.effects.roster.fleet_for(job, self._candidates(job), spec.training.precision.value)
+        precision, roster = spec.training.precision.value, self.effects.roster
+        workers = self._candidates(job, precision)
+        fleet = roster.fleet_for(job, workers, precision)
         self._begun_s.pop(job, None)
         self._wanted.pop(job, None)
         self.measuring.stop(job)
-        self.effects.emit(do.MakePlan(job, attempt, version, spec, fleet))
+        self.effects.emit(
+            do.MakePlan(job, attempt, version, spec, fleet, beyond=roster.idle_count - len(workers))
+        )
 
     def refine(self, job: str, plan: Plan) -> bool:
         """Return whether a large fleet's plan is to be made once more when the pairs of its workers, of
@@ -177,5 +181,8 @@ class Profiling:
             self._ops_of.pop(name, None)
             self.stop(name)
             workers = [w for w, x in roster.workers.items() if not x.member.gone and not x.quarantined]
-            fleet = roster.fleet(roster.plannable(workers), spec.training.precision.value)
-            self.effects.emit(do.MakePlan(name, 0, 0, spec, fleet))
+            precision = spec.training.precision.value
+            chosen = roster.plannable(workers, precision)
+            fleet = roster.fleet(chosen, precision)
+            beyond = len(workers) - len(chosen)
+            self.effects.emit(do.MakePlan(name, 0, 0, spec, fleet, beyond=beyond))

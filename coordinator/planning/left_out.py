@@ -1,4 +1,4 @@
-"""Reasons why a device is not in the plan: the step's duration with it."""
+"""Reasons why a device is not in the plan: the step's duration with it, or why the search passed it over."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from coordinator.planning.chain import min_max
 from coordinator.planning.problem import Candidate, Problem, Scored
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from coordinator.planning.costs.fleet import Fleet
+    from coordinator.planning.preselect import Preselection
 
 TRIED = 8  # devices asked about one by one
+LISTED = 64  # reasons in a plan; of a larger fleet the others are counted
 POSITIONS = 48
 
 
@@ -28,6 +32,50 @@ def left_out(problem: Problem, best: Scored) -> tuple[tuple[str, str], ...]:
         else:
             found.append((worker, f"{len(used)} devices suffice; each further one slows the step"))
     return tuple(found)
+
+
+def passed_over(preselection: Preselection, searched: Fleet) -> tuple[tuple[str, str], ...]:
+    """(worker, reason) of every device that the search did not look at."""
+    tried = np.array([preselection.fleet.index[device.worker] for device in searched.devices], dtype=np.intp)
+    usual_s = float(np.median(preselection.seconds[tried]))
+    among = f"not among the {len(tried)} of {len(preselection.fleet.devices)} workers that were tried"
+    inside = set(tried.tolist())
+    rates = preselection.fleet.effective_bps
+    between = np.minimum(rates[np.ix_(tried, tried)], rates[np.ix_(tried, tried)].T)
+    np.fill_diagonal(between, 0.0)
+    usual_bps = float(np.median(between.max(axis=1)))
+    found = []
+    for at, device in enumerate(preselection.fleet.devices):
+        if at in inside:
+            continue
+        alone_s = float(preselection.seconds[at])
+        best_bps = float(np.minimum(rates[at, tried], rates[tried, at]).max())
+        if alone_s > 1.01 * usual_s:
+            why = f"alone it takes {alone_s:.3g} s a micro-batch, half of those at most {usual_s:.3g} s"
+        elif best_bps < 0.99 * usual_bps:
+            why = (
+                f"its best link to them carries {best_bps / 1e6:.3g} Mbit/s, half of theirs at least "
+                f"{usual_bps / 1e6:.3g}"
+            )
+        else:
+            why = "it is about as good as they are, and they suffice"
+        found.append((device.worker, f"{among}: {why}"))
+    return tuple(found)
+
+
+def summarised(
+    reasons: Sequence[tuple[str, str]], beyond: int = 0, among: int = 0
+) -> tuple[tuple[str, str], ...]:
+    """The first ``LISTED`` reasons, one entry for all others, and one for the ``beyond`` workers of a huge
+    fleet of which only the best ``among`` were timed and probed."""
+    rest = len(reasons) - LISTED
+    found = tuple(reasons)
+    if rest > 1:
+        found = (*found[:LISTED], (f"{rest} more workers", "for reasons like these"))
+    if beyond:
+        why = f"slower, worse linked or not measured yet: a plan is made among the best {among}"
+        found = (*found, (f"{beyond} more workers", why))
+    return found
 
 
 def _reason(problem: Problem, best: Scored, device: int) -> str:

@@ -37,6 +37,8 @@ Order = tuple[int, ...]
 class Effort:
     """Bounds of the search, in counts."""
 
+    candidates: int = 64  # devices of a larger fleet that are searched (``preselect``), ...
+    few: int = 24  # ... and again, since no order of so few is too long for the thorough search
     exhaustive_devices: int = 5  # all subsets in all orders up to here (325 orders)
     coarse_positions: int = 48
     orders_kept: int = 16  # after the chain bound
@@ -163,7 +165,9 @@ class _OrderBounds:
                 now_largest, _ = extend(chain, row, largest, self.blocked, None)
                 now_total, _ = extend(chain, row, total, self.blocked, 1e18)
                 longer = (*order, d)
-                bound = now_total[-1] + (self.problem.n_micro - 1) * now_largest[-1]
+                bound = now_total[-1]
+                if self.problem.n_micro > 1:  # times an infinite maximum, 0 would be no number
+                    bound += (self.problem.n_micro - 1) * now_largest[-1]
                 if np.isfinite(bound):
                     found[longer] = float(bound)
                 if len(longer) < len(devices):
@@ -186,14 +190,23 @@ def _orders(
         best = sorted(known, key=lambda o: (known[o], o))[: 2 * effort.orders_kept]
         return [*best, *([whole] if whole in known and whole not in best else [])]
     if n > effort.dense_stages:
-        return _promising(problem, _windows(problem, by_group, wide=n > 200), positions, effort)
-    tried = {o: bounds.of(o) for o in _windows(problem, by_group, wide=False)}
+        return _promising(
+            problem,
+            [*_both_ways(problem.likely), *_windows(problem, by_group, wide=n > 200)],
+            positions,
+            effort,
+        )
+    tried = {o: bounds.of(o) for o in (*_both_ways(problem.likely), *_windows(problem, by_group, wide=False))}
     tried.update({(d,): bounds.of((d,)) for d in range(n)})
     starts = sorted(tried, key=lambda o: (tried[o], len(o), o))[:4]
     for start in starts:
         _improve_order(start, bounds, range(n), effort.order_moves)
     feasible = {o: b for o, b in bounds.known.items() if np.isfinite(b)}
     return _varied(sorted(feasible, key=lambda o: (feasible[o], o)), effort.orders_kept)
+
+
+def _both_ways(orders: Sequence[Order]) -> list[Order]:
+    return [way for order in orders for way in (order, order[::-1])]
 
 
 def _varied(ranked: Sequence[Order], most: int) -> list[Order]:

@@ -40,8 +40,9 @@ from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.costs.workload import Wire
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from coordinator.planning.explain import bottleneck
-from coordinator.planning.left_out import left_out
+from coordinator.planning.left_out import left_out, passed_over, summarised
 from coordinator.planning.op_fence import Effort, search
+from coordinator.planning.preselect import Preselection
 from coordinator.planning.problem import Candidate, Problem, Scored
 from coordinator.planning.ratios import check_compression
 from coordinator.planning.shortage import shortage
@@ -78,6 +79,10 @@ class PlanRequest:
     dag_hash: str = ""
     eval_dag_hash: str = ""
     wire: Wire | None = None  # None: the codecs that ``training.compress`` asks for
+    beyond: int = 0  # workers of the pool that are not in ``fleet``, as others were chosen
+
+
+_Found = tuple[Problem, Scored, str]  # the problem with what is recomputed decided, its best candidate, why
 
 
 def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
@@ -85,7 +90,7 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
 
     Raises NoWorkers, NotEnoughMemory (by how much and where), UsageError for unknown names.
     """
-    problem, best, why = _within_memory(_problem(request), request.partitioner, effort or Effort())
+    (problem, best, why), others = _searched(request, effort or Effort())
     plan = _bare_plan(problem, best, request)
     notes = [why] if why else []
     if problem.schedule is ScheduleName.ZERO_BUBBLE and best.schedule is not problem.schedule:
@@ -95,9 +100,47 @@ def make_plan(request: PlanRequest, effort: Effort | None = None) -> Plan:
         notes += [note] if note else []
     notes += _mixed_classes(problem, best)
     reasons = left_out(problem, best) if request.partitioner == "op_fence" else _unused(problem, best)
+    reasons = summarised([*reasons, *others], request.beyond, len(request.fleet.devices))
     plan = replace(plan, left_out=reasons, prediction=predict(problem, best, tuple(notes)))
     validate(plan, request.dag, request.training)
     return plan
+
+
+def _searched(request: PlanRequest, effort: Effort) -> tuple[_Found, tuple[tuple[str, str], ...]]:
+    """What ``_within_memory`` finds, and why which workers were not looked at.
+
+    ``op_fence`` searches a large fleet's likeliest devices, twice as many while memory does not suffice; and,
+    since it is thorough with few devices, the likeliest of these again.
+    """
+    fleet, most = request.fleet, effort.candidates
+    if request.partitioner != "op_fence" or len(fleet.devices) <= effort.few:
+        return _within_memory(_problem(request), request.partitioner, effort), ()
+    one = _problem(replace(request, fleet=fleet.subset([fleet.devices[0].worker])))
+    preselection = Preselection(fleet, one)
+    found: list[_Found] = []
+    while not found:
+        chosen = preselection.choose(most)
+        most = 2 * len(chosen.workers)
+        last = len(chosen.workers) == len(fleet.devices)
+        # The last word on memory is the full search's own.
+        problem = one.on(fleet.subset(chosen.workers), () if last else chosen.orders)
+        try:
+            found.append(_within_memory(problem, request.partitioner, effort))
+        except NotEnoughMemory:
+            if last:
+                raise
+    few = preselection.choose(effort.few)
+    if len(few.workers) <= effort.few:
+        problem = one.on(fleet.subset(few.workers), few.orders)
+        with suppress(NotEnoughMemory):
+            found.append(_within_memory(problem, request.partitioner, effort))
+    best, scored, why = min(found, key=lambda f: f[1].step_s)
+    tried = {*chosen.workers, *few.workers} if len(found) > 1 else set(chosen.workers)
+    whole = best.on(fleet.subset([d.worker for d in fleet.devices if d.worker in tried]))
+    place = [whole.fleet.index[device.worker] for device in best.fleet.devices]
+    devices = tuple(place[at] for at in scored.candidate.devices)
+    scored = replace(scored, candidate=replace(scored.candidate, devices=devices))
+    return (whole, scored, why), passed_over(preselection, whole.fleet)
 
 
 def _mixed_classes(problem: Problem, best: Scored) -> list[str]:

@@ -8,6 +8,7 @@ candidate.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -109,6 +110,7 @@ class Problem:
     wire: Wire = field(default_factory=Wire)
     compression: Compression = field(default_factory=lambda: Compression(OFF))
     recompute: Recompute = Recompute.OFF
+    likely: tuple[tuple[int, ...], ...] = ()  # orders of devices that the search begins with, beside its own
     _scores: dict[Candidate, Scored | None] = field(default_factory=dict)
     _specs: dict[Candidate, tuple[LinkSpec, ...]] = field(default_factory=dict)
 
@@ -117,8 +119,12 @@ class Problem:
         self.n_micro = self.training.n_micro
         self.traffic = Traffic(self.dag, self.training.optimizer, self.training.blocks)
         self.memory = MemoryModel(self.dag, self.training, self.traffic, self.recompute)
-        table = OpTable(self.dag, optimizer=self.training.optimizer)
-        costs = [table.costs(d, self.recompute) for d in self.fleet.devices]
+        self.table = OpTable(self.dag, optimizer=self.training.optimizer)
+        self._price()
+
+    def _price(self) -> None:
+        """Compute what depends on the fleet's devices."""
+        costs = [self.table.costs(d, self.recompute) for d in self.fleet.devices]
         self.forward = np.stack([prefix(c.forward_s) for c in costs])  # [devices, ops + 1]
         self.backward = np.stack([prefix(c.backward_s) for c in costs])
         self.weights = np.stack([prefix(c.weights_s) for c in costs])
@@ -292,6 +298,13 @@ class Problem:
             cap < self.n_micro and depth.in_flight >= cap
             for cap, depth in zip(caps, scored.depths, strict=True)
         )
+
+    def on(self, fleet: Fleet, likely: tuple[tuple[int, ...], ...] = ()) -> Problem:
+        """The same job on another fleet."""
+        found = copy(self)
+        found.fleet, found.likely, found._scores, found._specs = fleet, likely, {}, {}
+        found._price()
+        return found
 
     def recomputing(self, recompute: Recompute) -> Problem:
         """The same with this recomputed."""

@@ -19,8 +19,10 @@ __all__ = ["EXCHANGES", "exchange_facts", "make_rule"]
 
 
 def make_rule(exchange: Exchange) -> ExchangeRule:
-    """The rule that an Exchange names. Raises UsageError for an unknown one."""
+    """The rule that an Exchange names. Raises UsageError for an unknown one, PlanError for settings that it
+    does not have."""
     facts = exchange_facts(exchange.rule)
+    facts.check(exchange)
     rule: ExchangeRule = getattr(import_module(f"strategies.exchanges.{facts.module}"), facts.builder)(
         exchange
     )

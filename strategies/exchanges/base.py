@@ -122,6 +122,11 @@ class ExchangeRule(ABC):
         """State before round 0; ``own`` is the content at that moment, equal at all ranks for models."""
         return None
 
+    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
+        """State of a rank that joins a job under way, from another rank's ``state`` after the last round; as
+        at the start without what that rank alone needs (residuals). ``own`` is the newcomer's content."""
+        return self.init(flat, own)
+
     @abstractmethod
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         """What this rank brings to the round's first phase."""
@@ -179,6 +184,23 @@ def left_over(done: Exchanged) -> Tensor:
         left[start : start + vector.size] += vector.dense()
     weight = done.round.weight_of(done.rank)
     return left if weight == 1.0 else left / weight
+
+
+def picked(done: Exchanged) -> Tensor:
+    """Elements that sparse totals which hold this rank's contribution have a position for, bool [size]."""
+    found = torch.zeros(done.contribution.vector.size, dtype=torch.bool)
+    for piece in done.pieces:
+        if piece.total is not None and piece.total.positions is not None and done.rank in piece.included:
+            found[piece.segment.start + piece.total.positions] = True
+    return found
+
+
+def unpicked(done: Exchanged, wanted: Tensor) -> Tensor:
+    """``wanted`` [size], zero where both the sparse contribution and ``picked`` have it."""
+    sent = done.sent.positions
+    left = wanted.clone()
+    left[sent] = torch.where(picked(done)[sent], 0.0, left[sent])
+    return left
 
 
 def finite_or(error: Tensor, before: Tensor | None) -> Tensor | None:

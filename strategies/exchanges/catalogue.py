@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import log
 
-from atoll.errors import UsageError
+from atoll.errors import PlanError, UsageError
 from atoll.exchange import Content, Exchange, Partners, Pattern
+from atoll.opdag import TensorMeta
+from compressors.catalogue import codec
+from compressors.contrib.ranks import acp_bytes, powersgd_bytes
+from compressors.contrib.sizes import chunk_size, dct_blocks, dct_kept
+from compressors.sparse_sizes import random_k_of, vector_bytes, vector_kept
 
 Shapes = Sequence[tuple[int, ...]]
 """Shapes of the exchanged tensors, in the order in which they follow each other."""
@@ -36,6 +42,22 @@ class ExchangeFacts:
     together: bool = False  # a round counts for all of a group or for none
     phases: int = 1  # collectives a round, at most
     everybody_every: int = 0  # rounds of groups, of which the last is everybody's; 0: never
+    check: Callable[[Exchange], None] = lambda exchange: None  # raises PlanError for settings not meant
+    efficiencies: tuple[tuple[int, float], ...] = ()  # (steps between rounds, ...), ascending; see below
+
+    def efficiency_at(self, every: int) -> float:
+        """Tokens that an exact way needs to the same held-out loss, over those that this rule needs with a
+        round every ``every`` steps: measured by benchmarks/local_steps.py on the demo's text, interpolated in
+        the logarithm, held constant outside; 1 for an exact rule and where nothing was measured."""
+        if not self.efficiencies:
+            return 1.0
+        below = [at for at in self.efficiencies if at[0] <= every] or [self.efficiencies[0]]
+        above = [at for at in self.efficiencies if at[0] >= every] or [self.efficiencies[-1]]
+        (low, at_low), (high, at_high) = below[-1], above[0]
+        if low == high:
+            return at_low
+        share = (log(every) - log(low)) / (log(high) - log(low))
+        return at_low + share * (at_high - at_low)
 
 
 def elements_of(shapes: Shapes) -> int:
@@ -54,6 +76,56 @@ def dense_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     return 4.0 * elements_of(shapes) * 2.0 * (ranks - 1) / ranks
 
 
+def factor_volume(bytes_of: Callable[[TensorMeta, float], float]) -> Volume:
+    """2 (R - 1) / R of what ``bytes_of`` says of each tensor at the exchange's ratio."""
+
+    def volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+        once = sum(bytes_of(TensorMeta(tuple(shape), "float32"), exchange.ratio) for shape in shapes)
+        return once * 2.0 * (ranks - 1) / ranks
+
+    return volume
+
+
+def coded_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of one fragment through the exchange's codec."""
+    meta = TensorMeta((elements_of(shapes) // exchange.fragments,), "float32")
+    return codec(exchange.codec).size(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def no_codec(exchange: Exchange) -> None:
+    """Refuse a codec where the rule itself decides how values travel."""
+    if exchange.codec != "none":
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it has its own; set its ratio alone"
+        )
+
+
+def dense_codec(exchange: Exchange) -> None:
+    """Refuse codecs that keep a state from tensor to tensor, or some elements alone."""
+    facts = codec(exchange.codec)
+    if facts.stateful or facts.size_on is not None:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with codec {exchange.codec!r}: it takes dense codecs without state "
+            "(none, fp16, int8_block, int4_block, ...)"
+        )
+
+
+def at_once(exchange: Exchange) -> None:
+    """Refuse fragments and delays too."""
+    dense_codec(exchange)
+    if exchange.fragments > 1 or exchange.delay:
+        raise PlanError(
+            f"exchange {exchange.rule!r} with {exchange.fragments} fragments and a delay of {exchange.delay} "
+            "steps: it takes the model at once; 'streaming_diloco' has both"
+        )
+
+
+def own_codec_at_once(exchange: Exchange) -> None:
+    """Refuse codecs, fragments and delays."""
+    no_codec(exchange)
+    at_once(exchange)
+
+
 def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """Values at the mask, to one peer."""
     return 4.0 * max(1, int(elements_of(shapes) / exchange.ratio))
@@ -62,6 +134,39 @@ def masked_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
 def byte_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
     """A byte an element, to one reader."""
     return float(elements_of(shapes))
+
+
+def random_k_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of the values that are drawn."""
+    meta = TensorMeta((elements_of(shapes),), "float32")
+    return 4.0 * random_k_of(meta, exchange.ratio) * 2.0 * (ranks - 1) / ranks
+
+
+def tree_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """Of the root, which sends k pairs down ceil(log2 R) times; the others send less."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * (ranks - 1).bit_length()
+
+
+def region_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """2 (R - 1) / R of k pairs."""
+    elements = elements_of(shapes)
+    return vector_bytes(vector_kept(elements, exchange.ratio), elements) * 2.0 * (ranks - 1) / ranks
+
+
+def demo_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """(R - 1) / R of a rank's pairs and of all that have a mean, positions taken to be independent."""
+    metas = [TensorMeta(tuple(shape), "float32") for shape in shapes]
+    blocks = [dct_blocks(meta).coefficients for meta in metas]
+    kept = sum(b.shape[0] * dct_kept(meta, exchange.ratio) for b, meta in zip(blocks, metas, strict=True))
+    elements = sum(block.elements for block in blocks)
+    union = round(elements * (1.0 - (1.0 - kept / elements) ** ranks))
+    return (vector_bytes(kept, elements) + vector_bytes(union, elements)) * (ranks - 1) / ranks
+
+
+def chunk_volume(shapes: Shapes, exchange: Exchange, ranks: int) -> float:
+    """A rank's coded chunks, to each other one."""
+    return chunk_size(TensorMeta((elements_of(shapes),), "float32"), exchange.ratio) * (ranks - 1)
 
 
 EXCHANGES: dict[str, ExchangeFacts] = {
@@ -90,6 +195,71 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="powersgd",
+            summary="mean of gradients as two factors of low rank, one averaged after the other",
+            module="powersgd",
+            builder="PowerSgd",
+            source="papers/compression.md 4 (PowerSGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(powersgd_bytes),
+            together=True,
+            phases=2,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="acp_sgd",
+            summary="mean of gradients as one factor of low rank a round, the sides alternating",
+            module="acp_sgd",
+            builder="AcpSgd",
+            source="papers/compression.md 4 (ACP-SGD)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=factor_volume(acp_bytes),
+            together=True,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="diloco",
+            summary="many local steps, then an outer Nesterov step along the mean change",
+            module="diloco",
+            builder="DiLoCo",
+            source="papers/decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            check=at_once,
+        ),
+        ExchangeFacts(
+            name="streaming_diloco",
+            summary="DiLoCo a fragment at a time, used some steps later: lower peaks, no waiting",
+            module="streaming_diloco",
+            builder="StreamingDiLoCo",
+            source="papers/decentralized.md 8.5",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=coded_volume,
+            alike=False,
+            check=dense_codec,
+        ),
+        ExchangeFacts(
+            name="sparseloco",
+            summary="many local steps, then the mean of the largest changes of chunks; the rest decays",
+            module="sparseloco",
+            builder="SparseLoCo",
+            source="papers/peers.md 7.5 (SparseLoCo), decentralized.md 8.4",
+            content=Content.DELTA,
+            partners=Partners.ALL,
+            pattern=Pattern.GATHERED,
+            volume=chunk_volume,
+            together=True,
+            check=own_codec_at_once,
         ),
         ExchangeFacts(
             name="saps",
@@ -138,6 +308,56 @@ EXCHANGES: dict[str, ExchangeFacts] = {
             partners=Partners.ALL,
             pattern=Pattern.OWNERS,
             volume=dense_volume,
+        ),
+        ExchangeFacts(
+            name="random_k",
+            summary="gradients at positions drawn from the seed, one in ``ratio``; no position travels",
+            module="random_k",
+            builder="RandomK",
+            source="papers/compression.md 3 (random-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=random_k_volume,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="gtopk",
+            summary="the k largest elements of the sum of all top-k's, merged along a binomial tree",
+            module="gtopk",
+            builder="GTopK",
+            source="papers/compression.md 3 (gTop-k)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.TREE,
+            volume=tree_volume,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="ok_topk",
+            summary="about the k largest elements of the sum, by re-used thresholds and balanced regions",
+            module="ok_topk",
+            builder="OkTopK",
+            source="papers/compression.md 3 (Ok-Topk)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=region_volume,
+            together=True,
+            phases=2,
+            check=no_codec,
+        ),
+        ExchangeFacts(
+            name="demo",
+            summary="signs of the mean of the momenta's largest cosine coefficients, for plain SGD",
+            module="demo",
+            builder="Demo",
+            source="papers/decentralized.md 8.6 (DeMo)",
+            content=Content.GRADIENT,
+            partners=Partners.ALL,
+            pattern=Pattern.OWNERS,
+            volume=demo_volume,
+            check=no_codec,
         ),
     )
 }

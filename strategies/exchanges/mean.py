@@ -62,13 +62,13 @@ class Mean(ExchangeRule):
     def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
         wanted = own if state is None else own + state
         codec, total_codec = self.codecs()
-        return Contribution(dense(weighted(wanted, at.weight_of(rank))), codec, total_codec)
+        return Contribution(dense(weighted(wanted, at.weight_of(rank))), codec, total_codec, carry=wanted)
 
     def settle(self, done: Exchanged) -> Settled | Contribution:
         return Settled(average(done).values, finite_or(left_over(done), done.state))
 
     def undelivered(self, contribution: Contribution, state: State) -> State:
-        return finite_or(contribution.vector.dense(), state)
+        return finite_or(contribution.carry, state)
 
 
 def part_and_total(codec: str, ratio: float) -> tuple[Compressor, Compressor]:

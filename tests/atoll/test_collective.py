@@ -18,6 +18,7 @@ from atoll.collective import (
     butterfly_groups,
     cut,
     even_shares,
+    gathered,
     owner_shares,
     owner_time_s,
     owners,
@@ -73,13 +74,21 @@ def test_a_tree_takes_log2_hops_and_one_copy(ranks: int) -> None:
         assert len(copies) == (rank > 0)
 
 
+def test_all_of_a_group_hold_all_of_it() -> None:
+    groups = gathered([(4, 1, 0), (2, 3)], 8)
+    held = [groups.expected(rank, 0) for rank in range(5)]
+    assert held == [{0, 1, 4}, {0, 1, 4}, {2, 3}, {2, 3}, {0, 1, 4}]
+    assert [action.to for action in groups.actions[1] if isinstance(action, Send)] == [4, 0]
+    assert groups.actions[1][-1] == Add(0, (0, 1, 4))
+
+
 def test_pairs_and_readers_hold_two() -> None:
     pairs = pairwise_sums([(3, 1), (0, 2)], 8)
     assert [pairs.expected(rank, 0) for rank in range(4)] == [{0, 2}, {1, 3}, {0, 2}, {1, 3}]
     readers = published({0: 1, 1: 2}, 8)
     assert [readers.expected(rank, 0) for rank in range(3)] == [{0, 1}, {1, 2}, frozenset()]
     assert readers.results(2) == ()
-    with pytest.raises(UsageError, match="two pairs"):
+    with pytest.raises(UsageError, match="two groups"):
         pairwise_sums([(0, 1), (1, 2)], 8)
 
 

@@ -2,160 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from atoll.dataset_spec import DataSpec
-from atoll.job import JobSpec, Optimizer, OptimizerName, TrainingSpec
-from atoll.microbatch import ScheduleName
+from atoll.job import Optimizer, OptimizerName
 from atoll.plan import LinkPrediction, LinkSpec, Plan, Prediction, StagePrediction, StageSpec, one_replica
-from coordinator.config import CoordinatorConfig, Liveness, Probing
+from coordinator.config import Liveness, Probing
 from coordinator.membership import member
 from coordinator.membership.roster import Roster, refusal
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
-from coordinator.messages.facts import Fact, Ledger, Record, from_record, to_record
-from coordinator.shell import scheduler_for
-
-HASH = "ab" * 32
-OPS = {"sig1": 10**6, "sig2": 10**6}
-
-
-def introduction(name: str, incarnation: int = 1, memory: int = 2**30) -> ev.Introduction:
-    return ev.Introduction(
-        name, incarnation, "cpu", "model", 1, memory, memory, addresses=(("10.0.0.1", 4000),)
-    )
-
-
-def spec(name: str = "job", **changes: Any) -> JobSpec:
-    training = TrainingSpec(**{"steps": 3, "n_micro": 2, **changes})
-    return JobSpec(name, training, HASH, "", {"w0": HASH, "w1": HASH}, DataSpec((), 8, 1), None)
-
-
-@dataclass
-class World:
-    """A scheduler, a clock, and workers that answer probes at once; work is answered by the test."""
-
-    config: CoordinatorConfig = field(default_factory=lambda: CoordinatorConfig(state_dir=Path("/nowhere")))
-    ledger: Ledger = field(default_factory=Ledger)
-    now_s: float = 100.0
-    sent: list[tuple[str, do.Message]] = field(default_factory=list)
-    facts: list[Fact] = field(default_factory=list)
-    other: list[do.Instruction] = field(default_factory=list)
-    sessions: dict[str, int] = field(default_factory=dict)
-    bandwidth_bps: float = 1e9
-    silent: set[str] = field(default_factory=set)
-    planner: bool = True
-    altered: Callable[[Plan, do.MakePlan], Plan] = lambda plan, request: plan  # what the planner makes
-
-    def __post_init__(self) -> None:
-        self.scheduler = scheduler_for(self.config, self.ledger, self.now_s)
-
-    def handle(self, event: ev.Event) -> list[do.Instruction]:
-        """Handle an event and everything that follows from it at once."""
-        first = self.scheduler.handle(event, self.now_s)
-        pending = list(first)
-        while pending:
-            instruction = pending.pop(0)
-            for reply in self.carry_out(instruction):
-                pending += self.scheduler.handle(reply, self.now_s)
-        return first
-
-    def carry_out(self, instruction: do.Instruction) -> list[ev.Event]:
-        match instruction:
-            case do.Journal(fact):
-                self.facts.append(fact)
-            case do.SendTo(worker, do.ProbeOps(request, _, signatures, _)):
-                timings = dict.fromkeys(signatures, (0.001, 0.002))
-                return self.arrives(worker, ev.OpsProbed(request, timings))
-            case do.SendTo(worker, do.ProbeLink(request, peer)):
-                return self.arrives(worker, ev.LinkProbed(request, peer, 1e-3, self.bandwidth_bps))
-            case do.SendTo(worker, message):
-                self.sent.append((worker, message))
-            case do.ReadJob(job, _):
-                return [ev.JobRead(job, OPS)]
-            case do.MakePlan() if self.planner:
-                return [self.plan(instruction)]
-            case _:
-                self.other.append(instruction)
-        return []
-
-    def arrives(self, worker: str, message: ev.PeerMessage) -> list[ev.Event]:
-        if worker in self.silent:
-            return []
-        return [ev.Arrived(worker, self.sessions[worker], message)]
-
-    def plan(self, request: do.MakePlan) -> ev.Event:
-        """Two stages on the first two devices."""
-        workers = [device.worker for device in request.fleet.devices]
-        if len(workers) < 2:
-            return ev.PlanFailed(request.job, request.attempt, "stage 1 lacks 3.0 GiB")
-        stages = tuple(StageSpec(i, i + 1, 0, 0, workers[i], 1) for i in range(2))
-        plan = Plan(
-            request.job, request.version, HASH, "", "even", ScheduleName.GPIPE, 2, one_replica(2, stages)
-        )
-        return ev.PlanMade(request.job, request.attempt, self.altered(plan, request))
-
-    def join(self, *workers: str, incarnation: int = 1) -> None:
-        for worker in workers:
-            self.sessions[worker] = self.sessions.get(worker, 0) + 1
-            self.handle(ev.SessionOpened(worker, self.sessions[worker], introduction(worker, incarnation)))
-
-    def says(self, worker: str, message: ev.PeerMessage) -> None:
-        self.handle(ev.Arrived(worker, self.sessions[worker], message))
-
-    def wait(self, seconds: float, alive: tuple[str, ...] = ()) -> None:
-        """Let time pass in ticks; ``alive`` workers send heartbeats."""
-        until = self.now_s + seconds
-        while self.now_s < until:
-            self.now_s += 0.25
-            for worker in alive:
-                self.says(worker, ev.Heartbeat(self.now_s, "", 0, 0, 0, 0))
-            self.handle(ev.Tick())
-
-    def submit(self, job: str = "job-1", what: JobSpec | None = None) -> None:
-        self.handle(ev.Submitted(job, "", what or spec(), OPS))
-
-    def state(self, job: str = "job-1") -> jobs.JobState:
-        return self.scheduler.jobs[job]
-
-    def load(self, job: str = "job-1") -> None:
-        for worker in self.holders(job):
-            self.says(worker, ev.Loaded(job, self.state(job).version))
-
-    def holders(self, job: str = "job-1") -> list[str]:
-        plan = self.state(job).plan
-        assert plan is not None
-        return [stage.worker for stage in plan.stages]
-
-    def ready(self, worker: str, job: str = "job-1", **changes: Any) -> None:
-        state = self.state(job)
-        loss = 1.0 if worker == self.holders(job)[-1] else None
-        self.says(worker, replace(ev.StepReady(job, state.version, state.step, loss), **changes))
-
-    def step(self, job: str = "job-1") -> None:
-        for worker in self.holders(job):
-            self.ready(worker, job)
-
-    def training(self) -> World:
-        self.join("a", "b", "c")
-        self.submit()
-        self.load()
-        assert self.state().phase is jobs.Phase.TRAINING
-        return self
-
-    def messages(self, kind: type) -> list[tuple[str, Any]]:
-        return [(worker, m) for worker, m in self.sent if isinstance(m, kind)]
+from tests.sim.scripted import HASH, Scripted, spec
+from tests.sim.worker import introduction
 
 
 def test_a_job_is_measured_planned_assigned_and_trained() -> None:
-    world = World().training()
+    world = Scripted().training()
     assert [w for w, _ in world.messages(do.Assign)] == ["a", "b"]
     world.step()
     assert [(w, m.step) for w, m in world.messages(do.StepCommit)] == [("a", 0), ("b", 0)]
@@ -163,37 +28,37 @@ def test_a_job_is_measured_planned_assigned_and_trained() -> None:
 
 
 def test_every_pair_is_probed_once_in_each_direction() -> None:
-    world = World()
+    world = Scripted()
     world.join("a", "b", "c")
     assert len(world.scheduler.roster.links.solo_bps) == 6
 
 
 def test_the_other_end_of_a_probe_is_told_before_it() -> None:
-    world = World()
+    world = Scripted()
     world.join("a", "b")
     assert {(w, m.peer) for w, m in world.messages(do.ExpectPeer)} == {("a", "b"), ("b", "a")}
 
 
 def test_without_workers_a_job_waits_and_says_how_to_help() -> None:
-    world = World()
+    world = Scripted()
     world.submit()
     assert world.state().phase is jobs.Phase.QUEUED
     assert "atoll-worker join" in world.state().reason
 
 
 def test_a_fleet_that_does_not_suffice_is_named_and_tried_again_when_it_grows() -> None:
-    world = World()
+    world = Scripted()
     world.join("a")
     world.submit()
-    assert "stage 1 lacks 3.0 GiB" in world.state().reason
-    world.wait(1.0, ("a",))
+    assert "stage 1 lacks a worker" in world.state().reason
+    world.wait(1.0)
     assert world.state().phase is jobs.Phase.QUEUED
     world.join("b")
     assert world.state().phase is jobs.Phase.LOADING
 
 
 def test_a_second_job_waits_for_the_first_and_follows_it() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.submit("job-2")
     assert world.state("job-2").phase is jobs.Phase.QUEUED
     assert world.state("job-2").reason.startswith("waits for job-1")
@@ -202,54 +67,56 @@ def test_a_second_job_waits_for_the_first_and_follows_it() -> None:
 
 
 def test_a_dead_worker_pauses_its_job_which_goes_on_with_the_others() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.step()
-    world.handle(ev.SessionClosed("b", world.sessions["b"]))
-    world.wait(0.5, ("a", "c"))
+    world.lose("b")
+    world.wait(0.5)
     state = world.state()
     assert (state.phase, state.version, state.step) == (jobs.Phase.LOADING, 2, 0)
     assert world.holders() == ["a", "c"]
-    assert (
-        "a",
-        do.Release("job-1", 1, "b is lost: connection lost and not back within 0.5 s"),
-    ) in world.sent
+    why = "b is lost: connection lost and not back within 0.5 s"
+    assert world.to("a", do.Release) == [do.Release("job-1", 1, why)]
 
 
 def test_a_frozen_worker_is_dead_after_two_seconds_and_its_session_is_closed() -> None:
-    world = World().training()
-    world.wait(2.5, ("a", "c"))
+    world = Scripted().training()
+    world.silent = {"b"}
+    world.wait(2.5)
     assert world.scheduler.roster.workers["b"].member.phase is member.Phase.DEAD
-    assert any(isinstance(i, do.CloseSession) and i.worker == "b" for i in world.other)
+    assert [i.worker for i in world.all(do.CloseSession)] == ["b"]
     assert world.holders() == ["a", "c"]
 
 
 def test_our_own_stall_kills_nobody() -> None:
-    world = World().training()
-    world.wait(0.5, ("a", "b", "c"))
-    world.now_s += 30.0
-    world.handle(ev.Tick())
+    world = Scripted().training()
+    world.wait(0.5)
+    world.silent = {"a", "b", "c"}
+    world.freeze()
+    world.wait(30.0)
+    world.thaw()
+    world.settle()
     assert world.state().phase is jobs.Phase.TRAINING
 
 
 def test_a_worker_that_reconnects_at_once_keeps_its_stage_and_hears_the_commit_again() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.step()
-    world.handle(ev.SessionClosed("b", world.sessions["b"]))
-    world.sent.clear()
+    world.lose("b")
+    world.done.clear()
     world.join("b")
     assert [(w, m.step) for w, m in world.messages(do.StepCommit)] == [("b", 0)]
     assert world.state().phase is jobs.Phase.TRAINING
 
 
 def test_a_restarted_process_does_not_inherit_its_ghosts_stage() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.join("b", incarnation=2)
     assert world.state().version == 2
     assert world.scheduler.roster.workers["b"].member.incarnation == 2
 
 
 def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
-    world = World().training()
+    world = Scripted().training()
     before = world.state()
     world.handle(ev.Arrived("a", 99, ev.StepReady("job-1", 1, 0, 1.0)))
     world.handle(ev.Arrived("nobody", 1, ev.StepReady("job-1", 1, 0, 1.0)))
@@ -270,8 +137,8 @@ def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
 def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
     changes: dict[str, Any], words: str
 ) -> None:
-    world = World().training()
-    world.now_s += 0.1
+    world = Scripted().training()
+    world.settle(0.1)
     world.ready("a", **changes)
     worker = world.scheduler.roster.workers["a"]
     assert words in worker.quarantined
@@ -281,25 +148,23 @@ def test_impossible_figures_set_a_worker_aside_and_the_run_goes_on(
 
 
 def test_a_worker_that_lets_go_of_its_stage_is_noticed_by_its_heartbeat() -> None:
-    world = World().training()
+    world = Scripted().training()
     version = world.state().version
     for job in ("job-1", "job-1", "another"):
-        world.says("a", ev.Heartbeat(world.now_s, job, version, 0, 0, 0))
+        world.says("a", ev.Heartbeat(world.clock.now_s, job, version, 0, 0, 0))
     assert world.state().version == version + 1
-    assert "let go" in next(
-        i.fields["reason"] for i in world.other if isinstance(i, do.Log) and "let go" in str(i.fields)
-    )
+    assert any("let go" in i.fields.get("reason", "") for i in world.all(do.Log))
     # What it held before it was given the next plan's stage says nothing.
-    world.says("a", ev.Heartbeat(world.now_s, "", 0, 0, 0, 0))
+    world.says("a", ev.Heartbeat(world.clock.now_s, "", 0, 0, 0, 0))
     assert world.state().version == version + 1
 
 
 def test_a_report_that_is_repeated_in_a_later_step_is_not_judged_by_that_one() -> None:
-    world = World().training()
-    world.now_s += 1.0
+    world = Scripted().training()
+    world.settle(1.0)
     for worker in world.holders():
         world.ready(worker, forward_s=0.4, backward_s=0.5)
-    world.now_s += 0.1
+    world.settle(0.1)
     state = world.state()
     world.says("a", ev.StepReady("job-1", state.version, 0, None, forward_s=0.4, backward_s=0.5))
     assert world.scheduler.roster.workers["a"].quarantined == ""
@@ -331,40 +196,41 @@ def test_busy_seconds_may_be_more_than_the_step_by_what_a_quota_lends() -> None:
 
 
 def test_a_probe_faster_than_any_network_sets_its_worker_aside() -> None:
-    world = World(bandwidth_bps=1e15)
+    world = Scripted(bandwidth_bps=1e15)
     world.join("a", "b")
     assert "bit/s" in world.scheduler.roster.workers["a"].quarantined
 
 
 def test_a_worker_that_never_answers_a_probe_does_not_hold_up_the_fleet() -> None:
-    world = World(silent={"c"})
+    world = Scripted(silent={"c"})
     world.join("a", "b", "c")
     world.submit()
-    world.wait(800.0, ("a", "b"))
+    world.wait(800.0)
     assert world.holders() == ["a", "b"]
 
 
 def test_a_leaving_worker_gives_up_its_stage_at_once() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.says("a", ev.Leaving("good night"))
     assert world.scheduler.roster.workers["a"].member.phase is member.Phase.LEFT
     assert world.holders() == ["b", "c"]
 
 
 def test_a_kicked_worker_is_dismissed_and_replaced() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.handle(ev.KickAsked("b", "wrong results", True))
-    assert ("b", do.Dismiss("wrong results", True)) in world.sent
+    assert world.to("b", do.Dismiss) == [do.Dismiss("wrong results", True)]
     assert world.holders() == ["a", "c"]
 
 
 def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late() -> None:
-    world = World().training()
+    world = Scripted().training()
+    world.silent = {"a"}
     for _ in range(16):
         world.handle(ev.Uploading("a"))
-        world.wait(0.25, ("b", "c"))
+        world.wait(0.25)
     assert world.state().phase is jobs.Phase.TRAINING
-    world.wait(2.25, ("b", "c"))  # nothing comes any more
+    world.wait(2.25)  # nothing comes any more
     assert "silent for 2" in world.scheduler.roster.workers["a"].member.reason
     assert world.state().version == 2
     world.handle(ev.Uploading("a"))  # what was still under way does not bring it back
@@ -373,15 +239,15 @@ def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late(
 
 
 def test_a_lost_peer_is_not_planned_with_before_its_fate_is_known() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.says("a", ev.StageFailed("job-1", 1, 0, "link broke", lost_peer="b"))
     assert world.state().phase is jobs.Phase.PAUSED
-    world.wait(2.75, ("a", "b", "c"))
+    world.wait(2.75)
     assert world.state().version == 2
 
 
 def test_a_full_disk_pauses_jobs_with_the_reason_and_ends_by_itself() -> None:
-    world = World().training()
+    world = Scripted().training()
     world.handle(ev.StorageFailed("the disk under /state is full"))
     assert world.state().phase is jobs.Phase.PAUSED
     assert "is full" in world.state().reason
@@ -389,71 +255,55 @@ def test_a_full_disk_pauses_jobs_with_the_reason_and_ends_by_itself() -> None:
     assert world.state().phase is jobs.Phase.LOADING
 
 
-def store(world: World, step: int) -> None:
+def store(world: Scripted, step: int) -> None:
     for at, worker in enumerate(world.holders()):
         blob = f"{step}{at}" * 32
         world.says(worker, ev.StateStored("job-1", world.state().version, step, {f"w{at}": blob}))
 
 
 def test_the_ledger_is_the_fold_of_the_journal() -> None:
-    world = World()
-    world.join("a", "b", "c")
-    world.submit(what=spec(checkpoint_every=1))
-    world.load()
+    world = Scripted().training("a", "b", "c", checkpoint_every=1)
     for at in range(2):
         world.step()
         store(world, at)
-    replayed = Ledger()
-    for fact in world.facts:
-        record = to_record(fact, 1.0)
-        # Through JSON, as the journal does it.
-        back = from_record(Record(record.kind, record.at_s, json.loads(json.dumps(record.payload))))
-        assert back == fact
-        replayed.apply(back)
-    assert replayed == world.ledger
+    replayed = world.folder.fold()
+    assert replayed == world.scheduler.ledger
     assert replayed.jobs["job-1"].last_checkpoint.step == 2
 
 
 def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkpoint() -> None:
-    world = World()
-    world.join("a", "b")
-    world.submit(what=spec(checkpoint_every=1))
-    world.load()
+    world = Scripted().training("a", "b", checkpoint_every=1)
     world.step()
     store(world, 0)
     world.step()
-    again = World(ledger=world.ledger, now_s=500.0)
-    assert again.state().phase is jobs.Phase.PAUSED
-    again.join("c", "b")
-    again.wait(0.5, ("b", "c"))
-    assert again.state().phase is jobs.Phase.PAUSED
-    again.join("a")
-    again.wait(0.5, ("a", "b", "c"))
-    state = again.state()
+    world.restart()
+    assert world.state().phase is jobs.Phase.PAUSED
+    world.join("c", "b")
+    world.wait(0.5)
+    assert world.state().phase is jobs.Phase.PAUSED
+    world.join("a")
+    world.wait(0.5)
+    state = world.state()
     assert (state.phase, state.version, state.step) == (jobs.Phase.LOADING, 2, 1)
 
 
 def test_a_worker_that_still_holds_a_stage_is_released_before_it_is_measured() -> None:
-    world = World().training()
-    again = World(ledger=world.ledger, now_s=500.0)
-    again.join("a", "b")
-    first = next(type(m) for w, m in again.sent if w == "b")
-    assert first is do.Release
+    world = Scripted().training()
+    world.restart()
+    world.join("a", "b")
+    assert type(world.to("b", object)[0]) is do.Release
 
 
 def test_after_a_restart_missing_workers_are_not_waited_for_forever() -> None:
-    world = World().training()
-    again = World(ledger=world.ledger, now_s=500.0)
-    again.join("b", "c")
-    again.wait(16.0, ("b", "c"))
-    assert again.holders() == ["b", "c"]
+    world = Scripted().training()
+    world.restart()
+    world.join("b", "c")
+    world.wait(16.0)
+    assert world.holders() == ["b", "c"]
 
 
 def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
-    world = World()
-    world.join("a", "b")
-    world.submit(what=spec(steps=1))
-    world.load()
+    world = Scripted().training("a", "b", steps=1)
     world.step()
     store(world, 0)
     assert world.state().phase is jobs.Phase.FINISHED
@@ -468,7 +318,7 @@ def test_resuming_takes_the_last_checkpoint_and_more_steps() -> None:
 
 
 def test_a_job_does_not_go_on_with_another_optimizer_or_other_tensors() -> None:
-    world = World()
+    world = Scripted()
     world.submit(what=spec(steps=1))
     more = replace(spec(steps=3), resume_of="job-1")
     other = replace(more, training=replace(more.training, optimizer=Optimizer(OptimizerName.SGD)))
@@ -481,42 +331,31 @@ def test_a_job_does_not_go_on_with_another_optimizer_or_other_tensors() -> None:
 
 
 def test_a_question_about_a_plan_starts_nothing() -> None:
-    world = World(planner=False)
+    world = Scripted()
     world.join("a", "b")
-    world.handle(ev.PlanAsked("inquiry-1", spec(), OPS))
-    asked = [i for i in world.other if isinstance(i, do.MakePlan)]
+    world.handle(ev.PlanAsked("inquiry-1", spec(), {"sig1": 10**6, "sig2": 10**6}))
+    asked = world.all(do.MakePlan)
     assert [(i.job, len(i.fleet.devices)) for i in asked] == [("inquiry-1", 2)]
     assert asked[0].fleet.devices[0].timings == {"sig1": (1e-3, 2e-3), "sig2": (1e-3, 2e-3)}
     assert world.messages(do.Assign) == []
 
 
-def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
+class Islands(Scripted):
     """Inside 200 Mbit/s, across 8 Mbit/s, which two flows at once halve."""
-    world = World()
-    flows: list[tuple[str, do.ProbeLink]] = []
-    plain = world.carry_out
 
-    def carry_out(instruction: do.Instruction) -> list[ev.Event]:
-        match instruction:
-            case do.SendTo(worker, do.ProbeLink() as probe):
-                flows.append((worker, probe))
-                return answer()
-            case _:
-                return plain(instruction)
-
-    def answer() -> list[ev.Event]:
-        open_flows = [f for f in flows if f[1].request in world.scheduler.roster.links.flows]
-        if len(open_flows) < len(world.scheduler.roster.links.flows):
-            return []
-        replies: list[ev.Event] = []
+    def probed(self, worker: str, probe: do.ProbeLink) -> None:
+        flows = self.scheduler.roster.links.flows
+        open_flows = [f for f in self.messages(do.ProbeLink) if f[1].request in flows]
+        if len(open_flows) < len(flows):
+            return
         across = [f for f in open_flows if f[0][0] != f[1].peer[0]]
-        for worker, probe in open_flows:
-            far = (worker, probe) in across
-            rate, rtt_s = (8e6 / len(across), 0.08) if far else (200e6, 0.01)
-            replies += world.arrives(worker, ev.LinkProbed(probe.request, probe.peer, rtt_s, rate))
-        return replies
+        for flow in open_flows:
+            rate, rtt_s = (8e6 / len(across), 0.08) if flow in across else (200e6, 0.01)
+            self.streams[flow[0]].send(1, ev.LinkProbed(flow[1].request, flow[1].peer, rtt_s, rate))
 
-    world.carry_out = carry_out  # type: ignore[method-assign]
+
+def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
+    world = Islands()
     world.join("x1", "y1", "x2", "y2")
     roster = world.scheduler.roster
     uplinks = roster.links.uplinks(dict.fromkeys(roster.workers, ""))
@@ -526,7 +365,6 @@ def test_two_islands_behind_one_slow_line_show_their_shared_uplink() -> None:
 
 def test_what_steps_take_refines_a_worker_s_scale_and_settles() -> None:
     """Every step takes twice what the plan said: the scale becomes 2 and stays there."""
-    world = World()
 
     def altered(plan: Plan, request: do.MakePlan) -> Plan:
         stages = tuple(
@@ -535,12 +373,9 @@ def test_what_steps_take_refines_a_worker_s_scale_and_settles() -> None:
         prediction = Prediction(2.0, 1.0, "stage 0", "it computes", stages)
         return replace(plan, prediction=prediction)
 
-    world.altered = altered
-    world.join("a", "b")
-    world.submit(what=spec(steps=40))
-    world.load()
+    world = Scripted(altered=altered).training("a", "b", steps=40)
     for _ in range(30):
-        world.now_s += 3.0
+        world.wait(3.0)
         for worker in world.holders():
             world.ready(worker, forward_s=0.6, backward_s=1.3, optimizer_s=0.1)
     roster = world.scheduler.roster
@@ -550,14 +385,13 @@ def test_what_steps_take_refines_a_worker_s_scale_and_settles() -> None:
 
 def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None:
     """Two homes that accept no connections may hold stages of one job that are no neighbours."""
-    world = World()
 
     def altered(plan: Plan, request: do.MakePlan) -> Plan:
         stages = tuple(StageSpec(i, i + 1, 0, 0, d.worker, 1) for i, d in enumerate(request.fleet.devices))
         links = tuple(LinkSpec(*pair) for pair in ((0, 1), (1, 0), (1, 2), (2, 1)))
         return replace(plan, replicas=one_replica(2, stages, links))
 
-    world.altered = altered
+    world = Scripted(altered=altered)
     world.join("a", "b", "c")
     world.submit()
     told = {w: [peer.worker for peer in m.peers] for w, m in world.messages(do.Assign)}
@@ -566,19 +400,15 @@ def test_a_stage_is_told_only_of_stages_that_it_exchanges_tensors_with() -> None
 
 def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
     """Its few views take twelve times what was predicted: all overhead."""
-    world = World()
 
     def altered(plan: Plan, request: do.MakePlan) -> Plan:
         stages = (StagePrediction("a", 0.01, 0.1, 1, 2), StagePrediction("b", 1.0, 0.9, 1, 2))
         prediction = Prediction(2.0, 1.0, "stage 1", "it computes", stages)
         return replace(plan, prediction=prediction)
 
-    world.altered = altered
-    world.join("a", "b")
-    world.submit(what=spec(steps=10))
-    world.load()
+    world = Scripted(altered=altered).training("a", "b", steps=10)
     for _ in range(5):
-        world.now_s += 3.0
+        world.wait(3.0)
         world.ready("a", forward_s=0.06, backward_s=0.06)
         world.ready("b", forward_s=0.5, backward_s=1.0)
     workers = world.scheduler.roster.workers
@@ -587,7 +417,6 @@ def test_a_stage_of_next_to_nothing_does_not_tell_its_worker_s_speed() -> None:
 
 def test_what_the_ends_take_to_handle_messages_is_no_drag_of_their_link() -> None:
     """Messages are under way 1.47 s instead of 1.0 s; 0.4 s are the ends: a drag of 1.47 / 1.4."""
-    world = World()
 
     def altered(plan: Plan, request: do.MakePlan) -> Plan:
         stages = tuple(StagePrediction(w, 0.5, 0.5, 1, 2, handling_s=h) for w, h in (("a", 0.6), ("b", 0.2)))
@@ -598,12 +427,9 @@ def test_what_the_ends_take_to_handle_messages_is_no_drag_of_their_link() -> Non
         prediction = Prediction(2.0, 1.0, "link a>b", "it is slow", stages, links)
         return replace(plan, prediction=prediction)
 
-    world.altered = altered
-    world.join("a", "b")
-    world.submit(what=spec(steps=10))
-    world.load()
+    world = Scripted(altered=altered).training("a", "b", steps=10)
     for _ in range(5):
-        world.now_s += 3.0
+        world.wait(3.0)
         world.ready("b", forward_s=0.1, backward_s=0.4)
         carried = ev.Goodput("b", 2_000_000, 1.47, 0.02, dense_bytes=2_000_000)
         world.ready("a", forward_s=0.1, backward_s=0.4, handling_s=0.6, links=(carried,))

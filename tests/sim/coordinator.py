@@ -5,6 +5,7 @@ Its folder outlives it: journalled records, in the form in which they are writte
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,14 +49,18 @@ class Folder:
         """Return the ledger that a coordinator started now would have."""
         ledger = Ledger()
         for record in self.records:
-            _apply(ledger, record)
+            fact = from_record(record)
+            assert fact is not None, f"{record.kind} cannot be read back"
+            ledger.apply(fact)
         return ledger
 
-
-def _apply(ledger: Ledger, record: Record) -> None:
-    fact = from_record(record)
-    assert fact is not None, f"{record.kind} cannot be read back"
-    ledger.apply(fact)
+    def write(self, fact: Fact, at_s: float) -> Fact:
+        """Add a fact to the journal; returns it as it will be read back."""
+        record = to_record(fact, at_s)
+        self.records.append(replace(record, payload=json.loads(json.dumps(record.payload))))
+        back = from_record(self.records[-1])
+        assert back == fact, f"{fact} is read back as {back}"
+        return back
 
 
 @dataclass
@@ -69,7 +74,7 @@ class Outbox:
 
 @dataclass
 class Coordinator(Process):
-    """``recorded`` hears of each fact once it is durable, ``performed`` of what is carried out."""
+    """``recorded`` hears of each fact once it is durable, ``performed`` of what is carried out or logged."""
 
     network: Network = field(kw_only=True)
     folder: Folder = field(default_factory=Folder, kw_only=True)
@@ -78,7 +83,9 @@ class Coordinator(Process):
     )
     recorded: Callable[[Fact], None] = field(default=lambda fact: None, kw_only=True)
     performed: Callable[[do.Instruction], None] = field(default=lambda done: None, kw_only=True)
-    stages: int = field(default=3, kw_only=True)  # at most, of a plan
+    fewest: int = field(default=1, kw_only=True)  # stages of a plan
+    stages: int = field(default=3, kw_only=True)  # at most
+    slowness: float = field(default=1.0, kw_only=True)  # of its threads
     scheduler: Scheduler = field(init=False)
     outboxes: dict[str, Outbox] = field(default_factory=dict, init=False)
     shadow: Ledger = field(default_factory=Ledger, init=False)  # fold of what is durable
@@ -135,9 +142,7 @@ class Coordinator(Process):
 
     def _write(self, facts: Iterable[Fact]) -> None:
         for fact in facts:
-            record = to_record(fact, self.clock.now_s)
-            self.folder.records.append(record)
-            _apply(self.shadow, record)
+            self.shadow.apply(self.folder.write(fact, self.clock.now_s))
             self.clock.tell(f"journal {type(fact).__name__} {_shown(fact)}")
             self.recorded(fact)
 
@@ -153,8 +158,9 @@ class Coordinator(Process):
         for instructions in caused:
             for instruction in batches.consequences(instructions, durable=durable):
                 self.performed(instruction)
-                self._do(instruction)
+                self.carry_out(instruction)
         for instruction in batches.words(caused):
+            self.performed(instruction)
             if isinstance(instruction, do.SweepBlobs):
                 self.folder.blobs -= self.scheduler.ledger.take_superseded()
             elif isinstance(instruction, do.Log) and instruction.level != "debug":
@@ -166,7 +172,8 @@ class Coordinator(Process):
 
     # ------------------------------------------------------------ instructions
 
-    def _do(self, instruction: do.Instruction) -> None:
+    def carry_out(self, instruction: do.Instruction) -> None:
+        """Do what the scheduler wants done; what takes time answers with an event."""
         match instruction:
             case do.SendTo(worker, message):
                 outbox = self.outboxes.get(worker)
@@ -179,7 +186,7 @@ class Coordinator(Process):
             case do.ReadJob(job):
                 self._later(PLAN_S, ev.JobRead(job, OPS))
             case do.MakePlan():
-                self._later(PLAN_S, self._plan(instruction))
+                self._later(PLAN_S, self.plan(instruction))
             case do.ChooseLinks(job, attempt):
                 self._later(PLAN_S, ev.LinksFailed(job, attempt, "the simulated planner chooses none"))
             case do.OpenAggregator(job, _, at_round, state):
@@ -195,13 +202,13 @@ class Coordinator(Process):
                 self.folder.blobs -= set(blobs) - self.scheduler.ledger.referenced_blobs()
 
     def _later(self, seconds: float, event: ev.Event) -> None:
-        self.after(seconds, lambda: self.post(event))
+        self.after(seconds * self.slowness, lambda: self.post(event))
 
-    def _plan(self, asked: do.MakePlan) -> ev.Event:
+    def plan(self, asked: do.MakePlan) -> ev.Event:
         """Cut the job evenly over the first workers of the fleet: the real planner is tried elsewhere."""
         workers = [device.worker for device in asked.fleet.devices][: self.stages]
-        if not workers:
-            return ev.PlanFailed(asked.job, asked.attempt, "no worker")
+        if len(workers) < self.fewest:
+            return ev.PlanFailed(asked.job, asked.attempt, f"stage {len(workers)} lacks a worker")
         ops, n = len(asked.spec.tensors), len(workers)
         edges = [at * ops // n for at in range(n + 1)]
         evaluated = asked.spec.eval_data is not None

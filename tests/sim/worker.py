@@ -23,6 +23,12 @@ DIGITS = DatasetFacts("digits", 100, (FieldFacts("image", "float32", (2,)),))
 PEER_SILENCE_S = 4.0
 
 
+def introduction(name: str, incarnation: int = 1, **more: Any) -> ev.Introduction:
+    """Return how a worker introduces itself."""
+    addresses = (("10.0.0.1", 4000),)
+    return ev.Introduction(name, incarnation, "cpu", "model", 1, MEMORY, MEMORY, addresses=addresses, **more)
+
+
 def event_of(message: do.Message) -> e.Event | None:
     """Return the event that a coordinator's message is to a session, None where the shell alone hears it."""
     match message:
@@ -190,17 +196,7 @@ class Worker(Machine):
         self.hear(e.Disconnected(reason, self.clock.random.random()))
 
     def _introduction(self) -> ev.Introduction:
-        return ev.Introduction(
-            self.name,
-            self.life,
-            "cpu",
-            "model",
-            1,
-            MEMORY,
-            MEMORY,
-            addresses=(("10.0.0.1", 4000),),
-            datasets=(DIGITS,) if self.data else (),
-        )
+        return introduction(self.name, self.life, datasets=(DIGITS,) if self.data else ())
 
     # ------------------------------------------------------------ peers and blobs
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from atoll.collective import (
     Collective,
     even_shares,
+    gathered,
     owners,
     pairwise_sums,
     published,
@@ -44,6 +45,8 @@ def collective_of(
             return side_by_side([_owned(group, contribution, shares, labels) for group in groups])
         case Pattern.TREE:
             return side_by_side([tree(group, size) for group in groups])
+        case Pattern.GATHERED:
+            return gathered(groups, size)
         case Pattern.PAIRWISE | Pattern.PUBLISHED:
             if any(len(group) != 2 for group in groups):
                 raise UsageError(f"{pattern} among {[len(group) for group in groups]} ranks; it takes pairs")

@@ -1,7 +1,7 @@
 """Simulated time of an exchange: messages over links with a rate and a delay.
 
-A rank sends one message after another over its uplink and takes them one after another from its downlink; a
-message occupies both at the rate of the slower, and arrives one delay after it was sent. Times are seconds.
+A pair's messages go one after another at the pair's rate; where a rank has an uplink or a downlink of its
+own, its messages to all others also go one after another there. It arrives one delay after it was sent.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class SimulatedNetwork:
     clock: list[float] = field(default_factory=list)
     _up_free: list[float] = field(default_factory=list)
     _down_free: list[float] = field(default_factory=list)
+    _pair_free: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = len(self.rates)
@@ -37,26 +39,32 @@ class SimulatedNetwork:
 
     def carry(self, runs: Mapping[int, CollectiveRun]) -> None:
         """Deliver messages among ``runs``, each of which begins when its rank's clock says; moves the
-        clocks to when each has finished. ValueError for ranks that wait for
-        what nobody sends."""
+        clocks to when each has finished. ValueError for ranks that wait for what nobody sends."""
+        self.carry_all([runs])
+
+    def carry_all(self, exchanges: Sequence[Mapping[int, CollectiveRun]]) -> None:
+        """As ``carry``, of several exchanges at once."""
         numbers = count()
-        arrivals: list[tuple[float, int, Message]] = []
+        arrivals: list[tuple[float, int, int, Message]] = []
+        done_s = list(self.clock)
 
-        def send(messages: Sequence[Message], at_s: float) -> None:
+        def send(messages: Sequence[Message], exchange: int, at_s: float) -> None:
             for message in messages:
-                heapq.heappush(arrivals, (self._sent(message, at_s), next(numbers), message))
+                heapq.heappush(arrivals, (self._sent(message, at_s), next(numbers), exchange, message))
 
-        for rank, run in sorted(runs.items(), key=lambda item: self.clock[item[0]]):
-            send(run.start(), self.clock[rank])
+        starts = [(self.clock[rank], e, rank) for e, runs in enumerate(exchanges) for rank in runs]
+        for at_s, exchange, rank in sorted(starts):
+            send(exchanges[exchange][rank].start(), exchange, at_s)
         while arrivals:
-            at_s, _, message = heapq.heappop(arrivals)
-            run = runs[message.target]
+            at_s, _, exchange, message = heapq.heappop(arrivals)
+            run = exchanges[exchange][message.target]
             was_finished = run.finished
-            now_s = max(at_s, self.clock[message.target]) if not was_finished else at_s
-            send(run.receive(message), now_s)
+            now_s = max(at_s, self.clock[message.target])
+            send(run.receive(message), exchange, now_s)
             if not was_finished:
-                self.clock[message.target] = now_s
-        stuck = sorted(rank for rank, run in runs.items() if not run.finished)
+                done_s[message.target] = max(done_s[message.target], now_s)
+        self.clock = done_s
+        stuck = sorted(rank for runs in exchanges for rank, run in runs.items() if not run.finished)
         if stuck:
             raise ValueError(f"ranks {stuck} wait for what nobody sends")
 
@@ -66,15 +74,16 @@ class SimulatedNetwork:
 
     def _sent(self, message: Message, at_s: float) -> float:
         """When a message arrives that is handed over at ``at_s``."""
-        source, target = message.source, message.target
-        rate = self.rates[source][target]
-        up = min(rate, self.up[source]) if self.up else rate
-        down = min(rate, self.down[target]) if self.down else rate
-        begin_s = max(at_s, self._up_free[source])
-        self._up_free[source] = begin_s + message.wire_bytes / up
-        first_s = max(begin_s + self.delay_s, self._down_free[target])
-        last_s = max(first_s + message.wire_bytes / down, self._up_free[source] + self.delay_s)
-        self._down_free[target] = last_s
+        pair = message.source, message.target
+        up = self.up[message.source] if self.up else inf
+        down = self.down[message.target] if self.down else inf
+        rate = min(self.rates[message.source][message.target], up, down)
+        begin_s = max(at_s, self._pair_free.get(pair, 0.0), self._up_free[message.source])
+        self._pair_free[pair] = begin_s + message.wire_bytes / rate
+        self._up_free[message.source] = begin_s + message.wire_bytes / up
+        turn_s = self._down_free[message.target] + message.wire_bytes / down
+        last_s = max(self._pair_free[pair] + self.delay_s, turn_s)
+        self._down_free[message.target] = last_s if down < inf else 0.0
         return last_s
 
 

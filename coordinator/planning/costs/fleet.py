@@ -116,13 +116,13 @@ class Fleet:
         return rate * self.payload_share
 
     def subset(self, workers: Sequence[str]) -> Fleet:
-        """The fleet of these workers only, in the order given; uplinks keep their names."""
-        chosen = np.array([self.index[w] for w in workers], dtype=np.intp)
+        """The fleet of these workers only, in the order given; their uplinks keep their names."""
+        chosen, inside = np.array([self.index[w] for w in workers], dtype=np.intp), set(workers)
         return Fleet(
             tuple(self.devices[i] for i in chosen),
             self.bandwidth_bps[np.ix_(chosen, chosen)],
             self.latency_s[np.ix_(chosen, chosen)],
-            self.uplinks,
+            tuple(uplink for uplink in self.uplinks if not inside.isdisjoint(uplink.members)),
             self.payload_share,
             self.probed.subset(workers) if self.probed is not None else None,
         )

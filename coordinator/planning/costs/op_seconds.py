@@ -30,6 +30,8 @@ from atoll.opdag import (
 from atoll.ops import cheap_again, weights_may_wait
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from coordinator.planning.costs.fleet import Device
@@ -191,6 +193,22 @@ class OpTable:
         total = float((forward + backward).sum())
         share = float((forward + backward)[probed[self._kind]].sum()) / total if total else 0.0
         return Costs(forward * device.scale, backward * device.scale, weights * device.scale, share)
+
+    def totals(self, devices: Sequence[Device]) -> Floats:
+        """[devices] seconds of all ops of a micro-batch, nothing run again."""
+        count = np.bincount(self._kind, minlength=len(self._names)).tolist()
+        kinds = [
+            (str(name), node, n)
+            for name, node, n in zip(self._names, self._nodes, count, strict=True)
+            if name
+        ]
+        return np.array(
+            [
+                d.scale
+                * sum(n * sum(d.timings.get(name) or fallback_seconds(node, d)) for name, node, n in kinds)
+                for d in devices
+            ]
+        )
 
 
 def is_trained(dag: OpDag, parameter: str, optimizer: Optimizer) -> bool:

@@ -24,7 +24,6 @@ from atoll.plan import (
     StageSpec,
     one_replica,
 )
-from coordinator.cli.plot import plot_plan
 from coordinator.cli.render import plan_view, status_view, watch_line, watch_view
 from protos import atoll_control_pb2 as pb
 
@@ -147,7 +146,7 @@ def consoles() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
-def test_a_plan_of_replicas_shows_each_ones_share_cut_and_links(tmp_path: Path) -> None:
+def test_a_plan_of_replicas_shows_each_ones_share_cut_and_links() -> None:
     pair = (StageSpec(0, 3, 0, 3, "w-1", 2), StageSpec(3, 5, 3, 5, "w-2", 2))
     links = (LinkSpec(0, 1, "fp16", reason="thin"),)
     replicas = (Replica((0, 6), pair, links), Replica((6, 8), (StageSpec(0, 5, 0, 5, "w-3", 0),)))
@@ -163,8 +162,6 @@ def test_a_plan_of_replicas_shows_each_ones_share_cut_and_links(tmp_path: Path) 
         ["0", "0-5", "0", "w-1", "0-2"], ["0", "0-5", "1", "w-2", "3-4"], ["1", "6-7", "0", "third", "0-4"],
     ]  # fmt: skip
     assert "w-1 > w-2: thin" in found
-    plot_plan(plan, {}, tmp_path / "plan.svg")
-    assert "replica 1 stage 0" in (tmp_path / "plan.svg").read_text()
 
 
 def test_no_console_of_a_command_reads_markup_or_emoji_codes() -> None:

@@ -29,7 +29,6 @@ from coordinator.federated.selection import selector_from_json, selector_to_json
 from coordinator.membership import member
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import Fact, Ledger, from_record, to_record
 from coordinator.messages.jobs import Phase
 from coordinator.services.views import job_update
 from coordinator.services.wire import introduction_from, message_from
@@ -40,7 +39,7 @@ from protos.telemetry import Event
 from strategies import make_strategy
 from strategies.oort import Oort
 from strategies.selection import Candidate, Outcome
-from tests.coordinator.test_scheduler import HASH, World, introduction
+from tests.sim.scripted import HASH, Scripted
 
 IMAGE, LABEL = FieldFacts("image", "uint8", (8, 8)), FieldFacts("label", "int32", ())
 DIGITS = DatasetFacts("digits", 100, (IMAGE, LABEL))
@@ -56,25 +55,24 @@ def spec(name: str = "fed", **options: Any) -> JobSpec:
 
 
 @dataclass
-class Fleet(World):
-    """The scheduler's world with an aggregator that answers at once."""
+class Fleet(Scripted):
+    """A scripted coordinator whose workers hold data; its aggregator knows the model."""
 
     holds: dict[str, tuple[DatasetFacts, ...]] = field(default_factory=dict)
 
-    def carry_out(self, instruction: do.Instruction) -> list[ev.Event]:
+    def carry_out(self, instruction: do.Instruction) -> None:
         match instruction:
             case do.OpenAggregator(job, _, at_round):
-                return [ev.AggregatorOpened(job, at_round, MODEL, INPUTS, ())]
+                self.post(ev.AggregatorOpened(job, at_round, MODEL, INPUTS, ()))
             case do.AggregateRound(job, at_round, attempt):
                 done = ev.Blob(f"{at_round:064x}", 10)
-                return [ev.Aggregated(job, at_round, attempt, done, MODEL)]
-        return super().carry_out(instruction)
+                self.post(ev.Aggregated(job, at_round, attempt, done, MODEL))
+            case _:
+                super().carry_out(instruction)
 
-    def join(self, *workers: str, incarnation: int = 1) -> None:
-        for worker in workers:
-            self.sessions[worker] = self.sessions.get(worker, 0) + 1
-            told = replace(introduction(worker, incarnation), datasets=self.holds.get(worker, (DIGITS,)))
-            self.handle(ev.SessionOpened(worker, self.sessions[worker], told))
+    def introduced(self, worker: str, incarnation: int) -> ev.Introduction:
+        held = self.holds.get(worker, (DIGITS,))
+        return replace(super().introduced(worker, incarnation), datasets=held)
 
     def loads(self, *workers: str, job: str = "job-1") -> None:
         for worker in workers:
@@ -84,9 +82,6 @@ class Fleet(World):
         for worker in workers:
             blob = f"{hash((worker, at_round)) % 2**64:064x}"
             self.says(worker, ev.UpdateReady(job, at_round, blob, 10, 90, 3, metrics={"loss": 0.5}))
-
-    def messages(self, worker: str, kind: type) -> list[Any]:
-        return [m for name, m in self.sent if name == worker and isinstance(m, kind)]
 
     def phase(self, worker: str) -> member.Phase:
         return self.scheduler.roster.workers[worker].member.phase
@@ -104,7 +99,7 @@ def test_workers_that_hold_the_data_are_reserved_and_train() -> None:
     assert world.state().phase is Phase.FINISHED
     world.wait(0.25)
     assert world.phase("w1") is member.Phase.POOL
-    assert any(isinstance(i, do.CloseAggregator) for i in world.other)
+    assert world.all(do.CloseAggregator)
 
 
 def test_a_plan_uses_only_workers_that_take_no_part() -> None:
@@ -136,12 +131,12 @@ def test_a_registration_beyond_what_may_count_is_logged_shown_and_not_tried_agai
     world.submit(what=spec())
     world.wait(1.0)
     assert world.phase("w2") is member.Phase.POOL
-    shown = job_update(world.scheduler, "job-1", world.now_s).federated
+    shown = job_update(world.scheduler, "job-1", world.clock.now_s).federated
     assert [(c.worker, c.state) for c in shown.clients] == [("w1", "loading"), ("w2", "left out")]
     assert "at most 1000000 may count" in shown.clients[1].reason
-    logged = [i for i in world.other if isinstance(i, do.Log) and i.event == Event.CLIENT_DROPPED]
+    logged = [i for i in world.all(do.Log) if i.event == Event.CLIENT_DROPPED]
     assert [(i.fields["worker"], i.fields["reason"]) for i in logged] == [("w2", shown.clients[1].reason)]
-    assert not world.messages("w2", do.Participate)
+    assert not world.to("w2", do.Participate)
     world.loads("w1")
     for at_round in range(3):
         world.answers("w1", at_round=at_round)
@@ -171,9 +166,9 @@ def test_a_worker_that_joins_later_takes_part_from_the_next_round_on() -> None:
     world.loads("w1")
     world.join("w2")
     world.loads("w2")
-    assert not world.messages("w2", do.TrainRound)
+    assert not world.to("w2", do.TrainRound)
     world.answers("w1", at_round=0)
-    assert [m.round for m in world.messages("w2", do.TrainRound)] == [1]
+    assert [m.round for m in world.to("w2", do.TrainRound)] == [1]
 
 
 def test_a_dead_client_frees_the_round_and_comes_back_under_its_name() -> None:
@@ -182,13 +177,13 @@ def test_a_dead_client_frees_the_round_and_comes_back_under_its_name() -> None:
     world.submit(what=spec())
     world.loads("w1", "w2")
     world.answers("w1", at_round=0)
-    world.handle(ev.SessionClosed("w2", world.sessions["w2"]))
-    world.wait(1.0, alive=("w1",))
+    world.lose("w2")
+    world.wait(1.0)
     assert world.state().step == 1
     world.join("w2", incarnation=2)
     world.loads("w2")
     world.answers("w1", at_round=1)
-    assert [m.round for m in world.messages("w2", do.TrainRound)] == [0, 2]
+    assert [m.round for m in world.to("w2", do.TrainRound)] == [0, 2]
 
 
 def test_strikes_are_those_of_a_certificate_and_outlast_its_processes() -> None:
@@ -197,14 +192,14 @@ def test_strikes_are_those_of_a_certificate_and_outlast_its_processes() -> None:
     world.submit(what=replace(spec(), training=replace(spec().training, steps=8)))
     world.loads("w1", "w2")
     for at_round in range(MAX_STRIKES):
-        assert world.messages("w2", do.TrainRound)[-1].round == at_round
+        assert world.to("w2", do.TrainRound)[-1].round == at_round
         world.says("w2", ev.ClientFailed("job-1", at_round, "no", "train"))
         world.join("w2", incarnation=at_round + 2)  # a new process under the same certificate
         world.loads("w2")
         world.answers("w1", at_round=at_round)
     assert world.phase("w2") is member.Phase.POOL
     world.answers("w1", at_round=MAX_STRIKES)
-    assert world.messages("w2", do.TrainRound)[-1].round == MAX_STRIKES - 1
+    assert world.to("w2", do.TrainRound)[-1].round == MAX_STRIKES - 1
     shown = {c.worker: c for c in job_update(world.scheduler, "job-1", 0.0).federated.clients}
     assert "3 rounds in a row" in shown["w2"].reason
 
@@ -220,16 +215,6 @@ def test_a_client_that_leaves_is_let_go() -> None:
     assert world.state().step == 1
 
 
-def again(facts: list[Fact]) -> Ledger:
-    """The ledger that a restarted coordinator reads from its journal."""
-    ledger = Ledger()
-    for fact in facts:
-        record = from_record(to_record(fact, 0.0))
-        assert record is not None
-        ledger.apply(record)
-    return ledger
-
-
 def test_a_restarted_coordinator_goes_on_at_the_round_in_flight_with_the_same_clients() -> None:
     world = Fleet()
     world.join("w1", "w2")
@@ -237,20 +222,20 @@ def test_a_restarted_coordinator_goes_on_at_the_round_in_flight_with_the_same_cl
     world.loads("w1", "w2")
     world.answers("w1", "w2", at_round=0)
     world.answers("w1", at_round=1)
-    later = Fleet(ledger=again(world.facts))
-    assert later.state().phase is Phase.PAUSED
-    later.handle(ev.Tick())
-    later.join("w1")
-    later.loads("w1")
+    world.restart()
+    assert world.state().phase is Phase.PAUSED
+    world.handle(ev.Tick())
+    world.join("w1")
+    world.loads("w1")
     # The other client of the last round is waited for.
-    assert (later.state().phase, later.state().step) == (Phase.GATHERING, 1)
-    later.join("w2")
-    later.loads("w2")
-    assert later.state().phase is Phase.TRAINING
-    assert [m.round for m in later.messages("w1", do.RoundTaken)] == [0]
-    later.answers("w1", "w2", at_round=1)
-    later.answers("w1", "w2", at_round=2)
-    assert later.state().phase is Phase.FINISHED
+    assert (world.state().phase, world.state().step) == (Phase.GATHERING, 1)
+    world.join("w2")
+    world.loads("w2")
+    assert world.state().phase is Phase.TRAINING
+    assert [m.round for m in world.to("w1", do.RoundTaken)] == [0]
+    world.answers("w1", "w2", at_round=1)
+    world.answers("w1", "w2", at_round=2)
+    assert world.state().phase is Phase.FINISHED
 
 
 def test_a_client_may_go_on_while_its_job_waits_for_it() -> None:
@@ -258,8 +243,8 @@ def test_a_client_may_go_on_while_its_job_waits_for_it() -> None:
     world.join("w1")
     world.submit(what=spec(min_clients=2))
     for _ in range(3):
-        world.says("w1", ev.Heartbeat(world.now_s, "job-1", 1, 0, 0, 0))
-    assert not world.messages("w1", do.Release)
+        world.says("w1", ev.Heartbeat(world.clock.now_s, "job-1", 1, 0, 0, 0))
+    assert not world.to("w1", do.Release)
 
 
 def test_cancelling_lets_every_client_go() -> None:
@@ -269,7 +254,7 @@ def test_cancelling_lets_every_client_go() -> None:
     world.loads("w1", "w2")
     world.handle(ev.CancelAsked("job-1"))
     assert world.state().phase is Phase.CANCELLED
-    assert all(len(world.messages(w, do.Release)) == 1 for w in ("w1", "w2"))
+    assert all(len(world.to(w, do.Release)) == 1 for w in ("w1", "w2"))
 
 
 def test_a_full_disk_pauses_and_its_end_resumes() -> None:
@@ -284,7 +269,7 @@ def test_a_full_disk_pauses_and_its_end_resumes() -> None:
     assert (world.state().phase, world.state().step) == (Phase.TRAINING, 0)
     world.handle(ev.AggregatorBroke("job-1", "the disk is full", storage=True))
     assert world.state().phase is Phase.PAUSED
-    world.wait(6.0, alive=("w1",))
+    world.wait(6.0)
     world.loads("w1")
     assert world.state().phase is Phase.TRAINING
 
@@ -435,7 +420,7 @@ def test_a_client_cannot_have_what_a_round_rests_on_deleted() -> None:
     mine = f"{7:064x}"
     for named in (MODEL.hash, mine):
         fleet.says("w-0", ev.UpdateReady("job-1", 9, named, 10, 90, 3))
-    dropped = {blob for i in fleet.other if isinstance(i, do.DropBlobs) for blob in i.blobs}
+    dropped = {blob for i in fleet.all(do.DropBlobs) for blob in i.blobs}
     assert dropped == {mine}
 
 

@@ -19,11 +19,11 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import JobEnded, JobSubmitted, Ledger, RoundClosed, RoundEvaluated
 from coordinator.messages.jobs import Broken, Cancelled, Phase, Record
-from tests.coordinator.federated.federation_world import UP, World, name_of, spec, update
+from tests.coordinator.federated.lone_machine import UP, LoneMachine, name_of, spec, update
 
 
 def test_a_job_trains_evaluates_and_finishes() -> None:
-    world = World(spec(rounds=2, eval_batches=2))
+    world = LoneMachine(spec(rounds=2, eval_batches=2))
     world.begin("a", "b")
     for at_round in range(2):
         assert (world.state.phase, world.state.round) == (Phase.TRAINING, at_round)
@@ -41,7 +41,7 @@ def test_a_job_trains_evaluates_and_finishes() -> None:
 
 
 def test_a_round_is_journalled_before_anybody_hears_of_it() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.updates("a", "b")
     closed = next(at for at, item in enumerate(world.todo) if isinstance(item, Record))
@@ -54,7 +54,7 @@ def test_a_round_is_journalled_before_anybody_hears_of_it() -> None:
 
 
 def test_a_round_waits_for_as_many_clients_as_it_needs() -> None:
-    world = World(spec(min_clients=2))
+    world = LoneMachine(spec(min_clients=2))
     world.begin("a")
     assert world.state.phase is Phase.GATHERING
     assert "1 clients are ready, 2 are needed" in world.state.reason
@@ -64,7 +64,7 @@ def test_a_round_waits_for_as_many_clients_as_it_needs() -> None:
 
 
 def test_those_that_still_load_are_waited_for_but_not_for_ever() -> None:
-    world = World()
+    world = LoneMachine()
     world.step(fed.Begin())
     world.step(fed.Invited("a", 100))
     world.step(fed.Invited("b", 100))
@@ -75,7 +75,7 @@ def test_those_that_still_load_are_waited_for_but_not_for_ever() -> None:
 
 
 def test_a_client_that_dies_costs_its_round_nothing_else() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b", "c")
     world.updates("a")
     world.step(fed.ClientLost("b", "silent for 2.0 s"))
@@ -88,7 +88,7 @@ def test_a_client_that_dies_costs_its_round_nothing_else() -> None:
 
 
 def test_a_client_that_delivered_and_died_still_counts() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.updates("a")
     world.step(fed.ClientLost("a", "silent"))
@@ -97,7 +97,7 @@ def test_a_client_that_delivered_and_died_still_counts() -> None:
 
 
 def test_an_impossible_evaluation_and_a_metric_called_loss_count_for_nothing() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b", "c")
     world.updates("a", "b", "c")
     told = ev.ClientEvaluated("job-1", world.state.round, 10, 1.0, {"loss": 99.0, "accuracy": 0.5})
@@ -110,7 +110,7 @@ def test_an_impossible_evaluation_and_a_metric_called_loss_count_for_nothing() -
 
 
 def test_a_delta_goes_once_the_round_that_began_with_it_is_closed() -> None:
-    world = World(aggregator=False)
+    world = LoneMachine(aggregator=False)
     world.begin("a")
     world.open()
     for at_round in range(2):
@@ -126,14 +126,14 @@ def test_a_delta_goes_once_the_round_that_began_with_it_is_closed() -> None:
 
 
 def test_a_job_that_ends_before_its_first_round_closes_leaves_no_broadcast() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a")
     todo = world.step(Cancelled("by its owner"))
     assert fed.Forget((name_of("model", 0),)) in todo
 
 
 def test_a_late_client_is_told_so_and_its_update_does_not_count() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.updates("a")
     world.wait(61.0)
@@ -156,7 +156,7 @@ def test_a_late_client_is_told_so_and_its_update_does_not_count() -> None:
     ],
 )
 def test_impossible_figures_drop_the_client_with_the_reason(figures: dict[str, Any], why: str) -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.updates("b", **figures)
     world.updates("a")
@@ -168,7 +168,7 @@ def test_impossible_figures_drop_the_client_with_the_reason(figures: dict[str, A
 
 @pytest.mark.parametrize("rule", ["fedavg", "coordinate_median"])
 def test_who_registers_more_than_may_count_is_turned_down_and_the_job_goes_on(rule: str) -> None:
-    world = World(spec(rounds=1, strategy=rule, evaluate_every=0))
+    world = LoneMachine(spec(rounds=1, strategy=rule, evaluate_every=0))
     world.step(fed.Begin())
     world.step(fed.Invited("a", 100))
     todo = world.step(fed.Invited("huge", 2**40))
@@ -186,7 +186,7 @@ def test_who_registers_more_than_may_count_is_turned_down_and_the_job_goes_on(ru
 
 
 def test_who_registers_less_again_is_invited() -> None:
-    world = World(spec(max_samples=150))
+    world = LoneMachine(spec(max_samples=150))
     world.step(fed.Begin())
     world.step(fed.Invited("a", 151))
     assert fed.Invite("a") in world.step(fed.Invited("a", 150))
@@ -194,7 +194,7 @@ def test_who_registers_less_again_is_invited() -> None:
 
 
 def test_an_update_that_the_aggregator_refuses_drops_its_client() -> None:
-    world = World(bad={"b"})
+    world = LoneMachine(bad={"b"})
     world.begin("a", "b")
     world.updates("a", "b")
     (closed,) = world.facts(RoundClosed)
@@ -203,7 +203,7 @@ def test_an_update_that_the_aggregator_refuses_drops_its_client() -> None:
 
 
 def test_a_client_that_sends_nonsense_again_and_again_is_set_aside() -> None:
-    world = World(spec(rounds=5, evaluate_every=0), bad={"b"})
+    world = LoneMachine(spec(rounds=5, evaluate_every=0), bad={"b"})
     world.begin("a", "b")
     for _ in range(federation_rounds.MAX_STRIKES):
         world.updates("a", "b")
@@ -213,7 +213,7 @@ def test_a_client_that_sends_nonsense_again_and_again_is_set_aside() -> None:
 
 
 def test_a_replayed_round_is_refused_and_nothing_is_lost() -> None:
-    world = World(spec(evaluate_every=0))
+    world = LoneMachine(spec(evaluate_every=0))
     world.begin("a", "b")
     world.updates("a", "b")
     before = world.state
@@ -226,7 +226,7 @@ def test_a_replayed_round_is_refused_and_nothing_is_lost() -> None:
 
 
 def test_the_same_update_said_twice_counts_once() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.updates("a", "a")
     assert list(world.state.updates) == ["a"]
@@ -234,7 +234,7 @@ def test_the_same_update_said_twice_counts_once() -> None:
 
 
 def test_too_few_updates_repeat_the_round_and_then_fail_the_job() -> None:
-    world = World(spec(min_clients=2, evaluate_every=0), bad={"b"})
+    world = LoneMachine(spec(min_clients=2, evaluate_every=0), bad={"b"})
     world.begin("a", "b")
     world.updates("a", "b")
     assert world.state.phase is Phase.GATHERING
@@ -251,7 +251,7 @@ def test_too_few_updates_repeat_the_round_and_then_fail_the_job() -> None:
 
 
 def test_when_everybody_is_lost_the_job_waits_and_goes_on_at_its_round() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.step(fed.ClientLost("a", "gone"))
     world.step(fed.ClientLost("b", "gone"))
@@ -264,7 +264,7 @@ def test_when_everybody_is_lost_the_job_waits_and_goes_on_at_its_round() -> None
 
 
 def test_a_client_that_reconnects_is_told_again_what_is_under_way() -> None:
-    world = World(spec(evaluate_every=0))
+    world = LoneMachine(spec(evaluate_every=0))
     world.begin("a", "b")
     world.updates("a", "b")
     world.said.clear()
@@ -277,7 +277,7 @@ def test_a_client_that_reconnects_is_told_again_what_is_under_way() -> None:
 
 
 def test_an_aggregator_that_dies_is_started_anew_and_asked_again() -> None:
-    world = World(aggregator=False)
+    world = LoneMachine(aggregator=False)
     world.begin()
     world.open()
     world.step(fed.Invited("a", 100))
@@ -298,7 +298,7 @@ def test_an_aggregator_that_dies_is_started_anew_and_asked_again() -> None:
 
 
 def test_an_update_that_kills_the_aggregator_is_dropped_and_the_others_are_summed() -> None:
-    world = World(spec(rounds=2, evaluate_every=0))
+    world = LoneMachine(spec(rounds=2, evaluate_every=0))
     world.begin("a", "b", "c")
     world.aggregator = False
     world.updates("a", "b", "c")
@@ -321,7 +321,7 @@ def test_an_update_that_kills_the_aggregator_is_dropped_and_the_others_are_summe
 
 
 def test_a_client_whose_every_update_kills_the_aggregator_is_set_aside() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a")
     world.aggregator = False
     for _ in range(federation_rounds.MAX_STRIKES):
@@ -335,7 +335,7 @@ def test_a_client_whose_every_update_kills_the_aggregator_is_set_aside() -> None
 
 
 def test_an_aggregator_that_cannot_go_on_fails_the_job() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a")
     world.step(ev.AggregatorBroke("job-1", "'w' is not finite after aggregation", True))
     assert world.state.phase is Phase.FAILED
@@ -343,7 +343,7 @@ def test_an_aggregator_that_cannot_go_on_fails_the_job() -> None:
 
 
 def test_an_aggregator_whose_disk_is_full_is_asked_again_later() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.step(ev.AggregatorBroke("job-1", "the disk is full", storage=True))
     assert (world.state.phase, world.state.failures) == (Phase.PAUSED, 0)
@@ -352,7 +352,7 @@ def test_an_aggregator_whose_disk_is_full_is_asked_again_later() -> None:
 
 
 def test_a_full_disk_pauses_the_job_and_the_round_begins_again() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.updates("a")
     world.step(fed.Interrupted("the disk is full"))
@@ -366,7 +366,7 @@ def test_a_full_disk_pauses_the_job_and_the_round_begins_again() -> None:
 
 @pytest.mark.parametrize("clients", [("a", "b"), ()])
 def test_a_job_that_was_interrupted_after_its_last_round_evaluates_and_ends(clients: tuple[str, ...]) -> None:
-    world = World(spec(rounds=1, eval_batches=1, evaluate_every=1), aggregator=False)
+    world = LoneMachine(spec(rounds=1, eval_batches=1, evaluate_every=1), aggregator=False)
     world.begin("a", "b")
     world.open()
     world.updates("a", "b")
@@ -384,7 +384,7 @@ def test_a_job_that_was_interrupted_after_its_last_round_evaluates_and_ends(clie
 
 
 def test_a_round_whose_candidates_are_gone_before_they_told_their_loss_gathers_again() -> None:
-    world = World(spec(selector="power_of_choice"))
+    world = LoneMachine(spec(selector="power_of_choice"))
     world.begin("a", "b")
     for name in "ab":
         world.step(fed.ClientLost(name, "gone"))
@@ -392,7 +392,7 @@ def test_a_round_whose_candidates_are_gone_before_they_told_their_loss_gathers_a
 
 
 def test_the_loss_that_a_selector_asks_for_decides_who_takes_part() -> None:
-    world = World(spec(clients=1, selector="power_of_choice", selector_options={"factor": 3.0}))
+    world = LoneMachine(spec(clients=1, selector="power_of_choice", selector_options={"factor": 3.0}))
     world.begin("a", "b", "c")
     assert (world.state.phase, world.state.asking) == (Phase.EVALUATING, True)
     for name, loss in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
@@ -401,7 +401,7 @@ def test_the_loss_that_a_selector_asks_for_decides_who_takes_part() -> None:
 
 
 def test_a_delta_goes_only_to_whom_holds_its_base() -> None:
-    world = World(spec(downlink="delta", evaluate_every=0))
+    world = LoneMachine(spec(downlink="delta", evaluate_every=0))
     world.begin("a", "b")
     world.updates("a")
     asked = replace(world.state)
@@ -420,7 +420,7 @@ def test_a_delta_goes_only_to_whom_holds_its_base() -> None:
 
 
 def test_cancelling_ends_it_and_lets_everybody_go() -> None:
-    world = World()
+    world = LoneMachine()
     world.begin("a", "b")
     world.step(Cancelled("cancelled by the owner"))
     assert world.state.phase is Phase.CANCELLED
@@ -430,7 +430,7 @@ def test_cancelling_ends_it_and_lets_everybody_go() -> None:
 
 
 def test_our_own_mistakes_raise_and_a_clients_do_not() -> None:
-    world = World()
+    world = LoneMachine()
     with pytest.raises(LookupError, match="Invited while queued"):
         world.step(fed.Invited("a", 1))
     world.begin("a")
@@ -464,7 +464,7 @@ ACTIONS = st.tuples(
 )
 
 
-def act(world: World, action: str, name: str, draw: random.Random) -> None:
+def act(world: LoneMachine, action: str, name: str, draw: random.Random) -> None:
     present = name in world.state.clients and world.state.clients[name].present
     match action:
         case "update" | "bad":
@@ -495,7 +495,7 @@ def act(world: World, action: str, name: str, draw: random.Random) -> None:
             world.step(ev.AggregatorBroke("job-1", "killed", client=draw.choice(["", name])))
 
 
-def check(world: World) -> None:
+def check(world: LoneMachine) -> None:
     """What holds after every event."""
     state = world.state
     closed = world.facts(RoundClosed)
@@ -526,7 +526,9 @@ def check(world: World) -> None:
 def test_no_order_of_faults_breaks_a_round_or_loses_one(
     actions: list[tuple[str, str]], seed: int, least: int, clients: int, every: int, selector: str
 ) -> None:
-    world = World(spec(rounds=4, min_clients=least, clients=clients, evaluate_every=every, selector=selector))
+    world = LoneMachine(
+        spec(rounds=4, min_clients=least, clients=clients, evaluate_every=every, selector=selector)
+    )
     world.begin("a", "b", "c")
     draw = random.Random(seed)
     check(world)
@@ -535,7 +537,7 @@ def test_no_order_of_faults_breaks_a_round_or_loses_one(
         check(world)
 
 
-def resumed(world: World, facts: Iterable[Any]) -> Mapping[str, Any]:
+def resumed(world: LoneMachine, facts: Iterable[Any]) -> Mapping[str, Any]:
     """Figures that survive in the ledger."""
     ledger = Ledger()
     ledger.apply(JobSubmitted("job-1", "", world.spec, 0, {}, 0.0))
@@ -546,7 +548,7 @@ def resumed(world: World, facts: Iterable[Any]) -> Mapping[str, Any]:
 
 
 def test_the_ledger_knows_the_round_and_the_state_that_the_machine_has() -> None:
-    world = World(spec(rounds=4, evaluate_every=0))
+    world = LoneMachine(spec(rounds=4, evaluate_every=0))
     world.begin("a", "b")
     for _ in range(3):
         world.updates("a", "b")
@@ -555,10 +557,10 @@ def test_the_ledger_knows_the_round_and_the_state_that_the_machine_has() -> None
     assert name_of("state", 0) in world.ledger.take_superseded()
 
 
-def held_back(rounds: int = 2, up: tuple[TensorMeta, ...] = UP, **options: Any) -> World:
+def held_back(rounds: int = 2, up: tuple[TensorMeta, ...] = UP, **options: Any) -> LoneMachine:
     """Two clients, their first round summed, the model not yet evaluated on the owner's data."""
     made = spec(rounds, eval_batches=2, **options)
-    world = World(replace(made, training=replace(made.training, eval_every=1)), up=up)
+    world = LoneMachine(replace(made, training=replace(made.training, eval_every=1)), up=up)
     world.begin("a", "b")
     world.aggregator = False
     world.updates("a", "b")
@@ -566,7 +568,7 @@ def held_back(rounds: int = 2, up: tuple[TensorMeta, ...] = UP, **options: Any) 
     return world
 
 
-def summed(world: World) -> ev.Aggregated:
+def summed(world: LoneMachine) -> ev.Aggregated:
     state = world.state
     return ev.Aggregated(
         "job-1",
@@ -579,12 +581,12 @@ def summed(world: World) -> ev.Aggregated:
     )
 
 
-def central(world: World) -> list[int]:
+def central(world: LoneMachine) -> list[int]:
     """Rounds whose evaluation on the owner's data was asked for."""
     return [item.round for item in world.todo if isinstance(item, fed.EvaluateCentrally)]
 
 
-def told_centrally(world: World) -> list[int]:
+def told_centrally(world: LoneMachine) -> list[int]:
     return [fact.round for fact in world.facts(RoundEvaluated) if fact.where == "central"]
 
 

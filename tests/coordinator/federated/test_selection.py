@@ -9,11 +9,11 @@ from coordinator.federated import selection
 from coordinator.federated.selection import BASE
 from coordinator.messages import instructions as do
 from strategies.bcrs import EVEN, PLANNED, Uplink
-from tests.coordinator.federated.federation_world import UP, World, spec, update
+from tests.coordinator.federated.lone_machine import UP, LoneMachine, spec, update
 
 
 def test_bcrs_gives_the_fast_line_more_of_its_update() -> None:
-    world = World(spec(uplink="bcrs:32", evaluate_every=0))
+    world = LoneMachine(spec(uplink="bcrs:32", evaluate_every=0))
     world.begin("a", "b")
     first = {name: world.heard(name, do.TrainRound)[0] for name in ("a", "b")}
     assert {m.codec for m in first.values()} == {"topk"}
@@ -26,9 +26,9 @@ def test_bcrs_gives_the_fast_line_more_of_its_update() -> None:
     assert "b" in world.state.pace
 
 
-def evenly() -> World:
+def evenly() -> LoneMachine:
     """Two clients whose lines are known, as their second round begins."""
-    world = World(spec(uplink="bcrs", evaluate_every=0))
+    world = LoneMachine(spec(uplink="bcrs", evaluate_every=0))
     world.begin("a", "b", a=0.001, b=0.005)
     for name, upload_s in (("a", 0.2), ("b", 0.8)):
         world.now_s += 0.5
@@ -50,7 +50,7 @@ def test_bcrs_without_a_ratio_holds_the_slowest_back_until_all_end_together() ->
 
 
 def test_a_line_is_as_fast_with_small_updates_as_with_large_ones() -> None:
-    world = World(spec(uplink="bcrs:4", evaluate_every=0))
+    world = LoneMachine(spec(uplink="bcrs:4", evaluate_every=0))
     world.begin("a", a=0.05)
     for at, n_bytes in enumerate((1_000_000, 50_000, 10_000)):
         upload_s = 0.1 + 8 * n_bytes / 1e6
@@ -61,7 +61,7 @@ def test_a_line_is_as_fast_with_small_updates_as_with_large_ones() -> None:
 def test_lines_that_carried_for_a_few_round_trips_only_are_not_waited_for() -> None:
     ratios = {}
     for latency_s in (0.01, 0.1):
-        world = World(spec(uplink="bcrs", evaluate_every=0))
+        world = LoneMachine(spec(uplink="bcrs", evaluate_every=0))
         world.begin("a", "b", a=latency_s, b=latency_s)
         world.now_s += 1.0
         world.says("a", update("a", 0, upload_bytes=40_000, upload_s=0.5))
@@ -102,7 +102,7 @@ def test_finish_times_are_planned_as_closely_as_lines_allow() -> None:
 
 
 def test_an_upload_counts_by_its_seconds() -> None:
-    world = World(spec(uplink="bcrs:4", evaluate_every=0))
+    world = LoneMachine(spec(uplink="bcrs:4", evaluate_every=0))
     world.begin("a", a=0.0)
     for at, (n_bytes, upload_s) in enumerate(((10_000, 0.1), (1_000_000, 1.0), (1_000_000, 2.0))):
         world.now_s += upload_s
@@ -114,7 +114,7 @@ def test_an_upload_counts_by_its_seconds() -> None:
 
 
 def test_no_claim_of_a_long_upload_outweighs_what_was_seen() -> None:
-    world = World(spec(uplink="bcrs:4", evaluate_every=0))
+    world = LoneMachine(spec(uplink="bcrs:4", evaluate_every=0))
     world.begin("a", a=0.0)
     for at, upload_s in enumerate((1e3, 1.0)):
         world.now_s += 1.0
@@ -123,7 +123,7 @@ def test_no_claim_of_a_long_upload_outweighs_what_was_seen() -> None:
 
 
 def test_bcrs_plans_whole_rounds_the_download_among_them() -> None:
-    world = World(spec(uplink="bcrs:32", evaluate_every=0))
+    world = LoneMachine(spec(uplink="bcrs:32", evaluate_every=0))
     world.begin("a", "b", "c")
     moved = {"upload_bytes": 40_000, "upload_s": 0.1, "download_bytes": 50_000}
     for name, down_s in (("a", 0.02), ("b", 0.02), ("c", 1.0)):
@@ -135,7 +135,7 @@ def test_bcrs_plans_whole_rounds_the_download_among_them() -> None:
 
 
 def test_a_model_that_a_client_holds_takes_it_no_time() -> None:
-    world = World(spec(uplink="bcrs:32", evaluate_every=1))
+    world = LoneMachine(spec(uplink="bcrs:32", evaluate_every=1))
     world.begin("a", "b")
     moved = {"upload_bytes": 40_000, "upload_s": 0.1, "download_bytes": 50_000}
     for name, down_s in (("a", 0.02), ("b", 5.0)):

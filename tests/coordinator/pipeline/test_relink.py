@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from atoll.errors import StorageError
 from atoll.job import TrainingSpec
-from atoll.plan import LinkSpec, Mask, one_replica
+from atoll.plan import LinkSpec, Mask
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages import jobs
 from coordinator.messages.events import EvalReady, StageFailed, StateStored
 from coordinator.messages.facts import (
-    Ledger,
     LinksChanged,
     PlanAdopted,
     RatioCapped,
@@ -44,7 +43,7 @@ from coordinator.services.views import job_update
 from coordinator.services.wire import to_worker
 from coordinator.storage.graph_store import GraphStore
 from tests.coordinator.pipeline.test_machine import STAGES, commits, plan, ready, step, training
-from tests.coordinator.test_scheduler import World, spec
+from tests.sim.scripted import Scripted, spec
 
 COARSE = (LinkSpec(0, 1, "topk", 16.0, reason="thin"), LinkSpec(1, 0, "topk", 16.0, Mask.SAME))
 FINE = (LinkSpec(0, 1, "fp16"), LinkSpec(1, 0, "bf16"))
@@ -183,19 +182,16 @@ def test_a_restarted_coordinator_goes_on_above_every_version_that_was_said() -> 
     record = to_record(fact, 1.0)
     line = JournalRecord(record.kind, record.at_s, json.loads(json.dumps(record.payload)))
     assert from_record(line) == fact
-    world = World().training()
-    ledger = Ledger()
-    for known in [*world.facts, LinksChanged("job-1", 2, 3, COARSE, "slower")]:
-        again = from_record(to_record(known, 1.0))
-        assert again is not None
-        ledger.apply(again)
+    world = Scripted().training()
+    world.folder.write(LinksChanged("job-1", 2, 3, COARSE, "slower"), 1.0)
+    ledger = world.folder.fold()
     assert ledger.jobs["job-1"].version == 2
     assert ledger.jobs["job-1"].plan is not None
     assert ledger.jobs["job-1"].plan.links == COARSE
-    restarted = World(ledger=ledger)
-    restarted.join("a", "b")
-    restarted.wait(20.0, ("a", "b"))
-    assert restarted.state().version == 3
+    world.restart()
+    world.join("a", "b")
+    world.wait(20.0)
+    assert world.state().version == 3
 
 
 def test_damaged_links_in_the_journal_are_named() -> None:
@@ -263,30 +259,32 @@ def test_a_ratio_that_moves_little_is_no_change() -> None:
 # ---------------------------------------------------------------- the scheduler
 
 
-class Adapting(World):
+@dataclass
+class Adapting(Scripted):
     """Two stages that report what their links carried; the planner's answer is given by the test."""
 
     links: tuple[LinkSpec, ...] = FINE
     mbit: float = 50.0
     dense_bytes: int = 1_000_000  # of the 500,000 that each link carries in a step
-    planned_with = ""  # --compress of the newest plan
+    planned_with: str = ""  # --compress of the newest plan
+    bandwidth_bps: float = field(default=50e6, kw_only=True)
 
-    def plan(self, request: do.MakePlan) -> ev.Event:
-        self.planned_with = request.spec.training.compress
-        made = super().plan(request)
+    def plan(self, asked: do.MakePlan) -> ev.Event:
+        self.planned_with = asked.spec.training.compress
+        made = super().plan(asked)
         assert isinstance(made, ev.PlanMade)
         return replace(made, plan=made.plan.relinked(made.plan.version, self.links))
 
+    def carry_out(self, instruction: do.Instruction) -> None:
+        if not isinstance(instruction, do.ChooseLinks):
+            super().carry_out(instruction)
+
     def started(self, **changes: Any) -> Adapting:
-        self.bandwidth_bps = 50e6
-        self.join("a", "b")
-        self.submit(what=spec(**{"steps": 100, "compress": "auto", **changes}))
-        self.load()
-        return self
+        return self.training("a", "b", **{"steps": 100, "compress": "auto", **changes})
 
     def steps(self, count: int) -> Adapting:
         for _ in range(count):
-            self.now_s += 1.0
+            self.wait(1.0)
             for worker in ("a", "b"):
                 peer = "b" if worker == "a" else "a"
                 carried = ev.Goodput(peer, 500_000, 4.0 / self.mbit, 0.01, self.dense_bytes)
@@ -295,7 +293,7 @@ class Adapting(World):
         return self
 
     def asked(self) -> list[do.ChooseLinks]:
-        return [i for i in self.other if isinstance(i, do.ChooseLinks)]
+        return self.all(do.ChooseLinks)
 
     def answer(self, links: tuple[LinkSpec, ...]) -> None:
         request = self.asked()[-1]
@@ -306,7 +304,7 @@ class Adapting(World):
         return sorted(found, key=lambda one: one.version)
 
     def logged(self, event: str) -> list[do.Log]:
-        return [i for i in self.other if isinstance(i, do.Log) and i.event == event]
+        return [i for i in self.all(do.Log) if i.event == event]
 
 
 def test_a_link_that_slows_down_gets_other_codecs_and_the_log_says_why() -> None:
@@ -325,7 +323,7 @@ def test_a_link_that_slows_down_gets_other_codecs_and_the_log_says_why() -> None
     fields = world.logged("link.changed")[0].fields
     assert (fields["before"], fields["after"]) == ("fp16", "topk:16")
     assert "measured 5 Mbit/s, chosen for 50 Mbit/s" in fields["reason"]
-    shown = job_update(world.scheduler, "job-1", world.now_s)
+    shown = job_update(world.scheduler, "job-1", world.clock.now_s)
     link = shown.links[0]
     assert (link.codec, link.ratio, link.dense_bytes_per_step) == ("topk", 16.0, 1_000_000)
     assert link.measured_bps == pytest.approx(5e6)
@@ -347,8 +345,8 @@ def test_a_choice_for_a_plan_that_is_gone_is_not_taken() -> None:
     world.mbit = 5.0
     world.steps(3)
     world.join("c")
-    world.handle(ev.SessionClosed("b", world.sessions["b"]))
-    world.wait(5.0, ("a", "c"))
+    world.lose("b")
+    world.wait(5.0)
     assert world.holders() == ["a", "c"]
     world.load()
     world.answer(COARSE)
@@ -382,7 +380,7 @@ def test_plans_to_come_start_from_what_training_measured() -> None:
     assert table.estimates["a", "b"].bandwidth_bps == pytest.approx(5e6, rel=0.05)
 
 
-def pipeline(world: World) -> PipelineDriver:
+def pipeline(world: Scripted) -> PipelineDriver:
     driver = world.scheduler.driver_of("job-1")
     assert isinstance(driver, PipelineDriver)
     return driver
@@ -395,21 +393,11 @@ def guarded(
     steps: int = 100,
 ) -> Adapting:
     """A job whose guard has found a gap of 5 %."""
-    world = Adapting()
-    world.links, world.dense_bytes = links, dense_bytes
-    training_spec = TrainingSpec(steps=steps, n_micro=2, compress=compress, eval_every=5, eval_batches=1)
-    job = spec()
-    job = replace(job, training=training_spec, eval_data=job.data, eval_dag_hash="cd" * 32)
-    world.bandwidth_bps = 50e6
+    world = Adapting(links=links, dense_bytes=dense_bytes)
+    job = spec(steps=steps, compress=compress, eval_every=5, eval_batches=1)
     world.join("a", "b")
-    world.submit(what=job)
+    world.submit(what=replace(job, eval_data=job.data, eval_dag_hash="cd" * 32))
     world.load()
-    state = world.state()
-    assert state.plan is not None
-    stages = tuple(replace(s, eval_stop=1) for s in state.plan.stages)
-    pipeline(world).jobs["job-1"] = replace(
-        state, plan=replace(state.plan, replicas=one_replica(2, stages, state.plan.links))
-    )
     world.steps(5)
     assert all(m.evaluate_coded for _, m in world.messages(do.StepCommit)[-2:])
     world.says("b", EvalReady("job-1", 1, 4, 4.2, 4.0))
@@ -427,21 +415,16 @@ def test_the_guards_cap_outlives_a_lost_stage_and_a_restart_of_the_coordinator()
     world = guarded()
     assert world.planned_with == "auto:32"
     assert [fact for fact in world.facts if isinstance(fact, RatioCapped)] == [RatioCapped("job-1", 5, 11.2)]
-    replayed = Ledger()
-    for fact in world.facts:
-        record = to_record(fact, 1.0)
-        back = from_record(JournalRecord(record.kind, record.at_s, json.loads(json.dumps(record.payload))))
-        assert back == fact
-        replayed.apply(back)
-    again = Adapting(ledger=replayed, now_s=500.0)
-    again.join("a", "b")
-    again.wait(0.5, ("a", "b"))
-    assert again.planned_with == "auto:11.2"
-    assert pipeline(again).adapting.of["job-1"].cap == pytest.approx(11.2)
-    again.load()
-    again.mbit = 5.0
-    again.steps(20)
-    assert again.asked()[0].training.compress == "auto:11.2"
+    world.restart()
+    world.planned_with = ""
+    world.join("a", "b")
+    world.wait(0.5)
+    assert world.planned_with == "auto:11.2"
+    assert pipeline(world).adapting.of["job-1"].cap == pytest.approx(11.2)
+    world.load()
+    world.mbit = 5.0
+    world.steps(20)
+    assert world.asked()[0].training.compress == "auto:11.2"
 
 
 @pytest.mark.parametrize(

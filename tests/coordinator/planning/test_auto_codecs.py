@@ -14,8 +14,8 @@ from coordinator.planning.new_codecs import respec, step_with
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.planning.problem import Candidate, Depth, Problem
 from tests.coordinator.planning.dags import chain_dag, gpt_like
-from tests.coordinator.planning.event_sim import step_seconds
 from tests.coordinator.planning.fleets import random_fleet, two_islands
+from tests.coordinator.planning.timeline_oracle import step_seconds
 
 GPT = gpt_like(4)
 

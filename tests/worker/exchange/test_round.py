@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.collective import TOTAL
+from atoll.collective import TOTAL, owner_shares
 from atoll.errors import BadFrame, UsageError
 from atoll.exchange import Exchange, ExchangeRound, Pattern
 from compressors.vector import dense
@@ -32,7 +32,7 @@ def none_of(ranks: tuple[int, ...] = EVERYONE) -> dict[int, None]:
     return dict.fromkeys(ranks)
 
 
-@pytest.mark.parametrize("pattern", [Pattern.OWNERS, Pattern.TREE])
+@pytest.mark.parametrize("pattern", [Pattern.OWNERS, Pattern.TREE, Pattern.GATHERED])
 @pytest.mark.parametrize("seed", range(5))
 def test_the_order_of_arrival_changes_no_bit(pattern: Pattern, seed: int) -> None:
     rule = make_rule(Exchange("sum"))
@@ -51,7 +51,7 @@ def test_the_order_of_arrival_changes_no_bit(pattern: Pattern, seed: int) -> Non
         assert receipt.complete
         assert receipt.expected == EVERYONE
         result = rule.settle(run.exchanged(None, own[0])).result  # type: ignore[union-attr]
-        if pattern is Pattern.OWNERS:  # a tree adds neighbours first
+        if pattern is not Pattern.TREE:  # a tree adds neighbours first
             assert torch.equal(result, expected)
 
 
@@ -112,12 +112,12 @@ def test_an_exact_sum_is_for_all_or_for_none() -> None:
     assert not any(answer.receipts[0].complete for answer in answers.values())
 
 
-@pytest.mark.parametrize("pattern", [Pattern.OWNERS, Pattern.TREE, Pattern.PAIRWISE, Pattern.PUBLISHED])
+@pytest.mark.parametrize("pattern", list(Pattern))
 @pytest.mark.parametrize("fault", ["lost", "damaged", "other size"])
 def test_one_fault_of_each_kind_in_each_collective_is_a_status(pattern: Pattern, fault: str) -> None:
     rule = make_rule(Exchange("mean"))
     parts = {rank: Contribution(dense(value)) for rank, value in contents().items()}
-    groups = [EVERYONE] if pattern in (Pattern.OWNERS, Pattern.TREE) else [(0, 1), (2, 3)]
+    groups = [(0, 1), (2, 3)] if pattern in (Pattern.PAIRWISE, Pattern.PUBLISHED) else [EVERYONE]
     collective = collective_of(pattern, groups, parts[0])
     runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
     spoiled = iter(range(10_000))
@@ -181,3 +181,18 @@ def test_groups_that_do_not_fit_the_pattern_are_refused() -> None:
         collective_of(Pattern.PAIRWISE, [EVERYONE], part)
     with pytest.raises(UsageError, match="2 segments for 4"):
         collective_of(Pattern.OWNERS, [EVERYONE], part)
+
+
+@pytest.mark.parametrize("rates", [(1.0,) * 4, (1.0, 1.0, 2.0, 4.0), (0.0, 3.0, 1.0, 1.0)])
+def test_a_dense_exchange_sends_what_the_shares_say_within_2_percent(rates: tuple[float, ...]) -> None:
+    size = 400_000
+    rule = make_rule(Exchange("sum"))
+    parts = {rank: Contribution(dense(torch.zeros(size))) for rank in EVERYONE}
+    shares = dict(zip(EVERYONE, owner_shares(rates), strict=True))
+    collective = collective_of(Pattern.OWNERS, [EVERYONE], parts[0], shares=shares)
+    runs = {rank: CollectiveRun(rule, collective, rank, AT, {rank: parts[rank]}) for rank in EVERYONE}
+    carry(runs)
+    for rank, run in runs.items():
+        expected = 4 * size * (1 + (len(EVERYONE) - 2) * shares[rank])  # 2 (R - 1) / R at even shares
+        assert run.receipt().sent_bytes == pytest.approx(expected, rel=0.02)
+        assert run.receipt().received_bytes == pytest.approx(expected, rel=0.02)

@@ -13,9 +13,10 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet
 from tests.patience import HUNG_S
+from tests.worker.links.hub import Hub, Port
 from worker.links.codecs import StageCodecs
 from worker.links.links import Links, LinksAborted
-from worker.transport.contract import PeerLost, Receiver
+from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
 
 META = TensorMeta((2, 3), "float32")
@@ -29,50 +30,9 @@ class Coming:
     meta: TensorMeta = META
 
 
-class Wire:
-    """Two ends without a network: what one sends is offered to the other's receiver at once."""
-
-    def __init__(self) -> None:
-        self.receivers: dict[str, Receiver] = {}
-        self.other: Wire | None = None
-        self.name = ""
-        self.sent: list[MessageKey] = []
-        self.forgotten: list[tuple[str, int | None]] = []
-        self.full = False
-
-    def register(self, job: str, receiver: Receiver) -> None:
-        self.receivers[job] = receiver
-
-    def unregister(self, job: str, receiver: Receiver) -> None:
-        if self.receivers.get(job) is receiver:
-            del self.receivers[job]
-
-    def forget(self, job: str, plan_version: int | None = None) -> None:
-        self.forgotten.append((job, plan_version))
-
-    def send(
-        self,
-        peer: str,
-        key: MessageKey,
-        header: bytes,
-        payload: bytes | bytearray | memoryview,
-        timeout_s: float | None = None,
-        more: bool = False,
-    ) -> None:
-        if self.full:
-            raise TimeoutError
-        self.sent.append(key)
-        assert self.other is not None
-        receiver = self.other.receivers.get(key.job)
-        buffer = receiver.expect(self.name, key, len(payload)) if receiver else None
-        if receiver is not None and buffer is not None:
-            buffer[:] = payload
-            receiver.deliver(self.name, key, header, buffer)
-
-
-def pair() -> tuple[Wire, Links, Wire, Links]:
-    a, b = Wire(), Wire()
-    a.name, b.name, a.other, b.other = "w-a", "w-b", b, a
+def pair() -> tuple[Port, Links, Port, Links]:
+    hub = Hub()
+    a, b = hub.port("w-a"), hub.port("w-b")
     return a, Links(a, "job", 3), b, Links(b, "job", 3)
 
 
@@ -264,7 +224,7 @@ def test_the_current_steps_messages_are_sent_again_to_a_peer_that_is_back() -> N
     receiver.close()
     again = Links(other, "job", 3)
     again.expect([Coming(new), Coming(back)])
-    wire.sent.clear()
+    wire.hub.sent.clear()
     assert sender.resend("w-b") == 3
     assert old not in wire.sent
     assert again.receive(new, 1) is not None
@@ -311,7 +271,7 @@ def test_the_old_versions_messages_are_sent_again_while_their_step_lasts() -> No
     sender.relink(4, 2, StageCodecs())
     sender.send("w-b", key(1), TENSOR)
     sender.lost("w-b", "killed")
-    wire.sent.clear()
+    wire.hub.sent.clear()
     assert sender.resend("w-b") == 1
     assert wire.sent == [key(1)]
     sender.step_done(1)

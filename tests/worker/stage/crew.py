@@ -1,10 +1,14 @@
-"""Several stages in threads of one process, over real Links and no network."""
+"""Several stages in threads of one process, over real Links and no network.
+
+They compute on real tensors; what tests/sim steps are the machines around such stages.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 from atoll.job import Optimizer, TrainingSpec
@@ -16,6 +20,7 @@ from coordinator.capture.capture import capture
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS
+from tests.worker.links.hub import Hub
 from worker.links.links import Links, Network
 from worker.links.timed import TimedNetwork
 from worker.spans import Spans
@@ -27,57 +32,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from worker.cancel import Cancel
-    from worker.transport.contract import Receiver
-    from worker.transport.frames import MessageKey
 
 TRAINING = TrainingSpec(
     steps=3, n_micro=4, seed=5, optimizer=Optimizer(lr=3e-3, weight_decay=0.01), eval_batches=6
 )
 JOIN_S = 60.0
-
-
-class Hub:
-    """All workers' networks in one process: a message is delivered at once, on a copy."""
-
-    def __init__(self) -> None:
-        self.receivers: dict[str, Receiver] = {}
-        self.sent: list[tuple[str, str, MessageKey]] = []
-        self.packets: dict[MessageKey, list[bytes]] = {}
-
-    def port(self, name: str) -> Port:
-        return Port(self, name)
-
-
-@dataclass
-class Port:
-    hub: Hub
-    name: str
-
-    def register(self, job: str, receiver: Receiver) -> None:
-        self.hub.receivers[self.name] = receiver
-
-    def unregister(self, job: str, receiver: Receiver) -> None:
-        self.hub.receivers.pop(self.name, None)
-
-    def forget(self, job: str, plan_version: int | None = None) -> None:
-        pass
-
-    def send(
-        self,
-        peer: str,
-        key: MessageKey,
-        header: bytes,
-        payload: bytes | bytearray | memoryview,
-        timeout_s: float | None = None,
-        more: bool = False,
-    ) -> None:
-        self.hub.sent.append((self.name, peer, key))
-        self.hub.packets.setdefault(key, []).append(header + bytes(payload))
-        receiver = self.hub.receivers[peer]
-        buffer = receiver.expect(self.name, key, len(payload))
-        if buffer is not None:
-            buffer[:] = payload
-            receiver.deliver(self.name, key, header, buffer)
 
 
 class Batches:
@@ -133,7 +92,9 @@ class Case:
         return stage_programs(self.dag, starts), evaluations
 
 
+@cache
 def case(name: str) -> Case:
+    """Capture a model once: stages copy what they are given."""
     batches = Batches(name)
     example = batches.example
     captured = capture(example.module, example.example_inputs, TRAINING)

@@ -175,8 +175,8 @@ def test_a_wait_that_lasts_is_told_and_again_when_it_has_doubled(monkeypatch: py
 def test_a_lost_neighbour_ends_the_step_with_its_name() -> None:
     made = case("mlp")
     crew = Crew(made, assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.ONE_F_ONE_B))
-    for receiver in crew.hub.receivers.values():
-        receiver.lost("w-0", "connection reset")
+    for port in crew.hub.ports.values():
+        port.receivers["job"].lost("w-0", "connection reset")
     with pytest.raises(PeerLost, match="w-0"):
         crew.runs[1].run_step(0, Cancel())
 

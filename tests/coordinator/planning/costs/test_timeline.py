@@ -11,8 +11,8 @@ from coordinator.planning.costs.traffic import Hop
 from coordinator.planning.costs.workload import Route, StageLoad, Wire, Workload
 from coordinator.planning.problem import Candidate, Depth, Problem
 from tests.coordinator.planning.dags import chain_dag, gpt_like
-from tests.coordinator.planning.event_sim import step_seconds
 from tests.coordinator.planning.fleets import random_fleet, two_islands
+from tests.coordinator.planning.timeline_oracle import step_seconds
 
 FREE = Wire(per_message_s=0.0, header_bytes=0, commit_s=0.0)
 

@@ -1,4 +1,6 @@
-"""A federated job's machine with an aggregator that answers at once and clients for which a test speaks."""
+"""A federated job's machine alone, without the scheduler and sessions through which tests/sim drives it: a
+test gives it any event at any time, and sees what it wants done before anything is.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def spec(rounds: int = 3, eval_batches: int = 0, **options: Any) -> JobSpec:
 
 
 @dataclass
-class World:
-    """The machine with an aggregator that answers at once and clients that the test speaks for."""
+class LoneMachine:
+    """An aggregator answers at once; the test speaks for the clients."""
 
     spec: JobSpec = field(default_factory=spec)
     now_s: float = 100.0

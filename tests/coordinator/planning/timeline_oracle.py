@@ -2,17 +2,20 @@
 
 It shares no code with coordinator/planning/costs/timeline.py and is built differently: stages, wires and the
 coordinator are coroutines that wait for signals or for time, steps run back to back without any
-reset, and the period is read off the coordinator's commits. Only the Workload is common.
+reset, and the period is read off the coordinator's commits. Only the Workload is common. Its clock is
+that of tests/sim, whose worlds decide what happens and not how long the actions of a step take.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import defaultdict
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 from coordinator.planning.costs.workload import Workload
+from tests.sim.clock import Clock
 
 Process = Generator[Any, None, None]
 
@@ -24,43 +27,23 @@ class Signal:
         self.fired = False
         self.waiting: list[Process] = []
 
+    def fire(self, clock: Clock) -> None:
+        self.fired = True
+        for process in self.waiting:
+            advance(clock, process)
+        self.waiting.clear()
 
-class World:
-    """A clock and the processes that wait on it."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.agenda: list[tuple[float, int, Process | Signal]] = []
-        self.count = 0
-
-    def later(self, delay: float, what: Process | Signal) -> None:
-        self.count += 1
-        heapq.heappush(self.agenda, (self.now + delay, self.count, what))
-
-    def fire(self, signal: Signal) -> None:
-        signal.fired = True
-        for process in signal.waiting:
-            self.advance(process)
-        signal.waiting.clear()
-
-    def advance(self, process: Process) -> None:
-        """Run a process until it waits: it yields a Signal, or seconds."""
-        for wish in process:
-            if isinstance(wish, Signal):
-                if wish.fired:
-                    continue
-                wish.waiting.append(process)
-            else:
-                self.later(wish, process)
-            return
-
-    def run(self) -> None:
-        while self.agenda:
-            self.now, _, what = heapq.heappop(self.agenda)
-            if isinstance(what, Signal):
-                self.fire(what)
-            else:
-                self.advance(what)
+def advance(clock: Clock, process: Process) -> None:
+    """Run a process until it waits: it yields a Signal, or seconds."""
+    for wish in process:
+        if not isinstance(wish, Signal):
+            clock.after(wish, partial(advance, clock, process))
+        elif not wish.fired:
+            wish.waiting.append(process)
+        else:
+            continue
+        return
 
 
 class Line:
@@ -78,8 +61,8 @@ class Bundle:
 class Wire:
     """One ordered pair of stages; its sender picks the most urgent waiting bundle."""
 
-    def __init__(self, world: World, work: Workload, pair: tuple[int, int], lines: dict[str, Line]) -> None:
-        self.world, self.work = world, work
+    def __init__(self, clock: Clock, work: Workload, pair: tuple[int, int], lines: dict[str, Line]) -> None:
+        self.clock, self.work = clock, work
         self.route = work.routes[pair]
         self.lines = lines
         self.waiting: list[Bundle] = []
@@ -89,10 +72,10 @@ class Wire:
         self.waiting.append(bundle)
         if self.idle:
             self.idle = False
-            self.world.advance(self.serve())
+            advance(self.clock, self.serve())
 
     def serve(self) -> Process:
-        world = self.world
+        clock = self.clock
         while self.waiting:
             urgent = min(self.waiting, key=lambda b: b.rank)  # the first among equals
             self.waiting.remove(urgent)
@@ -100,9 +83,9 @@ class Wire:
             pieces = int(max(1, min(self.work.wire.pieces, chunks))) if self.meets_others() else 1
             for _ in range(pieces):
                 tail = yield from self.carry(urgent.bits / pieces)
-                yield tail - world.now
+                yield tail - clock.now_s
             yield urgent.messages * self.work.wire.per_message_s
-            world.later(self.route.latency_s, urgent.arrived)
+            clock.after(self.route.latency_s, partial(urgent.arrived.fire, clock))
         self.idle = True
 
     def meets_others(self) -> bool:
@@ -113,12 +96,12 @@ class Wire:
 
     def carry(self, bits: float) -> Generator[Any, None, float]:
         """Pass every line in turn; returns when the last bit has passed the slowest."""
-        world = self.world
-        tail = world.now
+        clock = self.clock
+        tail = clock.now_s
         for name, rate in self.route.resources:
             line = self.lines[name]
-            wait = max(0.0, line.free_at - world.now)
-            line.free_at = world.now + wait + bits / rate
+            wait = max(0.0, line.free_at - clock.now_s)
+            line.free_at = clock.now_s + wait + bits / rate
             tail = max(tail, line.free_at)
             if wait:
                 yield wait
@@ -130,9 +113,9 @@ class Pipeline:
 
     def __init__(self, work: Workload, steps: int) -> None:
         self.work, self.steps = work, steps
-        self.world = World()
+        self.clock = Clock(seed=0, now_s=0.0)
         lines: dict[str, Line] = defaultdict(Line)
-        self.wires = {pair: Wire(self.world, work, pair, lines) for pair in work.routes}
+        self.wires = {pair: Wire(self.clock, work, pair, lines) for pair in work.routes}
         self.signals: dict[tuple[Any, ...], Signal] = defaultdict(Signal)
         self.commits: list[float] = []
 
@@ -141,6 +124,9 @@ class Pipeline:
     ) -> None:
         bits = (n_bytes + messages * self.work.wire.header_bytes) * 8.0
         self.wires[pair].put(Bundle(rank, bits, messages, self.signals[key]))
+
+    def later(self, delay_s: float, key: tuple[Any, ...]) -> None:
+        self.clock.after(delay_s, partial(self.signals[key].fire, self.clock))
 
     def stage(self, s: int) -> Process:
         work, load = self.work, self.work.stages[s]
@@ -177,11 +163,11 @@ class Pipeline:
                         self.send(rank, (s, hop.target), hop.n_bytes, hop.messages, key)
                 if action is not load.actions[-1]:
                     yield load.bytes_s
-            self.world.fire(self.signals["computed", step, s])
+            self.signals["computed", step, s].fire(self.clock)
             for i, tied in enumerate(work.tied):
                 if s in tied.holders:
                     yield self.signals["total", step, i, s]
-            self.world.later(load.commit_latency_s, self.signals["ready", step, s])
+            self.later(load.commit_latency_s, ("ready", step, s))
 
     def tied_holder(self, step: int, i: int, s: int) -> Process:
         tied = self.work.tied[i]
@@ -193,7 +179,7 @@ class Pipeline:
             below = tied.holders[at - 1]
             self.send(1, (s, below), tied.blocks * tied.n_bytes, tied.blocks, ("partial", step, i, below))
             return
-        self.world.fire(self.signals["total", step, i, s])
+        self.signals["total", step, i, s].fire(self.clock)
         for other in tied.holders[1:]:
             self.send(2, (s, other), tied.n_bytes, 1, ("total", step, i, other))
 
@@ -202,23 +188,24 @@ class Pipeline:
         for step in range(self.steps):
             for s in everyone:
                 load = self.work.stages[s]
-                self.world.later(load.commit_latency_s, self.signals["begin", step, s])
+                self.later(load.commit_latency_s, ("begin", step, s))
             for s in everyone:
                 yield self.signals["ready", step, s]
             yield self.work.wire.commit_s
-            self.commits.append(self.world.now)
+            self.commits.append(self.clock.now_s)
 
     def period(self) -> float:
         """Seconds from one commit to the next, once the first step is over."""
-        world = self.world
+        clock = self.clock
         for step in range(self.steps):
             for i, tied in enumerate(self.work.tied):
                 for s in tied.holders:
-                    world.advance(self.tied_holder(step, i, s))
+                    advance(clock, self.tied_holder(step, i, s))
         for s in range(len(self.work.stages)):
-            world.advance(self.stage(s))
-        world.advance(self.coordinator())
-        world.run()
+            advance(clock, self.stage(s))
+        advance(clock, self.coordinator())
+        while clock.step(math.inf):
+            pass
         assert len(self.commits) == self.steps, "the pipeline stands still"
         return (self.commits[-1] - self.commits[0]) / (self.steps - 1)
 

@@ -1,0 +1,66 @@
+"""Seconds of an exchange among machines of a fleet, whatever else their links do.
+
+Transfers of one exchange share what they pass: pairs, uplinks, downlinks. All at once they take as long as
+the resource that is busiest, and the latencies of the phases on top; nothing of an exchange waits for
+another link's turn, so the busiest resource is also the bound.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.collective import owner_shares
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from coordinator.planning.costs.fleet import Fleet
+
+    Floats = NDArray[np.float64]
+
+PHASES = 2  # latencies of an exchange by owners: parts there, totals back
+
+
+def rank_rates(fleet: Fleet, members: list[int]) -> list[float]:
+    """Bytes/s that each member gets over its slowest link to another one."""
+    rate = fleet.effective_bps[np.ix_(members, members)] / 8.0
+    np.fill_diagonal(rate, np.inf)
+    return [float(min(rate[i].min(), rate[:, i].min())) for i in range(len(members))]
+
+
+def owner_transfers(fleet: Fleet, members: list[int], n_bytes: float) -> Floats:
+    """[devices, devices] bytes of an exchange of ``n_bytes`` a member, owners' shares by their rates."""
+    sent = np.zeros((len(fleet.devices),) * 2)
+    if len(members) < 2:
+        return sent
+    shares = np.array(owner_shares(rank_rates(fleet, members)))
+    block = n_bytes * (shares[None, :] + shares[:, None])  # a part to its owner, and the own total to all
+    np.fill_diagonal(block, 0.0)
+    sent[np.ix_(members, members)] = block
+    return sent
+
+
+def seconds(fleet: Fleet, sent: Floats) -> float:
+    """Seconds of all of ``sent`` [source, target] bytes at once, latencies aside."""
+    worst = float((sent * 8.0 / fleet.bandwidth_bps).max(initial=0.0))
+    for uplink in fleet.uplinks:
+        inside = np.zeros(len(fleet.devices), dtype=bool)
+        inside[[fleet.index[w] for w in uplink.members if w in fleet.index]] = True
+        worst = max(
+            worst,
+            8.0 * float(sent[np.ix_(inside, ~inside)].sum()) / uplink.up_bps,
+            8.0 * float(sent[np.ix_(~inside, inside)].sum()) / uplink.down_bps,
+        )
+    return worst / fleet.payload_share
+
+
+def latency_s(fleet: Fleet, sent: Floats) -> float:
+    """Longest delay of a pair that sends anything."""
+    return float(np.where(sent > 0.0, fleet.latency_s, 0.0).max(initial=0.0))
+
+
+def exchange_s(fleet: Fleet, sent: Floats) -> float:
+    """Seconds of an exchange by owners that transfers ``sent``."""
+    return seconds(fleet, sent) + PHASES * latency_s(fleet, sent)

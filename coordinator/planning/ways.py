@@ -1,0 +1,469 @@
+"""Which way wins: one pipeline, replicas of it, exact data parallelism, local steps or gossip.
+
+Memory decides first what is possible, then seconds decide. Exact ways train the same model as one machine
+(with as many blocks of micro-batches); the others train more samples a second, each of which counts less:
+``efficiency`` is measured (benchmarks/local_steps.py), stated beside the speed and multiplied into ``worth``.
+
+    exact:        step = max over replicas of their pipeline's step + what of the exchange is not hidden
+    local steps:  round = H steps of the slowest peer + one exchange, or the longer where it is delayed
+    gossip:       step = a step of the slowest peer + the mean round of the pairs that peer selection draws
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.errors import NotEnoughMemory, PlanError
+from atoll.exchange import Exchange
+from coordinator.planning.buckets import ExchangeCost, Gradient, merge
+from coordinator.planning.clusters import groups
+from coordinator.planning.op_fence import Effort
+from coordinator.planning.peers import Mixing, PeerSelection, simulate
+from coordinator.planning.planner import PlanRequest, make_plan
+from coordinator.planning.problem import Problem
+from coordinator.planning.transfers import exchange_s, latency_s, owner_transfers
+from strategies.exchanges.catalogue import EXCHANGES, exchange_facts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from atoll.plan import Plan, StagePrediction
+    from coordinator.planning.costs.fleet import Fleet
+
+    Floats = NDArray[np.float64]
+
+DAY_S = 86_400.0
+MOST_REPLICAS = 8
+MOST_PEERS = 64  # of ways that change the model: nobody has measured what more of them teach
+GOSSIP_ROUNDS = 60
+MODEL_COPIES = 2  # float32, beside the optimizer's state: what a rule of deltas keeps
+LOCAL_STEPS = (10, 50, 200)
+LOCAL_RULES = ("diloco", "streaming_diloco", "sparseloco")
+GOSSIP_RATIO = 100.0
+FINISHING = Effort(judged=10, improved=1, moves=60, order_moves=60)  # of each replica's own pipeline
+ROUNDS = 2  # of shares of the micro-batches after the replicas' measured speed
+
+
+class WayKind(StrEnum):
+    PIPELINE = "pipeline"
+    REPLICAS = "replicas"
+    DATA_PARALLEL = "data parallel"
+    LOCAL_STEPS = "local steps"
+    GOSSIP = "gossip"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train the job on the fleet, or why it is none. Rates are micro-batches a second."""
+
+    kind: WayKind
+    text: str  # for people
+    micros_per_s: float = 0.0
+    step_s: float = 0.0  # of all of a step's micro-batches; a local step's share of its round
+    exchange_s: float = 0.0  # a round, before anything is hidden
+    bytes_a_day: float = 0.0  # that the busiest machine sends
+    memory_share: float = 0.0  # of its limit, where it is highest
+    exact: bool = True  # the same model as one machine
+    efficiency: float = 1.0
+    workers: tuple[tuple[str, ...], ...] = ()  # by replica
+    micros: tuple[int, ...] = ()  # of each replica a step
+    exchange: Exchange | None = None
+    plans: tuple[Plan, ...] = field(default=(), compare=False)  # of each replica
+    why_not: str = ""
+
+    @property
+    def worth(self) -> float:
+        """Micro-batches a second, each counted by what it teaches beside an exact one."""
+        return self.micros_per_s * self.efficiency
+
+
+def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | None = None) -> tuple[Way, ...]:
+    """Every way, the best first, those that are impossible last with the reason.
+
+    ``inexact``: which ways that change the model are compared: "" none, "auto" all, or a rule's name. Raises
+    NotEnoughMemory when no way fits, UsageError for an unknown rule, and what ``make_plan`` raises.
+    """
+    if inexact not in ("", "auto"):
+        exchange_facts(inexact)
+    # What fits as replicas fits as one pipeline, so its shortage is everybody's.
+    found = [_pipeline(request, make_plan(request, effort))]
+    peers = Peers.of(request)
+    whole = "a part of the fleet is no faster than its fastest machine, which holds the whole model"
+    twice = whole if peers.members else "needs room for the model twice"
+    found.append(_best(_replicated(request), WayKind.REPLICAS, twice))
+    found.append(_best(_data_parallel(request, peers), WayKind.DATA_PARALLEL, peers.why_not))
+    if inexact:
+        copies = "needs room for the model and two copies of it on two machines"
+        found.append(
+            _best(_local_steps(request, peers, inexact), WayKind.LOCAL_STEPS, peers.why_not or copies)
+        )
+        found.append(_best(_gossip(peers, inexact), WayKind.GOSSIP, peers.why_not))
+    return tuple(sorted(found, key=lambda way: (bool(way.why_not), -way.worth)))
+
+
+def _best(ways: Iterator[Way], kind: WayKind, why_not: str) -> Way:
+    return max(ways, key=lambda way: way.worth, default=Way(kind, str(kind), why_not=why_not))
+
+
+# ---------------------------------------------------------------- exact ways
+
+
+def _pipeline(request: PlanRequest, plan: Plan) -> Way:
+    prediction = plan.prediction
+    if prediction is None:
+        raise PlanError("a plan without a prediction cannot be compared")
+    sent: dict[str, int] = {}
+    for link in prediction.links:
+        sent[link.source] = sent.get(link.source, 0) + link.bytes_per_step
+    stages = len(plan.stages)
+    text = f"one pipeline of {stages} stages" if stages > 1 else "one machine"
+    return Way(
+        WayKind.PIPELINE,
+        text,
+        micros_per_s=request.training.n_micro / prediction.step_s,
+        step_s=prediction.step_s,
+        bytes_a_day=max(sent.values(), default=0) * DAY_S / prediction.step_s,
+        memory_share=max(s.memory_bytes / s.memory_limit_bytes for s in prediction.stages),
+        workers=(tuple(stage.worker for stage in plan.stages),),
+        micros=(request.training.n_micro,),
+        plans=(plan,),
+    )
+
+
+def _replicated(request: PlanRequest) -> Iterator[Way]:
+    """Replicas over the fleet's parts; of one stage each they are the next function's."""
+    n = len(request.fleet.devices)
+    most = min(MOST_REPLICAS, request.training.n_micro, n)
+    seen: set[tuple[tuple[str, ...], ...]] = set()
+    for count in range(2, most + 1):
+        for parts in _partitions(request.fleet, count):
+            if parts in seen:
+                continue
+            seen.add(parts)
+            way = _replicas(request, parts)
+            if way is not None and any(len(replica) > 1 for replica in way.workers):
+                yield way
+
+
+def _partitions(fleet: Fleet, count: int) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Disjoint parts of about equal speed: whole sites together, and the fleet in order of its sites."""
+    speed = [device.gflops.get("", 1.0) / device.scale for device in fleet.devices]
+    sites = [list(group) for group in groups(fleet.bandwidth_bps)]
+    if len(sites) >= count:
+        bins: list[list[int]] = [[] for _ in range(count)]
+        for site in sorted(sites, key=lambda site: -sum(speed[i] for i in site)):
+            min(bins, key=lambda held: sum(speed[i] for i in held)).extend(site)
+        yield _named(fleet, bins)
+    order = [i for site in sites for i in site]
+    whole, reached = sum(speed), 0.0
+    chunks: list[list[int]] = [[] for _ in range(count)]
+    for i in order:
+        chunks[min(count - 1, int(count * (reached + speed[i] / 2) / whole))].append(i)
+        reached += speed[i]
+    if all(chunks):
+        yield _named(fleet, chunks)
+
+
+def _named(fleet: Fleet, parts: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(fleet.devices[i].worker for i in sorted(part)) for part in parts)
+
+
+def _replicas(request: PlanRequest, parts: tuple[tuple[str, ...], ...]) -> Way | None:
+    """Each part's pipeline for its share of the micro-batches; None where one does not fit."""
+    n_micro = request.training.n_micro
+    micros = shares_of(n_micro, [1.0] * len(parts))
+    plans: list[Plan] = []
+    for _ in range(ROUNDS):
+        try:
+            plans = [
+                make_plan(_part(request, part, share), FINISHING)
+                for part, share in zip(parts, micros, strict=True)
+            ]
+        except NotEnoughMemory:
+            return None
+        speeds = [m / _step_s(plan) for m, plan in zip(micros, plans, strict=True)]
+        again = shares_of(n_micro, speeds)
+        if again == micros:
+            break
+        micros = again
+    else:
+        plans = [
+            make_plan(_part(request, part, share), FINISHING)
+            for part, share in zip(parts, micros, strict=True)
+        ]
+    sent = _joint_transfers(request, plans)
+    joint_s = exchange_s(request.fleet, sent)
+    compute_s = max(map(_step_s, plans))
+    step_s = compute_s + joint_s
+    sizes = ", ".join(str(len(plan.stages)) for plan in plans)
+    return Way(
+        WayKind.REPLICAS,
+        f"{len(plans)} replicas of {sizes} stages",
+        micros_per_s=n_micro / step_s,
+        step_s=step_s,
+        exchange_s=joint_s,
+        bytes_a_day=_busiest(request.fleet, plans, sent) * DAY_S / step_s,
+        memory_share=max(s.memory_bytes / s.memory_limit_bytes for p in plans for s in _stages(p)),
+        workers=tuple(tuple(stage.worker for stage in plan.stages) for plan in plans),
+        micros=micros,
+        exchange=Exchange("sum"),
+        plans=tuple(plans),
+    )
+
+
+def shares_of(n_micro: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Whole micro-batches in proportion to ``speeds``, at least one each: whoever would be done first takes
+    the next."""
+    shares = [1] * len(speeds)
+    for _ in range(n_micro - len(speeds)):
+        at = min(range(len(speeds)), key=lambda i: ((shares[i] + 1) / speeds[i], i))
+        shares[at] += 1
+    return tuple(shares)
+
+
+def _part(request: PlanRequest, workers: tuple[str, ...], n_micro: int) -> PlanRequest:
+    return replace(
+        request,
+        fleet=request.fleet.subset(workers),
+        training=replace(request.training, n_micro=n_micro),
+        eval_dag=None,
+    )
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.prediction.step_s if plan.prediction is not None else float("inf")
+
+
+def _stages(plan: Plan) -> tuple[StagePrediction, ...]:
+    return plan.prediction.stages if plan.prediction is not None else ()
+
+
+def _joint_transfers(request: PlanRequest, plans: Sequence[Plan]) -> Floats:
+    """[devices, devices] bytes a step of the replicas' exchange: what lies between two cuts of any of them
+    has one holder a replica."""
+    fleet = request.fleet
+    memory = _problem(request).memory
+    edges = sorted({edge for plan in plans for stage in plan.stages for edge in (stage.start, stage.stop)})
+    sent = np.zeros((len(fleet.devices),) * 2)
+    for start, stop in pairwise(edges):
+        n_bytes = memory.trained(start, stop)[0]
+        if n_bytes > 0.0:
+            holders = [
+                next(fleet.index[s.worker] for s in plan.stages if s.start <= start < s.stop)
+                for plan in plans
+            ]
+            sent += owner_transfers(fleet, holders, n_bytes)
+    return sent
+
+
+def _busiest(fleet: Fleet, plans: Sequence[Plan], sent: Floats) -> float:
+    """Bytes a step that the busiest machine sends."""
+    total = sent.sum(axis=1)
+    for plan in plans:
+        for link in plan.prediction.links if plan.prediction is not None else ():
+            total[fleet.index[link.source]] += link.bytes_per_step
+    return float(total.max(initial=0.0))
+
+
+def _problem(request: PlanRequest) -> Problem:
+    return Problem(request.dag, request.training, request.fleet)
+
+
+# ---------------------------------------------------------------- machines that hold the whole model
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Machines of the fleet that can hold the whole model, the fastest first."""
+
+    request: PlanRequest
+    problem: Problem
+    members: tuple[int, ...]  # of the fleet
+    micro_s: tuple[float, ...]  # one micro-batch, forward and backward
+    trained_bytes: float
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, request: PlanRequest) -> Peers:
+        problem = _problem(request)
+        need = problem.memory.bytes(0, problem.n_ops, 1)
+        time_s = problem.compute[:, -1]
+        able = [i for i in range(len(request.fleet.devices)) if problem.limits[i] >= need]
+        able.sort(key=lambda i: (time_s[i], i))
+        held = "one machine alone" if able else "no machine"
+        fewer = "" if len(able) > 1 else f"{held} can hold the whole model, {need / 2**20:.0f} MiB"
+        return cls(
+            request,
+            problem,
+            tuple(able),
+            tuple(float(time_s[i]) for i in able),
+            problem.memory.trained(0, problem.n_ops)[0],
+            fewer,
+        )
+
+    def counts(self, most: int) -> Iterator[int]:
+        """Numbers of the fastest members that are worth comparing: 2, 3, 4, 6, 8, 12, ... and all."""
+        most = min(most, len(self.members))
+        sizes = {2**k for k in range(1, 13)} | {3 * 2**k for k in range(11)} | {most}
+        return (size for size in sorted(sizes) if 2 <= size <= most)
+
+    def with_room(self, spare_bytes: float) -> Peers:
+        """Those that have so much memory left beside the whole model."""
+        held = [at for at in range(len(self.members)) if self.room(at) >= spare_bytes]
+        return replace(
+            self,
+            members=tuple(self.members[at] for at in held),
+            micro_s=tuple(self.micro_s[at] for at in held),
+        )
+
+    def room(self, at: int) -> float:
+        """Bytes that the member has left beside the whole model and one micro-batch."""
+        need = self.problem.memory.bytes(0, self.problem.n_ops, 1)
+        return float(self.problem.limits[self.members[at]]) - need
+
+    def shares(self, count: int, n_micro: int) -> tuple[int, ...]:
+        return shares_of(n_micro, [1.0 / self.micro_s[at] for at in range(count)])
+
+    def compute_s(self, micros: Sequence[int]) -> float:
+        """Seconds in which the slowest of the fastest computes its share."""
+        return max(m * s for m, s in zip(micros, self.micro_s, strict=False))
+
+    def names(self, count: int) -> tuple[tuple[str, ...], ...]:
+        return tuple((self.request.fleet.devices[i].worker,) for i in self.members[:count])
+
+    def memory_share(self, count: int, extra_bytes: float = 0.0) -> float:
+        need = self.problem.memory.bytes(0, self.problem.n_ops, 1) + extra_bytes
+        return max(need / float(self.problem.limits[i]) for i in self.members[:count])
+
+
+def _data_parallel(request: PlanRequest, peers: Peers) -> Iterator[Way]:
+    n_micro = request.training.n_micro
+    for count in peers.counts(n_micro):
+        micros = peers.shares(count, n_micro)
+        sent = owner_transfers(request.fleet, list(peers.members[:count]), peers.trained_bytes)
+        whole_s = exchange_s(request.fleet, sent)
+        hidden_s = _hidden(peers, whole_s, latency_s(request.fleet, sent), micros)
+        step_s = peers.compute_s(micros) + whole_s - hidden_s
+        yield Way(
+            WayKind.DATA_PARALLEL,
+            f"{count} replicas of the whole model",
+            micros_per_s=n_micro / step_s,
+            step_s=step_s,
+            exchange_s=whole_s,
+            bytes_a_day=float(sent.sum(axis=1).max()) * DAY_S / step_s,
+            memory_share=peers.memory_share(count),
+            workers=peers.names(count),
+            micros=micros,
+            exchange=Exchange("sum"),
+        )
+
+
+def _hidden(peers: Peers, whole_s: float, delay_s: float, micros: Sequence[int]) -> float:
+    """Seconds of an exchange that pass while the last backward still computes (``buckets``)."""
+    problem = peers.problem
+    slowest = max(range(len(micros)), key=lambda at: micros[at] * peers.micro_s[at])
+    backward = problem.backward[peers.members[slowest]]
+    gradients = [
+        Gradient(str(op), problem.memory.trained(op, op + 1)[0], float(backward[-1] - backward[op]))
+        for op in reversed(range(problem.n_ops))
+        if problem.memory.trained(op, op + 1)[0] > 0.0
+    ]
+    if not gradients or whole_s <= 0.0:
+        return 0.0
+    held = sum(gradient.n_bytes for gradient in gradients)
+    start_s = 2.0 * delay_s
+    cost = ExchangeCost(start_s, max(0.0, whole_s - start_s) / held)
+    finish_s = merge(gradients, cost).finish_s
+    return max(0.0, float(backward[-1]) + whole_s - finish_s)
+
+
+# ---------------------------------------------------------------- ways that change the model
+
+
+def _local_steps(request: PlanRequest, peers: Peers, inexact: str) -> Iterator[Way]:
+    rules = [r for r in LOCAL_RULES if r in EXCHANGES and inexact in ("auto", r)]
+    n_micro, fleet = request.training.n_micro, request.fleet
+    extra = MODEL_COPIES * peers.trained_bytes
+    peers = peers.with_room(extra)
+    for count in peers.counts(MOST_PEERS):
+        micros = _local_micros(peers, count, n_micro)
+        compute_s = peers.compute_s(micros)
+        dense = owner_transfers(fleet, list(peers.members[:count]), peers.trained_bytes)
+        for rule in rules:
+            for every in LOCAL_STEPS:
+                exchange = Exchange(rule, every=every)
+                facts = EXCHANGES[rule]
+                shapes = ((round(peers.trained_bytes / 4),),)
+                volume = facts.volume(shapes, exchange, count)
+                sent = dense * (volume / max(1.0, float(dense.sum()) / count))
+                joint_s = exchange_s(fleet, sent)
+                round_s = every * compute_s + joint_s
+                yield Way(
+                    WayKind.LOCAL_STEPS,
+                    f"{count} peers, {rule} every {every} steps",
+                    micros_per_s=sum(micros) * every / round_s,
+                    step_s=round_s / every,
+                    exchange_s=joint_s,
+                    bytes_a_day=float(sent.sum(axis=1).max()) * DAY_S / round_s,
+                    memory_share=peers.memory_share(count, extra),
+                    exact=False,
+                    efficiency=facts.efficiency_at(every),
+                    workers=peers.names(count),
+                    micros=micros,
+                    exchange=exchange,
+                )
+
+
+def _local_micros(peers: Peers, count: int, n_micro: int) -> tuple[int, ...]:
+    """Micro-batches of a local step: the job's at the fastest peer, fewer where they take longer."""
+    fastest_s = peers.micro_s[0]
+    return tuple(max(1, round(n_micro * fastest_s / peers.micro_s[at])) for at in range(count))
+
+
+def _gossip(peers: Peers, inexact: str) -> Iterator[Way]:
+    if "saps" not in EXCHANGES or inexact not in ("auto", "saps"):
+        return
+    fleet, n_micro = peers.request.fleet, peers.request.training.n_micro
+    facts = EXCHANGES["saps"]
+    exchange = Exchange("saps", ratio=GOSSIP_RATIO)
+    for count in peers.counts(MOST_PEERS):
+        members = list(peers.members[:count])
+        n_bytes = facts.volume(((round(peers.trained_bytes / 4),),), exchange, 2)
+        mixing = _mixing(fleet, members, n_bytes)
+        micros = _local_micros(peers, count, n_micro)
+        step_s = peers.compute_s(micros) + mixing.round_s * n_bytes
+        yield Way(
+            WayKind.GOSSIP,
+            f"{count} peers in pairs, saps 1/{GOSSIP_RATIO:g}",
+            micros_per_s=sum(micros) / step_s,
+            step_s=step_s,
+            exchange_s=mixing.round_s * n_bytes,
+            bytes_a_day=n_bytes * DAY_S / step_s,
+            memory_share=peers.memory_share(count),
+            exact=False,
+            efficiency=facts.efficiency_at(1),
+            workers=peers.names(count),
+            micros=micros,
+            exchange=exchange,
+        )
+
+
+def _mixing(fleet: Fleet, members: list[int], n_bytes: float) -> Mixing:
+    """Mean round of the pairs that peer selection draws, in seconds a byte."""
+    at = np.ix_(members, members)
+    taken_s = 8.0 * n_bytes / fleet.effective_bps[at] + fleet.latency_s[at]
+    np.fill_diagonal(taken_s, np.inf)
+    rate = n_bytes / taken_s
+    selection = PeerSelection.begin(members, rate, 0, share=1.0 / GOSSIP_RATIO)
+    place = {member: i for i, member in enumerate(members)}
+
+    def pairs(number: int) -> tuple[tuple[int, int], ...]:
+        return tuple((place[int(a)], place[int(b)]) for a, b in selection.pairs(number))
+
+    return simulate(selection.network, pairs, GOSSIP_ROUNDS, 0, 1.0 / GOSSIP_RATIO)

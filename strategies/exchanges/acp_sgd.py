@@ -1,0 +1,100 @@
+"""ACP-SGD: PowerSGD with one factor a round instead of two, the sides alternating.
+
+    even: P = mean(M_i Q),   result = P Q^T,   Q orthonormal;  the next round's basis: orthonormal(P)
+    odd:  Q = mean(M_i^T P), result = P Q^T,   P orthonormal;  orthonormal(Q)
+    M_i = g_i + e_i,   e_i = M_i less what this rank's own factor restores
+
+One collective of 4 r n or 4 r m bytes a matrix in turn, half of PowerSGD's; the residual waits for no answer.
+Every rank needs the same basis and side, so a round counts for all or for none: after one that does not, M
+stays in the residual and the side does not change. The basis is made at every rank, so bits agree within one
+device class. The rank of each matrix follows from ``exchange.ratio``: dense bytes over the mean of both
+sides. Source: papers/compression.md 4 (ACP-SGD, arXiv 2306.08881).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from compressors.contrib.acp_sgd import START_SEED, next_basis, phase, restored
+from compressors.contrib.factors import Matrix, orthonormal, sketch
+from compressors.contrib.ranks import acp_rank
+from compressors.vector import dense
+from strategies.exchanges.base import (
+    Contribution,
+    Exchanged,
+    ExchangeRule,
+    Flat,
+    Settled,
+    State,
+    average,
+    finite_or,
+    weighted,
+)
+from strategies.exchanges.low_rank import Layout, layout_of, row_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.exchange import ExchangeRound
+
+
+@dataclass(frozen=True)
+class AcpState:
+    """Step and bases, equal at all ranks, and this rank's residual [n]."""
+
+    layout: Layout
+    step: int  # even: the bases are Q [columns, rank]; odd: P [rows, rank]
+    bases: tuple[Matrix, ...]
+    residual: Tensor
+
+
+@dataclass(frozen=True)
+class _Sent:
+    wanted: Tensor  # [n]: gradient and residual
+    factors: tuple[Matrix, ...]  # of this rank alone
+
+
+@dataclass(frozen=True)
+class AcpSgd(ExchangeRule):
+    """The rule above; state: ``AcpState``."""
+
+    def init(self, flat: Flat, own: Tensor) -> State:
+        layout = layout_of(flat, lambda meta: acp_rank(meta, self.exchange.ratio))
+        bases = tuple(orthonormal(sketch(columns, rank, START_SEED)) for _, columns, rank in layout.factored)
+        return AcpState(layout, 0, bases, torch.zeros(flat.size))
+
+    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
+        """The other rank's step and bases; a residual is of its own rank's gradients."""
+        return replace(state, residual=torch.zeros(flat.size))
+
+    def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
+        wanted = own + state.residual
+        matrices, rest = state.layout.split(wanted)
+        factors = tuple(phase(m, basis, state.step) for m, basis in zip(matrices, state.bases, strict=True))
+        row = weighted(row_of(factors, rest), at.weight_of(rank))
+        return Contribution(dense(row), carry=_Sent(wanted, factors))
+
+    def settle(self, done: Exchanged) -> Settled | Contribution:
+        """The mean as its factors restore it. One that is not finite leaves the state."""
+        before: AcpState = done.state
+        sent: _Sent = done.contribution.carry
+        factors, rest = before.layout.factors(average(done).values, left=before.step % 2 == 0)
+        result = before.layout.joined(_restored(factors, before), rest)
+        if not bool(torch.isfinite(result).all()):
+            return Settled(result, before)
+        matrices, _ = before.layout.split(sent.wanted)
+        errors = [m - own for m, own in zip(matrices, _restored(sent.factors, before), strict=True)]
+        residual = before.layout.joined(errors, torch.zeros_like(rest))
+        bases = tuple(next_basis(factor) for factor in factors)
+        return Settled(result, AcpState(before.layout, before.step + 1, bases, residual))
+
+    def undelivered(self, contribution: Contribution, state: State) -> State:
+        sent: _Sent = contribution.carry
+        return replace(state, residual=finite_or(sent.wanted, state.residual))
+
+
+def _restored(factors: tuple[Matrix, ...] | list[Matrix], state: AcpState) -> list[Matrix]:
+    return [restored(f, basis, state.step) for f, basis in zip(factors, state.bases, strict=True)]

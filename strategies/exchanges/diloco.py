@@ -1,0 +1,123 @@
+"""DiLoCo: the change of H local steps is a gradient for an outer Nesterov step, taken at every rank alike.
+
+    Delta = mean(theta_outer - theta_i);  v <- beta v + Delta
+    theta_outer <- theta_outer - eta (Delta + beta v)
+
+All go on from theta_outer. The inner optimizer's state is not touched. One rank alone takes the outer step
+too. ``exchange.codec`` codes the changes and their sum; H is ``exchange.every``.
+
+What no total holds of a rank's change (the codec's error; all of it where an owner did not include it) is
+added to its next one: a late rank takes the outer step of the others, and its own steps arrive a round later.
+(The source drops the slowest, papers/decentralized.md 8.4.) A round of which a rank holds nothing changes
+nothing: it goes on from its own model, whose next change has these steps too. Elements whose mean is not
+finite take no outer step; the finite changes there wait as well, the others are dropped.
+
+theta_outer and v must be equal at all ranks. Where a total never came they stay as they were, and a rank
+that lacks a total which others have (its receipt's digest differs) adopts their state and model before its
+next round. A newcomer's model is that state's ``outer``. Source: papers/decentralized.md 8.4 (DiLoCo).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from atoll.collective import Segment
+from compressors.vector import dense
+from strategies.exchanges.base import (
+    Contribution,
+    Exchanged,
+    ExchangeRule,
+    Flat,
+    Settled,
+    State,
+    average,
+    left_over,
+    weighted,
+)
+from strategies.exchanges.mean import part_and_total
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.exchange import ExchangeRound
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """Outer parameters and momentum [n], equal at all ranks; ``residual`` [n] of this rank, None: nothing."""
+
+    outer: Tensor
+    momentum: Tensor
+    residual: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DiLoCo(ExchangeRule):
+    """The rule above; state: ``OuterState``."""
+
+    lr: float = 0.7  # eta
+    momentum: float = 0.9  # beta
+
+    def init(self, flat: Flat, own: Tensor) -> State:
+        return OuterState(own.clone(), torch.zeros_like(own))
+
+    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
+        """The other rank's outer parameters and momentum."""
+        return replace(state, residual=None)
+
+    def segments(self, size: int, at: ExchangeRound) -> Sequence[Segment]:
+        """Parts of the model that the round exchanges."""
+        return (Segment(0, size),)
+
+    def used(self, now: Tensor, outer: Tensor) -> Tensor:
+        """Model after the round from the local and the outer one, of the exchanged elements."""
+        return outer
+
+    def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
+        segments = self.segments(own.numel(), at)
+        wanted = _taken(state.outer, segments) - _taken(own, segments)
+        if state.residual is not None:
+            wanted = wanted + _taken(state.residual, segments)
+        codec, total_codec = part_and_total(self.exchange.codec, self.exchange.ratio)
+        return Contribution(dense(weighted(wanted, at.weight_of(rank))), codec, total_codec, carry=wanted)
+
+    def settle(self, done: Exchanged) -> Settled | Contribution:
+        before: OuterState = done.state
+        segments = self.segments(done.now.numel(), done.round)
+        mean = average(done)
+        steps = mean.came & torch.isfinite(mean.values)
+        outer, momentum = _taken(before.outer, segments), _taken(before.momentum, segments)
+        faster = self.momentum * momentum + mean.values
+        moved = outer - self.lr * (mean.values + self.momentum * faster)
+        outer, momentum = torch.where(steps, moved, outer), torch.where(steps, faster, momentum)
+        left = torch.where(steps, left_over(done), done.contribution.carry)
+        left = torch.nan_to_num(left, nan=0.0, posinf=0.0, neginf=0.0)
+        residual = before.residual
+        if residual is not None or left.any():
+            residual = torch.zeros_like(done.now) if residual is None else residual
+            residual = _put(residual, segments, left)
+        state = OuterState(
+            _put(before.outer, segments, outer),
+            _put(before.momentum, segments, momentum),
+            residual if residual is not None and residual.any() else None,
+        )
+        used = self.used(_taken(done.now, segments), outer)
+        return Settled(_put(done.now, segments, used), state)
+
+
+def _taken(flat: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Elements of the segments one after another."""
+    return torch.cat([flat[segment.start : segment.stop] for segment in segments])
+
+
+def _put(flat: Tensor, segments: Sequence[Segment], values: Tensor) -> Tensor:
+    """Copy of ``flat`` with ``values`` in the segments."""
+    changed = flat.clone()
+    parts = torch.split(values, [segment.size for segment in segments])
+    for segment, part in zip(segments, parts, strict=True):
+        changed[segment.start : segment.stop] = part
+    return changed

@@ -1,0 +1,183 @@
+"""Ok-Topk: about the k largest elements of the sum of everybody's about k largest, through region owners.
+
+    v = g + e;  S = {|v| >= t_local};  region owners sum their parts;  G = {|sum| >= t_global};
+    result = sum / weights at G;  e' = v, zero at S and G
+
+Volume stays near 2 k (P - 1) / P pairs (position, value) received, whatever P is:
+
+- thresholds are exact every ``renew`` rounds and re-used in between, moved by about a percent when
+  counts leave 2k/3 .. 5k/4;
+- regions are cut so that each holds an equal share of what is kept: a first phase averages the borders that
+  ranks propose from their own S, every ``repartition`` rounds and after a round in which a region's share of
+  G was more than 1.25 of an equal one (residuals shift fast at first; the source waits);
+- an owner sends at most 3k / (2P) sums, its largest. The exact threshold is the k-th largest of what all
+  owners sent, so it costs no other message, and follows at once where they sent too many (the source
+  gathers all sums for it, and moves sums between owners to balance the gathering).
+
+Borders must agree, so a round counts for all or for none. k follows from ``exchange.ratio``.
+Source: Ok-Topk, arXiv 2201.07598 (papers/compression.md 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from compressors.base import meta_of
+from compressors.selection import all_finite, bits_of, largest, magnitude
+from compressors.sparse_sizes import vector_kept
+from compressors.topk import Threshold, TopK
+from compressors.vector import Vector, chosen, dense, strongest, total
+from strategies.exchanges.base import (
+    Contribution,
+    Exchanged,
+    ExchangeRule,
+    Flat,
+    Merged,
+    Settled,
+    State,
+    average,
+    finite_or,
+    unpicked,
+    weighted,
+)
+
+if TYPE_CHECKING:
+    from atoll.exchange import ExchangeRound
+
+BORDERS, SUMS = 0, 1  # phases
+UNEVEN = 1.25  # largest region's count / mean count from which regions are cut anew
+
+
+@dataclass(frozen=True)
+class OkState:
+    """``residual`` [n] and ``local`` are this rank's; ``threshold`` of sums and ``borders`` equal at all
+    ranks. None: to be found."""
+
+    residual: Tensor
+    local: Threshold | None = None
+    threshold: float | None = None
+    borders: tuple[int, ...] = ()
+    uneven: bool = False  # the last result over these regions
+
+
+@dataclass(frozen=True)
+class _Kept:
+    wanted: Tensor  # [n]: gradient and residual
+    kept: Vector  # of ``wanted``, weighted
+    local: Threshold
+    threshold: float | None  # of sums in this round; None: exact
+    most: int  # sums that an owner sends
+    borders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OkTopK(ExchangeRule):
+    """The rule above; state: ``OkState``."""
+
+    renew: int = 32  # rounds between exact thresholds: tau' (the source: 32, for BERT 128)
+    repartition: int = 64  # rounds between new regions
+
+    def kept(self, size: int) -> int:
+        """k: entries that thresholds aim at."""
+        return vector_kept(size, self.exchange.ratio)
+
+    def init(self, flat: Flat, own: Tensor) -> State:
+        return OkState(torch.zeros(flat.size))
+
+    def adopted(self, flat: Flat, own: Tensor, state: State) -> State:
+        """The other rank's, but for what is its own."""
+        return replace(state, residual=torch.zeros(flat.size), local=None)
+
+    def contribute(self, own: Tensor, state: State, at: ExchangeRound, rank: int) -> Contribution:
+        wanted = own + state.residual
+        vector = dense(weighted(wanted, at.weight_of(rank)))
+        renewed = at.number % self.renew == 0
+        positions, local = self._selected(vector, None if renewed else state.local)
+        carry = _Kept(
+            wanted,
+            chosen(vector, positions),
+            local,
+            None if renewed else state.threshold,
+            max(1, -(-3 * self.kept(vector.size) // (2 * len(at.ranks)))),
+            state.borders,
+        )
+        others = len(at.ranks) - 1
+        stale = state.uneven or at.number % self.repartition == 0 or len(state.borders) != others
+        if others and stale:
+            proposal = _equal_borders(positions, vector.size, len(at.ranks))
+            return Contribution(dense(weighted(proposal, at.weight_of(rank))), phase=BORDERS, carry=carry)
+        return _sums(carry)
+
+    def merge(self, parts: Sequence[Vector], own: Contribution) -> Merged:
+        summed = total(parts)
+        if own.phase == BORDERS:
+            return Merged(summed)
+        carry: _Kept = own.carry
+        if carry.threshold is not None:
+            low = summed.values.abs() < carry.threshold  # not so for NaN, which must be seen
+            summed = Vector(summed.size, summed.values[~low], _of(summed)[~low])
+        return Merged(strongest(summed, carry.most)[0])
+
+    def settle(self, done: Exchanged) -> Settled | Contribution:
+        """After the borders the contribution of values; then the mean. One that is not finite leaves the
+        state: the step will be discarded."""
+        carry: _Kept = done.contribution.carry
+        mean = average(done).values
+        if done.contribution.phase == BORDERS:
+            ascending = torch.cummax(mean, 0).values.round().to(torch.int64)
+            borders = ascending.clamp(0, carry.kept.size).tolist()
+            return _sums(replace(carry, borders=tuple(borders)))
+        if not all_finite(mean):
+            return Settled(mean, done.state)
+        sent = [piece.total.values.abs() for piece in done.pieces if piece.total is not None]
+        residual = unpicked(done, carry.wanted)
+        threshold = self._next_threshold(torch.cat(sent), carry)
+        # Of those that the next threshold leaves: where all owners send their most, regions look even.
+        counts = [int((values >= (threshold or 0.0)).sum()) for values in sent]
+        uneven = max(counts) * len(done.round.ranks) > UNEVEN * sum(counts)
+        return Settled(mean, OkState(residual, carry.local, threshold, carry.borders, uneven))
+
+    def undelivered(self, contribution: Contribution, state: State) -> State:
+        return replace(state, residual=finite_or(contribution.carry.wanted, state.residual))
+
+    def _selected(self, vector: Vector, state: Threshold | None) -> tuple[Tensor, Threshold]:
+        """Positions of S and the threshold for the next round."""
+        bits, kept = bits_of(vector.values), self.kept(vector.size)
+        if state is None:
+            positions = largest(bits, kept)
+            return torch.from_numpy(positions), Threshold(max(1, int(magnitude(bits[positions]).min())))
+        codec = TopK(density=kept / vector.size, rows=False, selection="reused")
+        positions, state = codec.select(bits, meta_of(vector.values), state)
+        return torch.from_numpy(positions), state
+
+    def _next_threshold(self, sent: Tensor, carry: _Kept) -> float | None:
+        """Threshold of the next round's sums after one in which owners sent these magnitudes; None where they
+        were too few to go on from."""
+        kept, count = self.kept(carry.kept.size), len(sent)
+        if 2 * count < kept:
+            return None
+        if carry.threshold is None or 4 * count > 5 * kept:
+            return float(torch.topk(sent, min(kept, count)).values[-1])
+        return carry.threshold / 1.008 if 3 * count < 2 * kept else carry.threshold
+
+
+def _sums(carry: _Kept) -> Contribution:
+    return Contribution(carry.kept, borders=carry.borders, phase=SUMS, carry=carry)
+
+
+def _equal_borders(positions: Tensor, size: int, regions: int) -> Tensor:
+    """Borders [regions - 1] between equal numbers of ascending ``positions``."""
+    if not len(positions):
+        return torch.arange(1, regions) * (size / regions)
+    places = torch.arange(1, regions) * len(positions) // regions
+    return positions[places].to(torch.float32)
+
+
+def _of(vector: Vector) -> Tensor:
+    assert vector.positions is not None  # noqa: S101 - a sum of sparse parts
+    return vector.positions

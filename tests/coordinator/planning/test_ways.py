@@ -1,0 +1,134 @@
+"""Ways compared: memory decides first, then seconds; a named way is the fastest of those that fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from atoll.collective import even_shares, owner_shares
+from atoll.errors import NotEnoughMemory, UsageError
+from atoll.job import TrainingSpec
+from coordinator.client.fleet_file import parse_fleet, read_fleet
+from coordinator.planning.costs.fleet import Fleet
+from coordinator.planning.planner import PlanRequest
+from coordinator.planning.transfers import exchange_s, owner_transfers, rank_rates, seconds
+from coordinator.planning.ways import Way, WayKind, compare_ways, shares_of
+from tests.coordinator.planning.dags import gpt_like
+
+DAG = gpt_like(layers=4)
+TRAINING = TrainingSpec(steps=10, n_micro=8, seed=0)
+
+
+def fleet_of(n: int, **default: object) -> Fleet:
+    return parse_fleet({"default": default, "device": [{"name": f"d{i}"} for i in range(n)]})
+
+
+def ways(fleet: Fleet, inexact: str = "") -> dict[WayKind, Way]:
+    found = compare_ways(PlanRequest("j", 1, DAG, None, TRAINING, fleet), inexact=inexact)
+    worths = [way.worth for way in found if not way.why_not]
+    assert worths == sorted(worths, reverse=True)
+    assert [bool(way.why_not) for way in found] == sorted(bool(way.why_not) for way in found)
+    return {way.kind: way for way in found}
+
+
+def best(fleet: Fleet, inexact: str = "") -> Way:
+    return compare_ways(PlanRequest("j", 1, DAG, None, TRAINING, fleet), inexact=inexact)[0]
+
+
+def test_where_no_machine_holds_the_model_it_is_a_pipeline() -> None:
+    found = ways(fleet_of(5, memory_mib=40, gflops=50, mbit=50, ms=10), "auto")
+    assert next(iter(found)) is WayKind.PIPELINE
+    for kind in (WayKind.DATA_PARALLEL, WayKind.LOCAL_STEPS, WayKind.GOSSIP):
+        assert "no machine can hold the whole model" in found[kind].why_not
+
+
+def test_on_a_fast_network_the_whole_model_is_replicated() -> None:
+    fleet = fleet_of(4, memory_mib=1000, gflops=2, mbit=10_000, ms=0.1)
+    way = best(fleet)
+    assert way.kind is WayKind.DATA_PARALLEL
+    assert way.exact
+    assert way.micros == (2, 2, 2, 2)
+
+
+def test_machines_that_hold_half_of_it_become_replicas_of_short_pipelines() -> None:
+    fleet = fleet_of(6, memory_mib=60, gflops=1, mbit=10_000, ms=0.1)
+    way = best(fleet)
+    assert way.kind is WayKind.REPLICAS
+    assert sum(way.micros) == TRAINING.n_micro
+    members = [worker for replica in way.workers for worker in replica]
+    assert len(set(members)) == len(members)
+    assert [len(plan.stages) for plan in way.plans] == [len(replica) for replica in way.workers]
+
+
+def test_behind_thin_links_local_steps_win_once_they_are_allowed() -> None:
+    fleet = fleet_of(4, memory_mib=8000, gflops=20, mbit=10, ms=20)
+    assert best(fleet).kind is WayKind.PIPELINE
+    allowed = best(fleet, "auto")
+    assert not allowed.exact
+    assert allowed.kind in (WayKind.LOCAL_STEPS, WayKind.GOSSIP)
+    named = best(fleet, "diloco")
+    assert named.kind is WayKind.LOCAL_STEPS
+    assert named.exchange is not None
+    assert named.exchange.rule == "diloco"
+
+
+def test_nobody_sends_more_a_day_than_an_uplink_carries() -> None:
+    mbit = 20.0
+    for way in ways(fleet_of(5, memory_mib=8000, gflops=20, mbit=mbit, ms=20), "auto").values():
+        links = 4  # pairs of one machine, each with a rate of its own
+        assert way.bytes_a_day <= links * mbit * 1e6 / 8 * 86_400
+
+
+def test_nothing_that_fits_is_an_error_and_so_is_an_unknown_rule() -> None:
+    with pytest.raises(NotEnoughMemory):
+        ways(fleet_of(2, memory_mib=2))
+    with pytest.raises(UsageError, match="'gossiping' is not known"):
+        ways(fleet_of(2), "gossiping")
+
+
+@pytest.mark.parametrize("name", ["tight", "sites", "thin"])
+def test_the_benchmarks_fleets_can_be_read(name: str) -> None:
+    assert len(read_fleet(f"benchmarks/fleets/{name}.toml").devices) >= 6
+
+
+def test_shares_follow_speeds_and_add_up() -> None:
+    assert shares_of(8, [1.0, 1.0, 2.0]) == (2, 2, 4)
+    assert shares_of(3, [1.0, 100.0, 1.0]) == (1, 1, 1)
+    assert sum(shares_of(31, [0.3, 0.5, 9.0, 1.0])) == 31
+
+
+def test_transfers_are_an_owners_exchange() -> None:
+    fleet = fleet_of(4, mbit=100, ms=10)
+    sent = owner_transfers(fleet, [0, 1, 3], 3e6)
+    assert sent[2].sum() == sent[:, 2].sum() == 0.0
+    assert sent.sum(axis=1)[[0, 1, 3]] == pytest.approx([4e6] * 3)  # 2 (R - 1) / R
+    alone = exchange_s(fleet, owner_transfers(fleet, [0], 3e6))
+    assert alone == 0.0
+    rate = 100e6 / 8 * fleet.payload_share
+    assert exchange_s(fleet, sent) == pytest.approx(2e6 / rate + 2 * 0.01)
+
+
+def test_a_shared_uplink_bounds_what_crosses_it() -> None:
+    document = {
+        "group": [{"name": "g", "up_mbit": 8, "down_mbit": 80}],
+        "device": [{"name": f"d{i}", **({"group": "g"} if i < 2 else {})} for i in range(4)],
+    }
+    fleet = parse_fleet(document)
+    sent = np.zeros((4, 4))
+    sent[0, 2] = sent[1, 3] = 1e6
+    sent[0, 1] = 1e6  # stays inside
+    assert seconds(fleet, sent) == pytest.approx(2e6 / (1e6 * fleet.payload_share))
+
+
+def test_shares_by_rates_are_no_slower_than_even_ones() -> None:
+    generator = np.random.default_rng(5)
+    for _ in range(20):
+        document = {
+            "device": [{"name": f"d{i}", "up_mbit": float(generator.uniform(5, 100))} for i in range(5)]
+        }
+        fleet = parse_fleet(document)
+        rates = rank_rates(fleet, list(range(5)))
+        weights = [1 + 3 * share for share in owner_shares(rates)]
+        even = [1 + 3 * share for share in even_shares(5)]
+        slowest = max(w / r for w, r in zip(weights, rates, strict=True))
+        assert slowest <= max(w / r for w, r in zip(even, rates, strict=True)) * (1 + 1e-9)

@@ -1,0 +1,165 @@
+"""Ok-Topk: below 6k(P-1)/P received in every round, regions of equal share, old thresholds, nothing lost."""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+
+import pytest
+import torch
+from torch import Tensor
+
+from atoll.collective import TOTAL
+from atoll.exchange import Exchange, ExchangeRound
+from compressors.sparse_sizes import vector_kept
+from strategies.exchanges import make_rule
+from strategies.exchanges.base import Flat
+from strategies.exchanges.ok_topk import SUMS, OkState, OkTopK
+from tests.strategies.exchanges.rounds import Rounds, gradients, same_bits
+
+SIZE, RATIO = 20_000, 50.0
+KEPT = vector_kept(SIZE, RATIO)
+RULE = make_rule(Exchange("ok_topk", ratio=RATIO))
+SCALE = torch.linspace(3.0, 0.1, SIZE)  # even regions would be far from equal shares
+
+
+def uneven(ranks: int, seed: int) -> dict[int, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    common = torch.randn(SIZE, generator=draw)
+    return {rank: SCALE * (common + torch.randn(SIZE, generator=draw)) for rank in range(ranks)}
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_no_rank_receives_6k_values_and_positions_in_any_round(ranks: int) -> None:
+    rounds = Rounds(RULE, ranks, SIZE)
+    bound = 6 * KEPT * (ranks - 1) / ranks
+    received, ratios = [], []
+    for number in range(96 // ranks):
+        answers = rounds.play(uneven(ranks, number), number)
+        assert same_bits(answers)
+        received.append(2 * max(rounds.pairs_received().values()))
+        assert received[-1] < bound
+        regions = [0] * ranks
+        for message in rounds.messages:
+            if message.phase == SUMS and message.label != TOTAL:
+                regions[message.target] += message.packet.wire_bytes
+        ratios.append(max(regions) / mean(regions))
+    assert mean(received) < 0.9 * bound
+    assert mean(ratios) < 1.3
+
+
+def test_equal_regions_would_be_far_from_equal_shares() -> None:
+    rounds = Rounds(RULE, 8, SIZE)
+    rounds.play(uneven(8, 0))
+    borders = rounds.states[0].borders
+    assert len(borders) == 7
+    assert list(borders) == sorted(borders)
+    assert borders[3] < 0.35 * SIZE  # half of what is kept lies below
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_updates_and_residuals_add_up_to_the_contributions(ranks: int) -> None:
+    rounds = Rounds(RULE, ranks, SIZE)
+    brought, applied = torch.zeros(SIZE), torch.zeros(SIZE)
+    for number in range(6):
+        own = uneven(ranks, number)
+        answers = rounds.play(own, number, pick=random.Random(number).randrange)
+        assert same_bits(answers)
+        assert all(receipt.complete for answer in answers.values() for receipt in answer.receipts)
+        brought += sum(own.values())
+        applied += ranks * answers[0].result
+    left = sum(state.residual for state in rounds.states.values())
+    assert float((applied + left - brought).abs().max()) <= 1e-5 * float(brought.abs().max())
+
+
+def test_a_residual_is_zero_only_where_an_entry_was_kept_and_chosen() -> None:
+    own = gradients(4, SIZE)
+    rounds = Rounds(RULE, 4, SIZE)
+    answers = rounds.play(own)
+    chosen = answers[0].result != 0
+    for rank in range(4):
+        kept = own[rank].abs() >= own[rank].abs().topk(KEPT).values[-1]
+        taken = rounds.states[rank].residual == 0
+        assert torch.equal(taken, chosen & kept)
+        assert torch.equal(rounds.states[rank].residual[~taken], own[rank][~taken])
+
+
+def test_thresholds_are_exact_at_first_and_then_re_used() -> None:
+    rule = OkTopK(Exchange("ok_topk", ratio=RATIO), renew=4)
+    rounds = Rounds(rule, 4, SIZE)
+    own = gradients(4, SIZE)
+    answers = rounds.play(own)
+    sums = (4 * answers[0].result).abs()
+    assert rounds.states[0].threshold == pytest.approx(float(sums.topk(KEPT).values[-1]), rel=1e-6)
+    steady = OkState(torch.zeros(SIZE), rounds.states[0].local, 4.0, (5000, 10_000, 15_000))
+    again = rule.contribute(own[0], steady, ExchangeRound(1, (0, 1, 2, 3)), 0)
+    assert again.carry.local == steady.local  # own[0] has about k entries above it
+    assert again.carry.threshold == 4.0
+    renewed = rule.contribute(own[0], steady, ExchangeRound(8, (0, 1, 2, 3)), 0)
+    assert renewed.carry.threshold is None
+
+
+def test_regions_are_proposed_first_and_then_kept() -> None:
+    rounds = Rounds(RULE, 4, SIZE)
+    phases = []
+    for number in range(66):
+        # The same positions again and again: their shares do not move.
+        own = {rank: SCALE * value for rank, value in gradients(4, SIZE).items()}
+        rounds.states = {
+            rank: OkState(torch.zeros(SIZE), s.local, s.threshold, s.borders, s.uneven)
+            for rank, s in rounds.states.items()
+        }
+        phases.append(len(rounds.play(own, number)[0].receipts))
+    assert [at for at, count in enumerate(phases) if count == 2] == [0, 64]
+
+
+def test_an_owner_of_too_much_sends_its_largest_sums() -> None:
+    own = {rank: torch.zeros(SIZE) for rank in range(4)}
+    for value in own.values():
+        value[:KEPT] = torch.arange(1.0, KEPT + 1)
+    rounds = Rounds(RULE, 4, SIZE)
+    rounds.states = {rank: OkState(torch.zeros(SIZE), None, 1.0, (5000, 10_000, 15_000)) for rank in range(4)}
+    answers = rounds.play(own, 1)
+    most = -(-3 * KEPT // 8)
+    assert torch.equal(answers[0].result[KEPT - most : KEPT], own[0][KEPT - most : KEPT])
+    assert int((answers[0].result != 0).sum()) == most
+    assert rounds.states[0].uneven
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_a_round_with_a_lost_message_counts_for_nobody(phase: int) -> None:
+    own = gradients(4, SIZE)
+    rounds = Rounds(RULE, 4, SIZE)
+    answers = rounds.play(own, lose=lambda m: (m.phase, m.source, m.target) == (phase, 1, 3))
+    assert not all(answer.receipts[-1].complete for answer in answers.values())
+    assert all(torch.equal(rounds.states[rank].residual, own[rank]) for rank in range(4))
+    assert all(rounds.states[rank].borders == () for rank in range(4))
+
+
+def test_the_living_keep_all_when_a_rank_dies() -> None:
+    own = gradients(4, SIZE)
+    rounds = Rounds(RULE, 4, SIZE)
+    answers = rounds.play(own, dead=frozenset({0}))
+    assert sorted(answers) == [1, 2, 3]
+    assert all(torch.equal(rounds.states[rank].residual, own[rank]) for rank in (1, 2, 3))
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_all_and_changes_no_state() -> None:
+    rounds = Rounds(RULE, 3, SIZE)
+    rounds.play(gradients(3, SIZE))
+    before = dict(rounds.states)
+    own = gradients(3, SIZE, seed=1)
+    own[2][4711] = torch.nan
+    answers = rounds.play(own, 1)
+    assert all(bool(torch.isnan(answer.result).any()) for answer in answers.values())
+    assert all(rounds.states[rank] is before[rank] for rank in before)
+
+
+def test_a_newcomer_takes_borders_and_threshold_and_no_residual() -> None:
+    rounds = Rounds(RULE, 3, SIZE)
+    rounds.play(gradients(3, SIZE))
+    there = rounds.states[1]
+    state = RULE.adopted(Flat(((SIZE,),)), torch.zeros(SIZE), there)
+    assert (state.borders, state.threshold, state.uneven) == (there.borders, there.threshold, there.uneven)
+    assert state.local is None
+    assert not state.residual.any()
