@@ -6,7 +6,8 @@
 Loopback: 64 MiB messages between two processes, ours, raw TCP (sendall and recv_into), the same
 over Python's own TLS with certificates of either side, and gloo, in turn, median of 9 after one that
 does not count. Lab (root): the share of the link's rate that arrives as payload, over eight seconds'
-worth of 4 MiB messages, with raw TCP on one flow beside it; then both ways at once, beside two raw flows.
+worth of 4 MiB messages, with raw TCP on one flow beside it; then both ways at once, beside two raw flows;
+then how long a gradient of 1 kB takes that is sent while such messages wait, median of 20.
 Every message is another one. When the clock has stopped, their number and sizes are compared with what
 was sent, and of each the values at 257 places, its first and last among them; of the last one all.
 """
@@ -40,8 +41,9 @@ from lab.tun import unavailable
 from lab.world import Lab
 from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
 from worker.machine.malloc import keep_chunk_memory
+from worker.transport.choice import network_class
+from worker.transport.contract import TransportConfig
 from worker.transport.frames import Direction, MessageKey
-from worker.transport.network import PeerNetwork, TransportConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,11 +54,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKS = Path(__file__).resolve().parent / "links"
-DEFAULT_LINKS = ("region", "metro", "lossy", "slow")
+DEFAULT_LINKS = ("region", "metro", "lossy", "slow", "uplink")
 LOOPBACK_BYTES = 64 << 20
 LOOPBACK_REPEATS = 10
 LAB_SECONDS = 8.0
 LAB_MESSAGE_BYTES = 4 << 20
+URGENT, URGENT_BYTES, URGENT_COUNT = "urgent", 1000, 20  # job, size and number of gradients
 SHIFT, SHIFTS = 4096, 64  # message n starts at byte SHIFT * (n mod SHIFTS) of the data
 SAMPLES = 257  # values of a message that are kept as it arrives: a copy of all would slow the receiver
 MAX_FAULTS = 5  # named in one message
@@ -134,12 +137,13 @@ class End:
         self.free: queue.SimpleQueue[Bytes] = queue.SimpleQueue()  # ours: several messages come at a time
         listen = ("0.0.0.0", 0) if name == "w-b" else None  # noqa: S104 - inside the lab or loopback
         keep_chunk_memory()  # as in a worker
-        self.network = PeerNetwork(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
+        self.network = network_class()(identity, listen, self._deliver, config=PATIENT, expect=self._expect)
         self.other = "w-a" if name == "w-b" else "w-b"
         self.network.admit(self.other)
         self.tls = tls_context(folder / name, server=name == "w-b")
         self.sockets: dict[str, socket.socket] = {}
         self.receiving: list[threading.Thread] = []
+        self.urgent_at: dict[int, float] = {}  # when it came; both ends have the machine's clock
 
     # Receiver
 
@@ -158,6 +162,8 @@ class End:
         thread.start()
 
     def _expect(self, peer: str, key: MessageKey, total: int) -> memoryview:
+        if key.job == URGENT:  # another's buffer is compared with what last came into it
+            return memoryview(bytearray(total))
         try:
             buffer = self.free.get_nowait()
         except queue.Empty:
@@ -165,7 +171,12 @@ class End:
         return memoryview(buffer)[:total]  # type: ignore[arg-type]
 
     def _deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
-        self.messages.arrived(key.step, np.frombuffer(payload, dtype=np.uint8))
+        values = np.frombuffer(payload, dtype=np.uint8)
+        if key.job == URGENT:
+            if np.array_equal(values, self.messages.message(key.step)[:URGENT_BYTES]):
+                self.urgent_at[key.step] = time.monotonic()
+            return
+        self.messages.arrived(key.step, values)
         self.free.put(payload.obj)  # type: ignore[arg-type]
 
     def _accept_plain(self, server: socket.socket, way: str) -> None:
@@ -216,6 +227,24 @@ class End:
             self.network.send(self.other, key, b"", self._view(number))
         assert self.network.flush(self.other, 300)
         return time.perf_counter() - started_s
+
+    def urgent(self, first: int, count: int) -> list[float]:
+        """Send messages and, while they wait, gradients; returns when each of these was sent."""
+        for number in range(first, first + count):
+            key = MessageKey("bench", 1, number, 0, 0, Direction.FORWARD)
+            self.network.send(self.other, key, b"", self._view(number))
+        sent = []
+        for number in range(URGENT_COUNT):
+            time.sleep(LAB_SECONDS / 2 / URGENT_COUNT)
+            sent.append(time.monotonic())
+            key = MessageKey(URGENT, 1, number, 0, 0, Direction.BACKWARD)
+            self.network.send(self.other, key, b"", self._view(number)[:URGENT_BYTES])
+        assert self.network.flush(self.other, 300)
+        return sent
+
+    def urgent_arrived(self) -> list[float]:
+        """Times at which they came, each as it was sent."""
+        return [self.urgent_at[number] for number in range(URGENT_COUNT)]
 
     def plain(self, way: str, first: int, count: int) -> float:
         connection = self.sockets[way]
@@ -471,6 +500,12 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
             one_way = shares((sender, receiver, ours)) + shares((sender, receiver, raw))
             ours_both = shares((sender, receiver, ours), (receiver, sender, ours))
             raw_both = shares((sender, receiver, raw), (receiver, sender, back))
+            count = max(1, total // nbytes)
+            sent = sender.ask("urgent", number, count)
+            checked(receiver, "urgent", number, count)
+            urgent_s = [
+                at_s - sent_s for at_s, sent_s in zip(receiver.ask("urgent_arrived"), sent, strict=True)
+            ]
             connections = sender.ask("connections")
             probe_bps = sender.ask("measured", 2.0, total)
         finally:
@@ -486,6 +521,8 @@ def lab_link(folder: Path, name: str, seed: int) -> dict[str, Any]:
         "share_one_raw_flow": one_way[1],
         "shares_both_ways": ours_both,
         "shares_two_raw_flows": raw_both,
+        "urgent_s": statistics.median(urgent_s),
+        "urgent_latest_s": max(urgent_s),
         "connections": connections,
         "rtt_s": facts["rtt_s"],
         "probe_share": probe_bps / (link.mbit * 1e6),
@@ -533,6 +570,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for key in ("shares_both_ways", "shares_two_raw_flows")
             )
             print(f"{'':10} both ways at once: ours {ours}, two raw flows {raw}")
+            print(
+                f"{'':10} a gradient behind messages: {1e3 * link['urgent_s']:.0f} ms in the median, "
+                f"{1e3 * link['urgent_latest_s']:.0f} at most, round trip {1e3 * link['rtt_s']:.0f}"
+            )
     return conclude(figures, options.json)
 
 

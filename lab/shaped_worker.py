@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lab.shaper import Shaper
 from worker.cli.main import main
-from worker.transport.network import PeerNetwork
+from worker.transport.choice import network_class
 
 if __name__ == "__main__":
-    PeerNetwork.shaping = Shaper.load(Path(os.environ["ATOLL_SHAPER"]))
+    network_class().shaping = Shaper.load(Path(os.environ["ATOLL_SHAPER"]))
     main()

@@ -9,6 +9,7 @@ and router buffers are not modelled; the lab's namespaces are the real thing.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from worker.transport.aio.pipes import Pipe as MessagePipe
     from worker.transport.grpc_streams import Wire
 
 MAX_FILE_BYTES = 1 << 20
@@ -88,6 +90,11 @@ class Shaper:
         """Return ``wire`` at the pace of the pipe to the peer under one of ``names``, if there is one."""
         pipe = self.pipe(*names)
         return wire if pipe is None else ShapedWire(pipe, wire)
+
+    def shaped_pipe(self, pipe: MessagePipe, *names: str) -> MessagePipe:
+        """Return ``pipe`` at the pace of the pipe to the peer under one of ``names``, if there is one."""
+        way = self.pipe(*names)
+        return pipe if way is None else ShapedPipe(way, pipe)
 
     def pipe(self, *names: str) -> Pipe | None:
         """Return the pipe to the peer known under any of ``names``; None: not shaped."""
@@ -171,6 +178,43 @@ class ShapedWire:
             if free and sent is not None:
                 sent()
         self._wire.end()
+
+
+class ShapedPipe:
+    """The same for a transport on an event loop."""
+
+    def __init__(self, way: Pipe, pipe: MessagePipe) -> None:
+        self._way, self._pipe = way, pipe
+        self._under_way: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()  # (arrival, message)
+        self._handing = asyncio.create_task(self._hand_on())
+
+    async def send(self, message: bytes) -> None:
+        if self._handing.done():
+            await self._handing  # raises what broke it
+        left_s = self._way.depart(time.monotonic(), len(message))
+        self._under_way.put_nowait((left_s + self._way.delay_s, message))
+        await asyncio.sleep(left_s - time.monotonic())
+
+    async def receive(self) -> bytes | None:
+        return await self._pipe.receive()
+
+    async def finish(self) -> None:
+        self._under_way.put_nowait((0.0, None))
+        await self._handing
+
+    async def close(self) -> None:
+        self._handing.cancel()
+        await asyncio.gather(self._handing, return_exceptions=True)
+        await self._pipe.close()
+
+    async def _hand_on(self) -> None:
+        while True:
+            at_s, message = await self._under_way.get()
+            await asyncio.sleep(at_s - time.monotonic())
+            if message is None:
+                await self._pipe.finish()
+                return
+            await self._pipe.send(message)
 
 
 def _positive(value: object) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from worker.spans import Spans
     from worker.stage.feed import Fetch
     from worker.stage.run import Progress
-    from worker.transport.network import PeerNetwork
+    from worker.transport.choice import Network
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class WorkerContext:
     worker: str
     device: Device
     config: WorkerConfig
-    network: PeerNetwork
+    network: Network
     cache: BlobCache
     blobs: BlobPort
     fetch_of: Callable[[str], Fetch]  # job -> its micro-batches

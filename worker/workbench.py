@@ -27,7 +27,7 @@ from worker.machine.device import used_memory_bytes
 from worker.machine.malloc import give_back
 from worker.session import events, instructions, wire_federated
 from worker.session import wire as messages
-from worker.transport.peer import PeerLost
+from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
     from torch import Tensor

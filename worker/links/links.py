@@ -26,8 +26,8 @@ from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
 from worker.links.codecs import CodecUse, Coding, StageCodecs
+from worker.transport.contract import PeerLost, Receiver
 from worker.transport.frames import MessageKey
-from worker.transport.peer import PeerLost, Receiver
 
 FILLING_AT_ONCE = 2
 """Buffers a key may have at a time: one that a lost connection left, one for its repetition."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from worker.links.links import Network
 from worker.spans import Span, Spans
+from worker.transport.contract import Receiver
 from worker.transport.frames import MessageKey
-from worker.transport.peer import Receiver
 
 
 class TimedNetwork:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from atoll.errors import ConnectionFailed
-from worker.transport.peer import Peer, PeerLost
+from worker.transport.contract import PeerLost
 
 ECHOES = 10
 
@@ -24,16 +27,47 @@ class Goodput:
     quickest_bps: float = 0.0  # of the quickest quarter of what the line carried (``linetime``)
 
 
-def round_trip(peer: Peer, echoes: int, timeout_s: float) -> float:
+class Echoing(Protocol):
+    """A connection."""
+
+    number: int
+
+    def ping(self, now_s: float) -> int:
+        """Send an echo request; returns its number. The peer's lock is held."""
+
+
+class Measured(Protocol):
+    """A peer as far as measurements go; ``room`` is notified when what is waited for may have come."""
+
+    name: str
+    gone: str
+    probe_bytes: int
+    probe_acks: list[tuple[int, int, int]] | None
+    echoes: dict[tuple[int, int], float]
+    room: threading.Condition
+
+    @property
+    def lock(self) -> AbstractContextManager[Any, Any]: ...
+
+    @property
+    def front(self) -> Echoing | None: ...
+
+    @property
+    def probe_done(self) -> bool: ...
+
+    def nudge_all(self) -> None: ...
+
+
+def round_trip(peer: Measured, echoes: int, timeout_s: float) -> float:
     """Median of ``echoes`` 64-byte echoes, seconds. Raises PeerLost, ConnectionFailed."""
     return statistics.median([_echo(peer, timeout_s) for _ in range(echoes)])
 
 
-def _echo(peer: Peer, timeout_s: float) -> float:
+def _echo(peer: Measured, timeout_s: float) -> float:
     with peer.lock:
-        if not peer.lanes:
+        lane = peer.front
+        if lane is None:
             raise ConnectionFailed(f"{peer.name} is not connected")
-        lane = peer.lanes[0]
         awaited = (lane.number, lane.ping(time.monotonic()))
         peer.echoes[awaited] = 0.0
         peer.room.wait_for(lambda: peer.gone or peer.echoes[awaited] > 0, timeout_s)
@@ -45,7 +79,7 @@ def _echo(peer: Peer, timeout_s: float) -> float:
     return took_s
 
 
-def burst(peer: Peer, seconds: float, max_bytes: int) -> float:
+def burst(peer: Measured, seconds: float, max_bytes: int) -> float:
     """Bits per second of a burst, by the receiver's clock. Raises PeerLost, ConnectionFailed."""
     with peer.lock:
         if peer.probe_acks is not None:

@@ -26,11 +26,12 @@ from protos.credentials import peer_name
 from protos.text_limits import clean
 from worker.transport.channels import PeerServer, open_channel
 from worker.transport.connection import Connection
+from worker.transport.contract import Deliver, PeerLost, Receiver, TransportConfig
 from worker.transport.frames import MAX_META_BYTES, MAX_REASON_BYTES, Direction, Hello, MessageKey, decode
 from worker.transport.grpc_streams import AcceptedWire, DialledWire, Wire
 from worker.transport.lanes import FIRST, Lanes, most_lanes
 from worker.transport.measure import ECHOES, Goodput, burst, round_trip
-from worker.transport.peer import Deliver, Peer, PeerLost, Receiver, TransportConfig
+from worker.transport.peer import Peer
 
 if TYPE_CHECKING:
     from protos.credentials import Identity

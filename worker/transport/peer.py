@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
-from atoll.errors import ConnectionFailed
+from worker.transport.contract import Deliver, PeerLost, TransportConfig
 from worker.transport.frames import Data, MessageKey, confirmations
 from worker.transport.inbox import Expect, Inbox
 from worker.transport.lateness import Lateness
@@ -21,55 +20,6 @@ from worker.transport.line_time import LineTime
 from worker.transport.outbox import Chunk, Outbox
 from worker.transport.turns import Turns
 from worker.transport.window import LARGEST_SHARED_CHUNK, Window, on_line
-
-Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
-"""``deliver(peer, key, header, payload)``; called in a thread of gRPC's that serves others: never block."""
-
-
-class PeerLost(ConnectionFailed):
-    """A peer is gone; ``peer`` names it."""
-
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(f"lost {peer}: {reason}")
-        self.peer = peer
-        self.reason = reason
-
-
-class Receiver(Protocol):
-    """Who takes the messages of one job."""
-
-    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
-        """Where ``total`` payload bytes of ``key`` go; None: not wanted."""
-
-    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
-        """A whole message has arrived."""
-
-    def lost(self, peer: str, reason: str) -> None:
-        """The peer is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransportConfig:
-    """Bounds and patience of the links; every field with its unit."""
-
-    max_message_bytes: int = 1 << 30
-    max_queued_bytes: int = 256 << 20  # unconfirmed, per peer; then send() waits
-    max_messages: int = 1024  # unconfirmed, per peer
-    max_window_bytes: int = 64 << 20  # in flight on one connection
-    max_connections: int = 64  # accepted, all peers together
-    streams: int = 0  # connections to a peer, 1 to 16; 0 = by what is under way
-    ping_s: float = 0.5
-    silence_s: float = 1.5  # without any frame: frozen
-    still_s: float = 2.0  # without an acknowledgement though something is to be sent: asked for again
-    idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
-    reconnect_s: float = 0.4  # or six round trips, if that is more
-    handshake_s: float = 5.0
-    close_s: float = 0.5  # for the last frames of a graceful close
-    use_proxy: bool = False  # dial peers by way of the environment's proxy
-
-    @property
-    def tick_s(self) -> float:
-        return min(0.1, self.ping_s / 2, self.reconnect_s / 2)
 
 
 class Lane(Protocol):
@@ -344,6 +294,11 @@ class Peer:
         return not len(self.outbox) and not self._in_flight
 
     # -- figures
+
+    @property
+    def front(self) -> Lane | None:
+        """The connection that measurements use."""
+        return self.lanes[0] if self.lanes else None
 
     @property
     def probe_done(self) -> bool:

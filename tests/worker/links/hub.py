@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from worker.transport.contract import Receiver
     from worker.transport.frames import MessageKey
-    from worker.transport.peer import Receiver
 
 
 @dataclass

@@ -16,8 +16,8 @@ from tests.patience import HUNG_S
 from tests.worker.links.hub import Hub, Port
 from worker.links.codecs import StageCodecs
 from worker.links.links import Links, LinksAborted
+from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction, MessageKey
-from worker.transport.peer import PeerLost
 
 META = TensorMeta((2, 3), "float32")
 TENSOR = torch.arange(6, dtype=torch.float32).reshape(2, 3)

@@ -22,8 +22,8 @@ from worker.session import wire as messages
 from worker.stage import run as compute
 from worker.stage.expected import evaluation_arrivals, step_arrivals
 from worker.stage.run import LongWait, StepReport
+from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction
-from worker.transport.peer import PeerLost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

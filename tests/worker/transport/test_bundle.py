@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from atoll.errors import BadFrame
 from worker.transport.bundle import MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split
 from worker.transport.connection import Connection
+from worker.transport.contract import TransportConfig
 from worker.transport.frames import (
     MAX_CONFIRMED,
     MAX_FRAME_BYTES,
@@ -30,7 +31,7 @@ from worker.transport.frames import (
     encode,
 )
 from worker.transport.line_time import LineTime
-from worker.transport.peer import Peer, TransportConfig
+from worker.transport.peer import Peer
 
 SMALL = b"x" * 300
 

@@ -30,18 +30,20 @@ from protos.credentials import (
 )
 from tests.patience import HUNG_S
 from worker.transport.channels import IDLE_WAKE_S, METHOD
+from worker.transport.choice import network_class
 from worker.transport.connection import Connection
+from worker.transport.contract import PeerLost, TransportConfig
 from worker.transport.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode, encode
 from worker.transport.measure import burst_rate_bps
-from worker.transport.network import (
-    SPARE_ROUNDS,
-    PeerLost,
-    PeerNetwork,
-    TransportConfig,
-)
+from worker.transport.network import SPARE_ROUNDS, PeerNetwork
 from worker.transport.peer import Peer
 from worker.transport.window import Window
 
+POLLER = "_poll_wrapper"
+"""In the name of the thread that gRPC's asyncio API keeps for the whole process."""
+KINDS = ("threads", "asyncio")
+threads_only = pytest.mark.parametrize("transport", ["threads"])
+"""For what only the transport of threads has inside."""
 PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
 """For tests that are not about patience, on a busy machine."""
 
@@ -70,11 +72,12 @@ class Host:
         *,
         listen: bool = True,
         name: str = "",
+        transport: str = "threads",
     ) -> None:
         self.delivered: queue.Queue[tuple[str, MessageKey, bytes, bytes]] = queue.Queue()
         self.lost: queue.Queue[tuple[str, str]] = queue.Queue()
         self.wanted: Callable[[MessageKey, int], bool] = lambda k, total: total <= 32 << 20
-        self.network = PeerNetwork(
+        self.network = network_class(transport)(
             identity,
             ("127.0.0.1", 0) if listen else None,
             lambda peer, k, header, payload: self.delivered.put((peer, k, header, bytes(payload))),
@@ -92,22 +95,51 @@ class Host:
 Make = Callable[..., Host]
 
 
+@pytest.fixture(params=KINDS)
+def transport(request: pytest.FixtureRequest) -> str:
+    """The kind of every network of the test."""
+    return str(request.param)
+
+
 @pytest.fixture
-def host(authority: Authority) -> Iterator[Make]:
+def host(authority: Authority, transport: str) -> Iterator[Make]:
     before = set(threading.enumerate())
     made: list[Host] = []
 
-    def make(name: str, config: TransportConfig = PATIENT, *, listen: bool = True) -> Host:
-        made.append(Host(enroll(authority, name), config, listen=listen))
+    def make(
+        name: str, config: TransportConfig = PATIENT, *, listen: bool = True, kind: str = transport
+    ) -> Host:
+        made.append(Host(enroll(authority, name), config, listen=listen, transport=kind))
         return made[-1]
 
     yield make
     for one in made:
         one.network.close()
-    left = [t for t in threading.enumerate() if t not in before and t.is_alive()]
+    left = [t for t in threading.enumerate() if t not in before and t.is_alive() and POLLER not in t.name]
     for thread in left:
         thread.join(HUNG_S)
     assert [t.name for t in left if t.is_alive()] == []
+
+
+def cut(host: Host, count: int) -> None:
+    """Break the first ``count`` connections of this host."""
+    network = host.network
+    if isinstance(network, PeerNetwork):
+        for connection in list(network._connections)[:count]:
+            connection.fail("cut by the test")
+        return
+    for peer in network._all_peers():
+        for other in peer.connections[:count]:
+            network._loop.call_soon_threadsafe(other.fail, "cut by the test")
+
+
+def lose(host: Host, peer: str, reason: str) -> None:
+    """Have this host lose a peer."""
+    network = host.network
+    if isinstance(network, PeerNetwork):
+        network._lose(network._peers[peer], reason)
+    else:
+        network._loop.call_soon_threadsafe(network._lose, network._peers[peer], reason)
 
 
 def connected(
@@ -134,6 +166,28 @@ def test_a_worker_that_accepts_nobody_dials_out_and_frames_flow_both_ways(host: 
     assert a.delivered.get(timeout=HUNG_S) == ("w-b", key(), b"", b"back")
 
 
+@pytest.mark.parametrize(("dialler", "listener"), [("threads", "asyncio"), ("asyncio", "threads")])
+@pytest.mark.parametrize("streams", [1, 3])
+def test_the_two_transports_work_with_each_other(
+    host: Make, dialler: str, listener: str, streams: int
+) -> None:
+    config = TransportConfig(streams=streams, silence_s=20, reconnect_s=10)
+    a, b = host("w-a", config, listen=False, kind=dialler), host("w-b", config, kind=listener)
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], HUNG_S)
+    b.network.wait_for("w-a", HUNG_S)
+    rng = Random(4711)
+    payloads = [rng.randbytes(size) for size in (0, 100, 5000, 3 << 20, 1 << 20)]
+    for number, payload in enumerate(payloads):
+        a.network.send("w-b", key(number), b"", payload)
+        b.network.send("w-a", key(number, Direction.BACKWARD), b"head", payload)
+    for end in (a, b):
+        got = {k.micro: payload for _, k, _, payload in (end.delivered.get(timeout=HUNG_S) for _ in payloads)}
+        assert [got[number] for number in range(len(payloads))] == payloads
+    assert a.network.flush("w-b", HUNG_S)
+    assert b.network.flush("w-a", HUNG_S)
+
+
 def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
     a, b = host("w-a", listen=False), host("w-b")
     with pytest.raises(ConnectionFailed, match="does not expect 'w-a'"):
@@ -150,10 +204,10 @@ def test_a_server_with_another_name_is_refused_by_tls(host: Make) -> None:
         a.network.dial("w-c", [b.address], 5)
 
 
-def test_a_worker_of_another_coordinator_does_not_get_in(host: Make, tmp_path: Path) -> None:
+def test_a_worker_of_another_coordinator_does_not_get_in(host: Make, tmp_path: Path, transport: str) -> None:
     b = host("w-b")
     b.network.admit("w-a")
-    stranger = Host(enroll(Authority.open(tmp_path), "w-a"), listen=False)
+    stranger = Host(enroll(Authority.open(tmp_path), "w-a"), listen=False, transport=transport)
     with pytest.raises((AccessDenied, ConnectionFailed)):
         stranger.network.dial("w-b", [b.address], 1)
     stranger.network.close()
@@ -176,14 +230,14 @@ def test_nobody_there_is_a_clear_error(host: Make) -> None:
         a.network.send("w-b", key(), b"", b"x")
 
 
-def test_a_port_in_use_is_a_clear_error(host: Make, authority: Authority) -> None:
+def test_a_port_in_use_is_a_clear_error(host: Make, authority: Authority, transport: str) -> None:
     b = host("w-b")
     with pytest.raises(ConnectionFailed, match="choose another port"):
-        PeerNetwork(enroll(authority, "w-c"), b.address)
+        network_class(transport)(enroll(authority, "w-c"), b.address)
 
 
-def test_without_tls_names_are_believed_and_payloads_are_summed() -> None:
-    a, b = Host(None, listen=False, name="w-a"), Host(None, name="w-b")
+def test_without_tls_names_are_believed_and_payloads_are_summed(transport: str) -> None:
+    a, b = (Host(None, listen=name == "w-b", name=name, transport=transport) for name in ("w-a", "w-b"))
     b.network.admit("w-a")
     a.network.dial("w-b", [b.address], HUNG_S)
     a.network.send("w-b", key(), b"", b"x" * 100_000)
@@ -230,6 +284,7 @@ def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
     assert a.network.goodput() == []
 
 
+@threads_only
 def test_a_message_that_nobody_asks_about_any_more_arrives_all_the_same(
     host: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,8 +538,7 @@ def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Ma
         _, k, _, payload = b.delivered.get(timeout=HUNG_S)
         got[k.micro] = payload
         if number % 3 == 0:
-            for connection in list(a.network._connections)[: 1 + number % 2]:
-                connection.fail("cut by the test")
+            cut(a, 1 + number % 2)
     sender.join()
     assert [got[n] for n in range(len(payloads))] == payloads
     assert a.network.flush("w-b", HUNG_S)
@@ -496,7 +550,7 @@ def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Ma
 def test_two_that_remember_different_pasts_meet_anew_instead_of_forgetting_in_turns(host: Make) -> None:
     a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
     # b lost a, whose connections break; a still remembers the b that there was.
-    b.network._lose(b.network._peers["w-a"], "silent")
+    lose(b, "w-a", "silent")
     assert a.lost.get(timeout=HUNG_S)[0] == "w-b"
     a.network.dial("w-b", [b.address], HUNG_S)
     a.network.send("w-b", key(), b"", b"again")
@@ -542,9 +596,10 @@ PEER = """
 import sys
 from pathlib import Path
 from protos.credentials import Identity
-from worker.transport.network import PeerNetwork, TransportConfig
+from worker.transport.choice import network_class
+from worker.transport.contract import TransportConfig
 identity = Identity.load(Path(sys.argv[1]))
-network = PeerNetwork(identity, None, config=TransportConfig(silence_s=60))
+network = network_class(sys.argv[3])(identity, None, config=TransportConfig(silence_s=60))
 network.dial("w-b", [("127.0.0.1", int(sys.argv[2]))], 120)
 print("ready", flush=True)
 sys.stdin.read()
@@ -552,13 +607,15 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def remote(host: Make, authority: Authority, tmp_path: Path) -> Iterator[tuple[Host, subprocess.Popen[str]]]:
+def remote(
+    host: Make, authority: Authority, tmp_path: Path, transport: str
+) -> Iterator[tuple[Host, subprocess.Popen[str]]]:
     """A worker in a process of its own, connected to a host with default patience."""
     enroll(authority, "w-a").save(tmp_path)
     b = host("w-b", TransportConfig())
     b.network.admit("w-a")
     process = subprocess.Popen(
-        [sys.executable, "-c", PEER, str(tmp_path), str(b.network.port)],
+        [sys.executable, "-c", PEER, str(tmp_path), str(b.network.port), transport],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -609,6 +666,7 @@ def test_a_burst_is_measured_by_the_receivers_clock_and_without_its_start() -> N
         burst_rate_bps(samples[:1])
 
 
+@threads_only
 def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: Make) -> None:
     config = TransportConfig(streams=4, silence_s=20.0, reconnect_s=10.0)
     a, _ = connected(host, config)
@@ -627,6 +685,7 @@ def test_a_spare_connection_is_not_judged_by_its_silence_but_the_first_is(host: 
     assert first[0].ended
 
 
+@threads_only
 def test_spare_connections_are_pinged_a_thirtieth_as_often_as_the_first(
     host: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,6 +711,7 @@ def test_spare_connections_are_pinged_a_thirtieth_as_often_as_the_first(
         assert 2 <= pings[connection.number] <= 4
 
 
+@threads_only
 def test_silence_counts_from_the_first_question_that_nothing_answered(host: Make) -> None:
     a, _ = connected(host, TransportConfig(streams=1, silence_s=20.0, reconnect_s=10.0))
     (connection,) = [c for c in a.network._connections if c.peer is not None]
@@ -667,6 +727,7 @@ def test_threads_that_wait_are_woken_by_what_they_wait_for_not_by_the_clock() ->
     assert grpc._common.MAXIMUM_WAIT_TIMEOUT == IDLE_WAKE_S >= 1.0
 
 
+@threads_only
 def test_a_peer_that_nothing_was_sent_to_for_long_is_hardly_pinged_until_it_is_used(host: Make) -> None:
     a, _ = connected(host, TransportConfig(streams=1))
     (connection,) = [c for c in a.network._connections if c.peer is not None]

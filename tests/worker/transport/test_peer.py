@@ -5,8 +5,9 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 from worker.transport.connection import Connection
+from worker.transport.contract import TransportConfig
 from worker.transport.frames import Direction, Hello, MessageKey
-from worker.transport.peer import Peer, TransportConfig
+from worker.transport.peer import Peer
 from worker.transport.window import Window
 
 KEY = MessageKey("job", 1, 0, 0, 7, Direction.FORWARD)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from worker.transport.contract import TransportConfig
 from worker.transport.frames import Flag
-from worker.transport.peer import Peer, TransportConfig
+from worker.transport.peer import Peer
 from worker.transport.window import Window
 
 

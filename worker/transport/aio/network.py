@@ -1,0 +1,529 @@
+"""PeerNetwork: long-lived streams between workers, either side may dial, all on one event loop.
+
+Mutual TLS names both ends: a server accepts only peers it was told to expect, under the name in
+their certificate, and a client refuses a server with another name. A message is sent once and
+delivered once: what a broken connection carried goes over the next one, and the receiver drops
+what it already has. A peer whose connections stay broken, or that falls silent, is lost, once,
+with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
+from protos import PROTOCOL_VERSION
+from worker.transport.aio.connection import Connection
+from worker.transport.aio.loop import SHARED, run
+from worker.transport.aio.peer import Peer
+from worker.transport.aio.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer
+from worker.transport.contract import Deliver, PeerLost, Receiver, TransportConfig
+from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
+from worker.transport.measure import ECHOES, Goodput, burst, round_trip
+
+if TYPE_CHECKING:
+    from protos.credentials import Identity
+
+MAX_BACKOFF_S = 2.0
+FAR_RTT_S = 0.008
+FAR_STREAMS = 8
+"""Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries
+at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not say what a link loses."""
+MAX_STREAMS = 32
+"""Open connections of one peer, with those that broke unnoticed."""
+CLOSE_S = 5.0
+
+
+class Shaping(Protocol):
+    """Slows down what this process sends: how the lab makes distant peers of processes on loopback."""
+
+    label: str  # our name to the peers' shapings
+
+    def shaped_pipe(self, pipe: Pipe, *names: str) -> Pipe:
+        """Return a pipe that sends on ``pipe`` in its own time; the peer is known under ``names``."""
+
+
+class PeerNetwork:
+    """All peer links of one worker. Methods may be called from any thread but the loop's, ``send`` and what
+    returns at once from any."""
+
+    shaping: Shaping | None = None
+
+    def __init__(
+        self,
+        identity: Identity | None,
+        listen: tuple[str, int] | None,
+        deliver: Deliver | None = None,
+        lost: Callable[[str, str], None] | None = None,
+        config: TransportConfig | None = None,
+        *,
+        expect: Callable[[str, MessageKey, int], memoryview | None] | None = None,
+        name: str = "",
+    ) -> None:
+        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed.
+
+        Raises ConnectionFailed when the port cannot be opened.
+        """
+        self.config = config or TransportConfig()
+        self.name = identity.name if identity else name
+        self.refused: Counter[str] = Counter()
+        self._identity = identity
+        self._deliver_default, self._lost_default, self._expect_default = deliver, lost, expect
+        self._changed = threading.Condition(threading.RLock())
+        self._peers: dict[str, Peer] = {}
+        self._expected: set[str] = set()
+        self._receivers: dict[str, Receiver] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self._server: PipeServer | None = None
+        self._loop = SHARED.acquire()
+        try:
+            self.port = run(self._loop, self._start(listen))
+        except BaseException:
+            SHARED.release()
+            raise
+
+    async def _start(self, listen: tuple[str, int] | None) -> int:
+        port = 0
+        if listen is not None:
+            self._server = PipeServer(self._identity, self._accept, self.config.max_connections)
+            port = await self._server.start(listen)
+        self._spawn(self._watch())
+        return port
+
+    # ---------------------------------------------------------------- connecting
+
+    def admit(self, peer: str) -> None:
+        """Accept connections of this peer from now on."""
+        with self._changed:
+            self._expected.add(peer)
+
+    def dismiss(self, peer: str) -> None:
+        """Refuse this peer from now on and close what it has open."""
+        with self._changed:
+            self._expected.discard(peer)
+            known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        known.lose("dismissed")
+        leaving = asyncio.run_coroutine_threadsafe(self._part_from(known, "no longer needed"), self._loop)
+        if threading.current_thread().name != "peer-loop":
+            leaving.result(CLOSE_S)
+
+    def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
+        """Connect to ``peer`` at the first address that answers as it; returns that address.
+
+        Opens more connections where the round trip is long. Raises ConnectionFailed after
+        ``timeout_s``, AccessDenied or ProtocolMismatch when trying again cannot help.
+        """
+        self.admit(peer)
+        try:
+            return run(self._loop, self._dial(peer, addresses, timeout_s))
+        except AtollError:
+            # A peer that was never connected is not there to be sent to.
+            with self._changed:
+                known = self._peers.get(peer)
+                if known is not None and known.remote_session is None:
+                    del self._peers[peer]
+            raise
+
+    async def _dial(
+        self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
+    ) -> tuple[str, int]:
+        deadline_s = time.monotonic() + timeout_s
+        backoff_s = 0.05
+        reasons: dict[tuple[str, int], AtollError] = {}
+        while True:
+            fatal: AtollError | None = None
+            failed = False
+            for address in addresses:
+                try:
+                    first = await self._connect(peer, address, 0, 1, deadline_s)
+                except (AccessDenied, ProtocolMismatch) as error:
+                    fatal = error
+                except AtollError as error:
+                    failed = True
+                    # What the deadline cut short says less than an answer that came before.
+                    if address not in reasons or time.monotonic() < deadline_s:
+                        reasons[address] = error
+                else:
+                    await self._add_streams(first, address, deadline_s)
+                    return address
+            if fatal is not None and not failed:
+                raise fatal
+            if time.monotonic() + backoff_s >= deadline_s or self._closed:
+                tried = "; ".join(f"{host}:{port}: {why}" for (host, port), why in reasons.items())
+                tried = tried or "no address known"
+                raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})") from fatal
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _add_streams(self, first: Connection, address: tuple[str, int], deadline_s: float) -> None:
+        """The other connections to a peer whose first works; the link works without them, too."""
+        peer = first.peer
+        self._spawn(self._keep(first, peer, address, 0, 1))
+        streams = self.config.streams
+        if not streams:
+            rtt_s = await asyncio.to_thread(self._try_rtt, peer)
+            streams = FAR_STREAMS if rtt_s > FAR_RTT_S else 1
+
+        async def add(number: int) -> None:
+            connection = None
+            try:
+                connection = await self._connect(peer.name, address, number, streams, deadline_s)
+            except AtollError:
+                self.refused["stream"] += 1
+            self._spawn(self._keep(connection, peer, address, number, streams))
+
+        await asyncio.gather(*(add(number) for number in range(1, streams)))
+
+    @staticmethod
+    def _try_rtt(peer: Peer) -> float:
+        with suppress(ConnectionFailed):
+            return round_trip(peer, 3, 5.0)
+        return 0.0
+
+    def wait_for(self, peer: str, timeout_s: float) -> None:
+        """Wait until ``peer`` is connected, whoever dialled. Raises ConnectionFailed."""
+        self.admit(peer)
+        with self._changed:
+            found = self._changed.wait_for(lambda: self.connected(peer), timeout_s)
+        if not found:
+            raise ConnectionFailed(f"{peer} did not connect within {timeout_s:g} s; is its port reachable?")
+
+    def connected(self, peer: str) -> bool:
+        return self.connections(peer) > 0
+
+    def connections(self, peer: str) -> int:
+        """How many streams to this peer are open."""
+        with self._changed:
+            known = self._peers.get(peer)
+            return len(known.connections) if known else 0
+
+    async def _connect(
+        self, name: str, address: tuple[str, int], number: int, streams: int, deadline_s: float
+    ) -> Connection:
+        """Dial and greet. Raises AccessDenied, ProtocolMismatch, ConnectionFailed."""
+        left_s = max(0.0, min(self.config.handshake_s, deadline_s - time.monotonic()))
+        pipe: Pipe = DialledPipe(self._identity, name, address, use_proxy=self.config.use_proxy)
+        peer = self._peer(name)
+        hello = self._hello(peer, number, streams)
+        try:
+            async with asyncio.timeout(left_s):
+                await pipe.send(encode(hello))
+                answer = await pipe.receive()
+            remote = self._answered(answer, hello)
+            # A peer that forgot us has just met us anew, under the number we gave: a fresh number would
+            # make it forget us again, and the two would take turns at that for ever.
+            known = self._peer(remote.name, remote.session, hello.session)
+            if known.session != hello.session:
+                raise ConnectionFailed("the peer has restarted")
+        except BaseException as error:
+            await pipe.close()
+            if isinstance(error, TimeoutError):
+                raise ConnectionFailed(f"no answer within {left_s:.1f} s") from None
+            if isinstance(error, BadFrame):
+                self.refused["malformed"] += 1
+                raise ConnectionFailed(str(error)) from None
+            raise
+        return self._attach(pipe, known, remote, outbound=number % 2 == 0, host=address[0])
+
+    def _answered(self, answer: bytes | None, hello: Hello) -> Hello:
+        """Raises BadFrame."""
+        if answer is None:
+            raise BadFrame("connection closed by the peer")
+        frame = decode(answer)[0]
+        if not isinstance(frame, Hello):
+            raise BadFrame("the first frame must be HELLO")
+        if (frame.name, frame.target) != (hello.target, self.name):
+            raise BadFrame(f"{frame.name!r} answered instead of {hello.target!r}")
+        return frame
+
+    def _attach(self, pipe: Pipe, peer: Peer, remote: Hello, *, outbound: bool, host: str = "") -> Connection:
+        if self.shaping is not None:
+            pipe = self.shaping.shaped_pipe(pipe, remote.label, remote.name, host)
+        connection = Connection(pipe, peer, self._deliver, outbound=outbound, checksum=self._identity is None)
+        with self._changed:
+            self._changed.notify_all()
+        return connection
+
+    async def _keep(
+        self, connection: Connection | None, peer: Peer, address: tuple[str, int], number: int, streams: int
+    ) -> None:
+        """Serve a dialled connection, and replace it when it breaks, until the peer is lost."""
+        backoff_s = 0.02
+        while not peer.gone and not self._closed:
+            if connection is not None:
+                await self._serve(connection)
+                if connection.leaving or peer.gone:
+                    return
+                backoff_s = 0.02
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            connection = None
+            deadline_s = time.monotonic() + self.config.handshake_s
+            if self._peers.get(peer.name) is peer:
+                with suppress(AtollError):
+                    connection = await self._connect(peer.name, address, number, streams, deadline_s)
+        if connection is not None:
+            connection.fail("closed")
+            await self._serve(connection)
+
+    async def _serve(self, connection: Connection) -> None:
+        """A connection's life, and what follows from its end."""
+        try:
+            await connection.run()
+        finally:
+            peer = connection.peer
+            self.refused["malformed"] += connection.malformed
+            with self._changed:
+                self._changed.notify_all()
+            if connection.leaving and not peer.connections and not self._closed:
+                self._lose(peer, connection.reason)
+
+    # ---------------------------------------------------------------- accepting
+
+    async def _accept(self, pipe: AcceptedPipe) -> None:
+        """Raises what the caller is refused with."""
+        try:
+            async with asyncio.timeout(self.config.handshake_s):
+                first = await pipe.receive()
+            if first is None:
+                return
+            remote = self._check_hello(decode(first)[0], pipe.certified)
+        except AccessDenied:
+            self.refused["stranger"] += 1
+            raise
+        except BadFrame:
+            self.refused["malformed"] += 1
+            raise
+        peer = self._peer(remote.name, remote.session)
+        await pipe.send(encode(self._hello(peer, remote.lane, remote.lanes)))
+        if not peer.gone and not self._closed:
+            await self._serve(self._attach(pipe, peer, remote, outbound=remote.lane % 2 == 1))
+
+    def _check_hello(self, frame: object, certified: str | None) -> Hello:
+        """Raises BadFrame, ProtocolMismatch or AccessDenied."""
+        if not isinstance(frame, Hello):
+            raise BadFrame("the first frame must be HELLO")
+        if frame.protocol != PROTOCOL_VERSION:
+            raise ProtocolMismatch(
+                f"peer speaks protocol {frame.protocol}, {self.name} speaks {PROTOCOL_VERSION}; update one"
+            )
+        if self._identity is not None and certified != frame.name:
+            raise AccessDenied(f"certificate of {certified}, but the peer calls itself {frame.name!r}")
+        if frame.target != self.name:
+            raise AccessDenied(f"this is {self.name}, not {frame.target!r}")
+        if frame.name not in self._expected:
+            raise AccessDenied(f"{self.name} does not expect {frame.name!r}")
+        if (count := self.connections(frame.name)) >= MAX_STREAMS:
+            raise AccessDenied(f"{frame.name!r} has {count} connections to {self.name} already")
+        return frame
+
+    def _hello(self, peer: Peer, lane: int, lanes: int) -> Hello:
+        label = self.shaping.label if self.shaping else ""
+        return Hello(PROTOCOL_VERSION, peer.session, self.name, peer.name, label, lane, lanes)
+
+    # ---------------------------------------------------------------- messages
+
+    def register(self, job: str, receiver: Receiver) -> None:
+        """Messages of ``job`` go to ``receiver``."""
+        with self._changed:
+            self._receivers[job] = receiver
+
+    def unregister(self, job: str, receiver: Receiver) -> None:
+        """Messages of ``job`` are refused from now on, unless another receiver has taken over."""
+        with self._changed:
+            if self._receivers.get(job) is receiver:
+                del self._receivers[job]
+
+    def send(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None = None,
+        more: bool = False,
+    ) -> None:
+        """Queue a message; it must not change until it is confirmed. Waits while the queue is full.
+
+        ``more``: another message to this peer follows at once, and this one need not leave before it.
+        Raises PeerLost, or TimeoutError after ``timeout_s``.
+        """
+        view = memoryview(payload).cast("B")
+        if len(view) > self.config.max_message_bytes:
+            raise ValueError(f"message of {len(view)} bytes; at most {self.config.max_message_bytes}")
+        if len(header) > MAX_META_BYTES:
+            raise ValueError(f"message header of {len(header)} bytes; at most {MAX_META_BYTES}")
+        self._known(peer).submit(key, header, view, timeout_s, more=more)
+
+    def flush(self, peer: str, timeout_s: float) -> bool:
+        """Wait until everything sent to ``peer`` is confirmed; False when it is not in time."""
+        return self._known(peer).flush(timeout_s)
+
+    def forget(self, job: str, plan_version: int | None = None) -> None:
+        """Drop what is queued or half received of a job, up to ``plan_version`` if given."""
+        for peer in self._all_peers():
+            peer.forget(
+                lambda key: key.job == job and (plan_version is None or key.plan_version <= plan_version)
+            )
+
+    def _expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        receiver = self._receivers.get(key.job)
+        if receiver is not None:
+            return receiver.expect(peer, key, total)
+        return self._expect_default(peer, key, total) if self._expect_default else None
+
+    def _deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        receiver = self._receivers.get(key.job)
+        if receiver is not None:
+            receiver.deliver(peer, key, header, payload)
+        elif self._deliver_default is not None:
+            self._deliver_default(peer, key, header, payload)
+
+    # ---------------------------------------------------------------- figures
+
+    def rtt(self, peer: str, echoes: int = ECHOES, timeout_s: float = 5.0) -> float:
+        """Median round trip of 64-byte echoes, seconds. Raises PeerLost, ConnectionFailed."""
+        return round_trip(self._known(peer), echoes, timeout_s)
+
+    def bandwidth(self, peer: str, seconds: float, max_bytes: int) -> float:
+        """Payload bits per second to ``peer``, as its own clock saw a burst arrive.
+
+        Sends at most ``max_bytes`` for at most about ``seconds``, after all other traffic. The
+        first quarter, in which TCP still grows, does not count. Raises PeerLost, ConnectionFailed.
+        """
+        return burst(self._known(peer), seconds, max_bytes)
+
+    def goodput(self) -> list[Goodput]:
+        """What was acknowledged of training's boundary tensors since the last call, for every peer."""
+        found = []
+        for peer in self._all_peers():
+            with peer.lock:
+                rtt_s = peer.window.rtt_s or 0.0
+                nbytes, busy_s, quickest_bps = peer.goodput()
+            if nbytes:
+                found.append(Goodput(peer.name, nbytes, busy_s, rtt_s, quickest_bps))
+        return found
+
+    def progress(self) -> int:
+        """Chunks sent, acknowledged and received so far; stands still when nothing moves."""
+        return sum(peer.progress for peer in self._all_peers())
+
+    def refusals(self) -> Counter[str]:
+        """What was refused, by reason, of all peers that are not lost."""
+        total = Counter(self.refused)
+        for peer in self._all_peers():
+            total.update(peer.inbox.refused)
+        return total
+
+    # ---------------------------------------------------------------- peers
+
+    def _peer(self, name: str, remote_session: int | None = None, session: int | None = None) -> Peer:
+        """The peer's state; anew when its session shows that it has forgotten the old one.
+
+        ``session``: the number under which the peer has just met us, if it has.
+        """
+        with self._changed:
+            known = self._peers.get(name)
+            if known is not None and remote_session is not None:
+                if known.remote_session in (None, remote_session):
+                    known.remote_session = remote_session
+                    return known
+            elif known is not None:
+                return known
+            fresh = Peer(name, session or secrets.randbits(63), self.config, self._expect, self._loop)
+            self._peers[name] = fresh
+            fresh.remote_session = remote_session
+        if known is not None:
+            self._lose(known, "restarted")
+        return fresh
+
+    def _known(self, name: str) -> Peer:
+        known = self._peers.get(name)
+        if known is None:
+            raise PeerLost(name, "not connected")
+        return known
+
+    def _all_peers(self) -> list[Peer]:
+        with self._changed:
+            return list(self._peers.values())
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        """On the loop."""
+        if not peer.lose(reason):
+            return
+        with self._changed:
+            if self._peers.get(peer.name) is peer:
+                del self._peers[peer.name]
+            receivers = list(self._receivers.values())
+            self._changed.notify_all()
+        for connection in list(peer.connections):
+            connection.fail(reason)
+        if self._closed:
+            return
+        if self._lost_default is not None:
+            self._lost_default(peer.name, reason)
+        for receiver in receivers:
+            receiver.lost(peer.name, reason)
+
+    async def _watch(self) -> None:
+        """Pings, silence and the deadlines of reconnecting."""
+        tick_s = self.config.tick_s
+        last_s = time.monotonic()
+        while True:
+            await asyncio.sleep(tick_s)
+            now_s = time.monotonic()
+            asleep = now_s - last_s - tick_s > self.config.ping_s  # we were stopped, not they
+            last_s = now_s
+            for peer in self._all_peers():
+                with peer.lock:
+                    for connection in list(peer.connections):
+                        connection.watch(now_s, self.config, asleep=asleep)
+                patience_s = max(self.config.reconnect_s, 6 * (peer.window.rtt_s or 0.0))
+                since_s = peer.down_since_s
+                if since_s is not None and (peer.down_silent or now_s - since_s > patience_s):
+                    self._lose(peer, peer.down_reason)
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Say goodbye, wait briefly for the last frames, end everything."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
+        for peer in self._all_peers():
+            peer.lose("closed")
+        SHARED.release()
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(self._part_from(peer, "worker is leaving") for peer in self._all_peers()))
+        if self._server is not None:
+            await self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _part_from(self, peer: Peer, reason: str) -> None:
+        deadline_s = time.monotonic() + self.config.close_s
+        for connection in list(peer.connections):
+            connection.close(reason, leaving=True)
+        while peer.connections and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.005)
+        for connection in list(peer.connections):
+            connection.fail("closed")
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

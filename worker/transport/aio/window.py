@@ -1,0 +1,126 @@
+"""How many bytes may be under way to a peer: one window over all its connections.
+
+window = rate * (rtt + 50 ms + late). Rate: the largest delivery rate of late, by the peer's clock, which
+its acknowledgements carry; at most the rate at which the same bytes were sent (Cardwell 2016, section 4.1).
+The 50 ms keep a link busy, find one that grew, and bound what a gradient waits behind. Late: how much
+longer than the quickest an acknowledgement takes back, behind what the other direction has queued by its own
+window. Without it one end of a link that both fill yields to the other and stays there.
+No clock here: times come in as arguments.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from worker.transport.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+
+SLACK_S = 0.050
+INITIAL_BYTES = 256 << 10
+LEAST_BYTES = 32 << 10
+CHUNKS = 8  # of a window: an urgent message waits for one that is being written
+RTT_HORIZON_S = 600.0
+"""Long, as the round trip of a link that is kept full shows its queue: every horizon adds the slack to it."""
+RATE_HORIZON_S = 2.0
+CLOCK_HORIZON_S = 60.0  # in which two clocks drift apart by a few milliseconds
+MOST_LATE_S = 2 * SLACK_S
+"""What is later was lost and sent again. A peer that lies about its clock widens no more than this."""
+LATE_ACKS = 16
+"""Late is a mean over about so many: by the largest both ends would take turns to send a whole window."""
+
+
+class Recent:
+    """Largest value of the last ``horizon_s``, or of the half of it at least."""
+
+    def __init__(self, horizon_s: float) -> None:
+        self.horizon_s = horizon_s
+        self._newest = self._older = float("-inf")
+        self._since_s = 0.0
+
+    def note(self, now_s: float, value: float) -> float:
+        """Take ``value`` in; returns the largest."""
+        if now_s - self._since_s > self.horizon_s / 2:
+            self._older, self._newest = self._newest, float("-inf")
+            self._since_s = now_s
+        self._newest = max(self._newest, value)
+        return max(self._newest, self._older)
+
+
+class Sent(NamedTuple):
+    """A chunk that left, and how things stood then."""
+
+    nbytes: int
+    at_s: float
+    delivered: int  # bytes, of all
+    clock_s: float | None  # the peer's, at that; None: nothing was under way
+    last_left_s: float  # when the chunk left that was acknowledged last before
+    backlogged: bool
+
+
+class Window:
+    """Bytes in flight to one peer. Not thread-safe; the peer's lock guards it."""
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self._rates, self._rtts = Recent(RATE_HORIZON_S), Recent(RTT_HORIZON_S)
+        self._quickest = Recent(CLOCK_HORIZON_S)
+        self._late_s = 0.0
+        self._delivered = 0
+        self._clock_s: float | None = None
+        self._last_left_s = 0.0
+        self.in_flight = 0
+        self.rate: float | None = None  # bytes/s
+        self.rtt_s: float | None = None
+        self.size = INITIAL_BYTES
+
+    @property
+    def open(self) -> bool:
+        return self.in_flight < self.size
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of the next chunk, a multiple of 4 KiB."""
+        return max(4 * MIN_CHUNK_BYTES, min(MAX_CHUNK_BYTES, self.size // CHUNKS)) & -MIN_CHUNK_BYTES
+
+    def sent(self, now_s: float, nbytes: int, *, backlogged: bool) -> Sent:
+        """A chunk leaves; ``backlogged``: more waits."""
+        if not self.in_flight:
+            self._clock_s, self._last_left_s = None, now_s
+        self.in_flight += nbytes
+        return Sent(nbytes, now_s, self._delivered, self._clock_s, self._last_left_s, backlogged)
+
+    def acked(self, now_s: float, clock_s: float, nbytes: int, newest: Sent | None) -> None:
+        """``nbytes`` more arrived, with ``newest`` at the latest, which the peer said at ``clock_s`` by its
+        clock."""
+        self.in_flight -= nbytes
+        self._delivered += nbytes
+        apart_s = now_s - clock_s
+        late_s = min(MOST_LATE_S, apart_s + self._quickest.note(now_s, -apart_s))
+        self._late_s += (late_s - self._late_s) / LATE_ACKS
+        # Those of another connection may have come first.
+        self._clock_s = clock_s if self._clock_s is None else max(clock_s, self._clock_s)
+        if newest is None:
+            return
+        taken_s = now_s - newest.at_s if newest.clock_s is None else self._clock_s - newest.clock_s
+        rate = (self._delivered - newest.delivered) / max(1e-6, taken_s, newest.at_s - newest.last_left_s)
+        self._last_left_s = max(self._last_left_s, newest.at_s)
+        self.note_rtt(now_s, now_s - late_s - newest.at_s)
+        # Without a backlog the sender was the limit: such a sample only counts when it is more.
+        known = self.rate or INITIAL_BYTES / ((self.rtt_s or 0.0) + SLACK_S)
+        if newest.backlogged or rate > known:
+            self._rates.horizon_s = max(RATE_HORIZON_S, 10 * (self.rtt_s or 0.0))
+            self.rate = self._rates.note(now_s, rate)
+        self._resize()
+
+    def broke(self, nbytes: int) -> None:
+        """``nbytes`` are no longer under way, as their connection broke."""
+        self.in_flight -= nbytes
+
+    def note_rtt(self, now_s: float, rtt_s: float) -> None:
+        """An echo took ``rtt_s``."""
+        self.rtt_s = -self._rtts.note(now_s, -rtt_s)
+        self._resize()
+
+    def _resize(self) -> None:
+        if self.rate is not None and self.rtt_s is not None:
+            wanted = int(self.rate * (self.rtt_s + SLACK_S + self._late_s))
+            self.size = max(LEAST_BYTES, min(self._maximum, wanted))

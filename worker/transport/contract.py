@@ -1,0 +1,59 @@
+"""Transport's contract with the rest of the worker: settings, receivers, and the loss of a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from atoll.errors import ConnectionFailed
+from worker.transport.frames import MessageKey
+
+Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
+"""``deliver(peer, key, header, payload)``; called in a thread that serves other peers, too: never block."""
+
+
+class PeerLost(ConnectionFailed):
+    """A peer is gone; ``peer`` names it."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"lost {peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class Receiver(Protocol):
+    """Who takes the messages of one job."""
+
+    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        """Where ``total`` payload bytes of ``key`` go; None: not wanted."""
+
+    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        """A whole message has arrived."""
+
+    def lost(self, peer: str, reason: str) -> None:
+        """The peer is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransportConfig:
+    """Bounds and patience of the links; every field with its unit."""
+
+    max_message_bytes: int = 1 << 30
+    max_queued_bytes: int = 256 << 20  # unconfirmed, per peer; then send() waits
+    max_messages: int = 1024  # unconfirmed, per peer
+    max_window_bytes: int = 64 << 20  # in flight on one connection
+    max_connections: int = 64  # accepted, all peers together
+    streams: int = 0  # connections to a peer, 1 to 16; 0 = by what is under way
+    ping_s: float = 0.5
+    silence_s: float = 1.5  # without any frame: frozen
+    still_s: float = 2.0  # without an acknowledgement though something is to be sent: asked for again
+    idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
+    reconnect_s: float = 0.4  # or six round trips, if that is more
+    handshake_s: float = 5.0
+    close_s: float = 0.5  # for the last frames of a graceful close
+    use_proxy: bool = False  # dial peers by way of the environment's proxy
+
+    @property
+    def tick_s(self) -> float:
+        return min(0.1, self.ping_s / 2, self.reconnect_s / 2)
