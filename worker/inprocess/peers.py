@@ -116,7 +116,8 @@ class LocalPeers:
         """Exchange by ``exchange`` from the next step on. UsageError while the ranks' models differ or a
         result is still to be used: a rule begins with equal models."""
         check_exchange(exchange)
-        if self._under_way or self.spread() > 0.0:
+        first, *others = (flat_values(stage.trained) for stage in self.stages)
+        if self._under_way or not all(torch.equal(first, other) for other in others):
             raise UsageError(f"exchange {exchange.rule!r} begins with equal models and no round under way")
         self.exchange = exchange
         self.rule, self.facts = make_rule(exchange), exchange_facts(exchange.rule)
