@@ -15,7 +15,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,7 @@ from coordinator.planning.peers import PeerSelection
 from coordinator.planning.planner import PlanRequest
 from coordinator.planning.problem import Problem
 from coordinator.planning.transfers import rank_rates
-from coordinator.planning.ways import Way, WayKind, compare_ways
+from coordinator.planning.ways import Way, WayKind, compare_ways, held_in_common
 from strategies.exchanges import exchange_facts, make_rule
 from strategies.exchanges.base import Contribution
 from worker.exchange.round import CollectiveRun
@@ -110,16 +109,10 @@ def _replicas_s(way: Way, fleet: Fleet, problem: Problem, network: SimulatedNetw
     for plan in way.plans:
         for stage in plan.stages:
             network.clock[fleet.index[stage.worker]] = plan.prediction.step_s if plan.prediction else 0.0
-    edges = sorted({edge for plan in way.plans for s in plan.stages for edge in (s.start, s.stop)})
-    exchanges = []
-    for start, stop in pairwise(edges):
-        size = round(problem.memory.trained(start, stop)[0] / 4)
-        holders = sorted(
-            next(fleet.index[s.worker] for s in plan.stages if s.start <= start < s.stop)
-            for plan in way.plans
-        )
-        if size:
-            exchanges.append((by_owners(fleet, holders, size), size))
+    common = [
+        (sorted(holders), round(n_bytes / 4)) for holders, n_bytes in held_in_common(way.plans, problem)
+    ]
+    exchanges = [(by_owners(fleet, holders, size), size) for holders, size in common]
     return carried_s(network, exchanges)
 
 

@@ -101,7 +101,7 @@ def compare_ways(request: PlanRequest, *, inexact: str = "", effort: Effort | No
     peers = Peers.of(request)
     whole = "a part of the fleet is no faster than its fastest machine, which holds the whole model"
     twice = whole if peers.members else "needs room for the model twice"
-    found.append(_best(_replicated(request), WayKind.REPLICAS, twice))
+    found.append(_best(_replicated(request, peers.problem), WayKind.REPLICAS, twice))
     found.append(_best(_data_parallel(request, peers), WayKind.DATA_PARALLEL, peers.why_not))
     if inexact:
         copies = "needs room for the model and two copies of it on two machines"
@@ -141,7 +141,7 @@ def _pipeline(request: PlanRequest, plan: Plan) -> Way:
     )
 
 
-def _replicated(request: PlanRequest) -> Iterator[Way]:
+def _replicated(request: PlanRequest, problem: Problem) -> Iterator[Way]:
     """Replicas over the fleet's parts; of one stage each they are the next function's."""
     n = len(request.fleet.devices)
     most = min(MOST_REPLICAS, request.training.n_micro, n)
@@ -151,7 +151,7 @@ def _replicated(request: PlanRequest) -> Iterator[Way]:
             if parts in seen:
                 continue
             seen.add(parts)
-            way = _replicas(request, parts)
+            way = _replicas(request, problem, parts)
             if way is not None and any(len(replica) > 1 for replica in way.workers):
                 yield way
 
@@ -179,7 +179,7 @@ def _named(fleet: Fleet, parts: Sequence[Sequence[int]]) -> tuple[tuple[str, ...
     return tuple(tuple(fleet.devices[i].worker for i in sorted(part)) for part in parts)
 
 
-def _replicas(request: PlanRequest, parts: tuple[tuple[str, ...], ...]) -> Way | None:
+def _replicas(request: PlanRequest, problem: Problem, parts: tuple[tuple[str, ...], ...]) -> Way | None:
     """Each part's pipeline for its share of the micro-batches; None where one does not fit."""
     n_micro = request.training.n_micro
     micros = shares_of(n_micro, [1.0] * len(parts))
@@ -202,7 +202,7 @@ def _replicas(request: PlanRequest, parts: tuple[tuple[str, ...], ...]) -> Way |
             make_plan(_part(request, part, share), FINISHING)
             for part, share in zip(parts, micros, strict=True)
         ]
-    sent = _joint_transfers(request, plans)
+    sent = _joint_transfers(problem, plans)
     joint_s = exchange_s(request.fleet, sent)
     compute_s = max(map(_step_s, plans))
     step_s = compute_s + joint_s
@@ -249,21 +249,24 @@ def _stages(plan: Plan) -> tuple[StagePrediction, ...]:
     return plan.prediction.stages if plan.prediction is not None else ()
 
 
-def _joint_transfers(request: PlanRequest, plans: Sequence[Plan]) -> Floats:
-    """[devices, devices] bytes a step of the replicas' exchange: what lies between two cuts of any of them
-    has one holder a replica."""
-    fleet = request.fleet
-    memory = _problem(request).memory
+def held_in_common(plans: Sequence[Plan], problem: Problem) -> Iterator[tuple[list[int], float]]:
+    """(holders in the fleet, one a replica; trained bytes) of what lies between two cuts of any replica."""
+    index = problem.fleet.index
     edges = sorted({edge for plan in plans for stage in plan.stages for edge in (stage.start, stage.stop)})
-    sent = np.zeros((len(fleet.devices),) * 2)
     for start, stop in pairwise(edges):
-        n_bytes = memory.trained(start, stop)[0]
+        n_bytes = problem.memory.trained(start, stop)[0]
         if n_bytes > 0.0:
-            holders = [
-                next(fleet.index[s.worker] for s in plan.stages if s.start <= start < s.stop)
-                for plan in plans
-            ]
-            sent += owner_transfers(fleet, holders, n_bytes)
+            yield (
+                [next(index[s.worker] for s in plan.stages if s.start <= start < s.stop) for plan in plans],
+                n_bytes,
+            )
+
+
+def _joint_transfers(problem: Problem, plans: Sequence[Plan]) -> Floats:
+    """[devices, devices] bytes a step of the replicas' exchange."""
+    sent = np.zeros((len(problem.fleet.devices),) * 2)
+    for holders, n_bytes in held_in_common(plans, problem):
+        sent += owner_transfers(problem.fleet, holders, n_bytes)
     return sent
 
 
@@ -274,10 +277,6 @@ def _busiest(fleet: Fleet, plans: Sequence[Plan], sent: Floats) -> float:
         for link in plan.prediction.links if plan.prediction is not None else ():
             total[fleet.index[link.source]] += link.bytes_per_step
     return float(total.max(initial=0.0))
-
-
-def _problem(request: PlanRequest) -> Problem:
-    return Problem(request.dag, request.training, request.fleet)
 
 
 # ---------------------------------------------------------------- machines that hold the whole model
@@ -291,12 +290,13 @@ class Peers:
     problem: Problem
     members: tuple[int, ...]  # of the fleet
     micro_s: tuple[float, ...]  # one micro-batch, forward and backward
+    need_bytes: float  # of the whole model with one micro-batch in flight
     trained_bytes: float
     why_not: str = ""
 
     @classmethod
     def of(cls, request: PlanRequest) -> Peers:
-        problem = _problem(request)
+        problem = Problem(request.dag, request.training, request.fleet)
         need = problem.memory.bytes(0, problem.n_ops, 1)
         time_s = problem.compute[:, -1]
         able = [i for i in range(len(request.fleet.devices)) if problem.limits[i] >= need]
@@ -308,6 +308,7 @@ class Peers:
             problem,
             tuple(able),
             tuple(float(time_s[i]) for i in able),
+            need,
             problem.memory.trained(0, problem.n_ops)[0],
             fewer,
         )
@@ -320,17 +321,13 @@ class Peers:
 
     def with_room(self, spare_bytes: float) -> Peers:
         """Those that have so much memory left beside the whole model."""
-        held = [at for at in range(len(self.members)) if self.room(at) >= spare_bytes]
+        limits = [float(self.problem.limits[member]) for member in self.members]
+        held = [at for at, limit in enumerate(limits) if limit - self.need_bytes >= spare_bytes]
         return replace(
             self,
             members=tuple(self.members[at] for at in held),
             micro_s=tuple(self.micro_s[at] for at in held),
         )
-
-    def room(self, at: int) -> float:
-        """Bytes that the member has left beside the whole model and one micro-batch."""
-        need = self.problem.memory.bytes(0, self.problem.n_ops, 1)
-        return float(self.problem.limits[self.members[at]]) - need
 
     def shares(self, count: int, n_micro: int) -> tuple[int, ...]:
         return shares_of(n_micro, [1.0 / self.micro_s[at] for at in range(count)])
@@ -343,7 +340,7 @@ class Peers:
         return tuple((self.request.fleet.devices[i].worker,) for i in self.members[:count])
 
     def memory_share(self, count: int, extra_bytes: float = 0.0) -> float:
-        need = self.problem.memory.bytes(0, self.problem.n_ops, 1) + extra_bytes
+        need = self.need_bytes + extra_bytes
         return max(need / float(self.problem.limits[i]) for i in self.members[:count])
 
 
@@ -375,9 +372,9 @@ def _hidden(peers: Peers, whole_s: float, delay_s: float, micros: Sequence[int])
     slowest = max(range(len(micros)), key=lambda at: micros[at] * peers.micro_s[at])
     backward = problem.backward[peers.members[slowest]]
     gradients = [
-        Gradient(str(op), problem.memory.trained(op, op + 1)[0], float(backward[-1] - backward[op]))
+        Gradient(str(op), n_bytes, float(backward[-1] - backward[op]))
         for op in reversed(range(problem.n_ops))
-        if problem.memory.trained(op, op + 1)[0] > 0.0
+        if (n_bytes := problem.memory.trained(op, op + 1)[0]) > 0.0
     ]
     if not gradients or whole_s <= 0.0:
         return 0.0

@@ -21,6 +21,7 @@ import torch
 from compressors.contrib.acp_sgd import START_SEED, next_basis, phase, restored
 from compressors.contrib.factors import Matrix, orthonormal, sketch
 from compressors.contrib.ranks import acp_rank
+from compressors.selection import all_finite
 from compressors.vector import dense
 from strategies.exchanges.base import (
     Contribution,
@@ -83,7 +84,7 @@ class AcpSgd(ExchangeRule):
         sent: _Sent = done.contribution.carry
         factors, rest = before.layout.factors(average(done).values, left=before.step % 2 == 0)
         result = before.layout.joined(_restored(factors, before), rest)
-        if not bool(torch.isfinite(result).all()):
+        if not all_finite(result):
             return Settled(result, before)
         matrices, _ = before.layout.split(sent.wanted)
         errors = [m - own for m, own in zip(matrices, _restored(sent.factors, before), strict=True)]

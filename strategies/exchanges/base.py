@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from atoll.collective import Segment, cut
+from compressors.selection import all_finite
 from compressors.vector import UNCOMPRESSED, Vector, total
 
 if TYPE_CHECKING:
@@ -205,4 +206,4 @@ def unpicked(done: Exchanged, wanted: Tensor) -> Tensor:
 
 def finite_or(error: Tensor, before: Tensor | None) -> Tensor | None:
     """``error``, or the residual before where an element is not finite: the step will be discarded."""
-    return error if bool(torch.isfinite(error.sum())) or bool(torch.isfinite(error).all()) else before
+    return error if all_finite(error) else before

@@ -137,7 +137,7 @@ class OkTopK(ExchangeRule):
         sent = [piece.total.values.abs() for piece in done.pieces if piece.total is not None]
         residual = unpicked(done, carry.wanted)
         threshold = self._next_threshold(torch.cat(sent), carry)
-        # Of those that the next threshold leaves: where all owners send their most, regions look even.
+        # Regions by what the next threshold leaves: where all owners send their most, regions look even.
         counts = [int((values >= (threshold or 0.0)).sum()) for values in sent]
         uneven = max(counts) * len(done.round.ranks) > UNEVEN * sum(counts)
         return Settled(mean, OkState(residual, carry.local, threshold, carry.borders, uneven))

@@ -23,6 +23,7 @@ import torch
 from compressors.contrib.factors import Matrix, sketch
 from compressors.contrib.powersgd import START_SEED, phase_p, phase_q, restored
 from compressors.contrib.ranks import powersgd_rank
+from compressors.selection import all_finite
 from compressors.vector import dense
 from strategies.exchanges.base import (
     Contribution,
@@ -97,7 +98,7 @@ class PowerSgd(ExchangeRule):
         assert sent.rest is not None  # noqa: S101 - set by the phase before
         qs, _ = before.layout.factors(mean, left=False)
         result = before.layout.joined(_restored(sent.bases, qs), sent.rest)
-        if not bool(torch.isfinite(result).all()):
+        if not all_finite(result):
             return Settled(result, before)
         errors = [m - own for m, own in zip(matrices, _restored(sent.bases, sent.qs), strict=True)]
         residual = before.layout.joined(errors, torch.zeros_like(rest))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from atoll.opdag import TensorMeta
 
 LEVELS = 256
-REACH = LEVELS // 2 - 1  # lattice points to either side that are told apart
+REACH = LEVELS // 2 - 1  # lattice points to either side that can be distinguished
 DIGEST_BYTES = 8
 TAIL = 1 + DIGEST_BYTES  # exponent of d, digest
 _BIAS = 160  # d = 2**(byte - _BIAS); byte 0: a dense copy

@@ -122,8 +122,7 @@ class LocalPeers:
         self.exchange = exchange
         self.rule, self.facts = make_rule(exchange), exchange_facts(exchange.rule)
         flat = Flat(flat_shapes(self.stages[0].trained))
-        own = flat_values(self.stages[0].trained)
-        own = torch.zeros_like(own) if self.facts.content is Content.GRADIENT else own
+        own = torch.zeros_like(first) if self.facts.content is Content.GRADIENT else first
         self.rule_states = {rank: self.rule.init(flat, own) for rank in self.ranks}
 
     def step(self, step: int, batches: Batches) -> StepFigures:

@@ -1,6 +1,6 @@
 """PeerNetwork: long-lived streams between workers, either side may dial, all on one event loop.
 
-Mutual TLS names both ends: a server accepts only peers it was told to expect, under the name in
+Mutual TLS names both ends: a server accepts only peers that it expects, under the name in
 their certificate, and a client refuses a server with another name. A message is sent once and
 delivered once: what a broken connection carried goes over the next one, and the receiver drops
 what it already has. A peer whose connections stay broken, or that falls silent, is lost, once,
