@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -93,12 +94,12 @@ def _worker(config: Any) -> WorkerContext:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[pb.ChildSetup]:
+def started(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[pb.ChildSetup]:
     """Processes that would have run the app."""
-    found: list[pb.ChildSetup] = []
+    found: queue.SimpleQueue[pb.ChildSetup] = queue.SimpleQueue()
 
     def never(setup: pb.ChildSetup, threads: int, said: Callable[[str], None]) -> None:
-        found.append(setup)
+        found.put(setup)
         raise BadFrame("no process in this test")
 
     monkeypatch.setattr(app_run, "AppProcess", never)
@@ -106,7 +107,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[pb.ChildSetup]:
 
 
 @pytest.fixture
-def hosted(tmp_path: Path, started: list[pb.ChildSetup]) -> Iterator[Hosted]:
+def hosted(tmp_path: Path, started: queue.SimpleQueue[pb.ChildSetup]) -> Iterator[Hosted]:
     made = Hosted(tmp_path)
     yield made
     made.run.end("the test is over")
@@ -114,7 +115,7 @@ def hosted(tmp_path: Path, started: list[pb.ChildSetup]) -> Iterator[Hosted]:
 
 
 def test_no_message_makes_a_worker_run_what_its_owner_did_not_accept(
-    hosted: Hosted, started: list[pb.ChildSetup]
+    hosted: Hosted, started: queue.SimpleQueue[pb.ChildSetup]
 ) -> None:
     refused = hosted.until(lambda m: m.HasField("refused")).refused
     assert refused.kind == pb.APP_REFUSAL_NOT_ACCEPTED
@@ -123,7 +124,7 @@ def test_no_message_makes_a_worker_run_what_its_owner_did_not_accept(
     reply = hosted.until(lambda m: m.HasField("reply")).reply
     assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
     assert "not accepted" in reply.reason
-    assert not started
+    assert started.empty()
 
 
 def test_a_task_without_end_and_a_failing_disk_leave_the_run_answering(
@@ -143,7 +144,7 @@ def test_a_task_without_end_and_a_failing_disk_leave_the_run_answering(
 
 
 def test_an_app_whose_files_changed_after_they_were_accepted_is_not_started(
-    hosted: Hosted, started: list[pb.ChildSetup]
+    hosted: Hosted, started: queue.SimpleQueue[pb.ChildSetup]
 ) -> None:
     hosted.until(lambda m: m.HasField("refused"))
     folder = hosted.store.code_dir(hosted.bundle.hash)
@@ -156,11 +157,11 @@ def test_an_app_whose_files_changed_after_they_were_accepted_is_not_started(
     reply = hosted.until(lambda m: m.HasField("reply")).reply
     assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
     assert "'app.py' was changed" in reply.reason
-    assert not started
+    assert started.empty()
 
 
 def test_two_apps_never_share_state_whatever_number_their_runs_have(
-    hosted: Hosted, started: list[pb.ChildSetup], tmp_path: Path
+    hosted: Hosted, started: queue.SimpleQueue[pb.ChildSetup], tmp_path: Path
 ) -> None:
     hosted.until(lambda m: m.HasField("refused"))
     hosted.store.accept(hosted.bundle.hash)
@@ -172,12 +173,9 @@ def test_two_apps_never_share_state_whatever_number_their_runs_have(
     second.until(lambda m: m.HasField("refused"))
     second.store.accept(second.bundle.hash)
     second.run.consent_changed()
-    for run in (hosted.run, second.run):
-        run.end("done")
-        run.join(HUNG_S)
-    first, then = (Path(setup.runs_dir) for setup in started)
-    assert first != then
-    assert (first.name, then.name) == (hosted.bundle.hash, second.bundle.hash)
+    # Each is awaited: a run that is ended starts no process.
+    folders = {Path(started.get(timeout=HUNG_S).runs_dir) for _ in range(2)}
+    assert {folder.name for folder in folders} == {hosted.bundle.hash, second.bundle.hash}
 
 
 def test_a_run_of_another_app_is_refused_while_its_number_is_taken(tmp_path: Path) -> None:
