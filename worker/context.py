@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from worker.machine.cpu import CpuMeter
     from worker.machine.device import Device
     from worker.spans import Spans
-    from worker.stage.feed import Fetch
-    from worker.stage.run import Progress
+    from worker.stage.batches import Fetch
+    from worker.stage.reports import Progress
     from worker.transport.choice import Network
 
 

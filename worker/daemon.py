@@ -44,7 +44,7 @@ from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.wire import PeerExpected
 from worker.spans import Spans
-from worker.stage.run import Progress
+from worker.stage.reports import Progress
 from worker.transport.choice import Network, network_class
 from worker.transport.contract import TransportConfig
 from worker.workbench import Workbench

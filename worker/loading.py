@@ -17,7 +17,8 @@ from worker.links.timed import TimedNetwork
 from worker.stage import feed
 from worker.stage.assignment import Assignment, check
 from worker.stage.op_watch import OpWatch
-from worker.stage.run import LongWait, Meters, StageRun, codecs_of
+from worker.stage.reports import LongWait
+from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import MAX_OUTPUT_BYTES, Stage
 
 if TYPE_CHECKING:

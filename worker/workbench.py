@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 
     from protos import atoll_control_pb2 as pb
     from worker.context import WorkerContext
-    from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
+    from worker.federated.orders import EvaluateOrder, Joining, TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
     from worker.session.wire import LinkRequest, OpsRequest
     from worker.stage.assignment import Assignment
-    from worker.stage.run import LongWait, StageRun
+    from worker.stage.reports import LongWait
+    from worker.stage.run import StageRun
 
 log = structlog.get_logger()
 

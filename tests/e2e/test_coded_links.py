@@ -13,7 +13,7 @@ from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.inprocess.pipeline import LocalPipeline
-from worker.stage.run import StepReport
+from worker.stage.reports import StepReport
 from worker.transport.choice import Network, network_class
 
 STAGES = 2

@@ -18,6 +18,7 @@ from atoll.errors import BadFrame, StorageError
 from compressors.container import is_coded, most_file_bytes, read_dense, write_dense
 from compressors.model_file import read_delta, read_model
 from worker import blobs
+from worker.federated.orders import ModelRef
 
 if TYPE_CHECKING:
     from compressors.container import Metas
@@ -28,15 +29,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 KEPT_MODELS = 2  # the one in use and the one before, which deltas start from
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRef:
-    """A broadcast: blob ``full``, or blob ``delta`` from the broadcast known as ``base``."""
-
-    full: str
-    delta: str = ""
-    base: str = ""
 
 
 @dataclass(frozen=True)

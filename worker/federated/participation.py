@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from math import isfinite
@@ -18,10 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame, JobFailed
-from atoll.federated import FederatedSpec
-from atoll.job import TrainingSpec
-from atoll.opdag import StateMeta
-from atoll.program import StageProgram
 from atoll.rehearse import OpCost, rehearse
 from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
@@ -30,11 +26,12 @@ from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.returned import check_returned
 from worker import blobs
-from worker.federated.broadcasts import ModelRef, Models
+from worker.federated.broadcasts import Models
 from worker.federated.client_state import ClientStore
 from worker.federated.floors import check_held_out, check_job
 from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.federated.trainer import Evaluated, LocalTrainer
+from worker.federated.orders import Assessment, EvaluateOrder, Joining, TrainOrder, Update
+from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
 from worker.stage.op_watch import OpWatch
 
@@ -42,8 +39,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compressors.container import Stored
-    from strategies.values import ClientUpdate
     from worker.cancel import Cancel
     from worker.context import WorkerContext
 
@@ -51,67 +46,6 @@ SECRET_FILE = "secret"  # noqa: S105 - a file's name
 SECRET_BYTES = 32
 UPDATE = "update"
 MODELS = "models"
-
-
-@dataclass(frozen=True)
-class Joining:
-    """A federated job as a client is told of it. ``states`` describes every leaf of the programs, inputs
-    included; ``tensors`` maps every other leaf to its blob."""
-
-    job: str
-    version: int
-    training: TrainingSpec
-    federated: FederatedSpec
-    program: StageProgram
-    eval_program: StageProgram | None
-    states: Mapping[str, StateMeta]
-    tensors: Mapping[str, str]
-    batch: int
-
-    @property
-    def programs(self) -> tuple[StageProgram, ...]:
-        return (self.program,) if self.eval_program is None else (self.program, self.eval_program)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOrder:
-    """``seed``: of what codec and rule draw on this client in this round."""
-
-    round: int
-    model: ModelRef
-    codec: str
-    ratio: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateOrder:
-    round: int
-    model: ModelRef
-
-
-@dataclass(frozen=True)
-class Update:
-    """A round's answer, stored: ``answer`` and its numbers, without its arrays."""
-
-    answer: ClientUpdate
-    square_loss: float
-    stored: Stored
-    train_s: float
-    upload_bytes: int
-    upload_s: float
-    download_bytes: int
-    download_s: float
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """An evaluation's answer."""
-
-    found: Evaluated
-    took_s: float
-    download_bytes: int
-    download_s: float
 
 
 class Participation:

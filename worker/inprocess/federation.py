@@ -26,7 +26,8 @@ from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
 from strategies.values import Broadcast, ClientState, ClientUpdate
 from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.federated.trainer import LOSS, Evaluated, LocalTrainer
+from worker.federated.orders import Evaluated
+from worker.federated.trainer import LOSS, LocalTrainer
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,8 @@ from torch import Tensor
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
-from worker.links.codecs import CodecUse, Coding, StageCodecs
+from worker.links.codec_use import CodecUse
+from worker.links.codecs import Coding, StageCodecs
 from worker.transport.contract import PeerLost, Receiver
 from worker.transport.frames import MessageKey
 

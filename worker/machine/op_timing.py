@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from atoll.job import Precision
 from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
 from atoll.program import Received, StageProgram
 from atoll.rehearse import RehearsalLimits, rehearse
+from worker.machine.op_probe import OpProbe, OpTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -42,24 +43,6 @@ MAX_REPETITIONS = 2000
 SETS_BYTES = 32 << 20  # what the input sets of one op should exceed together
 MAX_SETS = 8
 _POSITION = 1 << 20  # of the probed op, beyond every position it may refer to
-
-
-@dataclass(frozen=True, slots=True)
-class OpProbe:
-    """An op to time. ``op_inputs`` describe ``op_refs(node)``, ``leaves`` ``leaf_refs(node)``, in
-    order; ``op_grads``: which op inputs require a gradient (None: guessed)."""
-
-    signature: str
-    node: OpNode
-    op_inputs: tuple[TensorMeta, ...]
-    leaves: tuple[TensorMeta, ...]
-    op_grads: tuple[bool, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OpTiming:
-    forward_s: float
-    backward_s: float  # 0 where the output requires no gradient
 
 
 def time_ops(

@@ -18,8 +18,8 @@ from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert, convert_plan
 from protos.bounds import DEFAULT_LIMITS
 from protos.text_limits import clean
-from worker.links.codecs import CodecUse
-from worker.machine.op_timing import OpProbe, OpTiming
+from worker.links.codec_use import CodecUse
+from worker.machine.op_probe import OpProbe, OpTiming
 from worker.session import events, instructions, wire_federated
 from worker.stage.assignment import Assignment, PeerLink
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from worker.spans import Span
-    from worker.stage.run import LongWait, StepReport
+    from worker.stage.reports import LongWait, StepReport
     from worker.transport.network import Goodput
 
 MAX_ADDRESSES = 16

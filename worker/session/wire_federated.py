@@ -5,18 +5,12 @@ Every reader raises BadFrame, or UsageError of the types' own checks, for what b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from atoll.compression import MAX_RATIO
 from protos import atoll_control_pb2 as pb
 from protos import bounds, convert
 from protos.bounds import DEFAULT_LIMITS
-from worker.federated.broadcasts import ModelRef
-from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
+from worker.federated.orders import Assessment, EvaluateOrder, Joining, ModelRef, TrainOrder, Update
 from worker.session import events
-
-if TYPE_CHECKING:
-    from worker.federated.participation import Assessment, Update
 
 MAX_ROUND = (1 << 31) - 1  # a round's steps have keys of 64 bits
 MAX_BATCH = 1 << 24

@@ -25,6 +25,7 @@ from worker.machine.cpu import CpuMeter
 from worker.spans import Span, Spans
 from worker.stage.expected import evaluation_arrivals, step_arrivals
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
+from worker.stage.reports import LongWait, Progress, StepReport
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from atoll.program import StageProgram
     from worker.stage.assignment import Assignment
     from worker.stage.op_watch import OpWatch
-    from worker.stage.stage import Stage, StageReport
+    from worker.stage.stage import Stage
 
 POLL_S = 0.25
 LONG_WAIT_S = 60.0
@@ -44,38 +45,6 @@ PIECE_S = 0.005
 """What arrives waits about so long while weights' gradients fill the time."""
 T = TypeVar("T")
 MIN_WAIT_SPAN_S = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """A step's result before its commit, and where its time went."""
-
-    step: int
-    stage: StageReport
-    forward_s: float
-    backward_s: float
-    waited_s: float
-    optimizer_s: float  # of the step before: finish_step and apply
-    handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
-
-
-@dataclass(frozen=True, slots=True)
-class LongWait:
-    """What a stage has been waiting for, for ``waited_s`` so far."""
-
-    key: MessageKey
-    peer: str
-    waited_s: float
-
-
-class Progress:
-    """Counts actions and messages, read by the heartbeat: stands still when the work hangs."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def tick(self) -> None:
-        self.count += 1
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from worker.blobs import BlobCache
 from worker.cancel import Cancel, Cancelled
 from worker.config import WorkerConfig
 from worker.context import WorkerContext
-from worker.federated.broadcasts import ModelRef
 from worker.federated.client_state import MAX_JOBS, ClientStore
-from worker.federated.participation import EvaluateOrder, Joining, Participation, TrainOrder, Update
+from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder, Update
+from worker.federated.participation import Participation
 from worker.inprocess.federation import LocalFederation, local_model
 from worker.machine.cpu import CpuMeter
 from worker.machine.device import Device
 from worker.spans import Spans
-from worker.stage.run import Progress
+from worker.stage.reports import Progress
 
 TRAINING = TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=SGD)
 

@@ -8,11 +8,10 @@ from atoll.errors import BadFrame
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
-from worker.links.codecs import CodecUse
+from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
-from worker.stage.run import StepReport
-from worker.stage.stage import StageReport
+from worker.stage.reports import StageReport, StepReport
 from worker.transport.measure import Goodput
 
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")

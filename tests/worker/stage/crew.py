@@ -25,7 +25,8 @@ from worker.links.links import Links, Network
 from worker.links.timed import TimedNetwork
 from worker.spans import Spans
 from worker.stage.assignment import Assignment, PeerLink
-from worker.stage.run import Meters, Progress, StageRun, codecs_of
+from worker.stage.reports import Progress
+from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import Stage
 
 if TYPE_CHECKING:

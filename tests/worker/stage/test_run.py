@@ -21,7 +21,7 @@ from worker.machine.cpu import CpuMeter
 from worker.session import wire as messages
 from worker.stage import run as compute
 from worker.stage.expected import evaluation_arrivals, step_arrivals
-from worker.stage.run import LongWait, StepReport
+from worker.stage.reports import LongWait, StepReport
 from worker.transport.contract import PeerLost
 from worker.transport.frames import Direction
 
