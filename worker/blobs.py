@@ -1,7 +1,7 @@
-"""Tensors between a stage and the blob store: safetensors files, content-addressed, resumable.
+"""Files between this machine and the blob store: content-addressed, resumable.
 
-A tensor's blob holds the key "value" and, in a checkpoint, its optimizer state. Downloads are kept
-in a bounded folder and verified before they are used; uploads send only what the store lacks.
+Downloads are kept in a bounded folder and verified before they are used; uploads send only what the
+store lacks. What a blob holds is for others to say: ``worker.stage.tensor_blobs`` of a stage's tensors.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from tenacity import Retrying, stop_after_attempt
 
 from atoll.errors import BadFrame, StorageError
-from atoll.execute import DTYPES
 from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
 from protos.retries import retrying
 from worker.cancel import Cancel
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from atoll.opdag import StateMeta
     from compressors.container import Stored
 
@@ -133,45 +128,6 @@ def most_bytes(state: StateMeta) -> int:
     return state.meta.nbytes + STATE_KEYS * 4 * state.meta.elements + HEADER_BYTES
 
 
-def load(cache: BlobCache, name: str, blob: str, state: StateMeta) -> dict[str, Tensor]:
-    """The tensors of one blob, checked against the declared shape and dtype.
-
-    BadFrame names what differs; the file stays memory-mapped, so the caller copies.
-    """
-    try:
-        tensors = load_file(cache.path(blob))
-    except (SafetensorError, OSError) as error:
-        raise BadFrame(f"blob {blob[:12]} of {name} is no safetensors file: {error}") from None
-    value = tensors.get("value")
-    if value is None or len(tensors) > 1 + STATE_KEYS:
-        raise BadFrame(f"blob {blob[:12]} of {name} holds {sorted(tensors)[:5]}, expected 'value'")
-    if tuple(value.shape) != state.meta.shape or value.dtype is not DTYPES[state.meta.dtype]:
-        raise BadFrame(
-            f"{name} is {value.dtype} {tuple(value.shape)}, the model has "
-            f"{state.meta.dtype} {state.meta.shape}"
-        )
-    return tensors
-
-
-def upload_tensors(
-    port: BlobPort,
-    snapshot: Mapping[str, Mapping[str, Tensor]],
-    cancel: Cancel,
-    max_bytes_per_s: float | None = None,
-) -> dict[str, str]:
-    """Store a stage's snapshot; returns tensor name -> blob hash. Only what is missing travels.
-
-    Raises StorageError (a full store), ConnectionFailed after ATTEMPTS, Cancelled.
-    """
-    blobs: dict[str, LocalBlob] = {}
-    for name, tensors in sorted(snapshot.items()):
-        cancel.check()
-        data = save({key: value.contiguous() for key, value in sorted(tensors.items())})
-        blobs[name] = LocalBlob.of(partial(bytes, data), CHUNK_BYTES)
-    upload(port, blobs.values(), attempts(cancel), before=_paced(cancel, max_bytes_per_s))
-    return {name: blob.hash for name, blob in blobs.items()}
-
-
 def upload_file(
     port: BlobPort,
     path: Path,
@@ -183,20 +139,16 @@ def upload_file(
     new: bool = False,
 ) -> int:
     """Store a file that is too large for memory; returns the bytes that travelled, 0 when the store had
-    it. ``new``: it cannot have it, so that question's round trip is saved. Raises as ``upload_tensors``."""
+    it. ``new``: it cannot have it, so that question's round trip is saved. StorageError (a full store),
+    ConnectionFailed after ATTEMPTS, Cancelled."""
     return upload(
         port,
         [LocalBlob.of_file(path, stored.hash, stored.size, CHUNK_BYTES)],
         attempts(cancel),
         lambda done, total: progress(),
-        before=_paced(cancel, max_bytes_per_s),
+        before=paced(cancel, max_bytes_per_s),
         new=new,
     )
-
-
-def tensor_bytes(snapshot: Mapping[str, Mapping[str, Tensor]]) -> int:
-    """Payload bytes of a snapshot."""
-    return sum(t.numel() * t.element_size() for tensors in snapshot.values() for t in tensors.values())
 
 
 class _Pace:
@@ -216,7 +168,7 @@ class _Pace:
         return begin - now
 
 
-def _paced(cancel: Cancel, max_bytes_per_s: float | None) -> Callable[[int], None]:
+def paced(cancel: Cancel, max_bytes_per_s: float | None) -> Callable[[int], None]:
     """Wait as long as the rate demands; raises Cancelled."""
     pace = _Pace(max_bytes_per_s)
     return lambda nbytes: cancel.wait(pace.delay_s(nbytes))

@@ -14,7 +14,7 @@ from worker import blobs
 from worker.cancel import Cancel
 from worker.links.links import Links
 from worker.links.timed import TimedNetwork
-from worker.stage import feed
+from worker.stage import feed, tensor_blobs
 from worker.stage.assignment import Assignment, check
 from worker.stage.op_watch import OpWatch
 from worker.stage.reports import LongWait
@@ -147,7 +147,7 @@ def _tensors(assignment: Assignment, context: WorkerContext, cancel: Cancel) -> 
 
     blobs.download(context.blobs, context.cache, wanted, cancel, progress)
     return {
-        name: blobs.load(context.cache, name, assignment.tensors[name], assignment.states[name])
+        name: tensor_blobs.load(context.cache, name, assignment.tensors[name], assignment.states[name])
         for name in names
     }
 

@@ -16,7 +16,6 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
-from worker import blobs
 from worker.cancel import Cancel, Cancelled
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
@@ -27,6 +26,7 @@ from worker.machine.device import used_memory_bytes
 from worker.machine.malloc import give_back
 from worker.session import events, instructions, wire_federated
 from worker.session import wire as messages
+from worker.stage import tensor_blobs
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
@@ -402,7 +402,7 @@ class Workbench:
         job, version = assignment.job, assignment.version
         try:
             rate = self._context.config.max_upload_bytes_per_s
-            tensors = blobs.upload_tensors(self._context.blobs, snapshot, cancel, rate)
+            tensors = tensor_blobs.upload_tensors(self._context.blobs, snapshot, cancel, rate)
         except AtollError as error:
             log.warning("state.not_stored", job=job, step=step, reason=str(error))
             message = messages.state_stored(job, version, step, {}, str(error))

@@ -1,4 +1,4 @@
-"""Tensors to and from the blob store: verified, resumable, bounded, and only what is missing."""
+"""Files to and from the blob store: verified, resumable, bounded, and only what is missing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError
-from atoll.opdag import StateMeta, TensorMeta
 from compressors.container import Stored
 from protos import retries
 from protos.blob_transfer import Chunk
 from worker import blobs
-from worker.blobs import BlobCache, download, load, upload_file, upload_tensors
+from worker.blobs import BlobCache, download, upload_file
 from worker.cancel import Cancel, Cancelled
 
 VALUE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-STATE = StateMeta(TensorMeta((2, 3), "float32"), requires_grad=True)
 
 
 def blob(**tensors: Tensor) -> tuple[str, bytes]:
@@ -91,18 +89,6 @@ def store() -> Store:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "PAUSE_FIRST_S", 0.0)
-
-
-def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) -> None:
-    snapshot = {"w": {"value": VALUE, "exp_avg": VALUE * 2, "step": torch.tensor(3.0)}}
-    names = upload_tensors(store, snapshot, Cancel())
-    download(store, cache, {names["w"]: blobs.most_bytes(STATE)}, Cancel())
-    found = load(cache, "w", names["w"], STATE)
-    assert {key: torch.equal(found[key], value) for key, value in snapshot["w"].items()} == {
-        "value": True,
-        "exp_avg": True,
-        "step": True,
-    }
 
 
 def test_a_new_file_goes_up_without_a_question_and_another_time_with_one(
@@ -198,52 +184,6 @@ def test_the_cache_keeps_its_bound_and_what_is_needed_now(tmp_path: Path) -> Non
     assert cache.held("a") is None
     assert cache.held("b") == 0
     assert cache.held("c") is None
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"no safetensors at all", "no safetensors file"),
-        (save({"other": VALUE}), "expected 'value'"),
-        (save({"value": VALUE.T.contiguous()}), "the model has float32"),
-        (save({"value": VALUE.double()}), "the model has float32"),
-        (save({"value": VALUE, **{f"k{i}": VALUE + i for i in range(4)}}), "expected 'value'"),
-    ],
-)
-def test_a_file_that_does_not_hold_the_declared_tensor_is_refused(
-    cache: BlobCache, data: bytes, says: str
-) -> None:
-    name = hashlib.sha256(data).hexdigest()
-    cache.path(name).write_bytes(data)
-    with pytest.raises(BadFrame, match=says):
-        load(cache, "w", name, STATE)
-
-
-def test_an_upload_sends_only_what_the_store_lacks(store: Store) -> None:
-    first = upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
-    before = store.received
-    second = upload_tensors(store, {"a": {"value": VALUE}, "b": {"value": VALUE + 1}}, Cancel())
-    assert second["a"] == first["a"]
-    assert store.received - before == len(store.blobs[second["b"]])
-
-
-def test_an_upload_goes_on_where_it_was_cut_off(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "CHUNK_BYTES", 40)
-    store.break_after = 2
-    names = upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
-    assert store.received == len(store.blobs[names["a"]])
-
-
-def test_equal_tensors_are_stored_once(store: Store) -> None:
-    names = upload_tensors(store, {"a": {"value": VALUE}, "b": {"value": VALUE.clone()}}, Cancel())
-    assert names["a"] == names["b"]
-    assert len(store.blobs) == 1
-
-
-def test_a_full_store_is_reported(store: Store) -> None:
-    store.full = True
-    with pytest.raises(StorageError, match="disk is full"):
-        upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
 
 
 def test_an_upload_keeps_to_its_rate() -> None:

@@ -33,6 +33,7 @@ from worker.federated.local_model import Client, LocalData, LocalModel
 from worker.federated.orders import Assessment, EvaluateOrder, Joining, TrainOrder, Update
 from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
+from worker.stage import tensor_blobs
 from worker.stage.op_watch import OpWatch
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _tensors(joining: Joining, context: WorkerContext, cancel: Cancel) -> dict[s
     blobs.download(context.blobs, context.cache, wanted, cancel, lambda _: context.progress.tick())
     found = {}
     for name in names:
-        loaded = blobs.load(context.cache, name, joining.tensors[name], joining.states[name])
+        loaded = tensor_blobs.load(context.cache, name, joining.tensors[name], joining.states[name])
         found[name] = loaded["value"]
     return found
 
