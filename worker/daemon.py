@@ -38,8 +38,9 @@ from worker.data.registry import known_facts, open_dataset
 from worker.loading import connect_one
 from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
-from worker.machine.device import find_device, outbound_host, prepare, used_memory_bytes, versions
+from worker.machine.device import outbound_host
 from worker.machine.malloc import keep_chunk_memory
+from worker.machine.torch_device import find_device, prepare, torch_device, used_memory_bytes, versions
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.wire import PeerExpected
@@ -321,7 +322,7 @@ class Daemon:
         facts = {"device": device.kind, "model": device.model, "threads": device.threads, "cores": cores}
         circumstances = {**versions(), **facts}
         at_work = self._cpu.at_work_s
-        return CodecGauge(self._config.state_dir, circumstances, device.torch_device, at_work=at_work)
+        return CodecGauge(self._config.state_dir, circumstances, torch_device(device), at_work=at_work)
 
     # ---------------------------------------------------------------- threads around the work
 

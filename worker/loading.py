@@ -14,6 +14,7 @@ from worker import blobs
 from worker.cancel import Cancel
 from worker.links.links import Links
 from worker.links.timed import TimedNetwork
+from worker.machine.torch_device import torch_device
 from worker.stage import feed, tensor_blobs
 from worker.stage.assignment import Assignment, check
 from worker.stage.op_watch import OpWatch
@@ -37,7 +38,7 @@ def load(
 ) -> tuple[StageRun, Links]:
     """Check, fetch, build and connect; raises the error that is reported to the coordinator."""
     check(assignment, context.worker)
-    costs = _rehearse(assignment, context.device)
+    costs, device = _rehearse(assignment, context.device), torch_device(context.device)
     with context.spans.timed("load", assignment.first_step):
         tensors = _tensors(assignment, context, cancel)
         stage = Stage(
@@ -45,7 +46,7 @@ def load(
             assignment.eval_program,
             assignment.training,
             tensors,
-            context.device.torch_device,
+            device,
             states=assignment.states,
             recompute=assignment.plan.recompute,
             actions=assignment.plan.actions(assignment.stage),
@@ -55,7 +56,7 @@ def load(
         assignment.job,
         assignment.version,
         codecs_of(assignment, context.cpu),
-        device=context.device.torch_device,
+        device=device,
     )
     run = StageRun(
         assignment,
@@ -130,7 +131,7 @@ def _rehearse(assignment: Assignment, device: Device) -> list[Mapping[int, OpCos
             names = (*program.parameters, *program.buffers, *program.constants)
             leaves = {name: assignment.states[name].meta for name in names}
             inputs, precision = assignment.inputs(program), assignment.training.precision
-            costs.append(rehearse(program, leaves, inputs, precision, device.torch_device, limits))
+            costs.append(rehearse(program, leaves, inputs, precision, torch_device(device), limits))
     return costs
 
 

@@ -22,8 +22,8 @@ from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
 from worker.loading import connect_one, load
 from worker.machine import op_timing
-from worker.machine.device import used_memory_bytes
 from worker.machine.malloc import give_back
+from worker.machine.torch_device import torch_device, used_memory_bytes
 from worker.session import events, instructions, wire_federated
 from worker.session import wire as messages
 from worker.stage import tensor_blobs
@@ -430,7 +430,7 @@ class Workbench:
             if ops.probes:
                 timings = op_timing.time_ops(
                     ops.probes,
-                    device.torch_device,
+                    torch_device(device),
                     ops.precision,
                     OPS_BUDGET_S,
                     int(device.memory_limit_bytes * OPS_BYTES_SHARE),

@@ -43,7 +43,7 @@ def bench_with(
 ) -> tuple[Workbench, queue.SimpleQueue[Any], queue.SimpleQueue[pb.FromWorker]]:
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
     said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
-    device = SimpleNamespace(torch_device="cpu", memory_limit_bytes=1 << 30)
+    device = SimpleNamespace(kind="cpu", memory_limit_bytes=1 << 30)
     context: Any = SimpleNamespace(device=device, cpu=cpu or CpuMeter())
     bench = Workbench(context, posted.put, said.put, gauge)  # type: ignore[arg-type]
     bench.start()

@@ -33,6 +33,7 @@ from worker.federated.local_model import Client, LocalData, LocalModel
 from worker.federated.orders import Assessment, EvaluateOrder, Joining, TrainOrder, Update
 from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
+from worker.machine.torch_device import torch_device
 from worker.stage import tensor_blobs
 from worker.stage.op_watch import OpWatch
 
@@ -57,7 +58,7 @@ class Participation:
         UsageError for what cannot run here, StorageError, ConnectionFailed."""
         check(joining)
         self.joining, self._context = joining, context
-        config, device, spec = context.config, context.device.torch_device, joining.federated.rule
+        config, device, spec = context.config, torch_device(context.device), joining.federated.rule
         strategy = make_strategy(spec.strategy, spec.options)
         check_feedback(strategy, spec)
         check_job(spec, config.floors)

@@ -20,14 +20,22 @@ from tests.worker.cli.test_main import Entry, config_for
 from worker.cli import doctor
 from worker.cli import main as cli
 from worker.cli.doctor import Mark, Report, examine, show
+from worker.config import WorkerConfig
 from worker.control.enroll import join
-from worker.machine import device as probe
+from worker.machine.device import Device, DeviceRates, machine_memory, memory_limit
+from worker.machine.facts import DeviceFacts
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(doctor, "device_rates", lambda device: probe.DeviceRates(50.0, 10.0))
+    monkeypatch.setattr(doctor, "ask_facts", _facts)  # what it is stands in tests/worker/machine
+
+
+def _facts(config: WorkerConfig) -> DeviceFacts:
+    free, total = machine_memory()
+    limit = memory_limit(config.memory_bytes, free, total, "this machine")
+    return DeviceFacts(Device("cpu", 0, "a processor", 2, total, limit), DeviceRates(50.0, 10.0), {})
 
 
 @pytest.fixture
