@@ -375,3 +375,28 @@ def test_a_call_that_is_not_answered_ends_when_its_caller_stops():
         answer(call, lambda _: next(looks))
     assert call.cancelled
     assert next(looks, None) is None
+
+
+def test_commands_that_do_not_join_work_without_torch(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("a,b\n1,2\n3,4\n")
+    added = ["data", "add", "t", str(table), "--schema", "x:float32=a|scale:1/2", "--schema", "y:int64=b"]
+    known = [["data", "list"], ["data", "show", "t", "--verify"], ["apps", "list"], ["status"]]
+    away = ["doctor", "127.0.0.1:1", "--token", "", "--device", "cpu"]
+    code = (
+        "import json, sys\n"
+        "from protos.command_line import run\n"
+        "from worker.cli import main\n"
+        "codes = [run(main.app, arguments) for arguments in json.loads(sys.argv[1])]\n"
+        "loaded = [name for name in sys.modules if name.partition('.')[0] == 'torch']\n"
+        "mapped = 'libtorch' in open('/proc/self/maps').read() if sys.platform == 'linux' else False\n"
+        "print(json.dumps([codes, loaded, mapped]))"
+    )
+    commands = [[*words, "--state-dir", str(tmp_path / "state"), "--json"] for words in (added, *known, away)]
+    command = [sys.executable, "-c", code, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    codes, loaded, mapped = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [0, 0, 0, 0, 0, 5], done.stderr
+    assert loaded == []
+    assert not mapped
+    assert '"matmul_gflops"' in done.stdout, "doctor has the device's facts all the same"
