@@ -221,7 +221,7 @@ class Daemon:
     def _open_stream(self) -> None:
         member, config = self._membership, self._config
         self._stream = Stream(
-            member.channel(config),
+            partial(member.async_channel, config),
             member.metadata,
             member.work_address,
             self._introduce(self._network.port),  # each time: data may have been registered meanwhile

@@ -10,6 +10,7 @@ import re
 import secrets
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -92,7 +93,7 @@ class AppHost:
         self._epoch += 1
         hello = pb.FromNode(hello=pb.AppHello(incarnation=self._incarnation, runs=list(self._runs)))
         self._stream = Stream(
-            member.channel(self._config),
+            partial(member.async_channel, self._config),
             member.metadata,
             member.work_address,
             hello,
@@ -106,7 +107,7 @@ class AppHost:
             run.greet()
 
     def _ended(self, error: AtollError | None) -> None:
-        """The stream's thread: try again after a pause, as long as the worker lives."""
+        """A thread of its own: try again after a pause, as long as the worker lives."""
         with self._lock:
             self._stream = None
             self._epoch += 1

@@ -10,6 +10,7 @@ from concurrent import futures
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed, JobFailed, NoWorkers, ProtocolMismatch
@@ -56,7 +57,8 @@ class Session:
         self.ends: queue.Queue[AtollError | None] = queue.Queue()
         address = f"127.0.0.1:{self.coordinator.port}"
         self.stream = Stream(
-            grpc.insecure_channel(address), (("atoll-worker", "w-1"),), address, beat(0), max_queued,
+            lambda: grpc.aio.insecure_channel(address),
+            (("atoll-worker", "w-1"),), address, beat(0), max_queued,
             received or self.received.put, self.ends.put,
         )  # fmt: skip
 
@@ -179,7 +181,13 @@ def test_a_refusal_is_of_the_class_that_the_coordinator_named(
 def test_nobody_there_is_an_error() -> None:
     ends: queue.Queue[AtollError | None] = queue.Queue()
     stream = Stream(
-        grpc.insecure_channel("127.0.0.1:9"), (), "127.0.0.1:9", beat(0), 10, lambda _: None, ends.put
+        lambda: grpc.aio.insecure_channel("127.0.0.1:9"),
+        (),
+        "127.0.0.1:9",
+        beat(0),
+        10,
+        lambda _: None,
+        ends.put,
     )
     error = ends.get(timeout=HUNG_S)
     assert isinstance(error, ConnectionFailed)
