@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from worker.spans import Spans
     from worker.stage.feed import Fetch
     from worker.stage.run import Progress
-    from worker.transport.choice import Network
+    from worker.transport.network import PeerNetwork
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class WorkerContext:
     worker: str
     device: Device
     config: WorkerConfig
-    network: Network
+    network: PeerNetwork
     cache: BlobCache
     blobs: BlobPort
     fetch_of: Callable[[str], Fetch]  # job -> its micro-batches

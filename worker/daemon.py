@@ -45,8 +45,8 @@ from worker.session import wire as messages
 from worker.session.wire import PeerExpected
 from worker.spans import Spans
 from worker.stage.run import Progress
-from worker.transport.choice import Network, network_class
 from worker.transport.contract import TransportConfig
+from worker.transport.network import PeerNetwork
 from worker.workbench import Workbench
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Daemon:
         self._apps: AppHost | None = None
         self._device: Device
         self._membership: Membership
-        self._network: Network
+        self._network: PeerNetwork
         self._cpu: CpuMeter
         self._gauge: CodecGauge
         self._bench: Workbench
@@ -130,7 +130,7 @@ class Daemon:
     def _serve(self) -> None:
         config, member = self._config, self._membership
         transport = TransportConfig(use_proxy=config.use_proxy)
-        network = network_class()(
+        network = PeerNetwork(
             member.identity, config.listen, lost=self._peer_lost, config=transport, name=member.worker
         )
         bulk = member.channel(config)  # of its own: an upload must not hold up a commit
@@ -202,7 +202,7 @@ class Daemon:
             case _:
                 self._bench.do(instruction)
 
-    def _shut_down(self, network: Network, bulk: grpc.Channel) -> None:
+    def _shut_down(self, network: PeerNetwork, bulk: grpc.Channel) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
         if self._apps is not None:
             self._apps.stop()

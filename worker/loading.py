@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from atoll.rehearse import OpCost
     from worker.context import WorkerContext
     from worker.machine.device import Device
-    from worker.transport.choice import Network
+    from worker.transport.network import PeerNetwork
 
 POLL_S = 0.1
 
@@ -75,7 +75,7 @@ def load(
     return run, links
 
 
-def connect(assignment: Assignment, network: Network, timeout_s: float, cancel: Cancel) -> None:
+def connect(assignment: Assignment, network: PeerNetwork, timeout_s: float, cancel: Cancel) -> None:
     """Be connected to every neighbour. Raises ConnectionFailed naming the one that is not."""
     deadline_s = time.monotonic() + timeout_s
     for link in assignment.links:
@@ -88,7 +88,7 @@ def connect(assignment: Assignment, network: Network, timeout_s: float, cancel: 
 
 
 def connect_one(
-    network: Network, peer: str, addresses: tuple[tuple[str, int], ...], dial: bool, timeout_s: float
+    network: PeerNetwork, peer: str, addresses: tuple[tuple[str, int], ...], dial: bool, timeout_s: float
 ) -> None:
     """Connect to ``peer``: dial it, or wait until it dials. Raises ConnectionFailed."""
     if network.connected(peer):

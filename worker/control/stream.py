@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import grpc
 import grpc.aio
 import structlog
 
@@ -20,7 +21,7 @@ from atoll.errors import AtollError, ConnectionFailed
 from protos import atoll_apps_pb2 as apps_pb
 from protos import atoll_control_pb2 as pb
 from protos.grpc_errors import to_atoll_error
-from worker.transport.aio.loop import SHARED
+from worker.transport.loop import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,6 +116,10 @@ class Stream:
             while isinstance(message := await call.read(), bytes):
                 self._received(self._method.answer.FromString(message))
         except grpc.aio.AioRpcError as error:
+            # gRPC's asyncio API has this instead of the reason where the end came during a write: a refusal
+            # then comes again at the next attempt.
+            if error.code() is grpc.StatusCode.INTERNAL:
+                return ConnectionFailed(f"the session with {self._address} broke during a message")
             return to_atoll_error(error, self._address)
         except Exception as error:
             log.exception("stream.failed")

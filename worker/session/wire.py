@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from worker.spans import Span
     from worker.stage.run import LongWait, StepReport
-    from worker.transport.network import Goodput
+    from worker.transport.measure import Goodput
 
 MAX_ADDRESSES = 16
 MAX_PROBES = 20_000

@@ -155,7 +155,8 @@ def test_a_coordinator_that_ends_the_session_is_no_error(session: Callable[..., 
 def test_a_refusal_says_why(
     session: Callable[..., Session], code: grpc.StatusCode, kind: type[AtollError]
 ) -> None:
-    def refuse(_: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+    def refuse(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        next(requests)
         context.abort(code, "not this one")
         yield from ()
 
@@ -168,7 +169,8 @@ def test_a_refusal_says_why(
 def test_a_refusal_is_of_the_class_that_the_coordinator_named(
     session: Callable[..., Session], kind: type[AtollError]
 ) -> None:
-    def refuse(_: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+    def refuse(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        next(requests)
         context.set_trailing_metadata(((ERROR_NAME, kind.__name__),))
         context.abort(grpc.StatusCode.ABORTED, "not this one")
         yield from ()
@@ -176,6 +178,17 @@ def test_a_refusal_is_of_the_class_that_the_coordinator_named(
     error = session(refuse).end()
     assert type(error) is kind
     assert str(error) == "not this one"
+
+
+def test_a_refusal_during_a_message_is_a_broken_session_at_least(session: Callable[..., Session]) -> None:
+    def refuse(_: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "not this one")
+        yield from ()
+
+    for _ in range(20):
+        error = session(refuse).end()
+        assert isinstance(error, AccessDenied | ConnectionFailed)
+        assert "not this one" in str(error) or "broke during a message" in str(error)
 
 
 def test_nobody_there_is_an_error() -> None:
@@ -205,7 +218,7 @@ def test_more_than_may_be_queued_ends_the_stream(session: Callable[..., Session]
     one = session(deaf, max_queued=8)
     large = pb.FromWorker(log=pb.WorkerLog(fields_json="x" * 1_000_000))
     said = [one.stream.send(large) for _ in range(40)]
-    assert said.index(False) >= 8
+    assert said.index(False) >= 7  # the introduction may be the eighth
     assert one.end() is None
     hold.set()
 

@@ -16,7 +16,7 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from protos.credentials import channel_credentials, name_options, peer_name, server_credentials
 from protos.proxies import proxy_option
 from protos.text_limits import clean
-from worker.transport.bundle import MAX_MESSAGE_BYTES
+from worker.transport.frames import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
@@ -61,7 +61,29 @@ class Pipe(Protocol):
         """Break it off."""
 
 
-class DialledPipe:
+class _Stream:
+    """What both ends of a gRPC stream have in common."""
+
+    _stream: Any
+
+    async def send(self, message: bytes) -> None:
+        try:
+            await self._stream.write(message)
+        except _FAILURES:
+            raise await self._why() from None
+
+    async def receive(self) -> bytes | None:
+        try:
+            message = await self._stream.read()
+        except _FAILURES:
+            raise await self._why() from None
+        return None if message is aio.EOF else message
+
+    async def _why(self) -> AtollError:
+        return ConnectionFailed("connection broken")
+
+
+class DialledPipe(_Stream):
     """The end that called."""
 
     def __init__(
@@ -76,34 +98,23 @@ class DialledPipe:
         else:
             credentials = channel_credentials(identity.ca_pem, identity)
             self._channel = aio.secure_channel(target, credentials, options=[*options, *name_options(peer)])
-        self._call: Any = self._channel.stream_stream(METHOD)()
-
-    async def send(self, message: bytes) -> None:
-        try:
-            await self._call.write(message)
-        except _FAILURES:
-            raise await self._why() from None
-
-    async def receive(self) -> bytes | None:
-        try:
-            message = await self._call.read()
-        except _FAILURES:
-            raise await self._why() from None
-        return None if message is aio.EOF else message
+        self._stream = self._channel.stream_stream(METHOD)()
 
     async def finish(self) -> None:
         try:
-            await self._call.done_writing()
+            await self._stream.done_writing()
         except _FAILURES:
             raise await self._why() from None
 
     async def close(self) -> None:
-        self._call.cancel()
+        self._stream.cancel()
         await self._channel.close()
 
     async def _why(self) -> AtollError:
-        code, details = await self._call.code(), await self._call.details()
-        reason = clean(details or "connection broken", MAX_REASON_CHARS)
+        code, details = await self._stream.code(), await self._stream.details()
+        # INTERNAL is what gRPC's asyncio API has instead of the reason where the end came during a write.
+        known = details if code is not grpc.StatusCode.INTERNAL else ""
+        reason = clean(known or "connection broken", MAX_REASON_CHARS)
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return ProtocolMismatch(reason)
         tls = "ssl handshake" in reason.lower() or "verification check" in reason.lower()
@@ -112,25 +123,12 @@ class DialledPipe:
         return ConnectionFailed(reason)
 
 
-class AcceptedPipe:
+class AcceptedPipe(_Stream):
     """The end that was called; its handler's task is its life."""
 
     def __init__(self, context: Any) -> None:
-        self._context, self._task = context, asyncio.current_task()
+        self._stream, self._task = context, asyncio.current_task()
         self.certified = peer_name(context.auth_context())  # the name in its certificate, None without TLS
-
-    async def send(self, message: bytes) -> None:
-        try:
-            await self._context.write(message)
-        except _FAILURES:
-            raise ConnectionFailed("connection broken") from None
-
-    async def receive(self) -> bytes | None:
-        try:
-            message = await self._context.read()
-        except _FAILURES:
-            raise ConnectionFailed("connection broken") from None
-        return None if message is aio.EOF else message
 
     async def finish(self) -> None:
         """The handler's return does it."""
