@@ -42,13 +42,16 @@ class Guarded:
         *,
         stdout: IO[Any] | int | None = None,
         stderr: int | None = None,
+        oom_score: int = 0,
     ) -> None:
-        """``given``: descriptors that the command inherits."""
+        """``given``: descriptors that the command inherits; ``oom_score``: from 0 to 1000, how much sooner
+        than others a system short of memory ends it."""
         there, self._life = os.pipe()
         self._lock = threading.Lock()
         try:
+            told = [str(there), ",".join(map(str, given)), str(oom_score)]
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(there), ",".join(map(str, given)), *command],
+                [sys.executable, "-I", "-S", __file__, *told, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -93,6 +96,14 @@ def family(root: int) -> set[int]:
 
 
 def _kill(processes: set[int]) -> None:
+    """Kill them, by groups first: a group that forks without end dies at once, one by one it outruns us."""
+    groups = set()
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            groups.add(os.getpgid(process))
+    for group in groups - {os.getpgrp()}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
@@ -106,7 +117,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _started(command: list[str], given: list[int], ours: list[int]) -> int:
+def _started(command: list[str], given: list[int], ours: list[int], oom_score: str) -> int:
     """The app's process: a group of its own, and dead when the guard is, however that went."""
     guard = os.getpid()
     child = os.fork()
@@ -121,6 +132,9 @@ def _started(command: list[str], given: list[int], ours: list[int]) -> int:
             os.close(descriptor)
         for descriptor in given:
             os.set_inheritable(descriptor, True)
+        if oom_score != "0":
+            with contextlib.suppress(OSError):  # other systems have no such file
+                Path("/proc/self/oom_score_adj").write_text(oom_score)
         if os.getppid() == guard:
             os.execv(command[0], command)  # noqa: S606 - no shell is what is wanted
     finally:
@@ -143,18 +157,20 @@ def _wait(child: int, life: int, awake: int) -> int | None:
 
 def _end_all(child: int, status: int | None) -> int:
     """Kill until no descendant is left: who has no child has none, for orphans become ours."""
-    pause_s = _PAUSE_FIRST_S
+    pause_s, known = _PAUSE_FIRST_S, set[int]()
     with contextlib.suppress(ChildProcessError):
         while True:
             if sys.platform.startswith("linux"):
-                _kill(family(os.getpid()))
+                found = family(os.getpid())
+                _kill(found)
+                pause_s = min(_PAUSE_MOST_S, 2 * pause_s) if found <= known else _PAUSE_FIRST_S
+                known |= found
             else:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child, signal.SIGKILL)
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                status = found[1] if found[0] == child else status
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == child else status
             time.sleep(pause_s)
-            pause_s = min(_PAUSE_MOST_S, 2 * pause_s)
     return signal.SIGKILL if status is None else status
 
 
@@ -170,15 +186,16 @@ def _end_as(status: int) -> None:
 
 
 def main() -> None:
-    """Entry: the pipe's descriptor, those of the app, the app's command."""
-    life, given, command = int(sys.argv[1]), [int(d) for d in sys.argv[2].split(",") if d], sys.argv[3:]
+    """Entry: the pipe's descriptor, those of the app, its score, its command."""
+    life, given = int(sys.argv[1]), [int(d) for d in sys.argv[2].split(",") if d]
+    oom_score, command = sys.argv[3], sys.argv[4:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     awake, waking = os.pipe()
     os.set_blocking(waking, False)
     for number in (*_ENDING, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-    child = _started(command, given, [life, awake, waking])
+    child = _started(command, given, [life, awake, waking], oom_score)
     for descriptor in given:
         os.close(descriptor)
     _end_as(_end_all(child, _wait(child, life, awake)))

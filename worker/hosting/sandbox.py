@@ -1,0 +1,203 @@
+"""Bubblewrap's command line: what a contained process sees and may do, and a trial that it works here.
+
+Contained means: no network but a loopback of its own; no process but its own descendants; no file but
+the system's programs and libraries, this Python and our packages, read-only, and what its ``View``
+names; /tmp and /dev/shm of its own, bounded; no capability, no new privilege, no further user
+namespace. Everything else of the file tree, home directories and keys included, is not there.
+
+Run by root, the process keeps user id 0, without capabilities. Files of /proc and /sys that belong to
+root would still be writable by it (a core dump's handler is one, and runs outside), so both are
+read-only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from protos.text_limits import clean
+from worker.hosting.environment import PACKAGES_ROOT, foreign_torch
+
+BUBBLEWRAP = "bwrap"
+PACKAGES = ("atoll", "compressors", "protos", "strategies", "worker")
+TEMPORARY_BYTES = 1 << 30  # of /tmp, and of /dev/shm
+PROBE_TIMEOUT_S = 20.0
+# Of the system; what is not there is left out. Libraries of drivers lie in /usr, or where a container's
+# runtime puts them. From /sys: cores, caches and quotas, by which kernels and threads are chosen.
+_SYSTEM_TOP = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")  # folders, or links into /usr
+_SYSTEM = (
+    "/usr", "/nix/store", "/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d",
+    "/etc/localtime", "/etc/timezone", "/sys/devices/system/cpu", "/sys/devices/system/node",
+    "/sys/fs/cgroup",
+)  # fmt: skip
+_GPU_SYSTEM = (
+    "/opt/rocm",
+    "/run/nvidia",
+    "/sys/bus",
+    "/sys/class",
+    "/sys/dev",
+    "/sys/devices",
+    "/sys/module",
+)
+_GPU_NODES = ("nvidia*", "dri", "kfd", "dxg")  # in /dev
+_ALWAYS = (
+    "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--new-session",
+    "--cap-drop", "ALL",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Files and devices that a contained process has beside the system's; absolute paths."""
+
+    read_only: tuple[Path, ...] = ()
+    read_write: tuple[Path, ...] = ()
+    device: str = "cpu"  # cpu | cuda
+
+    def __post_init__(self) -> None:
+        for path in (*self.read_only, *self.read_write):
+            if not path.is_absolute() or path == Path("/"):
+                raise ValueError(f"a view of {path}; give absolute paths below /")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"a view with device {self.device!r}; cpu or cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """What bubblewrap can do here."""
+
+    program: str  # absolute path; "" without a sandbox
+    options: tuple[str, ...] = ()
+    sized: bool = False  # temporary folders can be bounded
+    why_not: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.why_not
+
+    def wrapped(self, command: Sequence[str], view: View) -> list[str]:
+        """Return the command line that runs ``command`` contained; its working folder is /tmp."""
+        size = ["--size", str(TEMPORARY_BYTES)] if self.sized else []
+        line = [self.program, *_ALWAYS, *self.options, "--proc", "/proc", "--dev", "/dev"]
+        line += [*size, "--tmpfs", "/dev/shm", *size, "--tmpfs", "/tmp"]  # noqa: S108 - of its own
+        line += _system()
+        if view.device == "cuda":
+            line += _devices()
+        line += _binds(view)
+        # Mount points and their parents were made before this.
+        for folder in ("/proc", "/dev", "/"):
+            line += ["--remount-ro", folder]
+        line += ["--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp", "--chdir", "/tmp"]  # noqa: S108
+        return [*line, "--", *command]
+
+
+# Newer ones first. User namespaces are what an ordinary user needs; root can do without them.
+_WAYS = (
+    (("--unshare-user", "--disable-userns"), True),
+    (("--unshare-user",), False),
+    ((), False),
+)
+
+
+@functools.cache
+def probe() -> Sandbox:
+    """Return the strongest sandbox that starts a Python here; ``why_not`` says why there is none.
+
+    Takes some 50 ms at the first call, nothing later.
+    """
+    program = shutil.which(BUBBLEWRAP)
+    if not sys.platform.startswith("linux"):
+        return Sandbox("", why_not="bubblewrap runs on Linux only")
+    if program is None:
+        return Sandbox(
+            "", why_not="bubblewrap is not installed; on Debian and Ubuntu `apt install bubblewrap`"
+        )
+    errors = []
+    for options, sized in _WAYS:
+        found = Sandbox(program, options, sized)
+        if not (error := _trial(found)):
+            return found
+        errors.append(error)
+    return Sandbox("", why_not=_reason(errors))
+
+
+def _trial(sandbox: Sandbox) -> str:
+    """Start a Python contained; return what went wrong, "" when nothing did."""
+    command = sandbox.wrapped([sys.executable, "-I", "-S", "-c", "print('contained')"], View())
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env={},
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return clean(str(error), 200)
+    if done.returncode == 0 and done.stdout == b"contained\n":
+        return ""
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return clean(lines[0] if lines else f"exit code {done.returncode}", 200)
+
+
+def _reason(errors: Iterable[str]) -> str:
+    """Put into words why no way worked; the newest way's error that is not about its own options counts."""
+    said = [error for error in errors if "Unknown option" not in error] or list(errors)
+    error = said[0]
+    if any(text in error for text in ("namespace", "uid map", "Creating new", "clone", "unshare")):
+        return f"user namespaces are not allowed here ({error})"
+    if "proc" in error:
+        return f"a container hides parts of /proc here, so that none can be mounted ({error})"
+    return f"bubblewrap does not work here ({error})"
+
+
+def _system() -> list[str]:
+    line = []
+    for name in _SYSTEM_TOP:
+        path = Path(name)
+        if path.is_symlink():
+            line += ["--symlink", os.readlink(path), name]
+        elif path.is_dir():
+            line += ["--ro-bind", name, name]
+    for name in _SYSTEM:
+        if Path(name).exists():
+            line += ["--ro-bind", name, name]
+    for path in python_paths():
+        line += ["--ro-bind", str(path), str(path)]
+    return line
+
+
+def python_paths() -> list[Path]:
+    """Return what this Python, torch and our packages are read from, as far as it is not in /usr."""
+    wanted = [sys.base_prefix, sys.prefix, sys.executable]
+    wanted += [os.path.realpath(path) for path in wanted]
+    wanted += filter(None, [foreign_torch()])
+    wanted += [str(PACKAGES_ROOT / name) for name in PACKAGES]
+    kept = [Path("/usr"), Path("/nix/store")]
+    for path in map(Path, wanted):
+        if path.exists() and path != Path("/") and not any(map(path.is_relative_to, kept)):
+            kept.append(path)
+    return kept[2:]
+
+
+def _devices() -> list[str]:
+    """Nodes of every GPU, and what drivers are found by; the lent one is chosen by CUDA_VISIBLE_DEVICES."""
+    nodes = sorted(path for pattern in _GPU_NODES for path in Path("/dev").glob(pattern))
+    line = [part for path in nodes for part in ("--dev-bind", str(path), str(path))]
+    return line + [part for name in _GPU_SYSTEM if Path(name).exists() for part in ("--ro-bind", name, name)]
+
+
+def _binds(view: View) -> list[str]:
+    """What the view names, outer folders first, so that one inside another is not covered by it."""
+    binds = [(path, "--ro-bind") for path in view.read_only] + [(path, "--bind") for path in view.read_write]
+    return [part for path, kind in sorted(binds, key=_depth) for part in (kind, str(path), str(path))]
+
+
+def _depth(bind: tuple[Path, str]) -> tuple[int, str]:
+    return len(bind[0].parts), bind[1]
