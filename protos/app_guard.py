@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,11 +74,11 @@ class Guarded:
             try:
                 self.process.wait(END_WITHIN_S)
             except subprocess.TimeoutExpired:
-                _kill(family(self.process.pid))
+                kill_all(family(self.process.pid))
                 self.process.kill()
                 self.process.wait()
             # A guard that was itself killed may leave some of its session.
-            _kill(family(self.process.pid))
+            kill_all(family(self.process.pid))
             self._life = -1
 
 
@@ -95,16 +95,16 @@ def family(root: int) -> set[int]:
     return found - {root}
 
 
-def _kill(processes: set[int]) -> None:
+def kill_all(processes: Iterable[int]) -> None:
     """Kill them, by groups first: a group that forks without end dies at once, one by one it outruns us."""
-    groups = set()
-    for process in processes:
+    listed, groups = list(processes), set()
+    for process in listed:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             groups.add(os.getpgid(process))
     for group in groups - {os.getpgrp()}:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    for process in processes:
+    for process in listed:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
 
@@ -162,7 +162,7 @@ def _end_all(child: int, status: int | None) -> int:
         while True:
             if sys.platform.startswith("linux"):
                 found = family(os.getpid())
-                _kill(found)
+                kill_all(found)
                 pause_s = min(_PAUSE_MOST_S, 2 * pause_s) if found <= known else _PAUSE_FIRST_S
                 known |= found
             else:

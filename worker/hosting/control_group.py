@@ -21,6 +21,7 @@ from pathlib import Path
 GROUPS = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 GONE_WITHIN_S = 2.0  # killed processes leave their group
+_NEARLY_BYTES = 4 << 20  # two large pages: what did not fit
 _ROUNDS = 20  # of moving processes that start others meanwhile
 _LOST = ("cpu.max", "cpuset.cpus", "memory.max", "memory.high", "memory.swap.max")  # by leaving our group
 _numbers = itertools.count(1)
@@ -89,13 +90,14 @@ class ControlGroup:
     def shortage(self, allowed: str) -> str:
         """Return why the kernel ended a process of this group for want of memory, "" if it did not."""
         if self._version == 2:
-            kills, refused = self._count("memory.events", "oom_kill"), self._count("memory.events", "oom")
+            kills, full = self._count("memory.events", "oom_kill"), self._count("memory.events", "oom") > 0
         else:
             kills = self._count("memory.oom_control", "oom_kill")
-            refused = self._count("memory.failcnt", "") + self._count("memory.memsw.failcnt", "")
+            most, limit = self._count("memory.max_usage_in_bytes"), self._count("memory.limit_in_bytes")
+            full = most > limit - _NEARLY_BYTES
         if not kills:
             return ""
-        if not refused:
+        if not full:
             return "this system ran short of memory"
         return f"its memory bound: {allowed} more than at rest allowed (control group)"
 
@@ -109,7 +111,7 @@ class ControlGroup:
         while not _removed(self.folder) and time.monotonic() < until_s:
             time.sleep(0.01)
 
-    def _count(self, name: str, field: str) -> int:
+    def _count(self, name: str, field: str = "") -> int:
         """A number in a file of the group: the line ``field`` of it, or all of it."""
         with contextlib.suppress(OSError):
             if match := re.search(rf"^{field} ?(\d+)$", (self.folder / name).read_text(), re.MULTILINE):

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from protos.app_guard import Guarded
-from worker.hosting.limits import OOM_SCORE, MemoryBound
+from protos.app_guard import Guarded, kill_all
+from worker.hosting.limits import OOM_SCORE, MemoryBound, descendants
 from worker.hosting.output import Output, ignore
 from worker.hosting.sandbox import Sandbox, View, probe
 
@@ -103,6 +103,7 @@ class Launched:
         with self._lock:
             if not self._cause and self.alive:
                 self._cause = cause or "by this worker"
+        kill_all(descendants(self.pid))  # at once; the guard finds what this missed
         self._guarded.end()
 
     def ended(self) -> Ending | None:

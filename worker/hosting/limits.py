@@ -8,9 +8,10 @@ job may add so many bytes. Three means, the first two where they exist:
 - RLIMIT_DATA, on a CPU only: one allocation far beyond the bound fails inside the process, as an error
   of its op. It counts addresses, not pages, hence its slack. Never RLIMIT_AS: CUDA maps addresses of
   any amount.
-- A watchdog, always: every 0.1 s the resident size of all processes, file pages left out, and their
-  number. Private pages and shared memory count (RssAnon, RssShmem), the latter in every process that
-  maps it; files in memory that nobody maps do not, which a control group alone sees.
+- A watchdog, every 0.1 s: the number of processes, and without a control group their resident size.
+  Private pages and shared memory count (RssAnon, RssShmem), in every process that maps them, so that
+  forked ones count twice what they have in common; pages of files do not, nor files in memory that
+  nobody maps, which a control group alone sees.
 """
 
 from __future__ import annotations
@@ -140,14 +141,21 @@ class MemoryBound:
     def _look(self) -> None:
         while not self._closed.wait(LOOK_EVERY_S):
             members = descendants(self._root)
+            if not members:
+                return None
             if len(members) > MOST_PROCESSES:
                 return self._over(f"it had more than {MOST_PROCESSES} processes")
-            used_bytes = resident_bytes(members)
-            if used_bytes > self._most_bytes:
-                added, allowed = _mib(used_bytes - self.baseline_bytes), _mib(self.added_bytes)
-                return self._over(
-                    f"its memory bound: {added} more than at rest, {allowed} allowed (watchdog)"
-                )
+            if cause := self._passed(members):
+                return self._over(cause)
+
+    def _passed(self, members: list[int]) -> str:
+        if self.group is not None:
+            return self.breach()  # the kernel ended one process; the others shall not go on without it
+        used_bytes = resident_bytes(members)
+        if used_bytes <= self._most_bytes:
+            return ""
+        added, allowed = _mib(used_bytes - self.baseline_bytes), _mib(self.added_bytes)
+        return f"its memory bound: {added} more than at rest, {allowed} allowed (watchdog)"
 
 
 def _limit_data(processes: list[int], more: int) -> None:

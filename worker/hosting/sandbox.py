@@ -45,7 +45,8 @@ _GPU_SYSTEM = (
     "/sys/devices",
     "/sys/module",
 )
-_GPU_NODES = ("nvidia*", "dri", "kfd", "dxg")  # in /dev
+DEVICES = Path("/dev")
+_GPU_NODES = ("nvidia*", "dri", "kfd", "dxg")
 _ALWAYS = (
     "--unshare-net", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent", "--new-session",
     "--cap-drop", "ALL",
@@ -150,7 +151,7 @@ def _reason(errors: Iterable[str]) -> str:
     """Put into words why no way worked; the newest way's error that is not about its own options counts."""
     said = [error for error in errors if "Unknown option" not in error] or list(errors)
     error = said[0]
-    if any(text in error for text in ("namespace", "uid map", "Creating new", "clone", "unshare")):
+    if any(text in error for text in ("namespace", "uid map", "RTM_NEWADDR", "clone", "unshare")):
         return f"user namespaces are not allowed here ({error})"
     if "proc" in error:
         return f"a container hides parts of /proc here, so that none can be mounted ({error})"
@@ -188,7 +189,7 @@ def python_paths() -> list[Path]:
 
 def _devices() -> list[str]:
     """Nodes of every GPU, and what drivers are found by; the lent one is chosen by CUDA_VISIBLE_DEVICES."""
-    nodes = sorted(path for pattern in _GPU_NODES for path in Path("/dev").glob(pattern))
+    nodes = sorted(path for pattern in _GPU_NODES for path in DEVICES.glob(pattern))
     line = [part for path in nodes for part in ("--dev-bind", str(path), str(path))]
     return line + [part for name in _GPU_SYSTEM if Path(name).exists() for part in ("--ro-bind", name, name)]
 
