@@ -26,6 +26,7 @@ from protos.grpc_errors import to_atoll_error
 from protos.text_limits import clean
 from worker.control.calls import open_channel
 from worker.control.enroll import greet
+from worker.hosting.protections import protections
 from worker.machine.device import Device, device_rates, find_device, versions
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def _examine_device(config: WorkerConfig, report: Report) -> None:
         f"{where}: {rates.matmul_gflops:.1f} GFLOP/s in float32, {rates.memory_gbps:.1f} GB/s copied",
     )
     _examine_memory(device, config, report)
+    _examine_protections(device, report)
 
 
 def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> None:
@@ -162,6 +164,13 @@ def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> Non
         report.add("memory", Mark.BAD, found, "free some memory, or raise --memory: 256 MiB at least")
     else:
         report.add("memory", Mark.OK, found)
+
+
+def _examine_protections(device: Device, report: Report) -> None:
+    found = protections(device.kind)
+    report.figures["protections"] = asdict(found)
+    for one in found.words():
+        report.add(one.name, Mark.NOTE if one.remedy else Mark.OK, one.found, one.remedy)
 
 
 # ---------------------------------------------------------------- the coordinator

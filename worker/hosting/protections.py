@@ -11,12 +11,21 @@ from worker.hosting.sandbox import probe
 
 
 @dataclass(frozen=True, slots=True)
-class Protections:
-    """What stands between a stranger's graph and this machine."""
+class Protection:
+    """One of them: what is so, and what would make it better ("" where nothing needs to)."""
 
-    split: bool  # computing has a process without key and sockets
+    name: str
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Protections:
+    """What stands between a stranger's graph and this machine, beside the checks of its ops."""
+
     no_sandbox: str  # why there is no sandbox; "" where there is one
-    no_group: str  # why no control group bounds its memory; "" where one does
+    sandbox_remedy: str
+    no_group: str  # why no control group bounds the memory; "" where one does
     data_limit: bool  # RLIMIT_DATA bounds it too
 
     @property
@@ -24,33 +33,29 @@ class Protections:
         """By what means memory is bounded."""
         if not self.no_group:
             return "control group"
-        look = f"watchdog, every {LOOK_EVERY_S:g} s"
+        look = f"watchdog every {LOOK_EVERY_S:g} s"
         return f"RLIMIT_DATA and {look}" if self.data_limit else look
 
-    def words(self) -> list[tuple[str, bool, str]]:
-        """Return for each protection: its name, whether it is on in full, and what is so."""
-        if not self.split:
-            return [("process", False, "computing runs in the process that holds the key and the sockets")]
-        found = [("process", True, "computing has a process of its own, without key and sockets")]
-        if self.no_sandbox:
-            found.append(("sandbox", False, f"none: {self.no_sandbox}"))
-        else:
-            found.append(("sandbox", True, "bubblewrap: no network, read-only system, nobody's files"))
-        bound = f"what a job adds is bounded by {self.memory}"
-        if self.no_group:
-            bound += f" ({self.no_group})"
-        found.append(("memory bound", not self.no_group, bound))
-        return found
+    def words(self) -> list[Protection]:
+        """Return each of them, in words."""
+        sandbox = "bubblewrap: no network, a read-only system, none of your files, no other process"
+        why_not = f" ({self.no_group})" if self.no_group else ""
+        return [
+            Protection("process", "computing has a process of its own, without key and sockets"),
+            Protection("sandbox", f"none: {self.no_sandbox}", self.sandbox_remedy)
+            if self.no_sandbox
+            else Protection("sandbox", sandbox),
+            Protection("memory bound", f"of what a job adds, by {self.memory}{why_not}"),
+        ]
 
     def line(self) -> str:
-        """One line for a log: "own process, bubblewrap, memory by control group"."""
-        if not self.split:
-            return "none: computing in this process"
+        """Return one line for a log: "own process, bubblewrap, memory by control group"."""
         sandbox = f"no sandbox ({self.no_sandbox})" if self.no_sandbox else "bubblewrap"
         return f"own process, {sandbox}, memory by {self.memory}"
 
 
-def protections(device: str, *, split: bool = True) -> Protections:
+def protections(device: str) -> Protections:
     """Find what is on here for a worker that lends a ``device`` (cpu | cuda)."""
-    linux = sys.platform.startswith("linux")
-    return Protections(split, probe().why_not, memory_groups(), linux and device == "cpu")
+    sandbox = probe()
+    data_limit = sys.platform.startswith("linux") and device == "cpu"
+    return Protections(sandbox.why_not, sandbox.remedy, memory_groups(), data_limit)

@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,13 @@ _ALWAYS = (
 )  # fmt: skip
 
 
+_NAMESPACES = (
+    "allow them to bubblewrap: by an AppArmor profile for bwrap on Ubuntu, on older Debian by "
+    "`sysctl kernel.unprivileged_userns_clone=1`; in a container see docs/tutorials/volunteer.md"
+)
+_CONTAINER = "the process split and the memory bound remain; see docs/tutorials/volunteer.md"
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """Files and devices that a contained process has beside the system's; absolute paths."""
@@ -77,6 +84,7 @@ class Sandbox:
     options: tuple[str, ...] = ()
     sized: bool = False  # temporary folders can be bounded
     why_not: str = ""
+    remedy: str = ""  # of that
 
     def __bool__(self) -> bool:
         return not self.why_not
@@ -113,18 +121,18 @@ def probe() -> Sandbox:
     """
     program = shutil.which(BUBBLEWRAP)
     if not sys.platform.startswith("linux"):
-        return Sandbox("", why_not="bubblewrap runs on Linux only")
+        return Sandbox("", why_not="bubblewrap runs on Linux only", remedy=_CONTAINER)
     if program is None:
-        return Sandbox(
-            "", why_not="bubblewrap is not installed; on Debian and Ubuntu `apt install bubblewrap`"
-        )
+        remedy = "install it: `apt install bubblewrap` on Debian and Ubuntu"
+        return Sandbox("", why_not="bubblewrap is not installed", remedy=remedy)
     errors = []
     for options, sized in _WAYS:
         found = Sandbox(program, options, sized)
         if not (error := _trial(found)):
             return found
         errors.append(error)
-    return Sandbox("", why_not=_reason(errors))
+    why_not, remedy = _reason(errors)
+    return Sandbox("", why_not=why_not, remedy=remedy)
 
 
 def _trial(sandbox: Sandbox) -> str:
@@ -147,15 +155,15 @@ def _trial(sandbox: Sandbox) -> str:
     return clean(lines[0] if lines else f"exit code {done.returncode}", 200)
 
 
-def _reason(errors: Iterable[str]) -> str:
-    """Put into words why no way worked; the newest way's error that is not about its own options counts."""
-    said = [error for error in errors if "Unknown option" not in error] or list(errors)
-    error = said[0]
+def _reason(errors: Sequence[str]) -> tuple[str, str]:
+    """Put into words why no way worked, and what to do; errors about options that are not known yet say
+    nothing."""
+    error = next((error for error in errors if "Unknown option" not in error), errors[0])
     if any(text in error for text in ("namespace", "uid map", "RTM_NEWADDR", "clone", "unshare")):
-        return f"user namespaces are not allowed here ({error})"
+        return f"user namespaces are not allowed here ({error})", _NAMESPACES
     if "proc" in error:
-        return f"a container hides parts of /proc here, so that none can be mounted ({error})"
-    return f"bubblewrap does not work here ({error})"
+        return f"parts of /proc are hidden here, so that none can be mounted ({error})", _CONTAINER
+    return f"bubblewrap does not work here ({error})", _CONTAINER
 
 
 def _system() -> list[str]:

@@ -21,6 +21,7 @@ from worker.cli import doctor
 from worker.cli import main as cli
 from worker.cli.doctor import Mark, Report, examine, show
 from worker.control.enroll import join
+from worker.hosting import sandbox
 from worker.machine import device as probe
 
 
@@ -82,7 +83,9 @@ def test_a_fit_machine_learns_what_it_would_hold_and_carry(entry: Entry, tmp_pat
     report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
     assert report.fit
     assert report.exit_code == 0
-    assert set(marks(report).values()) == {Mark.OK}
+    noted = set() if sandbox.probe() else {"sandbox"}  # with what to do about it
+    assert {check for check, mark in marks(report).items() if mark is not Mark.OK} == noted
+    assert marks(report).keys() >= {"process", "sandbox", "memory bound"}
     assert "million parameters" in report.findings[-1].found
     figures = report.as_json()["figures"]
     for name in ("rtt_s", "down_bps", "up_bps", "matmul_gflops", "memory_limit_bytes", "clock_offset_s"):
@@ -125,7 +128,8 @@ def test_a_token_of_another_coordinator_has_the_exit_code_of_join(entry: Entry, 
 def test_without_a_token_all_is_told_but_what_takes_one(entry: Entry, tmp_path: Path):
     report = examine(config_for(entry, tmp_path), lambda what: None)
     found = {finding.check: finding for finding in report.findings}
-    assert {check for check, f in found.items() if f.mark is not Mark.OK} == {"identity", "rates"}
+    noted = {"identity", "rates"} if sandbox.probe() else {"identity", "rates", "sandbox"}
+    assert {check for check, f in found.items() if f.mark is not Mark.OK} == noted
     assert found.keys() >= {"device", "memory", "reachable", "versions", "round trip", "clock"}
     assert "NOT verified" in found["identity"].found
     assert "atoll token create" in found["identity"].fix

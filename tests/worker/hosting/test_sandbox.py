@@ -263,12 +263,14 @@ def test_inner_folders_of_a_view_are_not_covered_by_outer_ones() -> None:
             "user namespaces are not allowed",
         ),
         (["bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted"], "user namespaces are not allowed"),
-        (["bwrap: Can't mount proc on /newroot/proc: Operation not permitted"], "hides parts of /proc"),
+        (["bwrap: Can't mount proc on /newroot/proc: Operation not permitted"], "parts of /proc are hidden"),
         (["bwrap: Unknown option --tmpfs"], "does not work here (bwrap: Unknown"),
     ],
 )
 def test_why_there_is_no_sandbox_is_said_in_words(errors: list[str], words: str) -> None:
-    assert words in sandbox._reason(errors)
+    why_not, remedy = sandbox._reason(errors)
+    assert words in why_not
+    assert remedy
 
 
 def test_a_program_that_is_not_installed_or_does_not_work_is_named(
@@ -276,7 +278,8 @@ def test_a_program_that_is_not_installed_or_does_not_work_is_named(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     look = probe.__wrapped__
-    assert "apt install bubblewrap" in look().why_not
+    assert look().why_not == "bubblewrap is not installed"
+    assert "apt install bubblewrap" in look().remedy
     fake = tmp_path / "bwrap"
     fake.write_text(
         "#!/bin/sh\necho 'bwrap: Creating new namespace failed: Operation not permitted' >&2\nexit 1\n"
@@ -315,7 +318,7 @@ def test_an_ordinary_user_can_contain_too(tmp_path: Path, monkeypatch: pytest.Mo
         extra_groups=[],
     )
     if done.stderr.startswith("bwrap:"):
-        pytest.skip(f"not for an ordinary user here: {sandbox._reason([done.stderr.strip()])}")
+        pytest.skip(f"not for an ordinary user here: {sandbox._reason([done.stderr.strip()])[0]}")
     assert done.stdout.splitlines()[0] == "65534"
     assert len(done.stdout.splitlines()[1].split()) <= 3
     assert "No such file" in done.stderr
