@@ -65,6 +65,13 @@ class Guarded:
         finally:
             os.close(there)
 
+    def remove_after(self, folder: Path) -> None:
+        """Have an empty folder, such as a control group's, removed after the command should this process be
+        gone by then: a kill -9 leaves none behind."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            if self._life >= 0:
+                os.write(self._life, os.fsencode(folder) + b"\n")
+
     def end(self) -> None:
         """End the command and all it started; returns when they are gone. Any thread, any number of times."""
         with self._lock:
@@ -141,12 +148,15 @@ def _started(command: list[str], given: list[int], ours: list[int], oom_score: s
         os._exit(127)
 
 
-def _wait(child: int, life: int, awake: int) -> int | None:
-    """Return the app's status once it has ended, None when it is to end."""
+def _wait(child: int, life: int, awake: int, folders: list[bytes]) -> int | None:
+    """Return the app's status once it has ended, None when it is to end; add to the ``folders`` to remove."""
     while True:
         ready, _, _ = select.select([life, awake], [], [])
         if life in ready:
-            return None
+            if not (text := os.read(life, 4096)):
+                return None
+            folders += text.splitlines()
+            continue
         if {int(number) for number in os.read(awake, 4096)}.intersection(_ENDING):
             return None
         with contextlib.suppress(ChildProcessError):
@@ -198,7 +208,14 @@ def main() -> None:
     child = _started(command, given, [life, awake, waking], oom_score)
     for descriptor in given:
         os.close(descriptor)
-    _end_as(_end_all(child, _wait(child, life, awake)))
+    folders: list[bytes] = []
+    found = _wait(child, life, awake, folders)
+    status = _end_all(child, found)
+    if found is None:
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+    _end_as(status)
 
 
 if __name__ == "__main__":

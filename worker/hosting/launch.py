@@ -96,6 +96,8 @@ class Launched:
             self._bound = MemoryBound(
                 self.pid, added_bytes, shared_bytes, self._view.device, self._over_memory
             )
+            if self._bound.group is not None:
+                self._guarded.remove_after(self._bound.group.folder)
             return self._bound
 
     def kill(self, cause: str = "") -> None:

@@ -154,7 +154,7 @@ with socket.socket(fileno=int(sys.argv[1])) as pipe:
 @pytest.mark.parametrize("way", WAYS)
 def test_descriptors_are_inherited_under_their_numbers_and_no_others(way: str) -> None:
     ours, theirs = socket.socketpair()
-    with ours, open(os.devnull) as other:
+    with ours, theirs, open(os.devnull) as other:
         os.set_inheritable(other.fileno(), True)
         number = theirs.fileno()
         with launched(INHERITED, way, given=[number], arguments=[str(number)]) as made:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
-from tests.worker.hosting.launching import WAYS, ended, launched, life, read_line
+from tests.patience import HUNG_S
+from tests.worker.hosting.launching import WAYS, ended, launched, life, read_line, sandbox_for
 from worker.hosting import limits
 from worker.hosting.control_group import ControlGroup, memory_groups
 from worker.hosting.launch import Ending, Launched
@@ -152,3 +157,28 @@ def test_a_tree_is_counted_without_who_stands_above_it(means: Means) -> None:
     assert descendants(bounded.made.pid) == []
     assert resident_bytes([bounded.made.pid]) == 0
     assert limits.LOOK_EVERY_S <= 0.1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_that_is_killed_leaves_no_control_group(way: str) -> None:
+    sandbox_for(way)
+    if why_not := memory_groups():
+        pytest.skip(f"no control group: {why_not}")
+    code = f"""
+import sys
+from tests.worker.hosting.test_limits import READY, Bounded, Means
+with Bounded(READY + "time.sleep(600)", {way!r}, Means.CONTROL_GROUP) as bounded:
+    print(bounded.made._bound.group.folder, bounded.made.pid, flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdout is not None
+        folder, guard = worker.stdout.readline().split()
+        assert Path(folder).is_dir()
+        worker.kill()
+    deadline_s = time.monotonic() + HUNG_S
+    while Path("/proc", guard).exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not Path(folder).exists()
