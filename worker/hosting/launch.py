@@ -54,7 +54,7 @@ class Launched:
         """``command``: absolute path and arguments; ``descriptors``: of ours that it inherits under their
         numbers, and that stay open here. ``sandbox``: None for what ``probe`` finds. ``printed`` is
         called with every line that is printed, ``at_end`` once all processes ended, each in a thread."""
-        self.sandbox = probe() if sandbox is None else sandbox
+        self.sandbox = probe(view.device) if sandbox is None else sandbox
         self._view = view
         self._lock = threading.Lock()
         self._cause, self._memory = "", False

@@ -56,6 +56,6 @@ class Protections:
 
 def protections(device: str) -> Protections:
     """Find what is on here for a worker that lends a ``device`` (cpu | cuda)."""
-    sandbox = probe()
+    sandbox = probe(device)
     data_limit = sys.platform.startswith("linux") and device == "cpu"
     return Protections(sandbox.why_not, sandbox.remedy, memory_groups(), data_limit)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos.text_limits import clean
-from worker.hosting.environment import PACKAGES_ROOT, foreign_torch
+from worker.hosting.environment import PACKAGES_ROOT, compute_environment, foreign_torch
 
 BUBBLEWRAP = "bwrap"
 PACKAGES = ("atoll", "compressors", "protos", "strategies", "worker")
@@ -45,6 +45,7 @@ _GPU_SYSTEM = (
     "/sys/devices",
     "/sys/module",
 )
+_PREFIX_PARTS = ("bin", "lib", "lib32", "lib64", "pyvenv.cfg")
 DEVICES = Path("/dev")
 _GPU_NODES = ("nvidia*", "dri", "kfd", "dxg")
 _ALWAYS = (
@@ -114,45 +115,71 @@ _WAYS = (
 
 
 @functools.cache
-def probe() -> Sandbox:
-    """Return the strongest sandbox that starts a Python here; ``why_not`` says why there is none.
+def probe(device: str = "cpu") -> Sandbox:
+    """Return the strongest sandbox that a Python starts in here, finds torch in and, for "cuda", the GPUs
+    that it finds outside; ``why_not`` says why there is none.
 
-    Takes some 50 ms at the first call, nothing later.
+    Takes some 100 ms at the first call for a device, nothing later.
     """
-    program = shutil.which(BUBBLEWRAP)
     if not sys.platform.startswith("linux"):
         return Sandbox("", why_not="bubblewrap runs on Linux only", remedy=_CONTAINER)
+    program = shutil.which(BUBBLEWRAP)
     if program is None:
         remedy = "install it: `apt install bubblewrap` on Debian and Ubuntu"
         return Sandbox("", why_not="bubblewrap is not installed", remedy=remedy)
+    if device != "cpu":
+        found = probe()
+        return found and _with_gpu(found, View(device=device))
     errors = []
     for options, sized in _WAYS:
         found = Sandbox(program, options, sized)
-        if not (error := _trial(found)):
+        said, error = _run(found.wrapped([sys.executable, "-P", "-c", _TRIAL], View()))
+        if said == "found":
             return found
-        errors.append(error)
+        errors.append(error or f"torch or worker not found: {said}")
     why_not, remedy = _reason(errors)
     return Sandbox("", why_not=why_not, remedy=remedy)
 
 
-def _trial(sandbox: Sandbox) -> str:
-    """Start a Python contained; return what went wrong, "" when nothing did."""
-    command = sandbox.wrapped([sys.executable, "-I", "-S", "-c", "print('contained')"], View())
+# Looks for torch and does not import it.
+_TRIAL = """
+from importlib.util import find_spec
+print("found" if find_spec("torch") and find_spec("worker") else "not found")
+"""
+_GPUS = """
+import ctypes
+driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+print(driver.cuInit(0), driver.cuDeviceGetCount(ctypes.byref(count)), count.value)
+"""
+
+
+def _with_gpu(found: Sandbox, view: View) -> Sandbox:
+    """Return ``found`` if CUDA's driver says the same inside as outside: also that there is none."""
+    command = [sys.executable, "-I", "-S", "-c", _GPUS]
+    outside, (inside, error) = _run(command)[0], _run(found.wrapped(command, view))
+    if inside == outside:
+        return found
+    said = clean(error or inside, 200)
+    return Sandbox("", why_not=f"the GPU's driver does not work in it ({said})", remedy=_CONTAINER)
+
+
+def _run(command: list[str]) -> tuple[str, str]:
+    """Run a command as a compute process would be run; return what it printed, or "" and an error."""
     try:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            env={},
+            env=compute_environment(),
             timeout=PROBE_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return clean(str(error), 200)
-    if done.returncode == 0 and done.stdout == b"contained\n":
-        return ""
+        return "", clean(str(error), 200)
+    if done.returncode == 0:
+        return done.stdout.decode(errors="replace").strip(), ""
     lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return clean(lines[0] if lines else f"exit code {done.returncode}", 200)
+    return "", clean(lines[-1] if lines else f"exit code {done.returncode}", 200)
 
 
 def _reason(errors: Sequence[str]) -> tuple[str, str]:
@@ -183,14 +210,19 @@ def _system() -> list[str]:
 
 
 def python_paths() -> list[Path]:
-    """Return what this Python, torch and our packages are read from, as far as it is not in /usr."""
-    wanted = [sys.base_prefix, sys.prefix, sys.executable]
-    wanted += [os.path.realpath(path) for path in wanted]
+    """Return what this Python, torch and our packages are read from, as far as it is not in /usr.
+
+    Of a Python's prefix only what it needs: it may be somebody's home, or hold a worker's state.
+    """
+    prefixes = [sys.base_prefix, sys.prefix]
+    prefixes += [os.path.realpath(prefix) for prefix in prefixes]
+    wanted = [f"{prefix}/{part}" for prefix in prefixes for part in _PREFIX_PARTS]
+    wanted += [sys.executable, os.path.realpath(sys.executable)]
     wanted += filter(None, [foreign_torch()])
     wanted += [str(PACKAGES_ROOT / name) for name in PACKAGES]
     kept = [Path("/usr"), Path("/nix/store")]
     for path in map(Path, wanted):
-        if path.exists() and path != Path("/") and not any(map(path.is_relative_to, kept)):
+        if path.exists() and not any(map(path.is_relative_to, kept)):
             kept.append(path)
     return kept[2:]
 

@@ -80,12 +80,12 @@ def test_of_a_home_that_python_lies_in_nothing_else_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
-    (home / "python" / "bin").mkdir(parents=True)
-    (home / "photos").mkdir()
-    monkeypatch.setattr(sys, "base_prefix", str(home / "python"))
-    code = f"print('home', os.listdir({str(home)!r}))"
+    for name in ("bin", "lib", "photos", ".local/state"):
+        (home / name).mkdir(parents=True)
+    monkeypatch.setattr(sys, "base_prefix", str(home))
+    code = f"print('home', sorted(os.listdir({str(home)!r})))"
     view = View(read_only=(Path(os.path.realpath(sys.executable)).parent.parent,))
-    assert outcomes(code, "contained", view) == {"home": "['python']"}
+    assert outcomes(code, "contained", view) == {"home": "['bin', 'lib']"}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -294,7 +294,8 @@ def test_a_program_that_is_not_installed_or_does_not_work_is_named(
 def test_every_way_to_call_bubblewrap_contains(way: tuple[tuple[str, ...], bool]) -> None:
     program = sandbox_for("contained").program
     made = Sandbox(program, *way)
-    if error := sandbox._trial(made):
+    found, error = sandbox._run(made.wrapped([sys.executable, "-P", "-c", sandbox._TRIAL], View()))
+    if found != "found":
         pytest.skip(f"not this way here: {error}")
     code = "import os; print(os.listdir('/proc/self/task'), open('/proc/sys/kernel/core_pattern', 'a'))"
     done = subprocess.run(
@@ -302,6 +303,17 @@ def test_every_way_to_call_bubblewrap_contains(way: tuple[tuple[str, ...], bool]
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(("OSError: [Errno 30] Read-only", "PermissionError"))
+
+
+def test_a_driver_that_finds_other_gpus_inside_is_no_sandbox_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = sandbox_for("contained")
+    assert sandbox._with_gpu(found, View(device="cuda")) == found  # here both find the same, mostly none
+    monkeypatch.setattr(sandbox, "_GPUS", "import os; print(len(os.listdir('/proc')))")
+    without = sandbox._with_gpu(found, View(device="cuda"))
+    assert not without
+    assert "driver does not work in it" in without.why_not
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="every other test here runs as an ordinary user already")
