@@ -93,9 +93,7 @@ class Launched:
                 raise ValueError("the memory of this process is bounded already")
             if not self.alive:
                 return None
-            self._bound = MemoryBound(
-                self.pid, added_bytes, shared_bytes, self._view.device, self._over_memory
-            )
+            self._bound = MemoryBound(self.pid, added_bytes, shared_bytes, self._view.device, self._over)
             if self._bound.group is not None:
                 self._guarded.remove_after(self._bound.group.folder)
             return self._bound
@@ -136,10 +134,10 @@ class Launched:
         name = next((s.name for s in signal.Signals if s == number), "")
         return Ending(None if name else code, name, cause, memory, lines)
 
-    def _over_memory(self, cause: str) -> None:
+    def _over(self, cause: str, memory: bool) -> None:
         with self._lock:
             if not self._cause:
-                self._cause, self._memory = cause, True
+                self._cause, self._memory = cause, memory
         self.kill()
 
     def _tell(self, at_end: Callable[[], None]) -> None:

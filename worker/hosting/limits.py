@@ -101,11 +101,11 @@ class MemoryBound:
     """Bound on a running process and all below it, until ``close``."""
 
     def __init__(
-        self, root: int, added_bytes: int, shared_bytes: int, device: str, over: Callable[[str], None]
+        self, root: int, added_bytes: int, shared_bytes: int, device: str, over: Callable[[str, bool], None]
     ) -> None:
         """``root``: the process above those that are bounded, itself not. ``added_bytes``: at least 0;
-        ``shared_bytes``: of memory that they share with us, once. ``over`` is called, in a thread and
-        with the reason, when the watchdog finds too much."""
+        ``shared_bytes``: of memory that they share with us, once. ``over`` is called, in a thread,
+        when the watchdog finds too much: the reason, and True if that is memory."""
         self._root, self._over = root, over
         members = descendants(root)
         self.baseline_bytes = resident_bytes(members)
@@ -144,9 +144,9 @@ class MemoryBound:
             if not members:
                 return None
             if len(members) > MOST_PROCESSES:
-                return self._over(f"it had more than {MOST_PROCESSES} processes")
+                return self._over(f"it had more than {MOST_PROCESSES} processes", False)
             if cause := self._passed(members):
-                return self._over(cause)
+                return self._over(cause, True)
 
     def _passed(self, members: list[int]) -> str:
         if self.group is not None:

@@ -134,7 +134,9 @@ def test_one_huge_allocation_fails_inside_and_not_by_the_systems_killer(way: str
 def test_processes_without_end_are_ended_all_of_them(way: str, means: Means) -> None:
     code = READY + "while True: os.fork(); time.sleep(0.02)\n"
     with Bounded(code, way, means) as bounded:
-        assert bounded.ending().cause.startswith((f"it had more than {MOST_PROCESSES}", "its memory bound"))
+        ending = bounded.ending()
+    # Each forked process takes some pages too, and on a slow machine that may be seen first.
+    assert ending.cause.startswith(f"it had more than {MOST_PROCESSES}") != ending.memory
 
 
 def test_the_bound_is_of_one_moment_and_not_raised_later(means: Means) -> None:
