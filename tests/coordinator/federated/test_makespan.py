@@ -146,7 +146,7 @@ def test_a_state_stays_unless_moving_it_wins_more_than_it_costs() -> None:
     found = assign(stays, fleet)
     assert [len(found.clients[host]) for host in "ab"] == [3, 1]  # a second one at b would end at 30 as well
     assert (found.moved, found.end_s) == (1, {"a": 30.0, "b": 15.0})
-    dear = [Task(f"c{at}", 10, "a", 25.0) for at in range(4)]
+    dear = [Task(f"c{at}", 10, "a", 31.0) for at in range(4)]
     assert assign(dear, fleet).clients == {"a": ("c0", "c1", "c2", "c3"), "b": ()}
     gone = [Task("c", 10, "lost", 5.0)]
     assert assign(gone, fleet).end_s == {"a": 15.0, "b": 0.0}
