@@ -4,11 +4,10 @@
     FOLDER/pending.json    the same of the clients that a round trained, until the coordinator's verdict
     FOLDER/NAME.state      state/SLOT/TENSOR: the strategy's arrays; left/TENSOR: the codec's residual
 
-A host answers for all of its clients at once, so a verdict makes all of a round's states count or none of
-them, by one atomic replacement of counts.json. Files that neither list names are of a crash and go when the
-folder is opened. Only the state of the client in training need be in memory: states are mapped, and the last
-ones used stay mapped up to a bound. A client that another host is to train takes its file along (``path``,
-``adopt``).
+A host answers for several clients at once: a verdict makes the states of all that were counted count, by one
+atomic replacement of counts.json. Files that neither list names are of a crash and go when the folder is
+opened. Only the state of the client in training need be in memory: states are mapped, the last ones used stay
+mapped up to a bound. A client that another host is to train takes its file along (``path``, ``adopt``).
 """
 
 from __future__ import annotations
@@ -107,23 +106,26 @@ class PopulationStates:
         return RoundStates(self, at_round, codec)
 
     def propose(self, at_round: int, drafted: Mapping[str, Kept]) -> None:
-        """Let ``drafted`` count if the round is taken, instead of what an earlier draft left."""
+        """Let ``drafted`` count if they are counted in the round, beside what it drafted before: clients of
+        a host that was lost come later. Drafts of another round go."""
         before = self._pending
-        self._write(PENDING, drafted, at_round)
-        self._pending_round, self._pending = at_round, dict(drafted)
+        pending = {**before, **drafted} if self._pending_round == at_round else dict(drafted)
+        self._write(PENDING, pending, at_round)
+        self._pending_round, self._pending = at_round, pending
         self._remove(before.values())
 
-    def settle(self, at_round: int, taken: bool) -> bool:
-        """The verdict on the round; False when no draft is of that round."""
+    def settle(self, at_round: int, counted: Collection[str]) -> bool:
+        """The verdict on the round: which clients were counted as this host trained them. False when no
+        draft is of that round."""
         if self._pending_round != at_round:
             return False
-        pending = self._pending
-        replaced = [self._counts[client] for client in pending if client in self._counts]
-        if taken:
-            self._count({**self._counts, **pending})
+        before, pending = self._counts, self._pending
+        counting = {client: kept for client, kept in pending.items() if client in counted}
+        if counting:
+            self._count({**before, **counting})
         (self.folder / PENDING).unlink(missing_ok=True)
         self._pending_round, self._pending = -1, {}
-        self._remove(replaced if taken else pending.values())
+        self._remove([*pending.values(), *(before[client] for client in counting if client in before)])
         return True
 
     # ------------------------------------------------------------ moving
@@ -189,10 +191,10 @@ class PopulationStates:
         self._counts = clients
 
     def _remove(self, files: Collection[Kept]) -> None:
-        """Remove those of ``files`` that count no more: after a crash a list may name what counts already."""
-        counts = {kept.file for kept in self._counts.values()}
+        """Remove those of ``files`` that neither count nor may: a list may name what counts since a crash."""
+        named = {kept.file for kept in (*self._counts.values(), *self._pending.values())}
         for kept in files:
-            if kept.file not in counts:
+            if kept.file not in named:
                 self._cached -= _nbytes(self._cache.pop(kept.file, {}))
                 (self.folder / kept.file).unlink(missing_ok=True)
 

@@ -60,7 +60,7 @@ def test_states_count_once_the_round_was_taken_and_survive_a_restart(tmp_path: P
     store = PopulationStates(tmp_path)
     trained(store, 0, {"a": 1.0, "b": 2.0})
     assert value_of(store, "a") is None
-    assert store.settle(0, taken=True)
+    assert store.settle(0, "abc")
     for again in (store, PopulationStates(tmp_path)):
         assert (value_of(again, "a"), value_of(again, "b"), value_of(again, "c")) == (1.0, 2.0, None)
         assert set(again.clients) == {"a", "b"}
@@ -70,31 +70,39 @@ def test_states_count_once_the_round_was_taken_and_survive_a_restart(tmp_path: P
 def test_a_round_that_was_not_taken_leaves_every_client_as_it_was(tmp_path: Path) -> None:
     store = PopulationStates(tmp_path)
     trained(store, 0, {"a": 1.0})
-    store.settle(0, taken=True)
+    store.settle(0, "abc")
     before = files(tmp_path)
     trained(store, 1, {"a": 5.0, "b": 6.0})
-    assert not store.settle(2, taken=True)
-    assert store.settle(1, taken=False)
+    assert not store.settle(2, "abc")
+    assert store.settle(1, ())
     assert (value_of(store, "a"), value_of(store, "b")) == (1.0, None)
     assert files(tmp_path) == before
-    assert not store.settle(1, taken=True)
+    assert not store.settle(1, "abc")
 
 
 def test_the_verdict_may_come_after_a_restart_and_twice(tmp_path: Path) -> None:
     trained(PopulationStates(tmp_path), 4, {"a": 1.0})
     store = PopulationStates(tmp_path)
-    assert store.settle(4, taken=True)
-    assert not store.settle(4, taken=True)
+    assert store.settle(4, "abc")
+    assert not store.settle(4, "abc")
     assert value_of(store, "a") == 1.0
 
 
-def test_a_round_trained_again_replaces_its_draft(tmp_path: Path) -> None:
+def test_what_a_round_drafts_later_comes_beside_and_only_clients_that_were_counted_count(
+    tmp_path: Path,
+) -> None:
     store = PopulationStates(tmp_path)
     trained(store, 0, {"a": 1.0, "b": 2.0})
-    trained(store, 0, {"b": 3.0})  # the other client went to another host
-    store.settle(0, taken=True)
-    assert (value_of(store, "a"), value_of(store, "b")) == (None, 3.0)
-    assert len(list(tmp_path.glob("*.state"))) == 1
+    trained(store, 0, {"b": 3.0, "c": 4.0})  # of a host that was lost
+    assert len(list(tmp_path.glob("*.state"))) == 3
+    store.settle(0, "bc")  # a was counted as another host trained it
+    assert [value_of(store, client) for client in "abc"] == [None, 3.0, 4.0]
+    assert len(list(tmp_path.glob("*.state"))) == 2
+    trained(store, 1, {"a": 5.0})
+    trained(store, 2, {"b": 6.0})
+    assert not store.settle(1, "a")
+    store.settle(2, "abc")
+    assert [value_of(store, client) for client in "abc"] == [None, 6.0, 4.0]
 
 
 class Crash(Exception):
@@ -131,7 +139,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, at: int) -> bool:
             states.put("a", state(10.0), left(-10.0))
             states.put("b", state(20.0), left(-20.0))
             states.finish()
-        store.settle(1, taken=True)
+        store.settle(1, "abc")
     except Crash:
         return True
     finally:
@@ -148,14 +156,14 @@ def test_wherever_a_crash_comes_all_of_a_rounds_states_count_or_none(
         folder = tmp_path / str(at)
         store = PopulationStates(folder)
         trained(store, 0, {"a": 1.0, "b": 2.0, "c": 3.0})
-        store.settle(0, taken=True)
+        store.settle(0, "abc")
         if not interrupted(monkeypatch, folder, at):
             break
         again = PopulationStates(folder)
         found = tuple(value_of(again, client) for client in "abc")
         assert found in {(1.0, 2.0, 3.0), (10.0, 20.0, 3.0)}
         counted = found[0] == 10.0
-        pending = again.settle(1, verdict)  # the coordinator repeats its word
+        pending = again.settle(1, "ab" if verdict else ())  # the coordinator repeats its word
         after = tuple(value_of(again, client) for client in "abc")
         assert after == ((10.0, 20.0, 3.0) if counted or (pending and verdict) else (1.0, 2.0, 3.0))
         assert files(folder) == {COUNTS, *(kept.file for kept in again.clients.values())}
@@ -169,7 +177,7 @@ def test_wherever_a_crash_comes_all_of_a_rounds_states_count_or_none(
 def test_a_residual_of_another_codec_or_too_old_is_left_and_the_state_stays(tmp_path: Path) -> None:
     store = PopulationStates(tmp_path)
     trained(store, 0, {"a": 1.0})
-    store.settle(0, taken=True)
+    store.settle(0, "abc")
     assert store.load("a", 1, "topk").left
     assert not store.load("a", 1, "int8_block").left
     assert not store.load("a", 2 + MAX_RESIDUAL_ROUNDS, "topk").left
@@ -179,7 +187,7 @@ def test_a_residual_of_another_codec_or_too_old_is_left_and_the_state_stays(tmp_
 def test_what_is_damaged_counts_as_never_kept(tmp_path: Path) -> None:
     store = PopulationStates(tmp_path)
     trained(store, 0, {"a": 1.0, "b": 2.0})
-    store.settle(0, taken=True)
+    store.settle(0, "abc")
     store.path("a").write_bytes(store.path("a").read_bytes()[:100])
     again = PopulationStates(tmp_path)
     assert (value_of(again, "a"), value_of(again, "b")) == (None, 2.0)
@@ -187,7 +195,7 @@ def test_what_is_damaged_counts_as_never_kept(tmp_path: Path) -> None:
     empty = PopulationStates(tmp_path)
     assert value_of(empty, "b") is None
     trained(empty, 1, {"b": 4.0})
-    empty.settle(1, taken=True)
+    empty.settle(1, "abc")
     assert value_of(empty, "b") == 4.0
 
 
@@ -197,14 +205,14 @@ def test_more_than_the_bound_is_refused_with_the_remedy_and_nothing_changes(tmp_
     size = one.size
     store = PopulationStates(tmp_path / "two", max_bytes=int(3.5 * size))
     trained(store, 0, {"a": 1.0, "b": 2.0})
-    store.settle(0, taken=True)
+    store.settle(0, "abc")
     before = files(store.folder)
     with pytest.raises(StorageError, match="raise --kept, or share the population"):
         trained(store, 1, {"a": 3.0, "b": 4.0})
     assert files(store.folder) == before
     assert (value_of(store, "a"), value_of(store, "b")) == (1.0, 2.0)
     trained(store, 1, {"a": 3.0})
-    store.settle(1, taken=True)
+    store.settle(1, "abc")
     assert store.size == 2 * size
 
 
@@ -212,7 +220,7 @@ def test_states_stay_mapped_up_to_a_bound_and_the_least_recently_used_go(tmp_pat
     nbytes = 4 * N + 8 + 4 * N
     store = PopulationStates(tmp_path, cached_bytes=2 * nbytes)
     trained(store, 0, {"a": 1.0, "b": 2.0, "c": 3.0})
-    store.settle(0, taken=True)
+    store.settle(0, "abc")
     first = store.load("a", 1, "topk").state.slots["control"]["w"]
     assert store.load("a", 1, "topk").state.slots["control"]["w"] is first
     store.load("b", 1, "topk")
@@ -221,7 +229,7 @@ def test_states_stay_mapped_up_to_a_bound_and_the_least_recently_used_go(tmp_pat
     assert store.load("a", 1, "topk").state.slots["control"]["w"] is first
     assert store._cached == 2 * nbytes
     trained(store, 1, {"a": 9.0})
-    store.settle(1, taken=True)
+    store.settle(1, "abc")
     assert value_of(store, "a") == 9.0  # not what is mapped of before
     assert float(first[0]) == 1.0
     assert store._cached <= 2 * nbytes
@@ -237,13 +245,13 @@ METAS = {
 def test_a_client_moves_with_its_file_and_counts_at_its_new_host_alone(tmp_path: Path) -> None:
     here, there = PopulationStates(tmp_path / "here"), PopulationStates(tmp_path / "there")
     trained(here, 0, {"a": 1.0, "b": 2.0})
-    here.settle(0, taken=True)
+    here.settle(0, "abc")
     there.adopt("a", here.clients["a"], here.path("a"), METAS)
     assert value_of(there, "a") == 1.0
     assert there.clients["a"].round == 0
     assert value_of(here, "a") == 1.0  # until the round that trains it there is taken
     trained(there, 1, {"a": 5.0})
-    there.settle(1, taken=True)
+    there.settle(1, "abc")
     here.forget(["a", "nobody"])
     assert (value_of(here, "a"), value_of(here, "b")) == (None, 2.0)
     assert value_of(PopulationStates(there.folder), "a") == 5.0
@@ -257,7 +265,7 @@ def test_a_client_moves_with_its_file_and_counts_at_its_new_host_alone(tmp_path:
 def test_a_file_of_another_shape_is_not_adopted_and_one_without_state_has_no_file(tmp_path: Path) -> None:
     here, there = PopulationStates(tmp_path / "here"), PopulationStates(tmp_path / "there", max_bytes=100)
     trained(here, 0, {"a": 1.0})
-    here.settle(0, taken=True)
+    here.settle(0, "abc")
     with pytest.raises(BadFrame):
         there.adopt("a", here.clients["a"], here.path("a"), {**METAS, "state/x": TensorMeta((1,), "float32")})
     with pytest.raises(StorageError, match="raise --kept"):
@@ -272,9 +280,9 @@ def test_clients_that_keep_nothing_leave_nothing(tmp_path: Path) -> None:
     with store.begin(0, "none") as states:
         states.put("a", ClientState(), {})
         states.finish()
-    assert store.settle(0, taken=True)
+    assert store.settle(0, "abc")
     assert store.clients == {}
-    assert files(tmp_path) == {COUNTS}
+    assert files(tmp_path) == set()
 
 
 def test_lists_hold_what_they_say(tmp_path: Path) -> None:
