@@ -4,8 +4,8 @@
     python -m benchmarks.population --seed 0 --json
 
 MNIST's 60,000 training images, two labels a client, 100 clients a round, 10 rounds, a LeNet-size net of
-44,426 weights, six local steps of ten images. Each run is a process of its own: the worker's trainer, states on
-disk, sums through their files; only the network is left out.
+44,426 weights, six local steps of ten images. Each run is a process of its own: the worker's trainer, states
+on disk, sums through their files; only the network is left out.
 
   bits     weights after the last round on 1, 2 and 3 hosts, and on 3 of which one is lost at random moments
   upload   bytes of all hosts in the largest round, over one model in float32 for each host

@@ -27,6 +27,7 @@ from atoll.opdag import OpDag, StateMeta, TensorMeta
 from atoll.program import stage_programs
 from compressors.container import Stored, dense_metas, drop_pages, read_dense, write_dense
 from compressors.model_file import Coding, read_sums, read_update, write_delta, write_model
+from coordinator.messages.instructions import HostSums
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
 from strategies import make_strategy
@@ -71,16 +72,6 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedSums:
-    """Sums in whole numbers from the host that trained ``samples``, by client."""
-
-    blob: str
-    samples: Mapping[str, int]
-    loads: Mapping[str, int]
-    scalars: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
 class Written:
     """A file that is to become a blob."""
 
@@ -102,7 +93,7 @@ class Summed:
 class _Round:
     """Updates that came, by client; why some of them cannot be counted is found out meanwhile."""
 
-    offered: Mapping[str, Offered | OfferedSums]
+    offered: Mapping[str, Offered | HostSums]
     dropped: dict[str, str]
     begins: Begins
     drawn: Mapping[str, int] | None  # registered samples by client, where sums are in whole numbers
@@ -136,7 +127,7 @@ class ServerHalf:
     def aggregate(
         self,
         at_round: int,
-        offered: Mapping[str, Offered | OfferedSums],
+        offered: Mapping[str, Offered | HostSums],
         n_clients: int,
         least: int,
         begins: Begins = lambda client: None,
@@ -184,7 +175,7 @@ class ServerHalf:
         if self.rule.facts.linear and isinstance(core, Linear):
             linear = core
 
-            def contribution(client: str, told: Offered | OfferedSums) -> Contribution:
+            def contribution(client: str, told: Offered | HostSums) -> Contribution:
                 return linear.contribute(self.layout, self._judged(client, told, at_round))
 
             sums = total(self._good(came, contribution))
@@ -204,10 +195,10 @@ class ServerHalf:
         sums = Accumulator(core.grid(len(drawn), sum(drawn.values())))
         counted: set[str] = set()
 
-        def count(name: str, told: Offered | OfferedSums) -> None:
-            samples = told.samples if isinstance(told, OfferedSums) else {name: told.n_samples}
+        def count(name: str, told: Offered | HostSums) -> None:
+            samples = told.samples if isinstance(told, HostSums) else {name: told.n_samples}
             _check_clients(samples, drawn, counted)
-            if isinstance(told, OfferedSums):
+            if isinstance(told, HostSums):
                 sums.add(self._sums_of(told, core, sums.grid))
             else:
                 sums.add(core.contribute(self.layout, self._judged(name, told, state.round)))
@@ -218,7 +209,7 @@ class ServerHalf:
         found = sums.sums()
         return core.finish(state, real(found, self.layout)) if found.clients >= max(1, least) else None
 
-    def _sums_of(self, told: OfferedSums, core: Linear, grid: Grid) -> FixedSums:
+    def _sums_of(self, told: HostSums, core: Linear, grid: Grid) -> FixedSums:
         arrays = read_sums(self._blobs.path(told.blob), sums_metas(core, self.layout))
         terms = sums_slots(core, self.layout, arrays)
         found = FixedSums(grid, terms, told.loads, told.scalars, len(told.samples))
@@ -229,7 +220,7 @@ class ServerHalf:
             raise BadUpdate(f"a sum over {claimed:g} samples of clients that have {n_samples}")
         return found
 
-    def _good(self, came: _Round, use: Callable[[str, Offered | OfferedSums], T]) -> Iterator[T]:
+    def _good(self, came: _Round, use: Callable[[str, Offered | HostSums], T]) -> Iterator[T]:
         """``use`` of each update that can be counted, one at a time."""
         for client in sorted(came.offered):
             came.begins(client)
@@ -243,8 +234,8 @@ class ServerHalf:
                 yield found
         came.begins("")
 
-    def _judged(self, client: str, told: Offered | OfferedSums, at_round: int) -> ClientUpdate:
-        if isinstance(told, OfferedSums):
+    def _judged(self, client: str, told: Offered | HostSums, at_round: int) -> ClientUpdate:
+        if isinstance(told, HostSums):
             raise BadUpdate("a sum of several clients in a round that takes each update apart")
         coding = Coding(told.codec, told.ratio, lossy_names(self.layout), self.rule_spec.error_feedback)
         arrays = read_update(self._blobs.path(told.blob), self.update_metas, coding)

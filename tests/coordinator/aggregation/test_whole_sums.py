@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,11 @@ import pytest
 
 from atoll.errors import UsageError
 from compressors.model_file import read_model, write_sums
-from coordinator.aggregation.server_half import Offered, OfferedSums, ServerHalf, Summed
+from coordinator.aggregation.server_half import Offered, ServerHalf, Summed
+from coordinator.aggregation.supervisor import Aggregators
+from coordinator.messages import events as ev
+from coordinator.messages import instructions as do
+from coordinator.messages.instructions import HostSums
 from strategies.files import parted, sums_arrays
 from strategies.fixed import Accumulator
 from strategies.linear import Linear
@@ -32,9 +37,7 @@ def drawn_of(offered: Mapping[str, Offered]) -> dict[str, int]:
     return {client: told.registered for client, told in offered.items()}
 
 
-def host(
-    server: Server, half: ServerHalf, drawn: Mapping[str, int], mine: Mapping[str, Offered]
-) -> OfferedSums:
+def host(server: Server, half: ServerHalf, drawn: Mapping[str, int], mine: Mapping[str, Offered]) -> HostSums:
     """The sum that a host sends which trained ``mine``."""
     core = half.rule.core
     assert isinstance(core, Linear)
@@ -49,7 +52,7 @@ def host(
     sums = held.sums()
     write_sums(path, sums_arrays(sums))
     samples = {client: told.n_samples for client, told in mine.items()}
-    return OfferedSums(server.store.put(path.read_bytes()), samples, sums.loads, sums.scalars)
+    return HostSums(server.store.put(path.read_bytes()), samples, sums.loads, sums.scalars)
 
 
 def closed(
@@ -81,7 +84,7 @@ def test_the_next_state_has_the_same_bits_whoever_trained_whom(tmp_path: Path, r
     assert apart.state is not None
     assert apart.dropped == {}
     for groups in GROUPS.values():
-        offered: dict[str, Offered | OfferedSums] = {}
+        offered: dict[str, Offered | HostSums] = {}
         for at, group in enumerate(groups):
             mine = {client: each[client] for client in group}
             alone = len(groups) == 3 and len(group) == 1
@@ -181,3 +184,33 @@ def test_sums_where_each_update_is_taken_apart_are_dropped_and_strategies_withou
         half.open("", 5)
         with pytest.raises(UsageError, match=why):
             half.aggregate(0, {}, 5, 1, drawn={"a": 10})
+
+
+def test_the_process_that_sums_takes_hosts_sums_too(tmp_path: Path) -> None:
+    server = made(tmp_path)
+    half = server.half()
+    each = updates(server, half)
+    drawn = drawn_of(each)
+    sums = {"host-1": host(server, half, drawn, {c: each[c] for c in "abc"})}
+    single = {c: ev.UpdateReady("job-1", 0, each[c].blob, 1, each[c].n_samples, 3) for c in "de"}
+    registered, codecs = {c: drawn[c] for c in "de"}, dict.fromkeys("de", ("none", 1.0))
+
+    async def run() -> list[ev.AggregatorEvent]:
+        heard: asyncio.Queue[ev.AggregatorEvent] = asyncio.Queue()
+        aggregators = Aggregators(server.store, heard.put_nowait)
+        try:
+            aggregators.ask(do.OpenAggregator("job-1", server.job.spec, 0, "", 5))
+            aggregators.ask(
+                do.AggregateRound("job-1", 0, 1, single, codecs, registered, 5, 5, sums=sums, drawn=drawn)
+            )
+            return [await heard.get() for _ in range(2)]
+        finally:
+            await aggregators.stop()
+
+    _, done = asyncio.run(run())
+    assert isinstance(done, ev.Aggregated)
+    assert done.dropped == {}
+    assert done.state is not None
+    expected = closed(server, half, each, drawn)
+    assert expected.state is not None
+    assert done.state.hash == expected.state.stored.hash
