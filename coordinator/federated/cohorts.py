@@ -7,8 +7,8 @@
 
 A client is at one host at a time, and a sum is taken only while the host has all of its clients. What a host
 that was thought lost sends late is refused as a whole, since others train its clients by then. So nobody is
-counted twice, whatever is repeated, reordered or late. Hosts are few and events are theirs: a round of m clients
-costs O(m) an event, never O(m) a client.
+counted twice, whatever is repeated, reordered or late. Hosts are few and events are theirs: a round of m
+clients costs O(m) an event, never O(m) a client.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Cohort:
-    """Clients of one round. ``drawn``: registered samples; ``at``: host of each client in training; ``taken``:
-    sums by a name of their own; ``out``: why a client is not counted."""
+    """Clients of one round. ``drawn``: registered samples; ``at``: host of each client in training;
+    ``taken``: sums by a name of their own; ``out``: why a client is not counted."""
 
     round: int
     drawn: Mapping[str, int]
