@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ if not __package__:
 from atoll.errors import UsageError
 from atoll.federated import NO_FLOORS, Federated
 from atoll.job import Optimizer, OptimizerName, TrainingSpec
-from benchmarks.federated_mnist import LeNet, Plain, Setting, digits, tested
+from benchmarks.federated_mnist import Digits, LeNet, Plain, Setting, digits, tested
 from benchmarks.harness import ROOT, execute, machine, need_mnist, parser
 from coordinator.capture.capture import capture
 from coordinator.federated.makespan import Rate, Task, assign
@@ -66,8 +66,8 @@ def deal(steps: Mapping[str, int], homes: Mapping[str, str], hosts: Any) -> Mapp
     return assign(tasks, {host: Rate(0.01 * (1.0 + at / 2.0)) for at, host in enumerate(hosts)}).clients
 
 
-def population(run: Run, folder: Path) -> tuple[LocalPopulation, Any]:
-    """The clients of a run, and what tests their model."""
+def population(run: Run, folder: Path) -> tuple[LocalPopulation, LeNet, Digits]:
+    """The clients of a run, their net, and the images that test it."""
     setting = Setting(images=60_000, test_images=4_000, batch=BATCH)
     data = digits(setting, run.seed)
     parts = partition_data.labels_per_client(data.y, run.clients, LABELS, run.seed)
@@ -92,7 +92,8 @@ def population(run: Run, folder: Path) -> tuple[LocalPopulation, Any]:
     model = local_model(found.train, found.evaluation, found.state, training)
     federation = LocalFederation(model, rule, clients, floors=NO_FLOORS)
     hosts = [f"host-{at}" for at in range(run.hosts)]
-    return LocalPopulation(federation, hosts, folder, deal), (net, data)
+    tests = replace(data, x=None, y=None)  # the images of clients shall be in memory once
+    return LocalPopulation(federation, hosts, folder, deal), net, tests
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def train(run: Run) -> dict[str, Any]:
         for at in chance.permutation(ROUNDS)[: run.lost]
     }
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        made, (net, data) = population(run, Path(folder))
+        made, net, data = population(run, Path(folder))
         state = made.federation.state
         model_bytes = sum(a.nbytes for part in (state.weights, *state.slots.values()) for a in part.values())
         uploads, rows, moved, peak, begun_s = [], 0, 0, 0, time.perf_counter()
