@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors import make_compressor
+from compressors import integers, make_compressor
 from compressors.base import Mark, Packet, parse_packet
 from compressors.container import write_coded
 from compressors.integers import BLOCK, LARGEST, pack_integers, unpack_integers
@@ -43,6 +43,18 @@ def test_every_shape_comes_back(shape: tuple[int, ...]) -> None:
     found = unpack_integers(pack_integers(array), meta(*shape))
     assert found.shape == shape
     assert np.array_equal(found, array)
+
+
+def test_large_tensors_go_by_pieces_of_their_own_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integers, "PIECE", 4 * BLOCK)
+    draw = np.random.default_rng(0)
+    for size in (4 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1, 11 * BLOCK + 7):
+        array = draw.integers(-(2**20), 2**20, size) << draw.integers(0, 30, size)
+        packet = pack_integers(array)
+        assert np.array_equal(unpack_integers(packet, meta(size)), array)
+        for cut in (1, 3 * BLOCK):
+            with pytest.raises(BadFrame):
+                unpack_integers(Packet("integers", meta(size), packet.payload[:-cut]), meta(size))
 
 
 def test_the_extremes_travel_and_what_lies_beyond_is_refused() -> None:
