@@ -46,7 +46,7 @@ from coordinator.shell import Shell, scheduler_for
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.data_provider import DataProvider
 from coordinator.storage.graph_store import GraphStore
-from coordinator.storage.journal import Journal
+from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.run_log import Logs, RunLogs
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
@@ -59,11 +59,13 @@ from protos.telemetry import Event
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
 LOCK_FILE = "serving"
 KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which a state folder is known as one
-FOLDER_VERSION = 2  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
+FOLDER_VERSION = 3  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 OLDEST_FOLDER = 1  # that is read as it is
 MAX_STREAMS = 128  # of one connection to the entry port
 SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
 GRACE_S = 0.3  # for calls in progress when the server stops
+COMMAND_CHECK_S = 2.0  # a coordinator that nobody uses notices so late that another commands
+COMMAND_ANSWER_S = 30.0
 FULL_COLLECTION_AFTER = 100  # collections of the middle generation
 
 log = structlog.get_logger()
@@ -94,8 +96,14 @@ class Server:
         self._lock = FolderLock(config.state_dir / LOCK_FILE, partial(_refusal, config.state_dir))
         try:
             raise_version(config.state_dir, FOLDER_VERSION)
+            self.journal = Journal(config.journal_url)
+        except BaseException:
+            self._lock.release()
+            raise
+        try:
             self._restore()
         except BaseException:
+            self.journal.close()
             self._lock.release()
             raise
 
@@ -105,7 +113,7 @@ class Server:
         begun_s, begun = time.time(), time.monotonic()
         # Wall time that never jumps, so that silence is measured truly.
         self._clock: Callable[[], float] = lambda: begun_s + (time.monotonic() - begun)
-        self.journal = Journal(config.journal_url)
+        self.journal.claim(self._clock())
         self.ledger = Ledger(config.keep_checkpoints)
         self.register = Register()
         records = 0
@@ -152,7 +160,7 @@ class Server:
         entry_port = await self._serve_entry(config.entry_port, identity, owner, owner_token, work_port)
         self._tasks = [
             asyncio.create_task(work)
-            for work in (self.shell.run(), self.shell.tick(), sweep_for_ever(self.shell))
+            for work in (self.shell.run(), self.shell.tick(), self._command(), sweep_for_ever(self.shell))
         ]
         if config.metrics_port is not None:
             self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port)
@@ -161,6 +169,7 @@ class Server:
         log.info(
             Event.SERVER_STARTED.value,
             version=atoll.__version__,
+            term=self.journal.term,
             entry_port=entry_port,
             work_port=work_port,
             insecure=config.insecure,
@@ -176,6 +185,18 @@ class Server:
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
+
+    async def _command(self) -> None:
+        """Look now and then whether this coordinator still commands; Fenced ends it."""
+        while True:
+            await asyncio.sleep(COMMAND_CHECK_S)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self.journal.check), COMMAND_ANSWER_S)
+            except TimeoutError:
+                raise Fenced(
+                    f"the journal's database did not answer within {COMMAND_ANSWER_S:.0f} s: another "
+                    "coordinator may command by now; this one ends, start it again when the database answers"
+                ) from None
 
     async def stop(self) -> None:
         """Stop listening and write what is left; within ``stop_within_s``."""

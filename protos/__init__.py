@@ -2,7 +2,9 @@
 
 import os
 
-PROTOCOL_VERSION = 4  # plans have replicas, training sums gradients by blocks of micro-batches
+PROTOCOL_VERSION = (
+    5  # a welcome carries its coordinator's term, and workers refuse a smaller one than they saw
+)
 """Raised as docs/decisions/023-versions-of-wire-and-disk.md says."""
 
 # gRPC's event engine reads sockets in threads of its own and wakes ours for each message. Without it the

@@ -1192,7 +1192,10 @@ Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """A worker without a job may beat every idle_heartbeat_s; 0: as often as with one."""
+    """A worker without a job may beat every idle_heartbeat_s; 0: as often as with one.
+    term: of the coordinator that commands; all that this stream says is of it. A worker that has seen a
+    greater one ends the stream and obeys nothing of it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1200,10 +1203,12 @@ class Welcome(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     TIME_S_FIELD_NUMBER: _builtins.int
     IDLE_HEARTBEAT_S_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_s: _builtins.float
     time_s: _builtins.float
     idle_heartbeat_s: _builtins.float
+    term: _builtins.int
     def __init__(
         self,
         *,
@@ -1211,10 +1216,11 @@ class Welcome(_message.Message):
         heartbeat_s: _builtins.float = ...,
         time_s: _builtins.float = ...,
         idle_heartbeat_s: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "idle_heartbeat_s", b"idle_heartbeat_s", "time_s", b"time_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "idle_heartbeat_s", b"idle_heartbeat_s", "term", b"term", "time_s", b"time_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,13 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class CoordinatorStarted:
+    """A coordinator took command: what follows it wrote, until the next one did."""
+
+    term: int  # from 1, rising
+
+
+@dataclass(frozen=True, slots=True)
 class JobSubmitted:
     job: str
     submission: str
@@ -141,7 +148,7 @@ class JobEnded:
     reason: str
 
 
-Fact = (
+JobFact = (
     JobSubmitted
     | PlanAdopted
     | LinksChanged
@@ -153,7 +160,9 @@ Fact = (
     | RoundEvaluated
     | JobEnded
 )
+Fact = CoordinatorStarted | JobFact
 _KINDS: dict[str, type[Fact]] = {
+    "CoordinatorStarted": CoordinatorStarted,
     "JobSubmitted": JobSubmitted,
     "PlanAdopted": PlanAdopted,
     "LinksChanged": LinksChanged,
@@ -258,10 +267,13 @@ class Ledger:
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     submissions: dict[str, str] = field(default_factory=dict)
     superseded: set[str] = field(default_factory=set)  # blobs of checkpoints that were replaced
+    term: int = 0  # of the coordinator that started last
 
     def apply(self, fact: Fact) -> None:
         """Take in one fact; KeyError when it speaks of a job that no fact made."""
         match fact:
+            case CoordinatorStarted(term):
+                self.term = term
             case JobSubmitted():
                 start = fact.start_step
                 self.jobs[fact.job] = JobRecord(fact, steps=start)
@@ -270,7 +282,7 @@ class Ledger:
             case _:
                 self._apply_to_job(self.jobs[fact.job], fact)
 
-    def _apply_to_job(self, job: JobRecord, fact: Fact) -> None:
+    def _apply_to_job(self, job: JobRecord, fact: JobFact) -> None:
         match fact:
             case PlanAdopted(_, plan):
                 job.plan, job.version = plan, plan.version

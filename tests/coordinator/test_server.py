@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from benchmarks.commit import WIDTH, chain, submission, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig, Liveness, Probing
+from coordinator.messages import events as ev
 from coordinator.server import Running, Server, Started, serve
+from coordinator.storage.journal import Fenced, Journal
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -638,6 +641,32 @@ def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
         with pytest.raises(RuntimeError, match="a mistake of ours"):
             await asyncio.wait_for(server.broken(), HUNG_S)
         await server.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("noticed", ["by an append", "by looking"])
+def test_a_coordinator_that_does_not_command_any_more_ends_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
+) -> None:
+    """The journal was claimed by another, where locks do not reach: of two machines with one disk."""
+    if noticed == "by looking":
+        monkeypatch.setattr("coordinator.server.COMMAND_CHECK_S", 0.05)
+
+    async def run() -> None:
+        server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
+        await server.start()
+        with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as connection:
+            connection.execute("UPDATE command SET term = term + 1")
+        connection.close()
+        if noticed == "by an append":
+            server.shell.post(ev.Submitted("j", "", submission(4, TrainingSpec(3, 2), False)[0], {}))
+        with pytest.raises(Fenced, match="does not command its journal any more"):
+            await asyncio.wait_for(server.broken(), HUNG_S)
+        await server.stop()
+        assert "j" not in [
+            record.payload.get("job") for record in Journal(server.config.journal_url).replay()
+        ]
 
     asyncio.run(run())
 

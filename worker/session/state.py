@@ -63,6 +63,8 @@ class Session:
     worker: str = ""
     connected: bool = False
     attempts: int = 0  # failed connections in a row
+    term: int = 0  # the greatest that a coordinator welcomed us under
+    outdated: bool = False  # who is connected has a smaller one: nothing that it says counts
     job: str = ""
     eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending; the first was assigned
     peers: frozenset[str] = frozenset()

@@ -105,6 +105,7 @@ def _welcome(m: pb.Welcome) -> events.Welcome:
         bounds.name("worker", m.worker, DEFAULT_LIMITS),
         bounds.number("heartbeat", m.heartbeat_s, 0.01, 3600.0),
         bounds.number("idle heartbeat", m.idle_heartbeat_s, 0.0, 3600.0),
+        m.term,
     )
 
 

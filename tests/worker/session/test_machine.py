@@ -257,6 +257,51 @@ def test_a_dismissed_worker_leaves_without_a_word():
     assert state.phase is Phase.DRAINING
 
 
+# ---------------------------------------------------------------- two coordinators
+
+
+def test_a_coordinator_of_a_smaller_term_is_hung_up_on_and_nothing_it_says_counts():
+    state, _ = told(Session(), e.Welcome("w-a", 0.5, term=3), *WAITING[1:], e.Disconnected("reset", 0.0))
+    state, todo = told(state, e.Welcome("w-a", 0.5, term=2))
+    (hang_up,) = todo
+    assert isinstance(hang_up, do.HangUp)
+    assert "term 2 answers, and one of term 3 commands" in hang_up.reason
+    orders = (
+        commit(4),
+        e.StepDiscard("j", 1, 4, "why"),
+        assigned(2),
+        e.Release("j", 1, "why"),
+        e.ProbeOps(1, 2),
+    )
+    for order in orders:
+        after, todo = told(state, order)
+        assert todo == []
+        assert after.ignored == state.ignored + 1
+    state, todo = told(state, e.Disconnected("hung up", jitter=1.0))
+    assert [type(i) for i in todo] == [do.Reconnect]
+    state, todo = told(state, e.Welcome("w-a", 0.5, term=3), commit(4))
+    assert todo == [do.Send("ready 4"), do.ApplyStep("j", 1, 4, 1.0, False)]
+
+
+def test_a_coordinator_of_a_greater_term_is_obeyed_and_work_goes_on_meanwhile():
+    state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5, term=9))
+    assert (state.term, state.outdated) == (9, False)
+    state, _ = told(state, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5, term=8))
+    state, todo = told(state, e.StepDone("j", 1, 4, "ready 4"))
+    assert (state.phase, state.outdated) == (Phase.WAITING, True)
+    state, todo = told(state, e.Disconnected("hung up", 0.0), e.Welcome("w-a", 0.5, term=10))
+    assert todo[-1] == do.Send("ready 4")
+
+
+def test_a_worker_that_never_saw_a_coordinator_takes_any_and_one_refused_waits_longer_each_time():
+    state, _ = told(Session(), e.Welcome("w-a", 0.5, term=5))
+    waits = []
+    for _ in range(4):
+        state, todo = told(state, e.Disconnected("x", jitter=1.0), e.Welcome("w-a", 0.5, term=4))
+        waits += [i.after_s for i in todo if isinstance(i, do.Reconnect)]
+    assert waits == sorted(set(waits))
+
+
 # ---------------------------------------------------------------- new links at a step border
 
 

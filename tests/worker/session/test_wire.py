@@ -32,6 +32,11 @@ def test_a_commit_carries_new_links_and_the_wish_for_a_coded_evaluation() -> Non
     assert event.evaluate_coded
 
 
+def test_a_welcome_carries_the_term_of_its_coordinator() -> None:
+    event = messages.event_from(pb.ToWorker(welcome=pb.Welcome(worker="w", heartbeat_s=0.5, term=7)))
+    assert event == events.Welcome("w", 0.5, 0.0, 7)
+
+
 def test_a_commit_without_new_links_leaves_them_as_they_are() -> None:
     plain = pb.ToWorker(commit=pb.StepCommit(job="j", plan_version=1, step=5, gradient_scale=1.0))
     event = messages.event_from(plain)
