@@ -226,6 +226,11 @@ class Shell:
 
     # ------------------------------------------------------------ storage
 
+    @property
+    def settled(self) -> bool:
+        """Whether the ledger is the fold of what is on the disk; asked between two batches."""
+        return not self._unwritten
+
     def _write(self, facts: list[Fact], now_s: float) -> StorageError | None:
         if not facts:
             return None

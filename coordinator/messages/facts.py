@@ -6,16 +6,14 @@ in flight) is learnt again. ``Ledger.apply`` is the only way state changes, live
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from atoll.errors import StorageError
+from atoll.errors import AtollError, StorageError
 from atoll.job import JobSpec
-from atoll.plan import LinkSpec, Mask, Plan
-from protos.convert import decode, encode
+from atoll.plan import LinkSpec, Plan
+from coordinator.messages.encoding import from_json, to_json
 
 ENDED = ("finished", "failed", "cancelled")
 STATE, MODEL = "federated/state", "federated/model"
@@ -29,6 +27,7 @@ class Record:
     kind: str
     at_s: float
     payload: Mapping[str, Any]
+    number: int = field(default=0, compare=False)  # in the journal that it was read from, from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,47 +179,22 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_record(fact: Fact, at_s: float) -> Record:
-    """The journal's form of a fact."""
-    payload: dict[str, Any] = {}
-    for f in dataclasses.fields(fact):
-        value = getattr(fact, f.name)
-        if isinstance(value, JobSpec | Plan):
-            payload[f.name] = base64.b64encode(encode(value)).decode()
-        elif f.name == "links":
-            payload[f.name] = [dataclasses.asdict(link) for link in value]
-        else:
-            payload[f.name] = dict(value) if isinstance(value, Mapping) else value
-    return Record(_NAMES[type(fact)], at_s, payload)
+    """Return the journal's form of a fact."""
+    return Record(_NAMES[type(fact)], at_s, to_json(fact))
 
 
 def from_record(record: Record) -> Fact | None:
-    """The fact that ``to_record`` wrote, None for a record of somebody else (tokens, workers).
+    """Return the fact that ``to_record`` wrote, None for a record of somebody else (tokens, workers).
 
     StorageError when it is damaged.
     """
     kind = _KINDS.get(record.kind)
     if kind is None:
         return None
-    hints = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for name, value in record.payload.items():
-        hint = hints.get(name)
-        if hint is JobSpec or hint is Plan:
-            value = decode(hint, base64.b64decode(value))
-        elif name == "links":
-            value = _links(value)
-        values[name] = value
     try:
-        return kind(**values)
-    except TypeError as error:
+        return from_json(kind, record.payload)
+    except (TypeError, KeyError, ValueError, AttributeError, AtollError) as error:
         raise StorageError(f"the journal holds a damaged {record.kind} event: {error}") from error
-
-
-def _links(value: Any) -> tuple[LinkSpec, ...]:
-    try:
-        return tuple(LinkSpec(**{**link, "mask": Mask(link["mask"])}) for link in value)
-    except (TypeError, KeyError, ValueError) as error:
-        raise StorageError(f"the journal holds damaged links: {error}") from error
 
 
 @dataclass(slots=True)
@@ -326,6 +300,11 @@ class Ledger:
         found = self.superseded - self.referenced_blobs()
         self.superseded = set()
         return found
+
+    def copy(self) -> Ledger:
+        """Return the same state, which facts to come do not change."""
+        jobs = {name: replace(job, evaluated=dict(job.evaluated)) for name, job in self.jobs.items()}
+        return replace(self, jobs=jobs, submissions=dict(self.submissions), superseded=set(self.superseded))
 
     def referenced_blobs(self) -> set[str]:
         """Every blob that some job still needs."""

@@ -5,14 +5,22 @@ knows by URL. A record is on the disk before anybody acts on it: ``append`` retu
 commit, with SQLite on write-ahead log and full synchronisation. Of all coordinators that ever opened it
 one commands: the last that claimed it. Each claim is a new term, and every append checks that its own is
 still the newest, so whoever was taken for dead and goes on writes nothing.
+
+Now and then the fold of all records so far is kept as a snapshot, so that a start reads the newest snapshot
+and what follows it. The two newest are kept, and the records since the older one. Records and snapshots
+carry checksums; one that does not fit is named by its number.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import sqlalchemy as sa
 
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 MAX_RECORD_BYTES = 64 << 20
+SNAPSHOTS = 2  # kept
 
 _EXAMPLES = "for example postgresql://USER@HOST/NAME or sqlite:////var/lib/atoll/journal.sqlite"
 
@@ -36,6 +45,15 @@ _EVENTS = sa.Table(
     sa.Column("at_s", sa.Float, nullable=False),
     sa.Column("kind", sa.String(64), nullable=False),
     sa.Column("payload", sa.Text, nullable=False),
+    sa.Column("crc", sa.BigInteger),  # of kind and payload; none in records of folders before version 3
+)
+_SNAPSHOTS = sa.Table(
+    "snapshots",
+    _METADATA,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # of the last record in it
+    sa.Column("at_s", sa.Float, nullable=False),
+    sa.Column("payload", sa.Text, nullable=False),
+    sa.Column("digest", sa.String(64), nullable=False),  # SHA-256 of the payload
 )
 _COMMAND = sa.Table(
     "command",
@@ -43,7 +61,12 @@ _COMMAND = sa.Table(
     sa.Column("id", sa.Integer, primary_key=True),
     sa.Column("term", sa.Integer, nullable=False),
 )
-_COLUMNS = (_EVENTS.c.at_s, _EVENTS.c.kind, _EVENTS.c.payload)  # the database counts the numbers
+_COLUMNS = (
+    _EVENTS.c.at_s,
+    _EVENTS.c.kind,
+    _EVENTS.c.payload,
+    _EVENTS.c.crc,
+)  # the database counts the numbers
 _TERM = sa.select(_COMMAND.c.term)
 # One statement, as each costs 0.06 ms. A claim waits for its transaction: SQLite has one writer at a time,
 # elsewhere the term's row is held.
@@ -64,8 +87,17 @@ class Fenced(StorageError):
     """Another coordinator commands, or may by now: this one writes nothing any more and has to end."""
 
 
-class Journal:
-    """Append-only event log at a file or a database's URL; one writer, who claims it first.
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The fold of all records up to ``number``; ``payload`` None when it is damaged."""
+
+    number: int
+    at_s: float
+    payload: str | None
+
+
+class StoredJournal:
+    """A journal's records and snapshots, only read.
 
     UsageError for a URL that cannot be used as given, StorageError when the database refuses.
     """
@@ -73,26 +105,113 @@ class Journal:
     def __init__(self, where: Path | str) -> None:
         url = _url(where)
         try:
-            self._engine = sa.create_engine(url)
-            file = self._engine.dialect.name == "sqlite"
-            if file:
-                _close_to_others(url)
-                sa.event.listen(self._engine, "connect", _log_ahead)
-            _METADATA.create_all(self._engine)
-            with self._engine.begin() as connection:
-                if connection.execute(_TERM).first() is None:
-                    connection.execute(_COMMAND.insert().values(id=1, term=0))
+            self._engine = sa.create_engine(self._opened(url))
+            self._prepare()
             # One connection for the process's life: a step's commit must not pay for a pool's 0.1 ms.
             self._connection = self._engine.connect()
         except (sa.exc.SQLAlchemyError, ImportError, TypeError, ValueError) as error:
             raise _not_opened(url, error) from error
+        file = self._engine.dialect.name == "sqlite"
         self._remedy = "free some disk space" if file else "see that its database answers and has space"
+
+    def _opened(self, url: sa.URL) -> sa.URL:
+        """Return the URL that only reads."""
+        name = url.database or ""
+        if url.get_backend_name() != "sqlite" or not _is_file(name):
+            return url
+        query = {"mode": "ro", "uri": "true"}
+        return sa.URL.create(url.drivername, database=f"file:{quote(name)}", query=query)
+
+    def _prepare(self) -> None:
+        """Find out which tables and columns there are: a folder's version may be older than this Atoll."""
+        with self._engine.connect() as connection:
+            found = sa.inspect(connection)
+            self._has_crc = any(column["name"] == "crc" for column in found.get_columns(_EVENTS.name))
+            self._has_snapshots = found.has_table(_SNAPSHOTS.name)
+
+    def replay(self, after: int = 0) -> Iterator[Record]:
+        """Yield every record above a number, oldest first; StorageError names one that is damaged."""
+        return map(read, self.rows(after))
+
+    def rows(self, after: int = 0) -> Iterator[Any]:
+        """Yield the same as rows of (number, at_s, kind, payload, crc), whatever their content."""
+        crc = _EVENTS.c.crc if self._has_crc else sa.null().label("crc")
+        columns = sa.select(_EVENTS.c.number, _EVENTS.c.at_s, _EVENTS.c.kind, _EVENTS.c.payload, crc)
+        try:
+            with self._engine.connect() as connection:
+                yield from connection.execution_options(yield_per=1000).execute(
+                    columns.where(_EVENTS.c.number > after).order_by(_EVENTS.c.number)
+                )
+        except sa.exc.SQLAlchemyError as error:
+            raise StorageError(
+                f"the journal cannot be read: {_cause(error)}; restore it from a backup"
+            ) from error
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return what is kept, the newest first."""
+        if not self._has_snapshots:
+            return []
+        query = _SNAPSHOTS.select().order_by(_SNAPSHOTS.c.number.desc())
+        with self._engine.connect() as connection:
+            return [
+                Snapshot(row.number, row.at_s, row.payload if _digest(row.payload) == row.digest else None)
+                for row in connection.execute(query)
+            ]
+
+    def close(self) -> None:
+        """Close the database."""
+        self._connection.close()
+        self._engine.dispose()
+
+
+def read(row: Any) -> Record:
+    """Return the record of a row; StorageError with its number when it is damaged."""
+    number, at_s, kind, payload, crc = row
+    try:
+        if crc is not None and crc != _crc(kind, payload):
+            raise ValueError("its checksum does not fit")
+        return Record(kind, at_s, json.loads(payload), number)
+    except (TypeError, ValueError) as error:
+        raise damaged(number, kind, error) from error
+
+
+def damaged(number: int, kind: str, why: object) -> StorageError:
+    """Return the error of a record that cannot be used."""
+    return StorageError(
+        f"record {number} of the journal ({kind}) is damaged: {why}; restore the journal from a backup, or "
+        f"drop this record and all that follow it with `atoll journal cut {number}`"
+    )
+
+
+class Journal(StoredJournal):
+    """Append-only event log at a file or a database's URL; one writer, who claims it first."""
+
+    def __init__(self, where: Path | str) -> None:
+        super().__init__(where)
         self._lock: FolderLock | None = None
         self._guard: sa.Connection | None = (
             None  # its session holds PostgreSQL's lock; looked at by ``check``
         )
         self.term = 0
         self.fenced = ""  # why nothing may be written any more
+        self.unfolded = 0  # records since the newest snapshot, or since the journal was opened
+
+    def _opened(self, url: sa.URL) -> sa.URL:
+        if url.get_backend_name() == "sqlite":
+            _close_to_others(url)
+        return url
+
+    def _prepare(self) -> None:
+        if self._engine.dialect.name == "sqlite":
+            sa.event.listen(self._engine, "connect", _log_ahead)
+        _METADATA.create_all(self._engine)
+        super()._prepare()
+        with self._engine.begin() as connection:
+            if not self._has_crc:
+                connection.execute(sa.text("ALTER TABLE events ADD COLUMN crc BIGINT"))
+                self._has_crc = True
+            if connection.execute(_TERM).first() is None:
+                connection.execute(_COMMAND.insert().values(id=1, term=0))
 
     def claim(self, at_s: float) -> int:
         """Command from now on, under a term above every earlier one, which is returned.
@@ -169,17 +288,46 @@ class Journal:
             raise StorageError(
                 f"the journal refuses {len(rows)} events: {_cause(error)}; {self._remedy}"
             ) from error
+        self.unfolded += len(rows)
         if written != len(rows):
             raise self._lost(f"another one claimed it after term {self.term}")
 
-    def replay(self) -> Iterator[Record]:
-        """Every record, oldest first."""
-        with self._engine.connect() as connection:
-            rows = connection.execution_options(yield_per=1000).execute(
-                _EVENTS.select().order_by(_EVENTS.c.number)
-            )
-            for row in rows:
-                yield Record(row.kind, row.at_s, json.loads(row.payload))
+    def last_number(self) -> int:
+        """Return the number of the newest record, 0 where there is none."""
+        with self._connection.begin():
+            found: int | None = self._connection.execute(
+                sa.select(sa.func.max(_EVENTS.c.number))
+            ).scalar_one()
+        return found or 0
+
+    def fold(self, number: int, payload: str, at_s: float) -> None:
+        """Keep the fold of all records up to ``number`` as the newest snapshot, and drop what nothing reads
+        any more: older snapshots but one, and the records up to that one.
+
+        StorageError when it could not be written; nothing is dropped then.
+        """
+        row = {"number": number, "at_s": at_s, "payload": payload, "digest": _digest(payload)}
+        numbers = sa.select(_SNAPSHOTS.c.number).order_by(_SNAPSHOTS.c.number.desc()).limit(SNAPSHOTS)
+        try:
+            with self._connection.begin():
+                if self._connection.execute(_TERM.with_for_update(read=True)).scalar_one() != self.term:
+                    raise self._lost(f"another one claimed it after term {self.term}")
+                self._connection.execute(_SNAPSHOTS.delete().where(_SNAPSHOTS.c.number >= number))
+                self._connection.execute(_SNAPSHOTS.insert(), row)
+                kept = self._connection.execute(numbers).scalars().all()
+                if len(kept) == SNAPSHOTS:
+                    self._connection.execute(_SNAPSHOTS.delete().where(_SNAPSHOTS.c.number < kept[-1]))
+                    self._connection.execute(_EVENTS.delete().where(_EVENTS.c.number <= kept[-1]))
+        except sa.exc.SQLAlchemyError as error:
+            raise StorageError(f"the journal refuses a snapshot: {_cause(error)}; {self._remedy}") from error
+        self.unfolded = 0
+
+    def cut(self, number: int) -> int:
+        """Drop the record of this number, all that follow, and snapshots with any of them; returns how many
+        records that were."""
+        with self._connection.begin():
+            self._connection.execute(_SNAPSHOTS.delete().where(_SNAPSHOTS.c.number >= number))
+            return self._connection.execute(_EVENTS.delete().where(_EVENTS.c.number >= number)).rowcount
 
     def close(self) -> None:
         """Close the database, and let the next coordinator claim it."""
@@ -187,8 +335,7 @@ class Journal:
             with suppress(sa.exc.SQLAlchemyError):
                 self._guard.invalidate()  # back in a pool its session would go on holding the lock
                 self._guard.close()
-        self._connection.close()
-        self._engine.dispose()
+        super().close()
         if self._lock is not None:
             self._lock.release()
 
@@ -244,7 +391,16 @@ def _close_to_others(url: sa.URL) -> None:
 
 
 def _row(record: Record, term: int) -> dict[str, Any]:
-    return {"at_s": record.at_s, "kind": record.kind, "payload": _encoded(record), "mine": term}
+    payload, kind = _encoded(record), record.kind
+    return {"at_s": record.at_s, "kind": kind, "payload": payload, "crc": _crc(kind, payload), "mine": term}
+
+
+def _crc(kind: str, payload: str) -> int:
+    return zlib.crc32(payload.encode(), zlib.crc32(kind.encode()))
+
+
+def _digest(payload: str) -> str:
+    return sha256(payload.encode()).hexdigest()
 
 
 def _encoded(record: Record) -> str:

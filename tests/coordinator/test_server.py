@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.messages import events as ev
 from coordinator.server import Running, Server, Started, serve
-from coordinator.storage.journal import Fenced, Journal
+from coordinator.storage.journal import Fenced, Journal, StoredJournal
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -643,6 +643,29 @@ def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
         await server.stop()
 
     asyncio.run(run())
+
+
+def test_a_running_coordinator_keeps_snapshots_and_starts_from_the_newest(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.server.SNAPSHOT_EVERY", 5)
+    monkeypatch.setattr("coordinator.server.FOLD_CHECK_S", 0.02)
+    first = start(stack, tmp_path)
+    fleet(stack, first, 2)
+    owner = Owner(first)
+    job = owner.submit(steps=20)
+    assert owner.watch(job).state == "finished"
+    eventually(lambda: first.call(lambda server: len(server.journal.snapshots()) == 2))
+    ledger, register = first.call(lambda server: (server.ledger.copy(), server.register))
+    first.stop()
+    with closing(StoredJournal(tmp_path / "journal.sqlite")) as journal:
+        newest, older = (snapshot.number for snapshot in journal.snapshots())
+        assert older < newest <= next(journal.rows(older)).number + 100
+        assert next(journal.rows()).number == older + 1
+    second = start(stack, tmp_path)
+    found = second.call(lambda server: (server.ledger.jobs, server.register))
+    assert found == (ledger.jobs, register)
+    assert Owner(second).job(job).state == "finished"
 
 
 @pytest.mark.parametrize("noticed", ["by an append", "by looking"])

@@ -18,6 +18,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.messages import batch as batches
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages.encoding import from_json, to_json
 from coordinator.messages.facts import CoordinatorStarted, Fact, Ledger, Record, from_record, to_record
 from coordinator.shell import scheduler_for
 from coordinator.storage.journal import Fenced
@@ -34,6 +35,7 @@ WRITE_S = 0.002
 AGGREGATE_S = 0.3
 RETRY_STORAGE_S = 5.0
 COMMAND_CHECK_S = 2.0
+SNAPSHOT_EVERY = 7  # records
 OPS = {"op": 1000}
 UPDATE_META = TensorMeta((10,), "float32")
 
@@ -47,6 +49,7 @@ class Folder:
     write_s: float = WRITE_S
     full: bool = False
     term: int = 0
+    snapshot: tuple[int, str] = (0, "")  # of how many records, and their fold as it is written
 
     def claim(self, at_s: float) -> int:
         """Have another coordinator command; returns its term."""
@@ -60,13 +63,24 @@ class Folder:
             raise Fenced(f"term {self.term} was claimed after {term}")
 
     def fold(self) -> Ledger:
-        """Return the ledger that a coordinator started now would have."""
-        ledger = Ledger()
-        for record in self.records:
+        """Return the ledger that a coordinator started now would have, of the snapshot and what follows."""
+        covered, text = self.snapshot
+        ledger = from_json(Ledger, json.loads(text)) if covered else Ledger()
+        replayed = Ledger()
+        for number, record in enumerate(self.records):
             fact = from_record(record)
             assert fact is not None, f"{record.kind} cannot be read back"
-            ledger.apply(fact)
+            replayed.apply(fact)
+            if number >= covered:
+                ledger.apply(fact)
+        # Blobs of replaced checkpoints are handed out once, before a snapshot or after it.
+        assert replace(ledger, superseded=set()) == replace(replayed, superseded=set()), "a snapshot differs"
         return ledger
+
+    def keep(self, ledger: Ledger) -> None:
+        """Write the fold of all records as a snapshot, now and then."""
+        if len(self.records) >= self.snapshot[0] + SNAPSHOT_EVERY:
+            self.snapshot = len(self.records), json.dumps(to_json(ledger))
 
     def write(self, fact: Fact, at_s: float) -> Fact:
         """Add a fact to the journal; returns it as it will be read back."""
@@ -179,6 +193,7 @@ class Coordinator(Process):
             self.shadow.apply(self.folder.write(fact, self.clock.now_s))
             self.clock.tell(f"journal {type(fact).__name__} {_shown(fact)}")
             self.recorded(fact)
+        self.folder.keep(self.shadow)
 
     def _retry(self) -> None:
         if self.folder.full:

@@ -196,7 +196,7 @@ def test_a_restarted_coordinator_goes_on_above_every_version_that_was_said() -> 
 
 def test_damaged_links_in_the_journal_are_named() -> None:
     record = to_record(LinksChanged("j", 2, 3, COARSE, "slower"), 1.0)
-    with pytest.raises(StorageError, match="damaged links"):
+    with pytest.raises(StorageError, match="damaged LinksChanged"):
         from_record(JournalRecord(record.kind, 1.0, {**record.payload, "links": [{"source": 1}]}))
 
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from atoll.errors import UsageError
 from coordinator.messages.facts import Record
-from coordinator.storage.journal import Fenced, Journal
+from coordinator.storage.journal import Fenced, Journal, StoredJournal
 
 pytest.importorskip("psycopg", reason="the driver of PostgreSQL is missing: pip install 'atoll[postgresql]'")
 BINARIES = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
@@ -90,6 +90,19 @@ def test_what_was_appended_is_replayed_and_each_claim_is_a_new_term(url: str) ->
     kinds = [record for record in again.replay() if record.kind == "kept"]
     assert kinds == written * 2
     again.close()
+
+
+def test_a_snapshot_takes_the_place_of_older_records(url: str) -> None:
+    journal = Journal(url)
+    journal.claim(0.0)
+    for n in range(3):
+        journal.append([Record("kept", float(n), {"n": n})])
+        journal.fold(journal.last_number(), f"state {n}", 0.0)
+    journal.close()
+    stored = StoredJournal(url)
+    assert [(s.number, s.payload) for s in stored.snapshots()] == [(4, "state 2"), (3, "state 1")]
+    assert [record.payload for record in stored.replay()] == [{"n": 2}]
+    stored.close()
 
 
 def test_a_second_coordinator_is_refused_while_the_first_ones_session_lives(url: str) -> None:
