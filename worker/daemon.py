@@ -309,6 +309,7 @@ class Daemon:
                 incarnation=self._incarnation,
                 codec_speeds=messages.speeds_to_proto(self._gauge.rates),
                 datasets=self._datasets(),
+                held=messages.held_stage(self._state),
             )
         )
 

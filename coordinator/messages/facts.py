@@ -15,6 +15,7 @@ from atoll.job import JobSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
 
+LINEAGE = 64  # versions remembered of one plan, for reports that come late
 ENDED = ("finished", "failed", "cancelled")
 STATE, MODEL = "federated/state", "federated/model"
 """Names in a federated job's checkpoint of the server's state and the newest global model."""
@@ -83,11 +84,19 @@ class RatioCapped:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
+    """A step, and all that its commit says but new links, whose own fact follows it: after a restart workers
+    hear it again."""
+
     job: str
     version: int
     step: int  # from 0; step + 1 are committed
     loss: float
     at_s: float
+    scale: float | None = None  # of gradients; None in journals of before, which lack the rest, too
+    store: bool = False
+    evaluate: bool = False
+    last: bool = False
+    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,11 +212,18 @@ class JobRecord:
 
     submitted: JobSubmitted
     plan: Plan | None = None
-    version: int = 0
+    version: int = 0  # the highest that was said
+    assigned: int = 0  # under which the plan's workers were given their stages
     steps: int = 0  # committed
     loss: float | None = None
     eval_loss: float | None = None
     cap: float | None = None  # largest ratio that the guard allows
+    # Of the plan adopted last: (version, first step) since, its newest commit, and what that asked for.
+    lineage: tuple[tuple[int, int], ...] = ()
+    commit: StepCommitted | None = None
+    relink: LinksChanged | None = None  # said, not begun
+    awaiting_eval: int | None = None
+    storing: tuple[int, ...] = ()  # steps whose checkpoint is not whole yet
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first, at most ``keep``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
@@ -259,19 +275,22 @@ class Ledger:
     def _apply_to_job(self, job: JobRecord, fact: JobFact) -> None:
         match fact:
             case PlanAdopted(_, plan):
-                job.plan, job.version = plan, plan.version
+                job.plan, job.version, job.assigned = plan, plan.version, plan.version
                 job.steps = job.last_checkpoint.step
+                job.lineage, job.commit, job.relink = ((plan.version, job.steps),), None, None
+                job.awaiting_eval, job.storing = None, ()
             case LinksChanged():
-                job.version = fact.version
-                if job.plan is not None:
-                    job.plan = job.plan.relinked(fact.version, fact.links)
+                job.version, job.relink = fact.version, fact
             case RatioCapped():
                 job.cap = fact.cap
             case StepCommitted():
-                job.steps, job.loss = fact.step + 1, fact.loss
+                self._commit(job, fact)
             case Evaluated():
                 job.eval_loss = fact.loss
+                if fact.step == job.awaiting_eval:
+                    job.awaiting_eval = None
             case CheckpointStored(_, step, tensors):
+                job.storing = tuple(done for done in job.storing if done > step)
                 kept = (*job.checkpoints, Checkpoint(step, tensors))
                 for old in kept[: -self.keep]:
                     self.superseded.update(old.tensors.values())
@@ -284,6 +303,18 @@ class Ledger:
                     job.eval_loss = loss
             case JobEnded(_, outcome, reason):
                 job.outcome, job.reason = outcome, reason
+
+    def _commit(self, job: JobRecord, fact: StepCommitted) -> None:
+        job.steps, job.loss, job.commit = fact.step + 1, fact.loss, fact
+        if fact.evaluate:
+            job.awaiting_eval = job.steps
+        if fact.store:
+            job.storing = (*job.storing, job.steps)
+        change = job.relink
+        if change is not None and job.steps >= change.first_step:
+            job.plan = job.plan.relinked(change.version, change.links) if job.plan is not None else None
+            job.lineage = (*job.lineage, (change.version, change.first_step))[-LINEAGE:]
+            job.relink = None
 
     def _close(self, job: JobRecord, fact: RoundClosed) -> None:
         kept = (*job.closed, fact)

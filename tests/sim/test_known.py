@@ -15,7 +15,6 @@ def test_a_hung_computation_costs_its_worker_and_not_the_run() -> None:
     assert violation_of(Scenario(seed=1, workers=4, pipeline=1, faults=(hung,)))[0] == ""
 
 
-@pytest.mark.xfail(strict=True, reason="a restarted coordinator goes on from the last checkpoint")
 def test_a_restarted_coordinator_loses_at_most_the_step_in_flight() -> None:
     why, world = violation_of(Scenario(seed=1, workers=4, pipeline=1, faults=(KillCoordinator(5.0, 0.5),)))
     assert why == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from tests.sim.network import End, Network, Stream
 from worker.session import events as e
 from worker.session import instructions as todo
 from worker.session.machine import Session, handle
+from worker.session.state import held
 
 CONNECT_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
@@ -208,7 +209,9 @@ class Worker(Machine):
         self.hear(e.Disconnected(reason, self.clock.random.random()))
 
     def _introduction(self) -> ev.Introduction:
-        return introduction(self.name, self.life, datasets=(DIGITS,) if self.data else ())
+        found = held(self.session)
+        holds = None if found is None else ev.Held(*astuple(found))
+        return introduction(self.name, self.life, datasets=(DIGITS,) if self.data else (), held=holds)
 
     # ------------------------------------------------------------ peers and blobs
 

@@ -21,6 +21,7 @@ from protos.text_limits import clean
 from worker.links.codecs import CodecUse
 from worker.machine.op_timing import OpProbe, OpTiming
 from worker.session import events, instructions, wire_federated
+from worker.session.state import Session, held
 from worker.stage.assignment import Assignment, PeerLink
 
 if TYPE_CHECKING:
@@ -240,6 +241,20 @@ def to_proto(message: object) -> pb.FromWorker:
         case instructions.Leaving(reason):
             return pb.FromWorker(leaving=pb.Leaving(reason=reason[:MAX_REASON_CHARS]))
     raise TypeError(f"not a message to the coordinator: {message!r}")
+
+
+def held_stage(state: Session) -> pb.HeldStage | None:
+    """The stage that a session holds, for its introduction."""
+    found = held(state)
+    if found is None:
+        return None
+    return pb.HeldStage(
+        job=found.job,
+        plan_version=found.version,
+        step=found.step,
+        loaded=found.loaded,
+        ready=found.ready,
+    )
 
 
 def step_ready(
