@@ -253,9 +253,10 @@ class PipelineDriver:
     def _resume(self, job: str) -> None:
         """Every worker of the plan is back: who has not loaded its stage is given it again."""
         del self.returning[job]
-        self.adapting.adopted(self.jobs[job], self.effects.ledger.jobs[job].cap)
-        for rank, place in enumerate(self.jobs[job].plan.places if self.jobs[job].plan else ()):
-            if self.jobs[job].phase is Phase.LOADING and rank not in self.jobs[job].loaded:
+        state = self.jobs[job]
+        self.adapting.adopted(state, self.effects.ledger.jobs[job].cap)
+        for rank, place in enumerate(state.plan.places if state.plan else ()):
+            if state.phase is Phase.LOADING and rank not in state.loaded:
                 self.reconnected(job, place.worker)
         self._step(job, Resumed())
 

@@ -22,7 +22,7 @@ TRAINING = TrainingSpec(
     steps=240, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3, clip_norm=0.5), checkpoint_every=25
 )
 KILL_AFTER = (30, 77, 150)
-"""Steps after which it is killed: at once, so anywhere within the next ones, and while a checkpoint is stored."""
+"""Steps after which it is killed at once: anywhere within the next ones, or while a checkpoint is stored."""
 
 pytestmark = pytest.mark.slow
 

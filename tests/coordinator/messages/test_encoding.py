@@ -25,7 +25,7 @@ FACTS: list[facts.Fact] = [
     facts.PlanAdopted("j", PLAN),
     facts.LinksChanged("j", 4, 9, LINKS, "slower"),
     facts.RatioCapped("j", 5, 11.2),
-    facts.StepCommitted("j", 3, 8, 1 / 3, 2.5),
+    facts.StepCommitted("j", 3, 8, 1 / 3, 2.5, 0.75, store=True, evaluate=True, coded=True),
     facts.Evaluated("j", 9, 0.25),
     facts.CheckpointStored("j", 9, {"w0": HASH, "w1": HASH}),
     facts.RoundClosed(

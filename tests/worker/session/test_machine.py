@@ -13,6 +13,7 @@ from worker.session import events as e
 from worker.session import instructions as do
 from worker.session import machine as s
 from worker.session.machine import Phase, Session, handle
+from worker.session.state import Held, held
 
 PEERS = frozenset({"w-b"})
 
@@ -300,6 +301,43 @@ def test_a_worker_that_never_saw_a_coordinator_takes_any_and_one_refused_waits_l
         state, todo = told(state, e.Disconnected("x", jitter=1.0), e.Welcome("w-a", 0.5, term=4))
         waits += [i.after_s for i in todo if isinstance(i, do.Reconnect)]
     assert waits == sorted(set(waits))
+
+
+# ---------------------------------------------------------------- what a restarted coordinator is told
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (JOINED, None),
+        ((*JOINED, assigned()), Held("j", 1, 4, loaded=False, ready=False)),
+        (LOADED, Held("j", 1, 4, loaded=True, ready=False)),
+        (TRAINING, Held("j", 1, 4, loaded=True, ready=False)),
+        (WAITING, Held("j", 1, 4, loaded=True, ready=True)),
+        ((*WAITING, commit(4, evaluate=True)), Held("j", 1, 4, loaded=True, ready=True)),
+        (
+            (*WAITING, commit(4, evaluate=True), e.StepApplied("j", 1, 4)),
+            Held("j", 1, 5, loaded=True, ready=False),
+        ),
+        ((*WAITING, commit(4), e.StepApplied("j", 1, 4)), Held("j", 1, 5, loaded=True, ready=False)),
+        ((*WAITING, commit(4), e.StageBroke("j", 1, 4, "disk")), Held("j", 1, 4, loaded=True, ready=False)),
+        ((*TRAINING, e.Release("j", 1, "why")), None),
+        ((*JOINED, e.Participate("f", 1, "work")), None),
+    ],
+)
+def test_what_is_held_names_the_steps_applied_and_the_one_that_is_ready(
+    events: tuple[e.Event, ...], expected: Held | None
+):
+    state, _ = told(Session(), *events)
+    assert held(state) == expected
+    assert held(told(state, e.Disconnected("killed", 0.0))[0]) == expected
+
+
+def test_a_stage_whose_links_have_changed_names_the_version_that_was_assigned():
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
+    state = through(state, 5, 6)
+    assert state.version == 2
+    assert held(state) == Held("j", 1, 7, loaded=True, ready=False)
 
 
 # ---------------------------------------------------------------- new links at a step border
