@@ -18,6 +18,7 @@ from worker.session import instructions as do
 from worker.session.state import (
     LIVE,
     RECENT,
+    STAGED,
     WELCOMED,
     Kind,
     Phase,
@@ -33,6 +34,7 @@ __all__ = ["TRANSITIONS", "Phase", "Session", "Step", "handle"]
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 4.0
+BACKOFF_STAGED_S = 1.0  # the same of the few that hold a stage: a step waits for the last of them
 MAX_ERAS = 32  # versions remembered of one assignment: a snapshot may be stored long after its step
 HOLDING = WELCOMED - {Phase.IDLE}
 ORDERS = (
@@ -105,7 +107,8 @@ def _welcomed(state: Session, event: ev.Welcome) -> Step:
 
 @TRANSITIONS.on(*LIVE)
 def _disconnected(state: Session, event: ev.Disconnected) -> Step:
-    after = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(state.attempts, 16))
+    most_s = BACKOFF_STAGED_S if state.phase in STAGED else BACKOFF_MOST_S
+    after = min(most_s, BACKOFF_FIRST_S * 2.0 ** min(state.attempts, 16))
     state = replace(state, connected=False, attempts=state.attempts + 1)
     return state, (do.Reconnect(after * (0.5 + 0.5 * event.jitter), event.reason),)
 

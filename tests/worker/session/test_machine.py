@@ -137,6 +137,16 @@ def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
     assert todo[-1] == do.Reconnect(s.BACKOFF_FIRST_S, "away")
 
 
+def test_who_holds_a_stage_comes_back_sooner_as_others_wait_for_it():
+    state, _ = told(Session(), *TRAINING)
+    waits = []
+    for _ in range(8):
+        state, todo = told(state, e.Disconnected("away", jitter=1.0))
+        waits += [i.after_s for i in todo if isinstance(i, do.Reconnect)]
+    assert waits[:3] == [0.2, 0.4, 0.8]
+    assert set(waits[3:]) == {s.BACKOFF_STAGED_S}
+
+
 @pytest.mark.parametrize(
     "late",
     [
