@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import built_in, run_local
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
+from benchmarks.waits import came_about
 from coordinator.client.prepare import prepare
 from coordinator.messages.facts import CoordinatorStarted, PlanAdopted, StepCommitted, from_record
 from coordinator.storage.journal import StoredJournal
@@ -74,3 +76,21 @@ def test_every_step_is_committed_once_and_the_model_is_that_of_an_undisturbed_ru
     assert trained
     for name in trained:
         assert torch.equal(found[name], expected[name]["value"]), name
+
+
+def test_a_worker_hangs_up_on_a_coordinator_of_a_smaller_term_and_takes_the_next() -> None:
+    """The journal's term was set back, as where its folder was restored from a backup."""
+    with LoopbackFleet(1) as fleet:
+        port, log = work_port(fleet.state.with_suffix(".log")), fleet.state.with_name("worker0.log")
+        killed_and_started_again(fleet, port)  # term 2
+        fleet._wait_for(1)
+        fleet._processes[0].kill()
+        fleet._processes[0].wait()
+        with closing(sqlite3.connect(fleet.state / "journal.sqlite")) as connection:
+            connection.execute("UPDATE command SET term = 0")
+            connection.commit()
+        killed_and_started_again(fleet, port)  # term 1
+        refused = "a coordinator of term 1 answers, and one of term 2 commands"
+        assert came_about(lambda: log.read_text().count(refused) >= 2, fleet._processes), fleet.log("worker0")
+        killed_and_started_again(fleet, port)  # term 2 again
+        fleet._wait_for(1)
