@@ -27,26 +27,25 @@ import grpc
 import structlog
 
 import atoll
-from atoll.errors import UsageError
+from atoll.errors import StorageError, UsageError
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
 from coordinator.client.endpoint import address_text
 from coordinator.config import CoordinatorConfig
-from coordinator.messages.facts import Ledger, from_record
 from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
 from coordinator.services.descriptors import raise_limit
 from coordinator.services.doors import Door, StageData
 from coordinator.services.owner import OwnerService
 from coordinator.services.prometheus import Exporter
-from coordinator.services.register import Register
+from coordinator.services.recovery import SNAPSHOT_EVERY, Folded, recover
 from coordinator.services.sweep import sweep_for_ever
 from coordinator.services.work import WorkService
 from coordinator.shell import Shell, scheduler_for
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.data_provider import DataProvider
 from coordinator.storage.graph_store import GraphStore
-from coordinator.storage.journal import Journal
+from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.run_log import Logs, RunLogs
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
@@ -59,11 +58,15 @@ from protos.telemetry import Event
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
 LOCK_FILE = "serving"
 KEPT = ("journal.sqlite", "blobs", "ca", "address.json", LOCK_FILE)  # by which a state folder is known as one
-FOLDER_VERSION = 2  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
+FOLDER_VERSION = 3  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 OLDEST_FOLDER = 1  # that is read as it is
 MAX_STREAMS = 128  # of one connection to the entry port
 SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
 GRACE_S = 0.3  # for calls in progress when the server stops
+COMMAND_CHECK_S = 2.0  # a coordinator that nobody uses notices so late that another commands
+COMMAND_ANSWER_S = 30.0
+FOLD_CHECK_S = 1.0
+FOLD_AGAIN_S = 60.0  # after one that could not be written
 FULL_COLLECTION_AFTER = 100  # collections of the middle generation
 
 log = structlog.get_logger()
@@ -94,8 +97,14 @@ class Server:
         self._lock = FolderLock(config.state_dir / LOCK_FILE, partial(_refusal, config.state_dir))
         try:
             raise_version(config.state_dir, FOLDER_VERSION)
+            self.journal = Journal(config.journal_url)
+        except BaseException:
+            self._lock.release()
+            raise
+        try:
             self._restore()
         except BaseException:
+            self.journal.close()
             self._lock.release()
             raise
 
@@ -105,18 +114,15 @@ class Server:
         begun_s, begun = time.time(), time.monotonic()
         # Wall time that never jumps, so that silence is measured truly.
         self._clock: Callable[[], float] = lambda: begun_s + (time.monotonic() - begun)
-        self.journal = Journal(config.journal_url)
-        self.ledger = Ledger(config.keep_checkpoints)
-        self.register = Register()
-        records = 0
-        for record in self.journal.replay():
-            records += 1
-            self.register.apply(record)
-            fact = from_record(record)
-            if fact is not None:
-                self.ledger.apply(fact)
-        self.blobs = BlobStore(config.blob_dir, config.max_blob_bytes, config.blob_quota_bytes)
+        self.journal.claim(self._clock())
+        folded = recover(self.journal, config.keep_checkpoints)
+        self.ledger, self.register = folded.ledger, folded.register
         self.ledger.take_superseded()
+        if folded.records >= SNAPSHOT_EVERY:
+            self.journal.fold(folded.number, folded.encoded(), self._clock())
+        else:
+            self.journal.unfolded = folded.records
+        self.blobs = BlobStore(config.blob_dir, config.max_blob_bytes, config.blob_quota_bytes)
         self.authority = None if config.insecure else Authority.open(config.state_dir / "ca")
         self.shell = Shell(
             config,
@@ -128,7 +134,7 @@ class Server:
             Logs(config.log_lines),
             RunLogs(config.runs_dir, config.trace_bytes),
         )
-        self.shell.restored(records)
+        self.shell.restored(folded.records)
         self.desk = AppDesk(self.shell)
         self.exporter: Exporter | None = None
         self._servers: list[grpc.aio.Server] = []
@@ -152,7 +158,13 @@ class Server:
         entry_port = await self._serve_entry(config.entry_port, identity, owner, owner_token, work_port)
         self._tasks = [
             asyncio.create_task(work)
-            for work in (self.shell.run(), self.shell.tick(), sweep_for_ever(self.shell))
+            for work in (
+                self.shell.run(),
+                self.shell.tick(),
+                self._command(),
+                self._fold_now_and_then(),
+                sweep_for_ever(self.shell),
+            )
         ]
         if config.metrics_port is not None:
             self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port)
@@ -161,6 +173,7 @@ class Server:
         log.info(
             Event.SERVER_STARTED.value,
             version=atoll.__version__,
+            term=self.journal.term,
             entry_port=entry_port,
             work_port=work_port,
             insecure=config.insecure,
@@ -176,6 +189,35 @@ class Server:
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
+
+    async def _command(self) -> None:
+        """Look now and then whether this coordinator still commands; Fenced ends it."""
+        while True:
+            await asyncio.sleep(COMMAND_CHECK_S)
+            try:
+                await asyncio.wait_for(asyncio.to_thread(self.journal.check), COMMAND_ANSWER_S)
+            except TimeoutError:
+                raise Fenced(
+                    f"the journal's database did not answer within {COMMAND_ANSWER_S:.0f} s: another "
+                    "coordinator may command by now; this one ends, start it again when the database answers"
+                ) from None
+
+    async def _fold_now_and_then(self) -> None:
+        """Keep snapshots of the journal, so that a start reads little of it."""
+        while True:
+            await asyncio.sleep(FOLD_CHECK_S)
+            if self.journal.unfolded < SNAPSHOT_EVERY or not self.shell.settled:
+                continue
+            try:
+                # All that was decided is on the disk; what will be while the copy is encoded is not in it.
+                copy = Folded(self.ledger, self.register, self.journal.last_number()).copy()
+                text = await asyncio.to_thread(copy.encoded)
+                self.journal.fold(copy.number, text, self._clock())
+            except Fenced:
+                raise
+            except StorageError as error:
+                log.warning(Event.STORAGE_FAILED.value, reason=str(error))
+                await asyncio.sleep(FOLD_AGAIN_S)
 
     async def stop(self) -> None:
         """Stop listening and write what is left; within ``stop_within_s``."""

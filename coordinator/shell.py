@@ -34,7 +34,7 @@ from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import GraphStore
-from coordinator.storage.journal import Journal
+from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.run_log import Logs, Point, RunLogs
 from protos import telemetry
 from protos.telemetry import Event as Name
@@ -149,7 +149,7 @@ class Shell:
         await done
 
     async def run(self) -> None:
-        """Handle events until cancelled."""
+        """Handle events until cancelled; raises Fenced when another coordinator commands."""
         while True:
             batch = [await self._events.get()]
             while len(batch) < BATCH and not self._events.empty():
@@ -160,6 +160,8 @@ class Shell:
         """Post ticks until cancelled."""
         while True:
             await asyncio.sleep(self.config.liveness.heartbeat_s / 2)
+            if self.journal.fenced:  # somebody's call found out
+                raise Fenced(self.journal.fenced)
             self.post(ev.Tick())
             self.runs.flush()
             self._retry_storage()
@@ -183,7 +185,12 @@ class Shell:
                 _resolve(posted, error)
         caused = [instructions for _, instructions in todo]
         facts = batches.facts(caused)
-        failure = self._write(facts, now_s)
+        try:
+            failure = self._write(facts, now_s)
+        except Fenced as fenced:
+            for posted in batch:
+                _resolve(posted, fenced)
+            raise
         for posted, instructions in todo:
             for instruction in batches.consequences(instructions, durable=failure is None):
                 self._attempt(instruction, now_s)
@@ -219,6 +226,11 @@ class Shell:
 
     # ------------------------------------------------------------ storage
 
+    @property
+    def settled(self) -> bool:
+        """Whether the ledger is the fold of what is on the disk; asked between two batches."""
+        return not self._unwritten
+
     def _write(self, facts: list[Fact], now_s: float) -> StorageError | None:
         if not facts:
             return None
@@ -227,6 +239,8 @@ class Shell:
             return StorageError(self.scheduler.effects.storage or "the journal cannot be written")
         try:
             self.journal.append([to_record(fact, now_s) for fact in facts])
+        except Fenced:
+            raise
         except StorageError as error:
             self._unwritten += facts
             self._retry_s = now_s + RETRY_STORAGE_S
@@ -240,6 +254,8 @@ class Shell:
             return
         try:
             self.journal.append([to_record(fact, now_s) for fact in self._unwritten])
+        except Fenced:
+            raise
         except StorageError:
             self._retry_s = now_s + RETRY_STORAGE_S
             return

@@ -336,6 +336,7 @@ class Introduction(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     DATASETS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     site: _builtins.str
@@ -358,6 +359,10 @@ class Introduction(_message.Message):
     def datasets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatasetFacts]:
         """registered here for federated training"""
 
+    @_builtins.property
+    def held(self) -> Global___HeldStage:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -370,14 +375,50 @@ class Introduction(_message.Message):
         incarnation: _builtins.int = ...,
         codec_speeds: _abc.Iterable[Global___CodecSpeed] | None = ...,
         datasets: _abc.Iterable[Global___DatasetFacts] | None = ...,
+        held: Global___HeldStage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "datasets", b"datasets", "device", b"device", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "datasets", b"datasets", "device", b"device", "held", b"held", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Introduction: _TypeAlias = Introduction  # noqa: Y015
+
+@_typing.final
+class HeldStage(_message.Message):
+    """The stage that this process still holds, under the version assigned. ``step`` is in flight here, so as many
+    are applied; ready: it was reported, and its commit is awaited or being carried out.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    plan_version: _builtins.int
+    step: _builtins.int
+    loaded: _builtins.bool
+    ready: _builtins.bool
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        plan_version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        loaded: _builtins.bool = ...,
+        ready: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "loaded", b"loaded", "plan_version", b"plan_version", "ready", b"ready", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldStage: _TypeAlias = HeldStage  # noqa: Y015
 
 @_typing.final
 class FieldFacts(_message.Message):
@@ -1192,7 +1233,10 @@ Global___FromWorker: _TypeAlias = FromWorker  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """A worker without a job may beat every idle_heartbeat_s; 0: as often as with one."""
+    """A worker without a job may beat every idle_heartbeat_s; 0: as often as with one.
+    term: of the coordinator that commands; all that this stream says is of it. A worker that has seen a
+    greater one ends the stream and obeys nothing of it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1200,10 +1244,12 @@ class Welcome(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     TIME_S_FIELD_NUMBER: _builtins.int
     IDLE_HEARTBEAT_S_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     heartbeat_s: _builtins.float
     time_s: _builtins.float
     idle_heartbeat_s: _builtins.float
+    term: _builtins.int
     def __init__(
         self,
         *,
@@ -1211,10 +1257,11 @@ class Welcome(_message.Message):
         heartbeat_s: _builtins.float = ...,
         time_s: _builtins.float = ...,
         idle_heartbeat_s: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "idle_heartbeat_s", b"idle_heartbeat_s", "time_s", b"time_s", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_s", b"heartbeat_s", "idle_heartbeat_s", b"idle_heartbeat_s", "term", b"term", "time_s", b"time_s", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -161,7 +161,7 @@ class Daemon:
             before = self._state
             self._state, todo = machine.handle(before, event)
             self._note(before, event)
-            if isinstance(event, events.Welcome):
+            if isinstance(event, events.Welcome) and not self._state.outdated:
                 self._heartbeat_s = event.heartbeat_s
                 self._idle_heartbeat_s = max(event.heartbeat_s, event.idle_heartbeat_s)
                 self._welcomed.set()
@@ -191,6 +191,10 @@ class Daemon:
                 threading.Thread(
                     target=self._reconnect, args=(after_s,), name="atoll-reconnect", daemon=True
                 ).start()
+            case instructions.HangUp(reason):
+                log.warning("session.refused", reason=reason)
+                if self._stream is not None:
+                    self._stream.close(wait=False)
             case instructions.Quit(reason, dismissed, for_good):
                 if dismissed and self._end is None:
                     word = "dismissed for good" if for_good else "dismissed"
@@ -288,6 +292,7 @@ class Daemon:
                 incarnation=self._incarnation,
                 codec_speeds=self._host.codec_speeds,
                 datasets=self._datasets(),
+                held=messages.held_stage(self._state),
             )
         )
 

@@ -24,6 +24,21 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A stage that a worker still holds when it opens a session.
+
+    ``version`` was assigned; ``step`` is the one in flight there, so as many are applied; ``ready``: it was
+    reported, and its commit is awaited or being carried out; ``loaded``: loading is over.
+    """
+
+    job: str
+    version: int
+    step: int
+    loaded: bool = True
+    ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """Facts that a worker states about itself."""
 
@@ -48,6 +63,7 @@ class Introduction:
     codec_speeds: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # encode, decode bytes/s
     datasets: tuple[DatasetFacts, ...] = ()  # registered there for federated training
     instructions: str = ""  # of the CPU that torch uses, such as AVX2
+    held: Held | None = None
 
     @property
     def device_class(self) -> DeviceClass:

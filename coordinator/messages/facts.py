@@ -6,17 +6,16 @@ in flight) is learnt again. ``Ledger.apply`` is the only way state changes, live
 
 from __future__ import annotations
 
-import base64
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from atoll.errors import StorageError
+from atoll.errors import AtollError, StorageError
 from atoll.job import JobSpec
-from atoll.plan import LinkSpec, Mask, Plan
-from protos.convert import decode, encode
+from atoll.plan import LinkSpec, Plan
+from coordinator.messages.encoding import from_json, to_json
 
+LINEAGE = 64  # versions remembered of one plan, for reports that come late
 ENDED = ("finished", "failed", "cancelled")
 STATE, MODEL = "federated/state", "federated/model"
 """Names in a federated job's checkpoint of the server's state and the newest global model."""
@@ -29,6 +28,7 @@ class Record:
     kind: str
     at_s: float
     payload: Mapping[str, Any]
+    number: int = field(default=0, compare=False)  # in the journal that it was read from, from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,13 @@ class Checkpoint:
 
     step: int
     tensors: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorStarted:
+    """A coordinator took command: what follows it wrote, until the next one did."""
+
+    term: int  # from 1, rising
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +84,19 @@ class RatioCapped:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
+    """A step, and all that its commit says but new links, whose own fact follows it: after a restart workers
+    hear it again."""
+
     job: str
     version: int
     step: int  # from 0; step + 1 are committed
     loss: float
     at_s: float
+    scale: float | None = None  # of gradients; None in journals of before, which lack the rest, too
+    store: bool = False
+    evaluate: bool = False
+    last: bool = False
+    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +156,7 @@ class JobEnded:
     reason: str
 
 
-Fact = (
+JobFact = (
     JobSubmitted
     | PlanAdopted
     | LinksChanged
@@ -153,7 +168,9 @@ Fact = (
     | RoundEvaluated
     | JobEnded
 )
+Fact = CoordinatorStarted | JobFact
 _KINDS: dict[str, type[Fact]] = {
+    "CoordinatorStarted": CoordinatorStarted,
     "JobSubmitted": JobSubmitted,
     "PlanAdopted": PlanAdopted,
     "LinksChanged": LinksChanged,
@@ -171,47 +188,22 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_record(fact: Fact, at_s: float) -> Record:
-    """The journal's form of a fact."""
-    payload: dict[str, Any] = {}
-    for f in dataclasses.fields(fact):
-        value = getattr(fact, f.name)
-        if isinstance(value, JobSpec | Plan):
-            payload[f.name] = base64.b64encode(encode(value)).decode()
-        elif f.name == "links":
-            payload[f.name] = [dataclasses.asdict(link) for link in value]
-        else:
-            payload[f.name] = dict(value) if isinstance(value, Mapping) else value
-    return Record(_NAMES[type(fact)], at_s, payload)
+    """Return the journal's form of a fact."""
+    return Record(_NAMES[type(fact)], at_s, to_json(fact))
 
 
 def from_record(record: Record) -> Fact | None:
-    """The fact that ``to_record`` wrote, None for a record of somebody else (tokens, workers).
+    """Return the fact that ``to_record`` wrote, None for a record of somebody else (tokens, workers).
 
     StorageError when it is damaged.
     """
     kind = _KINDS.get(record.kind)
     if kind is None:
         return None
-    hints = get_type_hints(kind)
-    values: dict[str, Any] = {}
-    for name, value in record.payload.items():
-        hint = hints.get(name)
-        if hint is JobSpec or hint is Plan:
-            value = decode(hint, base64.b64decode(value))
-        elif name == "links":
-            value = _links(value)
-        values[name] = value
     try:
-        return kind(**values)
-    except TypeError as error:
+        return from_json(kind, record.payload)
+    except (TypeError, KeyError, ValueError, AttributeError, AtollError) as error:
         raise StorageError(f"the journal holds a damaged {record.kind} event: {error}") from error
-
-
-def _links(value: Any) -> tuple[LinkSpec, ...]:
-    try:
-        return tuple(LinkSpec(**{**link, "mask": Mask(link["mask"])}) for link in value)
-    except (TypeError, KeyError, ValueError) as error:
-        raise StorageError(f"the journal holds damaged links: {error}") from error
 
 
 @dataclass(slots=True)
@@ -220,11 +212,18 @@ class JobRecord:
 
     submitted: JobSubmitted
     plan: Plan | None = None
-    version: int = 0
+    version: int = 0  # the highest that was said
+    assigned: int = 0  # under which the plan's workers were given their stages
     steps: int = 0  # committed
     loss: float | None = None
     eval_loss: float | None = None
     cap: float | None = None  # largest ratio that the guard allows
+    # Of the plan adopted last: (version, first step) since, its newest commit, and what that asked for.
+    lineage: tuple[tuple[int, int], ...] = ()
+    commit: StepCommitted | None = None
+    relink: LinksChanged | None = None  # said, not begun
+    awaiting_eval: int | None = None
+    storing: tuple[int, ...] = ()  # steps whose checkpoint is not whole yet
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first, at most ``keep``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
@@ -258,10 +257,13 @@ class Ledger:
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     submissions: dict[str, str] = field(default_factory=dict)
     superseded: set[str] = field(default_factory=set)  # blobs of checkpoints that were replaced
+    term: int = 0  # of the coordinator that started last
 
     def apply(self, fact: Fact) -> None:
         """Take in one fact; KeyError when it speaks of a job that no fact made."""
         match fact:
+            case CoordinatorStarted(term):
+                self.term = term
             case JobSubmitted():
                 start = fact.start_step
                 self.jobs[fact.job] = JobRecord(fact, steps=start)
@@ -270,22 +272,25 @@ class Ledger:
             case _:
                 self._apply_to_job(self.jobs[fact.job], fact)
 
-    def _apply_to_job(self, job: JobRecord, fact: Fact) -> None:
+    def _apply_to_job(self, job: JobRecord, fact: JobFact) -> None:
         match fact:
             case PlanAdopted(_, plan):
-                job.plan, job.version = plan, plan.version
+                job.plan, job.version, job.assigned = plan, plan.version, plan.version
                 job.steps = job.last_checkpoint.step
+                job.lineage, job.commit, job.relink = ((plan.version, job.steps),), None, None
+                job.awaiting_eval, job.storing = None, ()
             case LinksChanged():
-                job.version = fact.version
-                if job.plan is not None:
-                    job.plan = job.plan.relinked(fact.version, fact.links)
+                job.version, job.relink = fact.version, fact
             case RatioCapped():
                 job.cap = fact.cap
             case StepCommitted():
-                job.steps, job.loss = fact.step + 1, fact.loss
+                self._commit(job, fact)
             case Evaluated():
                 job.eval_loss = fact.loss
+                if fact.step == job.awaiting_eval:
+                    job.awaiting_eval = None
             case CheckpointStored(_, step, tensors):
+                job.storing = tuple(done for done in job.storing if done > step)
                 kept = (*job.checkpoints, Checkpoint(step, tensors))
                 for old in kept[: -self.keep]:
                     self.superseded.update(old.tensors.values())
@@ -298,6 +303,18 @@ class Ledger:
                     job.eval_loss = loss
             case JobEnded(_, outcome, reason):
                 job.outcome, job.reason = outcome, reason
+
+    def _commit(self, job: JobRecord, fact: StepCommitted) -> None:
+        job.steps, job.loss, job.commit = fact.step + 1, fact.loss, fact
+        if fact.evaluate:
+            job.awaiting_eval = job.steps
+        if fact.store:
+            job.storing = (*job.storing, job.steps)
+        change = job.relink
+        if change is not None and job.steps >= change.first_step:
+            job.plan = job.plan.relinked(change.version, change.links) if job.plan is not None else None
+            job.lineage = (*job.lineage, (change.version, change.first_step))[-LINEAGE:]
+            job.relink = None
 
     def _close(self, job: JobRecord, fact: RoundClosed) -> None:
         kept = (*job.closed, fact)
@@ -314,6 +331,11 @@ class Ledger:
         found = self.superseded - self.referenced_blobs()
         self.superseded = set()
         return found
+
+    def copy(self) -> Ledger:
+        """Return the same state, which facts to come do not change."""
+        jobs = {name: replace(job, evaluated=dict(job.evaluated)) for name, job in self.jobs.items()}
+        return replace(self, jobs=jobs, submissions=dict(self.submissions), superseded=set(self.superseded))
 
     def referenced_blobs(self) -> set[str]:
         """Every blob that some job still needs."""

@@ -92,6 +92,11 @@ class StageLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """After our restart every worker of the plan is back with its stage."""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     reason: str
 
@@ -112,7 +117,16 @@ class Relinked:
 
 
 Event = (
-    Picked | Waits | Profiled | Planned | FromRank[StageMessage] | StageLost | Cancelled | Broken | Relinked
+    Picked
+    | Waits
+    | Profiled
+    | Planned
+    | FromRank[StageMessage]
+    | StageLost
+    | Resumed
+    | Cancelled
+    | Broken
+    | Relinked
 )
 
 # ---------------------------------------------------------------- what is to be done

@@ -35,17 +35,19 @@ from coordinator.messages.jobs import (
     Profiled,
     Record,
     ReleaseAll,
+    Resumed,
     StageLost,
     Todo,
     ToRanks,
     Waits,
 )
-from coordinator.pipeline import machine
+from coordinator.pipeline import machine, restart
 from coordinator.pipeline.assigning import assignment
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
+from coordinator.pipeline.restart import Returning
 from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
@@ -68,6 +70,7 @@ class PipelineDriver:
     effects: Effects
     measuring: Measuring
     jobs: dict[str, JobState] = field(default_factory=dict)
+    returning: dict[str, Returning] = field(default_factory=dict)  # by job, after our restart
     profiling: Profiling = field(init=False)
     adapting: Adapting = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
@@ -106,11 +109,21 @@ class PipelineDriver:
         if record.outcome:
             state = replace(state, phase=Phase(record.outcome), reason=record.reason, step=record.steps)
         elif record.version:
-            reason = f"the coordinator was restarted; goes on from step {checkpoint.step}"
-            state = replace(state, phase=Phase.PAUSED, reason=reason)
-            workers = frozenset(place.worker for place in record.plan.places) if record.plan else frozenset()
-            self.profiling.holds[job] = Hold(self.effects.now_s + RESTART_GRACE_S, workers)
+            state = self._awaited(state, record)
         self._put(state)
+
+    def _awaited(self, state: JobState, record: JobRecord) -> JobState:
+        """Go on with the plan that ran when we stopped once its workers are back; plan anew where the journal
+        does not say enough."""
+        until_s = self.effects.now_s + RESTART_GRACE_S
+        workers = frozenset(place.worker for place in record.plan.places) if record.plan else frozenset()
+        running = restart.running(state, record, self.effects.now_s)
+        if running is not None:
+            self.returning[state.job] = Returning(record.assigned, workers, set(workers), until_s)
+            return running
+        self.profiling.holds[state.job] = Hold(until_s, workers)
+        reason = f"the coordinator was restarted; goes on from step {state.checkpoint.step}"
+        return replace(state, phase=Phase.PAUSED, reason=reason)
 
     def _put(self, state: JobState) -> None:
         self.jobs[state.job] = self.effects.jobs[state.job] = state
@@ -196,11 +209,56 @@ class PipelineDriver:
         return False
 
     def admitted(self, worker: str) -> None:
-        """Release the stage that a worker which was away may still hold: it would refuse to be measured."""
-        for state in self.jobs.values():
-            if state.phase not in ENDED and state.rank_of(worker) is not None:
-                reason = "the stage was taken back while you were away"
-                self.effects.send(worker, do.Release(state.job, state.version, reason))
+        """Give a worker its rank again after our restart. Else release the stage that one which was away may
+        still hold: it would refuse to be measured."""
+        for state in list(self.jobs.values()):
+            if state.phase in ENDED or state.rank_of(worker) is None:
+                continue
+            back = self.returning.get(state.job)
+            if back is None or worker not in back.missing:
+                self._take_back(state, worker)
+                continue
+            wrong = self._unfit(state, back, worker)
+            if wrong:
+                self._step(state.job, StageLost(f"{self.effects.label(worker)} came back {wrong}"))
+                self._take_back(self.jobs[state.job], worker)
+            else:
+                self._returned(state, back, worker)
+
+    def _take_back(self, state: JobState, worker: str) -> None:
+        reason = "the stage was taken back while you were away"
+        self.effects.send(worker, do.Release(state.job, state.version, reason))
+
+    def _unfit(self, state: JobState, back: Returning, worker: str) -> str:
+        known = self.effects.roster.workers[worker]
+        if known.quarantined:
+            return f"and is quarantined: {known.quarantined}"
+        if known.member.job:
+            return f"and took part in {known.member.job}"
+        return back.unfit(state, known.introduction.held)
+
+    def _returned(self, state: JobState, back: Returning, worker: str) -> None:
+        rank, job = state.rank_of(worker), state.job
+        assert rank is not None  # noqa: S101 - the caller has looked
+        back.missing.discard(worker)
+        self.effects.move(worker, members.AssignedTo(job, rank))
+        held = self.effects.roster.workers[worker].introduction.held
+        if state.phase is not Phase.LOADING:
+            self.reconnected(job, worker)
+        elif back.has_loaded(held):
+            self._step(job, FromRank(rank, ev.Loaded(job, back.assigned)))
+        if not back.missing and job in self.returning:
+            self._resume(job)
+
+    def _resume(self, job: str) -> None:
+        """Every worker of the plan is back: who has not loaded its stage is given it again."""
+        del self.returning[job]
+        state = self.jobs[job]
+        self.adapting.adopted(state, self.effects.ledger.jobs[job].cap)
+        for rank, place in enumerate(state.plan.places if state.plan else ()):
+            if state.phase is Phase.LOADING and rank not in state.loaded:
+                self.reconnected(job, place.worker)
+        self._step(job, Resumed())
 
     def reconnected(self, job: str, worker: str) -> None:
         """Repeat what was under way to a worker; its own last words it repeats itself."""
@@ -208,6 +266,8 @@ class PipelineDriver:
         rank = state.rank_of(worker)
         if rank is None:
             return
+        if state.phase is Phase.LOADING and job in self.returning:
+            return  # the addresses of its neighbours come with them
         if state.phase is Phase.LOADING and rank not in state.loaded:
             self.effects.send(worker, assignment(state, rank, self.effects.roster))
         elif state.phase in STEPPING and state.last_commit is None:
@@ -262,6 +322,10 @@ class PipelineDriver:
     def tick(self) -> None:
         """Let time pass."""
         self.profiling.end_holds()
+        for job, back in list(self.returning.items()):
+            if self.effects.now_s >= back.until_s:
+                missing = ", ".join(sorted(back.missing))
+                self._step(job, StageLost(f"{missing} did not come back after our restart"))
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -355,6 +419,9 @@ class PipelineDriver:
             self._evaluated(state)
         if before.phase in PREPARING and state.phase not in PREPARING:
             self.profiling.stop(job)
+        back = self.returning.pop(job, None) if state.phase not in RUNNING else None
+        if back is not None and state.phase is Phase.PAUSED:
+            self.profiling.holds.setdefault(job, Hold(back.until_s, back.workers))
         if state.phase in ENDED:
             self.adapting.over(job)
 

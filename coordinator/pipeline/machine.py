@@ -46,6 +46,7 @@ from coordinator.messages.jobs import (
     Record,
     ReleaseAll,
     Relinked,
+    Resumed,
     StageLost,
     Todo,
     ToRanks,
@@ -182,10 +183,24 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
         loaded=loaded,
         phase=Phase.TRAINING,
         reason=reason,
-        begun_s=now_s,
+        ready={},
+        begun_s=None if state.ready else now_s,
         store_due_s=now_s + CHECKPOINT_EVERY_S,
     )
-    return begun, [ToRanks(StepStart(state.job, state.version, state.step))]
+    todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.step))]
+    for rank, report in state.ready.items():
+        if begun.phase is Phase.TRAINING:
+            begun, more = _ready(begun, FromRank(rank, report), now_s)
+            todo += more
+    return begun, todo
+
+
+@TRANSITIONS.on(Phase.LOADING)
+def _ready_before(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome:
+    """A rank repeats a step that began before our restart: it counts once we know that all had loaded."""
+    if event.message.step != state.step:
+        return state, _late(state, event.rank, event.message.step)
+    return replace(state, ready={**state.ready, event.rank: event.message}), []
 
 
 # ---------------------------------------------------------------- steps
@@ -248,7 +263,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     )
     committed = relink.begun(committed)
     todo: list[Todo] = [
-        Record(StepCommitted(state.job, state.version, state.step, loss, now_s)),
+        Record(_fact(commit, loss, now_s)),
         *_change_links(state, change),
         ToRanks(commit),
         Point(done, "loss", loss),
@@ -260,6 +275,22 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         todo.append(Point(done, "gradient_norm", math.sqrt(sum(norms))))
     settled, more = _settle(committed)
     return settled, todo + more
+
+
+def _fact(commit: StepCommit, loss: float, now_s: float) -> StepCommitted:
+    """Everything that the commit says, so that it can be said again after a restart."""
+    return StepCommitted(
+        commit.job,
+        commit.version,
+        commit.step,
+        loss,
+        now_s,
+        commit.gradient_scale,
+        commit.store,
+        commit.evaluate,
+        commit.last,
+        commit.evaluate_coded,
+    )
 
 
 def _store_due(state: JobState, done: int, now_s: float) -> bool:
@@ -375,7 +406,15 @@ def _gap(state: JobState) -> str:
     return f"; held-out loss without codecs {gap:.1%} above that through them" if gap > SHOWN_GAP else ""
 
 
-# ---------------------------------------------------------------- interruptions and ends
+# ---------------------------------------------------------------- restarts, interruptions and ends
+
+
+@TRANSITIONS.on(*RUNNING)
+def _resume(state: JobState, event: Resumed, now_s: float) -> Outcome:
+    """All workers of the plan are back after our restart; what was in flight there goes on. When the step
+    began nobody knows."""
+    reason = f"goes on with plan {state.version} after a restart of the coordinator"
+    return replace(state, reason=reason, begun_s=None), []
 
 
 @TRANSITIONS.on(*RUNNING)

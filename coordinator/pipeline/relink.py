@@ -14,6 +14,7 @@ from atoll.compression import ADATOPK, AUTO, LOSSLESS, Compression
 from atoll.job import TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from compressors.catalogue import CODECS
+from coordinator.messages.facts import LINEAGE
 from coordinator.messages.instructions import Relink
 from coordinator.messages.jobs import JobState, Relinked
 from coordinator.planning.ratios import assumed_ratio
@@ -23,7 +24,6 @@ MATERIAL = 0.1  # of a ratio: less is not worth a new version
 ADAPTIVE = frozenset({AUTO, ADATOPK, LOSSLESS})
 """Modes whose codecs depend on the links; a codec by name is what the owner said, off is off."""
 MAX_REASON_CHARS = 1000
-LINEAGE = 64  # versions remembered, for reports that come late
 
 Stages = tuple[int, int]
 

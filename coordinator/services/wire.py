@@ -56,7 +56,12 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         codecs=tuple(clean(c, 60) for c in bounds.count("codecs", m.codecs, MAX_CODECS)),
         codec_speeds=_speeds(m.codec_speeds),
         datasets=datasets_from_proto(m.datasets),
+        held=_held(m.held) if m.HasField("held") else None,
     )
+
+
+def _held(m: pb.HeldStage) -> ev.Held:
+    return ev.Held(bounds.name("job", m.job, LIMITS), m.plan_version, m.step, m.loaded, m.ready)
 
 
 def _speeds(listed: Sequence[pb.CodecSpeed]) -> dict[str, tuple[float, float]]:

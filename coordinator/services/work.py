@@ -109,6 +109,7 @@ class WorkService(rpc.WorkServicer):
             heartbeat_s=liveness.heartbeat_s,
             time_s=shell.clock(),
             idle_heartbeat_s=liveness.idle_heartbeat_s(len(shell.outboxes) + 1),
+            term=shell.journal.term,
         )
         await context.write(pb.ToWorker(welcome=welcome))
         outbox = Outbox(worker, next(_sessions), asyncio.Queue(), asyncio.current_task())

@@ -17,7 +17,16 @@ import pytest
 import torch
 
 from atoll.errors import UsageError
-from benchmarks import adaptive_compression, gpu, harness, oracle, pipeline_vs_torch, transport, two_parts
+from benchmarks import (
+    adaptive_compression,
+    gpu,
+    harness,
+    journal,
+    oracle,
+    pipeline_vs_torch,
+    transport,
+    two_parts,
+)
 from benchmarks.adaptive_compression import Series, same_losses
 from benchmarks.harness import CommandFailed, LabFleet, conclude, execute, fitting, follow
 from benchmarks.pipeline_vs_torch import strays
@@ -435,3 +444,11 @@ def test_the_oracle_takes_models_by_name() -> None:
     assert {*oracle.BUILT_IN, "mixtral"} < {*oracle.model_names("all")}
     with pytest.raises(UsageError, match=r"no model 'vgg'; give all, or some of mlp,"):
         oracle.model_names("t5,vgg")
+
+
+def test_a_journals_snapshot_and_all_its_records_are_the_same_state() -> None:
+    figures = journal.measured(steps=1500, seed=3)
+    assert (figures["same_state"], figures["records_after_snapshot"]) == (True, 1500)
+    assert (
+        figures["records"] == 2000 + 1500 + 3 * 2 + 3 + 2 + 1
+    )  # steps, beginnings, checkpoints, ends, the term

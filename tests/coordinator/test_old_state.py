@@ -26,7 +26,7 @@ from worker.data.registry import verify_dataset
 from worker.federated.client_state import ClientStore
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
-COMMITS = ("9125213", "7d21c3e")  # each the last of a version of the folder, or the oldest known
+COMMITS = ("9125213", "7d21c3e", "67a3b94")  # each the last of a version of the folder, or the oldest known
 MAX_BYTES = 4 << 20  # Git packs a write-ahead log to a fortieth
 JOBS = {PIPELINE: "regression-2", FEDERATED: "scaffold-2"}
 STEPS = {PIPELINE: 300, FEDERATED: 24}
@@ -93,7 +93,7 @@ def test_a_coordinator_opens_the_folder_and_finds_every_blob(kind: str, folder: 
         ledger, blobs = running.server.ledger, running.server.blobs
         assert ledger.jobs[JOBS[kind]].steps > 0
         assert [name for name in sorted(ledger.referenced_blobs()) if not blobs.path(name).is_file()] == []
-    assert (state / VERSION_FILE).read_text().strip() == "2"
+    assert (state / VERSION_FILE).read_text().strip() == "3"
 
 
 def test_a_worker_finds_its_settings(folder: Path) -> None:

@@ -277,10 +277,12 @@ def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkp
     store(world, 0)
     world.step()
     world.restart()
-    assert world.state().phase is jobs.Phase.PAUSED
+    assert world.state().phase is jobs.Phase.TRAINING
+    assert "waits for its workers" in world.state().reason
     world.join("c", "b")
     world.wait(0.5)
     assert world.state().phase is jobs.Phase.PAUSED
+    assert "b came back without its stage" in world.state().reason
     world.join("a")
     world.wait(0.5)
     state = world.state()
@@ -289,6 +291,7 @@ def test_after_a_restart_a_job_waits_for_its_workers_and_goes_on_from_its_checkp
 
 def test_a_worker_that_still_holds_a_stage_is_released_before_it_is_measured() -> None:
     world = Scripted().training()
+    world.step()
     world.restart()
     world.join("a", "b")
     assert type(world.to("b", object)[0]) is do.Release

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from benchmarks.commit import WIDTH, chain, submission, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig, Liveness, Probing
+from coordinator.messages import events as ev
 from coordinator.server import Running, Server, Started, serve
+from coordinator.storage.journal import Fenced, Journal, StoredJournal
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -638,6 +641,55 @@ def test_a_coordinator_whose_event_loop_died_ends_instead_of_answering(
         with pytest.raises(RuntimeError, match="a mistake of ours"):
             await asyncio.wait_for(server.broken(), HUNG_S)
         await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_running_coordinator_keeps_snapshots_and_starts_from_the_newest(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.server.SNAPSHOT_EVERY", 5)
+    monkeypatch.setattr("coordinator.server.FOLD_CHECK_S", 0.02)
+    first = start(stack, tmp_path)
+    fleet(stack, first, 2)
+    owner = Owner(first)
+    job = owner.submit(steps=20)
+    assert owner.watch(job).state == "finished"
+    eventually(lambda: first.call(lambda server: len(server.journal.snapshots()) == 2))
+    ledger, register = first.call(lambda server: (server.ledger.copy(), server.register))
+    first.stop()
+    with closing(StoredJournal(tmp_path / "journal.sqlite")) as journal:
+        newest, older = (snapshot.number for snapshot in journal.snapshots())
+        assert older < newest <= next(journal.rows(older)).number + 100
+        assert next(journal.rows()).number == older + 1
+    second = start(stack, tmp_path)
+    found = second.call(lambda server: (server.ledger.jobs, server.register))
+    assert found == (ledger.jobs, register)
+    assert Owner(second).job(job).state == "finished"
+
+
+@pytest.mark.parametrize("noticed", ["by an append", "by looking"])
+def test_a_coordinator_that_does_not_command_any_more_ends_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noticed: str
+) -> None:
+    """The journal was claimed by another, where locks do not reach: of two machines with one disk."""
+    if noticed == "by looking":
+        monkeypatch.setattr("coordinator.server.COMMAND_CHECK_S", 0.05)
+
+    async def run() -> None:
+        server = Server(CoordinatorConfig(tmp_path / "state", entry_port=0, insecure=True))
+        await server.start()
+        with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as connection:
+            connection.execute("UPDATE command SET term = term + 1")
+        connection.close()
+        if noticed == "by an append":
+            server.shell.post(ev.Submitted("j", "", submission(4, TrainingSpec(3, 2), False)[0], {}))
+        with pytest.raises(Fenced, match="does not command its journal any more"):
+            await asyncio.wait_for(server.broken(), HUNG_S)
+        await server.stop()
+        assert "j" not in [
+            record.payload.get("job") for record in Journal(server.config.journal_url).replay()
+        ]
 
     asyncio.run(run())
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import CheckpointStored, Fact, RoundClosed, StepCommitted
+from coordinator.messages.facts import (
+    CheckpointStored,
+    CoordinatorStarted,
+    Fact,
+    PlanAdopted,
+    RoundClosed,
+    StepCommitted,
+)
 from coordinator.messages.jobs import ENDED, Phase
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.relink import version_at
@@ -17,6 +24,7 @@ from tests.sim.compute import reference
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
+    from tests.sim.coordinator import Coordinator
     from tests.sim.world import World
 
 
@@ -29,6 +37,7 @@ class Checks:
     """Watches a world; the reference of every job is computed without it."""
 
     world: World
+    plans: dict[str, int] = field(default_factory=dict)  # job -> next step of its plan
     ready: dict[tuple[str, int, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     applied: dict[tuple[str, str, int], int] = field(default_factory=dict)  # worker life, job -> next step
     counted: dict[tuple[str, str], int] = field(default_factory=dict)  # job, update -> round
@@ -69,52 +78,70 @@ class Checks:
         if coordinator.alive and awaited:
             raise Violation(f"{worker} is to load blob {blob[:8]} of {work.job}, which was deleted")
 
+    def obeyed(self, worker: str, message: Any, term: int, newest: int) -> None:
+        """Of two coordinators a worker obeys the one that commands, once it knows of it."""
+        if term < newest and hasattr(message, "job"):
+            what = f"{type(message).__name__} of {message.job}"
+            raise Violation(f"{worker} obeys a {what} of term {term} after one of term {newest}")
+
     # ------------------------------------------------------------ what the coordinator does
 
-    def recorded(self, fact: Fact) -> None:
+    def recorded(self, coordinator: Coordinator, fact: Fact) -> None:
         """Look at a fact that has just become durable."""
+        self._commands(coordinator, fact)
         match fact:
+            case PlanAdopted(job):
+                self.plans[job] = coordinator.shadow.jobs[job].steps
             case StepCommitted():
-                self._committed(fact)
+                self._committed(coordinator, fact)
             case CheckpointStored(job, step, tensors):
                 self._stored(job, step, tensors)
             case RoundClosed():
                 self._closed(fact)
 
-    def performed(self, instruction: do.Instruction) -> None:
+    def _commands(self, coordinator: Coordinator, fact: Fact) -> None:
+        newest = max(
+            (r.payload["term"] for r in coordinator.folder.records if r.kind == CoordinatorStarted.__name__),
+            default=0,
+        )
+        if coordinator.term != newest:
+            what = f"{type(fact).__name__} of {getattr(fact, 'job', '')}"
+            raise Violation(f"term {coordinator.term} records a {what} after term {newest} began")
+
+    def performed(self, coordinator: Coordinator, instruction: do.Instruction) -> None:
         """Look at what the coordinator does."""
         self.events += 1
         match instruction:
             case do.SendTo(_, do.StepCommit() as commit):
-                self._commit(commit)
+                self._commit(coordinator, commit)
             case do.AggregateRound():
                 self._counted(instruction)
 
-    def _commit(self, commit: do.StepCommit) -> None:
-        driver: Any = self.world.coordinator.scheduler.driver_of(commit.job)
+    def _commit(self, coordinator: Coordinator, commit: do.StepCommit) -> None:
+        driver: Any = coordinator.scheduler.driver_of(commit.job)
         state = driver.jobs[commit.job]
         ranks = {place.worker for place in state.plan.places}
         missing = ranks - self.ready[commit.job, commit.version, commit.step]
         if missing and self.committed.get(commit.job, -1) < commit.step:
             raise Violation(f"{commit.job} commits step {commit.step} without {sorted(missing)}")
-        durable = self.world.coordinator.shadow.jobs[commit.job]
+        durable = coordinator.shadow.jobs[commit.job]
         if durable.steps <= commit.step:
             raise Violation(f"{commit.job} sends the commit of step {commit.step} before it is durable")
 
-    def _committed(self, fact: StepCommitted) -> None:
+    def _committed(self, coordinator: Coordinator, fact: StepCommitted) -> None:
+        awaited = self.plans.get(fact.job, fact.step)
+        if fact.step != awaited:
+            raise Violation(f"{fact.job} records step {fact.step} of its plan, next is {awaited}")
+        self.plans[fact.job] = fact.step + 1
         losses = self.references[fact.job][1]
         if fact.loss != losses[fact.step]:
             raise Violation(f"{fact.job}: step {fact.step} is not that of an undisturbed run")
-        missing = {place.worker for place in self._plan(fact).places} - self.ready[
-            fact.job, fact.version, fact.step
-        ]
+        driver: Any = coordinator.scheduler.driver_of(fact.job)
+        ranks = {place.worker for place in driver.jobs[fact.job].plan.places}
+        missing = ranks - self.ready[fact.job, fact.version, fact.step]
         if missing:
             raise Violation(f"{fact.job} records step {fact.step} without {sorted(missing)}")
         self.committed[fact.job] = max(self.committed.get(fact.job, -1), fact.step)
-
-    def _plan(self, fact: StepCommitted) -> Any:
-        driver: Any = self.world.coordinator.scheduler.driver_of(fact.job)
-        return driver.jobs[fact.job].plan
 
     def _stored(self, job: str, step: int, tensors: Mapping[str, str]) -> None:
         wanted, _ = reference(self.world.specs[job], step)

@@ -18,8 +18,10 @@ from coordinator.config import CoordinatorConfig
 from coordinator.messages import batch as batches
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import Fact, Ledger, Record, from_record, to_record
+from coordinator.messages.encoding import from_json, to_json
+from coordinator.messages.facts import CoordinatorStarted, Fact, Ledger, Record, from_record, to_record
 from coordinator.shell import scheduler_for
+from coordinator.storage.journal import Fenced
 from tests.sim.clock import Process, digest
 from tests.sim.network import End, Network, Stream
 
@@ -32,6 +34,8 @@ PLAN_S = 0.2
 WRITE_S = 0.002
 AGGREGATE_S = 0.3
 RETRY_STORAGE_S = 5.0
+COMMAND_CHECK_S = 2.0
+SNAPSHOT_EVERY = 7  # records
 OPS = {"op": 1000}
 UPDATE_META = TensorMeta((10,), "float32")
 
@@ -44,15 +48,39 @@ class Folder:
     blobs: set[str] = field(default_factory=set)
     write_s: float = WRITE_S
     full: bool = False
+    term: int = 0
+    snapshot: tuple[int, str] = (0, "")  # of how many records, and their fold as it is written
+
+    def claim(self, at_s: float) -> int:
+        """Have another coordinator command; returns its term."""
+        self.term += 1
+        self.write(CoordinatorStarted(self.term), at_s)
+        return self.term
+
+    def check(self, term: int) -> None:
+        """Raise Fenced when a coordinator of a later term commands."""
+        if term != self.term:
+            raise Fenced(f"term {self.term} was claimed after {term}")
 
     def fold(self) -> Ledger:
-        """Return the ledger that a coordinator started now would have."""
-        ledger = Ledger()
-        for record in self.records:
+        """Return the ledger that a coordinator started now would have, of the snapshot and what follows."""
+        covered, text = self.snapshot
+        ledger = from_json(Ledger, json.loads(text)) if covered else Ledger()
+        replayed = Ledger()
+        for number, record in enumerate(self.records):
             fact = from_record(record)
             assert fact is not None, f"{record.kind} cannot be read back"
-            ledger.apply(fact)
+            replayed.apply(fact)
+            if number >= covered:
+                ledger.apply(fact)
+        # Blobs of replaced checkpoints are handed out once, before a snapshot or after it.
+        assert replace(ledger, superseded=set()) == replace(replayed, superseded=set()), "a snapshot differs"
         return ledger
+
+    def keep(self, ledger: Ledger) -> None:
+        """Write the fold of all records as a snapshot, now and then."""
+        if len(self.records) >= self.snapshot[0] + SNAPSHOT_EVERY:
+            self.snapshot = len(self.records), json.dumps(to_json(ledger))
 
     def write(self, fact: Fact, at_s: float) -> Fact:
         """Add a fact to the journal; returns it as it will be read back."""
@@ -86,6 +114,7 @@ class Coordinator(Process):
     fewest: int = field(default=1, kw_only=True)  # stages of a plan
     stages: int = field(default=3, kw_only=True)  # at most
     slowness: float = field(default=1.0, kw_only=True)  # of its threads
+    term: int = field(default=0, init=False)
     scheduler: Scheduler = field(init=False)
     outboxes: dict[str, Outbox] = field(default_factory=dict, init=False)
     shadow: Ledger = field(default_factory=Ledger, init=False)  # fold of what is durable
@@ -97,15 +126,32 @@ class Coordinator(Process):
     def start(self) -> None:
         """Begin, perhaps anew, from what the folder holds."""
         super().start()
+        self.term = self.folder.claim(self.clock.now_s)
         self.shadow = self.folder.fold()
         self.scheduler = scheduler_for(self.config, self.folder.fold(), self.clock.now_s)
         self.outboxes, self._events, self._busy, self._unwritten = {}, [], False, []
         self.after(self.config.liveness.heartbeat_s / 2, self._tick)
+        self.after(COMMAND_CHECK_S, self._check)
 
     @property
     def settled(self) -> bool:
         """Whether everything that was decided is on the disk."""
         return self.alive and not self._busy and not self._unwritten
+
+    def commands(self) -> bool:
+        """Whether it may act upon its journal; a coordinator of an earlier term ends at once."""
+        try:
+            self.folder.check(self.term)
+        except Fenced as fenced:
+            self.clock.tell(f"{self.name} ends: {fenced}")
+            self.kill()
+            self.network.died(self)
+            return False
+        return True
+
+    def _check(self) -> None:
+        if self.commands():
+            self.after(COMMAND_CHECK_S, self._check)
 
     # ------------------------------------------------------------ events
 
@@ -141,10 +187,13 @@ class Coordinator(Process):
         self.after(write_s, lambda: self._perform(caused, durable=True))
 
     def _write(self, facts: Iterable[Fact]) -> None:
+        if not self.commands():
+            return
         for fact in facts:
             self.shadow.apply(self.folder.write(fact, self.clock.now_s))
             self.clock.tell(f"journal {type(fact).__name__} {_shown(fact)}")
             self.recorded(fact)
+        self.folder.keep(self.shadow)
 
     def _retry(self) -> None:
         if self.folder.full:
@@ -152,7 +201,8 @@ class Coordinator(Process):
             return
         facts, self._unwritten = self._unwritten, []
         self._write(facts)
-        self.post(ev.StorageRecovered())
+        if self.alive:
+            self.post(ev.StorageRecovered())
 
     def _perform(self, caused: list[list[do.Instruction]], *, durable: bool) -> None:
         for instructions in caused:

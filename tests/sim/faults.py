@@ -133,7 +133,7 @@ class KillCoordinator(Fault):
         if world.coordinator.alive:
             world.coordinator.kill()
             world.network.died(world.coordinator)
-            world.clock.after(self.seconds, world.coordinator.start)
+            world.clock.after(self.seconds, partial(world.restart, world.coordinator))
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,14 @@ class FreezeCoordinator(Fault):
     def strike(self, world: World) -> None:
         world.coordinator.freeze()
         world.clock.after(self.seconds, world.coordinator.thaw)
+
+
+@dataclass(frozen=True)
+class TakeOver(Fault):
+    """Another machine starts a coordinator on the same database: it took the first for dead."""
+
+    def strike(self, world: World) -> None:
+        world.take_over(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ WEIGHTS: dict[type[Fault], int] = {
     Crash: 6, Freeze: 3, Slow: 2, Leave: 1, Partition: 3, CutOff: 3, BreakStreams: 4, KillCoordinator: 3,
     ClockJump: 1, FreezeCoordinator: 1, SlowDisk: 1, FullDisk: 1, LossyWeather: 1, Repeats: 4,
 }  # fmt: skip
-"""What a run may draw. ``Hang`` is not among it: nothing notices one yet."""
+"""What a run may draw beside a ``TakeOver``. ``Hang`` is not among it: nothing notices one yet."""
 
 
 def drawn(random: Random, workers: list[str], within_s: float, most: int = 6) -> tuple[Fault, ...]:

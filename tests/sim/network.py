@@ -60,6 +60,7 @@ class Stream:
                 later_s = until_s + RETRANSMIT_S
                 if later_s - sent_s > KEEPALIVE_S:
                     self.end("no answer", at)
+                    self.end("no answer", 1 - at, notice_s=RESET_S)  # nor do its words get any
                 else:
                     self.last_s[at] = max(self.last_s[at], later_s)
                     self._deliver(at, message, later_s, sent_s)

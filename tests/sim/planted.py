@@ -15,8 +15,9 @@ from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
 from coordinator.pipeline import machine
-from tests.sim.coordinator import Coordinator
-from tests.sim.faults import Fault, Repeats
+from tests.sim.coordinator import Coordinator, Folder
+from tests.sim.faults import Fault, Repeats, TakeOver
+from worker.session import machine as session
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -71,6 +72,16 @@ def stale_version_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(machine, "_stale", lambda state, event: None)
 
 
+def stale_term_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A worker obeys whatever coordinator welcomes it."""
+    patch.setattr(session, "_of_smaller_term", lambda state, welcome: False)
+
+
+def stale_term_recorded(patch: pytest.MonkeyPatch) -> None:
+    """A coordinator goes on writing after another has claimed its journal."""
+    patch.setattr(Folder, "check", lambda folder, term: None)
+
+
 def fact_after_consequence(patch: pytest.MonkeyPatch) -> None:
     """Workers hear of what is written afterwards."""
 
@@ -83,7 +94,11 @@ def fact_after_consequence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_handle", bug)
 
 
-SHOWN_BY: dict[Plant, type[Fault]] = {stale_version_accepted: Repeats}
+SHOWN_BY: dict[Plant, type[Fault]] = {
+    stale_version_accepted: Repeats,
+    stale_term_accepted: TakeOver,
+    stale_term_recorded: TakeOver,
+}
 """Without such a fault a world cannot show the bug, and need not be run."""
 
 PLANTED: tuple[Plant, ...] = (
@@ -91,5 +106,7 @@ PLANTED: tuple[Plant, ...] = (
     commit_before_all_ranks,
     manifest_written_first,
     stale_version_accepted,
+    stale_term_accepted,
+    stale_term_recorded,
     fact_after_consequence,
 )

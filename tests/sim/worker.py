@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any
 
 from atoll.federated import DatasetFacts, FieldFacts
@@ -15,6 +16,7 @@ from tests.sim.network import End, Network, Stream
 from worker.session import events as e
 from worker.session import instructions as todo
 from worker.session.machine import Session, handle
+from worker.session.state import held
 
 CONNECT_S = 0.1
 CONNECT_TIMEOUT_S = 5.0
@@ -87,6 +89,7 @@ class Worker(Machine):
     applied: Callable[[str, str, int, int], None] = field(default=lambda *_: None, kw_only=True)
     said: Callable[[str, Any], None] = field(default=lambda *_: None, kw_only=True)
     missed: Callable[[str, do.Assign, str], None] = field(default=lambda *_: None, kw_only=True)
+    obeyed: Callable[[str, Any, int, int], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
     clock_off_s: float = field(default=0.0, init=False)
     session: Session = field(default_factory=Session, init=False)
@@ -94,12 +97,13 @@ class Worker(Machine):
     bench: Bench = field(init=False)
     _idle_heartbeat_s: float = field(default=0.0, init=False)
     _beaten_s: float = field(default=0.0, init=False)
+    _term: int = field(default=0, init=False)  # the greatest it was welcomed under
     _links: dict[str, Stream] = field(default_factory=dict, init=False)
 
     def start(self) -> None:
         """Begin a process that knows nothing of an earlier one's session."""
         super().start()
-        self.session, self.stream, self._links = Session(), None, {}
+        self.session, self.stream, self._links, self._term = Session(), None, {}, 0
         self._idle_heartbeat_s, self._beaten_s = 0.0, self.clock.now_s
         self.bench = Bench(self, self.hear, self._send_tensors, self._store, self._has, self._applied)
         self._connect()
@@ -123,6 +127,10 @@ class Worker(Machine):
                 self.said(self.name, told)
                 if self.stream is not None:
                     self.stream.send(1, told)
+            case todo.HangUp(reason):
+                if self.stream is not None:
+                    self.stream.end(reason, 1)
+                    self.stream.end(reason, 0, notice_s=self.network.delay_s)
             case todo.Reconnect(after_s, _):
                 self.stream = None
                 self.after(after_s, self._connect)
@@ -168,35 +176,42 @@ class Worker(Machine):
             if not coordinator.alive or coordinator.life != life:
                 self.after(0.0, lambda: self._lost("connection refused"))
             else:
-                coordinator.accept(self._end(), self.name, self._introduction(), self._welcome)
+                end = End(self, partial(self._received, coordinator.term), self._lost)
+                welcome = partial(self._welcome, coordinator)
+                coordinator.accept(end, self.name, self._introduction(), welcome)
 
         coordinator.clock.after(CONNECT_S * (0.5 + random.random()), reach)
 
-    def _end(self) -> End:
-        return End(self, self._received, self._lost)
+    def _welcome(self, coordinator: Coordinator, stream: Stream) -> None:
+        liveness, term = coordinator.config.liveness, coordinator.term
 
-    def _welcome(self, stream: Stream) -> None:
         def hear() -> None:
-            self.stream, liveness = stream, self.coordinator().config.liveness
-            self._idle_heartbeat_s = liveness.idle_heartbeat_s(len(self.coordinator().outboxes))
-            self.hear(e.Welcome(self.name, liveness.heartbeat_s, self._idle_heartbeat_s))
+            self.stream, self._term = stream, max(self._term, term)
+            self._idle_heartbeat_s = liveness.idle_heartbeat_s(len(coordinator.outboxes))
+            self.hear(e.Welcome(self.name, liveness.heartbeat_s, self._idle_heartbeat_s, term))
 
         # The welcome is the stream's first message: nothing overtakes it.
         arrival_s = self.clock.now_s + self.network.travel_s("", self.name, 100)
         stream.last_s[1] = arrival_s
         self.after(arrival_s - self.clock.now_s, hear)
 
-    def _received(self, message: Any) -> None:
+    def _received(self, term: int, message: Any) -> None:
         event = event_of(message)
-        if event is not None:
-            self.hear(event)
+        if event is None:
+            return
+        ignored = self.session.ignored
+        self.hear(event)
+        if self.session.ignored == ignored:
+            self.obeyed(self.name, message, term, self._term)
 
     def _lost(self, reason: str) -> None:
         self.stream = None
         self.hear(e.Disconnected(reason, self.clock.random.random()))
 
     def _introduction(self) -> ev.Introduction:
-        return introduction(self.name, self.life, datasets=(DIGITS,) if self.data else ())
+        found = held(self.session)
+        holds = None if found is None else ev.Held(*astuple(found))
+        return introduction(self.name, self.life, datasets=(DIGITS,) if self.data else (), held=holds)
 
     # ------------------------------------------------------------ peers and blobs
 

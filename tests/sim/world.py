@@ -13,13 +13,14 @@ from atoll.job import JobSpec, TrainingSpec
 from coordinator.messages import events as ev
 from tests.sim.checks import Checks, Violation
 from tests.sim.clock import Clock, digest
-from tests.sim.coordinator import NAME, OPS, Coordinator
-from tests.sim.faults import Fault, drawn
+from tests.sim.coordinator import NAME, OPS, Coordinator, Folder
+from tests.sim.faults import Fault, TakeOver, drawn
 from tests.sim.network import Network
 from tests.sim.worker import Worker
 
 FAULTS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 600.0
+TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
 
@@ -62,7 +63,10 @@ def scenario(seed: int) -> Scenario:
     workers = random.randint(3, 6)
     pipeline, federated = random.choice(((1, 0), (1, 0), (2, 0), (0, 1), (1, 1)))
     found = Scenario(seed, workers, pipeline, federated)
-    return replace(found, faults=drawn(random, found.names(), FAULTS_WITHIN_S))
+    faults = drawn(random, found.names(), FAULTS_WITHIN_S)
+    if random.random() < TAKEN_OVER:
+        faults += (TakeOver(round(2.0 + 14.0 * random.random(), 2), round(1.0 + 3.0 * random.random(), 2)),)
+    return replace(found, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
 
 
 @dataclass
@@ -76,29 +80,53 @@ class World:
     workers: dict[str, Worker] = field(default_factory=dict)
     specs: dict[str, JobSpec] = field(default_factory=dict)
     checks: Checks = field(init=False)
+    former: list[Coordinator] = field(default_factory=list)  # that another machine's took the place of
+    doubtful_until_s: float = 0.0  # until then workers find now the one, now the other
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.scenario.seed)
         self.network = Network(self.clock)
         self.checks = Checks(self)
-        self.coordinator = Coordinator(
-            self.clock,
-            NAME,
-            network=self.network,
-            recorded=self.checks.recorded,
-            performed=self.checks.performed,
-        )
+        self.coordinator = self._coordinator(NAME, Folder())
         for name in self.scenario.names():
             self.workers[name] = Worker(
                 self.clock,
                 name,
                 network=self.network,
-                coordinator=lambda: self.coordinator,
+                coordinator=self._found,
                 peers=self.workers.get,
                 applied=self.checks.applied_step,
                 said=self.checks.said,
                 missed=self.checks.missed,
+                obeyed=self.checks.obeyed,
             )
+
+    def _coordinator(self, name: str, folder: Folder) -> Coordinator:
+        made = Coordinator(self.clock, name, network=self.network, folder=folder)
+        made.recorded = partial(self.checks.recorded, made)
+        made.performed = partial(self.checks.performed, made)
+        return made
+
+    def _found(self) -> Coordinator:
+        """Return the coordinator that answers whoever connects now."""
+        both = self.clock.now_s < self.doubtful_until_s and self.former[-1].alive
+        return self.former[-1] if both and self.clock.random.random() < 0.5 else self.coordinator
+
+    def take_over(self, seconds: float) -> None:
+        """Start a coordinator elsewhere, on the same database; the one before knows nothing of it."""
+        self.former.append(self.coordinator)
+        self.doubtful_until_s = self.clock.now_s + seconds
+        self.coordinator = self._coordinator(f"{NAME}-{len(self.former) + 1}", self.coordinator.folder)
+        self.coordinator.start()
+        for worker in self.workers.values():  # their addresses are not the same any more
+            for _ in range(2):
+                moved = partial(self.network.break_streams, worker, False)
+                self.clock.after(seconds * self.clock.random.random(), moved)
+
+    def restart(self, coordinator: Coordinator) -> None:
+        """Start a killed coordinator again, unless another has taken its place."""
+        if coordinator is self.coordinator and not coordinator.alive:
+            coordinator.start()
 
     def begin(self) -> None:
         """Start everybody, submit the jobs, and plan the faults."""

@@ -13,6 +13,7 @@ class Welcome:
     worker: str
     heartbeat_s: float
     idle_heartbeat_s: float = 0.0  # without a job; never shorter than heartbeat_s
+    term: int = 0  # of the coordinator that says it, and all that follows on its stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,13 @@ class Reconnect:
 
 
 @dataclass(frozen=True, slots=True)
+class HangUp:
+    """End the stream; its end is a lost connection like any other."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Quit:
     reason: str
     dismissed: bool
@@ -181,6 +188,6 @@ class Quit:
 
 Instruction = (
     LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
-    | TimeOps | TimeLink | Send | Reconnect | Quit | JoinFederation | TrainLocally | EvaluateLocally
+    | TimeOps | TimeLink | Send | Reconnect | HangUp | Quit | JoinFederation | TrainLocally | EvaluateLocally
     | SettleRound
 )  # fmt: skip

@@ -18,6 +18,7 @@ from worker.session import instructions as do
 from worker.session.state import (
     LIVE,
     RECENT,
+    STAGED,
     WELCOMED,
     Kind,
     Phase,
@@ -33,8 +34,14 @@ __all__ = ["TRANSITIONS", "Phase", "Session", "Step", "handle"]
 
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 4.0
+BACKOFF_STAGED_S = 1.0  # the same of the few that hold a stage: a step waits for the last of them
 MAX_ERAS = 32  # versions remembered of one assignment: a snapshot may be stored long after its step
 HOLDING = WELCOMED - {Phase.IDLE}
+ORDERS = (
+    ev.Assign, ev.StepStart, ev.StepCommit, ev.StepDiscard, ev.Release, ev.ProbeOps, ev.ProbeLink,
+    ev.Participate, ev.TrainRound, ev.EvaluateRound, ev.RoundTaken,
+)  # fmt: skip
+"""What a coordinator says on its stream. A dismissal is none: it is ours, too, when we are refused."""
 
 TRANSITIONS: Transitions[Session, [], Step] = Transitions(Phase, ev.Event)
 TRANSITIONS.include(federated.TRANSITIONS)
@@ -49,9 +56,19 @@ def handle(state: Session, event: ev.Event) -> Step:
     recent = (*state.recent, f"{state.phase}:{type(event).__name__}")[-RECENT:]
     state = replace(state, recent=recent)
     transition = TRANSITIONS.get((state.phase, type(event)))
-    if transition is None or not _current(state, event):
+    if transition is None or not _current(state, event) or (state.outdated and isinstance(event, ORDERS)):
         return ignore(state)
+    if isinstance(event, ev.Welcome) and _of_smaller_term(state, event):
+        reason = (
+            f"a coordinator of term {event.term} answers, and one of term {state.term} commands; where its "
+            "state was restored from a backup, start this worker again"
+        )
+        return replace(state, outdated=True), (do.HangUp(reason),)
     return transition(state, event)
+
+
+def _of_smaller_term(state: Session, welcome: ev.Welcome) -> bool:
+    return welcome.term < state.term
 
 
 def _current(state: Session, event: ev.Event) -> bool:
@@ -76,13 +93,22 @@ def _current(state: Session, event: ev.Event) -> bool:
 @TRANSITIONS.on(*LIVE)
 def _welcomed(state: Session, event: ev.Welcome) -> Step:
     phase = Phase.IDLE if state.phase is Phase.CONNECTING else state.phase
-    state = replace(state, phase=phase, worker=event.worker, connected=True, attempts=0)
+    state = replace(
+        state,
+        phase=phase,
+        worker=event.worker,
+        connected=True,
+        attempts=0,
+        term=event.term,
+        outdated=False,
+    )
     return state, tuple(do.Send(kept.message) for kept in state.unacknowledged)
 
 
 @TRANSITIONS.on(*LIVE)
 def _disconnected(state: Session, event: ev.Disconnected) -> Step:
-    after = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2.0 ** min(state.attempts, 16))
+    most_s = BACKOFF_STAGED_S if state.phase in STAGED else BACKOFF_MOST_S
+    after = min(most_s, BACKOFF_FIRST_S * 2.0 ** min(state.attempts, 16))
     state = replace(state, connected=False, attempts=state.attempts + 1)
     return state, (do.Reconnect(after * (0.5 + 0.5 * event.jitter), event.reason),)
 

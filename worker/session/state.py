@@ -31,6 +31,17 @@ class Phase(StrEnum):
 
 LIVE = frozenset(Phase) - {Phase.DRAINING, Phase.GONE}
 WELCOMED = LIVE - {Phase.CONNECTING}
+STAGED = frozenset(
+    {
+        Phase.LOADING,
+        Phase.READY,
+        Phase.TRAINING,
+        Phase.WAITING,
+        Phase.APPLYING,
+        Phase.EVALUATING,
+        Phase.FAILED,
+    }
+)
 
 
 class Kind(StrEnum):
@@ -63,6 +74,8 @@ class Session:
     worker: str = ""
     connected: bool = False
     attempts: int = 0  # failed connections in a row
+    term: int = 0  # the greatest that a coordinator welcomed us under
+    outdated: bool = False  # who is connected has a smaller one: nothing that it says counts
     job: str = ""
     eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending; the first was assigned
     peers: frozenset[str] = frozenset()
@@ -86,6 +99,27 @@ class Session:
     def versions(self) -> tuple[int, ...]:
         """Plan versions of this assignment, ascending."""
         return tuple(version for _, version in self.eras)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A stage that is held, for a coordinator that may have been restarted; see ``held``."""
+
+    job: str
+    version: int  # assigned
+    step: int  # in flight, so as many are applied
+    loaded: bool
+    ready: bool  # the step was reported; its commit is awaited or being carried out
+
+
+def held(state: Session) -> Held | None:
+    """Return the stage that a session holds, None where it holds none."""
+    if state.phase not in STAGED:
+        return None
+    applied = state.phase is Phase.EVALUATING  # the step whose model is evaluated is over
+    ready = state.phase in (Phase.WAITING, Phase.APPLYING)
+    loaded = state.phase is not Phase.LOADING
+    return Held(state.job, state.versions[0], state.step + applied, loaded, ready)
 
 
 Step = tuple[Session, tuple[Instruction, ...]]

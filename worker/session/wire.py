@@ -18,6 +18,7 @@ from protos.bounds import DEFAULT_LIMITS
 from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
 from worker.session import events, instructions, wire_federated
+from worker.session.state import Session, held
 from worker.stage.assignment import PeerLink
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def _welcome(m: pb.Welcome) -> events.Welcome:
         bounds.name("worker", m.worker, DEFAULT_LIMITS),
         bounds.number("heartbeat", m.heartbeat_s, 0.01, 3600.0),
         bounds.number("idle heartbeat", m.idle_heartbeat_s, 0.0, 3600.0),
+        m.term,
     )
 
 
@@ -213,6 +215,20 @@ def to_proto(message: object) -> pb.FromWorker:
         case instructions.Leaving(reason):
             return pb.FromWorker(leaving=pb.Leaving(reason=reason[:MAX_REASON_CHARS]))
     raise TypeError(f"not a message to the coordinator: {message!r}")
+
+
+def held_stage(state: Session) -> pb.HeldStage | None:
+    """The stage that a session holds, for its introduction."""
+    found = held(state)
+    if found is None:
+        return None
+    return pb.HeldStage(
+        job=found.job,
+        plan_version=found.version,
+        step=found.step,
+        loaded=found.loaded,
+        ready=found.ready,
+    )
 
 
 def step_ready(

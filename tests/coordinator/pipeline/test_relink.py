@@ -182,12 +182,17 @@ def test_a_restarted_coordinator_goes_on_above_every_version_that_was_said() -> 
     record = to_record(fact, 1.0)
     line = JournalRecord(record.kind, record.at_s, json.loads(json.dumps(record.payload)))
     assert from_record(line) == fact
-    world = Scripted().training()
+    world = Scripted().training(steps=5)
+    world.step()
     world.folder.write(LinksChanged("job-1", 2, 3, COARSE, "slower"), 1.0)
     ledger = world.folder.fold()
     assert ledger.jobs["job-1"].version == 2
     assert ledger.jobs["job-1"].plan is not None
+    assert ledger.jobs["job-1"].plan.links != COARSE  # they begin with step 3
+    for at in (1, 2):
+        ledger.apply(StepCommitted("job-1", 1, at, 1.0, 0.0, 1.0))
     assert ledger.jobs["job-1"].plan.links == COARSE
+    assert ledger.jobs["job-1"].lineage == ((1, 0), (2, 3))
     world.restart()
     world.join("a", "b")
     world.wait(20.0)
@@ -196,7 +201,7 @@ def test_a_restarted_coordinator_goes_on_above_every_version_that_was_said() -> 
 
 def test_damaged_links_in_the_journal_are_named() -> None:
     record = to_record(LinksChanged("j", 2, 3, COARSE, "slower"), 1.0)
-    with pytest.raises(StorageError, match="damaged links"):
+    with pytest.raises(StorageError, match="damaged LinksChanged"):
         from_record(JournalRecord(record.kind, 1.0, {**record.payload, "links": [{"source": 1}]}))
 
 

@@ -42,3 +42,14 @@ def test_a_stage_that_lost_nobody_names_nobody() -> None:
     found = message_from(pb.FromWorker(failed=pb.StageFailed(job="j", reason="why\x07")))
     assert isinstance(found, ev.StageFailed)
     assert (found.reason, found.lost_peer) == ("why ", "")
+
+
+def test_what_a_worker_holds_is_in_its_introduction() -> None:
+    stage = pb.HeldStage(job="j", plan_version=3, step=12, loaded=True, ready=True)
+    device = pb.DeviceFacts(kind="cpu")
+    assert introduction_from(pb.Introduction(name="w", device=device, held=stage)).held == ev.Held(
+        "j", 3, 12, True, True
+    )
+    assert introduction_from(pb.Introduction(name="w", device=device)).held is None
+    with pytest.raises(BadFrame, match="job"):
+        introduction_from(pb.Introduction(name="w", device=device, held=pb.HeldStage(job=ODD)))

@@ -1,5 +1,6 @@
 """The journal: what was appended is replayed, in order, after any end."""
 
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from atoll.errors import StorageError, UsageError
 from coordinator.messages.facts import Record
-from coordinator.storage.journal import Journal
+from coordinator.storage.journal import Fenced, Journal
 
 
 def test_records_are_replayed_in_order(tmp_path: Path) -> None:
@@ -33,6 +34,51 @@ def test_a_record_survives_a_killed_process(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "j.sqlite")], cwd=root, check=False)
     journal = Journal(tmp_path / "j.sqlite")
     assert [r.payload for r in journal.replay()] == [{"n": 7}]
+    journal.close()
+
+
+def test_each_claim_is_a_new_term_and_is_in_the_journal(tmp_path: Path) -> None:
+    for term in (1, 2, 3):
+        journal = Journal(tmp_path / "j.sqlite")
+        assert journal.claim(float(term)) == term
+        journal.append([Record("kept", 0.0, {}), Record("kept", 0.0, {})])
+        journal.close()
+    again = Journal(tmp_path / "j.sqlite")
+    started = [(r.payload["term"], r.at_s) for r in again.replay() if r.kind == "CoordinatorStarted"]
+    assert started == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    again.close()
+
+
+def test_a_journal_in_a_file_has_one_coordinator(tmp_path: Path) -> None:
+    """Two state folders may name one file with --database."""
+    first, second = Journal(tmp_path / "j.sqlite"), Journal(tmp_path / "j.sqlite")
+    first.claim(0.0)
+    with pytest.raises(UsageError, match=r"process \d+\) commands on the journal .*j.sqlite; stop it"):
+        second.claim(0.0)
+    first.check()
+    first.append([Record("kept", 0.0, {})])
+    first.close()
+    assert second.claim(0.0) == 2
+    second.close()
+
+
+def claimed_elsewhere(path: Path) -> None:
+    """What a coordinator does whose file system's locks do not reach the first one's machine."""
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE command SET term = term + 1")
+    connection.close()
+
+
+def test_whoever_claimed_the_journal_before_writes_nothing_more(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j.sqlite")
+    journal.claim(0.0)
+    journal.append([Record("kept", 0.0, {})])
+    claimed_elsewhere(tmp_path / "j.sqlite")
+    for attempt in (journal.check, lambda: journal.append([Record("lost", 0.0, {})]), journal.check):
+        with pytest.raises(Fenced, match=r"does not command its journal any more: .*claimed"):
+            attempt()
+    assert "it ends" in journal.fenced
+    assert [r.kind for r in journal.replay()] == ["CoordinatorStarted", "kept"]
     journal.close()
 
 

@@ -13,6 +13,7 @@ from worker.session import events as e
 from worker.session import instructions as do
 from worker.session import machine as s
 from worker.session.machine import Phase, Session, handle
+from worker.session.state import Held, held
 
 PEERS = frozenset({"w-b"})
 
@@ -136,6 +137,16 @@ def test_back_off_grows_to_its_bound_and_starts_anew_after_a_welcome():
     assert todo[-1] == do.Reconnect(s.BACKOFF_FIRST_S, "away")
 
 
+def test_who_holds_a_stage_comes_back_sooner_as_others_wait_for_it():
+    state, _ = told(Session(), *TRAINING)
+    waits = []
+    for _ in range(8):
+        state, todo = told(state, e.Disconnected("away", jitter=1.0))
+        waits += [i.after_s for i in todo if isinstance(i, do.Reconnect)]
+    assert waits[:3] == [0.2, 0.4, 0.8]
+    assert set(waits[3:]) == {s.BACKOFF_STAGED_S}
+
+
 @pytest.mark.parametrize(
     "late",
     [
@@ -255,6 +266,88 @@ def test_a_dismissed_worker_leaves_without_a_word():
     state, todo = told(Session(), *TRAINING, e.Dismiss("kicked", for_good=True))
     assert todo[-1] == do.Quit("kicked", dismissed=True, for_good=True)
     assert state.phase is Phase.DRAINING
+
+
+# ---------------------------------------------------------------- two coordinators
+
+
+def test_a_coordinator_of_a_smaller_term_is_hung_up_on_and_nothing_it_says_counts():
+    state, _ = told(Session(), e.Welcome("w-a", 0.5, term=3), *WAITING[1:], e.Disconnected("reset", 0.0))
+    state, todo = told(state, e.Welcome("w-a", 0.5, term=2))
+    (hang_up,) = todo
+    assert isinstance(hang_up, do.HangUp)
+    assert "term 2 answers, and one of term 3 commands" in hang_up.reason
+    orders = (
+        commit(4),
+        e.StepDiscard("j", 1, 4, "why"),
+        assigned(2),
+        e.Release("j", 1, "why"),
+        e.ProbeOps(1, 2),
+    )
+    for order in orders:
+        after, todo = told(state, order)
+        assert todo == []
+        assert after.ignored == state.ignored + 1
+    state, todo = told(state, e.Disconnected("hung up", jitter=1.0))
+    assert [type(i) for i in todo] == [do.Reconnect]
+    state, todo = told(state, e.Welcome("w-a", 0.5, term=3), commit(4))
+    assert todo == [do.Send("ready 4"), do.ApplyStep("j", 1, 4, 1.0, False)]
+
+
+def test_a_coordinator_of_a_greater_term_is_obeyed_and_work_goes_on_meanwhile():
+    state, _ = told(Session(), *TRAINING, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5, term=9))
+    assert (state.term, state.outdated) == (9, False)
+    state, _ = told(state, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5, term=8))
+    state, todo = told(state, e.StepDone("j", 1, 4, "ready 4"))
+    assert (state.phase, state.outdated) == (Phase.WAITING, True)
+    state, todo = told(state, e.Disconnected("hung up", 0.0), e.Welcome("w-a", 0.5, term=10))
+    assert todo[-1] == do.Send("ready 4")
+
+
+def test_a_worker_that_never_saw_a_coordinator_takes_any_and_one_refused_waits_longer_each_time():
+    state, _ = told(Session(), e.Welcome("w-a", 0.5, term=5))
+    waits = []
+    for _ in range(4):
+        state, todo = told(state, e.Disconnected("x", jitter=1.0), e.Welcome("w-a", 0.5, term=4))
+        waits += [i.after_s for i in todo if isinstance(i, do.Reconnect)]
+    assert waits == sorted(set(waits))
+
+
+# ---------------------------------------------------------------- what a restarted coordinator is told
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        (JOINED, None),
+        ((*JOINED, assigned()), Held("j", 1, 4, loaded=False, ready=False)),
+        (LOADED, Held("j", 1, 4, loaded=True, ready=False)),
+        (TRAINING, Held("j", 1, 4, loaded=True, ready=False)),
+        (WAITING, Held("j", 1, 4, loaded=True, ready=True)),
+        ((*WAITING, commit(4, evaluate=True)), Held("j", 1, 4, loaded=True, ready=True)),
+        (
+            (*WAITING, commit(4, evaluate=True), e.StepApplied("j", 1, 4)),
+            Held("j", 1, 5, loaded=True, ready=False),
+        ),
+        ((*WAITING, commit(4), e.StepApplied("j", 1, 4)), Held("j", 1, 5, loaded=True, ready=False)),
+        ((*WAITING, commit(4), e.StageBroke("j", 1, 4, "disk")), Held("j", 1, 4, loaded=True, ready=False)),
+        ((*TRAINING, e.Release("j", 1, "why")), None),
+        ((*JOINED, e.Participate("f", 1, "work")), None),
+    ],
+)
+def test_what_is_held_names_the_steps_applied_and_the_one_that_is_ready(
+    events: tuple[e.Event, ...], expected: Held | None
+):
+    state, _ = told(Session(), *events)
+    assert held(state) == expected
+    assert held(told(state, e.Disconnected("killed", 0.0))[0]) == expected
+
+
+def test_a_stage_whose_links_have_changed_names_the_version_that_was_assigned():
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4))
+    state = through(state, 5, 6)
+    assert state.version == 2
+    assert held(state) == Held("j", 1, 7, loaded=True, ready=False)
 
 
 # ---------------------------------------------------------------- new links at a step border

@@ -11,6 +11,7 @@ from protos.convert_plan import link_to_proto
 from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
+from worker.session.state import Phase, Session
 from worker.stage.reports import StageReport, StepReport
 from worker.transport.contract import Goodput
 
@@ -29,6 +30,19 @@ def test_a_commit_carries_new_links_and_the_wish_for_a_coded_evaluation() -> Non
     assert event.relink is not None
     assert (event.relink.version, event.relink.first_step, event.relink.links) == (2, 7, (LINK,))
     assert event.evaluate_coded
+
+
+def test_a_welcome_carries_the_term_of_its_coordinator() -> None:
+    event = messages.event_from(pb.ToWorker(welcome=pb.Welcome(worker="w", heartbeat_s=0.5, term=7)))
+    assert event == events.Welcome("w", 0.5, 0.0, 7)
+
+
+def test_a_session_without_a_stage_introduces_none() -> None:
+    assert messages.held_stage(Session()) is None
+    waiting = Session(phase=Phase.WAITING, job="j", eras=((0, 3), (9, 4)), step=12)
+    assert messages.held_stage(waiting) == pb.HeldStage(
+        job="j", plan_version=3, step=12, loaded=True, ready=True
+    )
 
 
 def test_a_commit_without_new_links_leaves_them_as_they_are() -> None:

@@ -1,0 +1,111 @@
+"""A running job after our restart: its machine made from the journal, and who may take a rank again. Pure.
+
+The workers still hold their stages. The journal says which steps are committed and with what words, so a plan
+goes on when each of its workers comes back with the state after as many steps, or with one step less and
+that step ready: it hears the last commit again. Where no step is committed yet, some may not have heard of
+the plan: they are given their stage again, as long as nobody has loaded (who has is connected to the others).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from coordinator.messages.events import Held
+from coordinator.messages.facts import JobRecord
+from coordinator.messages.instructions import Relink, StepCommit
+from coordinator.messages.jobs import JobState, Phase
+from coordinator.pipeline.machine import CHECKPOINT_EVERY_S
+from coordinator.pipeline.relink import AHEAD
+
+
+@dataclass(slots=True)
+class Returning:
+    """A plan whose workers are awaited: those in ``missing``, until ``until_s``."""
+
+    assigned: int  # version that the plan was assigned under
+    workers: frozenset[str]
+    missing: set[str]
+    until_s: float
+    loaded: bool = False  # somebody came back with a stage of this plan, whole,
+    empty: bool = False  # and somebody with none of it
+
+    def unfit(self, state: JobState, held: Held | None) -> str:
+        """Return why a worker with this in its hands cannot take its rank again, "" when it can."""
+        if held is not None and held.job != state.job:
+            return f"with a stage of {held.job}"
+        if state.phase is Phase.LOADING:
+            mine = held is not None and held.version == self.assigned
+            self.empty |= not mine
+            self.loaded |= mine and held is not None and held.loaded
+            return "and only some have loaded their stages" if self.empty and self.loaded else ""
+        if held is None:
+            return "without its stage"
+        if held.version != self.assigned:
+            return f"with its stage of plan {held.version}, awaited is that of plan {self.assigned}"
+        if held.step == state.step or (held.step == state.step - 1 and held.ready):
+            return ""
+        return f"with its stage after {held.step} steps, {state.step} are committed"
+
+    def has_loaded(self, held: Held | None) -> bool:
+        """Whether a worker that is fit holds its stage whole."""
+        return held is not None and held.loaded and held.version == self.assigned
+
+
+def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | None:
+    """Return ``waiting`` as it was when we stopped, None when the journal does not say that.
+
+    Reports of the step in flight, and parts of a checkpoint, are lost with us: workers repeat them.
+    """
+    plan, commit = record.plan, record.commit
+    if plan is None or not record.lineage or (commit is not None and commit.scale is None):
+        return None  # written by an older coordinator
+    phase = _phase(waiting, record)
+    if phase is None:
+        return None
+    announced = record.relink
+    return replace(
+        waiting,
+        phase=phase,
+        reason="the coordinator was restarted; waits for its workers to come back",
+        version=record.lineage[-1][0],
+        step=record.steps,
+        last_commit=_said(record),
+        awaiting_eval=record.awaiting_eval,
+        stores={done: {} for done in record.storing},
+        storing_s=now_s,
+        store_due_s=now_s + CHECKPOINT_EVERY_S,
+        loaded=frozenset() if phase is Phase.LOADING else frozenset(range(len(plan.places))),
+        relink=Relink(announced.version, announced.first_step, announced.links) if announced else None,
+        lineage=record.lineage,
+    )
+
+
+def _phase(waiting: JobState, record: JobRecord) -> Phase | None:
+    if record.commit is None:
+        return Phase.LOADING  # or the first step is under way: workers that are loaded say so
+    if record.awaiting_eval is not None:
+        return Phase.EVALUATING
+    if record.steps < waiting.steps:
+        return Phase.TRAINING
+    return Phase.STORING if record.storing else None
+
+
+def _said(record: JobRecord) -> StepCommit | None:
+    """Return the newest commit with every word that it was said with."""
+    commit, announced = record.commit, record.relink
+    if commit is None or commit.scale is None:
+        return None
+    relink = None
+    if announced is not None and announced.first_step == commit.step + AHEAD:
+        relink = Relink(announced.version, announced.first_step, announced.links)
+    return StepCommit(
+        commit.job,
+        commit.version,
+        commit.step,
+        commit.scale,
+        commit.store,
+        commit.evaluate,
+        commit.last,
+        relink,
+        evaluate_coded=commit.coded,
+    )
