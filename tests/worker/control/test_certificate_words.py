@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import socket
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -97,7 +98,7 @@ def test_join_doctor_and_the_owner_say_the_same_of_the_coordinator(
     report = examine(config(tmp_path, port, token.encode()), lambda what: None)
     assert report.error is not None
     said.append(str(report.error))
-    assert len(set(said)) == 1
+    assert len({re.sub(r"clock says \S+ \S+ UTC", "", words) for words in said}) == 1  # it may have gone on
     assert f"127.0.0.1:{port}" in said[0]
     assert case in said[0]
     assert REMEDY[case] in said[0]
