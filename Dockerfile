@@ -2,7 +2,7 @@
 FROM debian:bookworm-slim
 
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-venv \
+    && apt-get install -y --no-install-recommends bubblewrap python3 python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 # A CPU build of torch is a fifth of the size: give its index here, as in

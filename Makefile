@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := atoll coordinator worker protos strategies compressors lab
 PROTOS := protos/atoll_job.proto protos/atoll_control.proto protos/atoll_apps.proto
+MESSAGES := protos/atoll_compute.proto  # no service in it
 BENCHMARKS := oracle planner transport messages commit sessions codecs lossless_real sparse_formats gpu prediction \
 	pipeline_vs_torch schedules two_parts adaptive_compression link_adaptation vs_flower convergence \
 	federated_bandwidth federated_mnist code_lines same_bits packet_hashes peer_selection gossip ways exchanges \
-	local_steps journal
+	local_steps makespan population journal
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
@@ -86,6 +87,8 @@ bench: $(STAMP)
 protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. \
 		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. \
+		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy $(MESSAGES)
 
 $(DOCS_STAMP): $(STAMP)
 	@echo "installing the site's tools"

@@ -64,6 +64,10 @@ BACKWARD = -1  # Executor.at while a micro-batch's backward runs
 _DRAWING = threading.Lock()
 
 
+def _unwatched(at: int | None) -> None:
+    """Nobody wants to know."""
+
+
 def op_seed(seed: int, step: int, micro: int, op: int) -> int:
     """Generator seed in [0, 2^63) of a random op: a pure function of its four arguments."""
     key = struct.pack("<QQQQ", seed & (2**64 - 1), step, micro, op)
@@ -181,9 +185,8 @@ class Executor:
         self.buffers: dict[str, Tensor] = {}
         self._segments: tuple[Segment, ...] = ()
         self._template: Values = []
-        # For who watches from another thread: the op whose forward runs, or BACKWARD; how many were begun.
-        self.at: int | None = None
-        self.begun = 0
+        self.at: int | None = None  # the op whose forward runs, or BACKWARD
+        self.watch: Callable[[int | None], object] = _unwatched  # is called with ``at`` before an op begins
         self.failed_at: int | None = None  # the op that raised last
 
     @property
@@ -314,6 +317,7 @@ class Executor:
         if roots:
             with self._watched():
                 self.at = BACKWARD
+                self.watch(BACKWARD)
                 torch.autograd.backward(roots, gradients)
         if graph.repeats is not None:
             graph.repeats.forget()
@@ -460,6 +464,7 @@ class Executor:
     def _run(
         self, values: Values, segments: Iterable[Segment], grad: bool, observe: Observer | None = None
     ) -> None:
+        watch = self.watch
         for segment in segments:
             with ExitStack() as modes:
                 modes.enter_context(self._watched())
@@ -467,7 +472,7 @@ class Executor:
                 modes.enter_context(self._autocast_mode(segment.autocast))
                 for position, (call, get, out, dead) in zip(segment.positions, segment.steps, strict=True):
                     self.at = position
-                    self.begun += 1
+                    watch(position)
                     values[out] = call(*get(values))
                     if observe is not None:
                         observe(position, values[out])
@@ -483,7 +488,7 @@ class Executor:
             raise
         finally:
             self.at = None
-            self.begun += 1
+            self.watch(None)
 
     def _autocast_mode(self, setting: Autocast | None) -> AbstractContextManager[object]:
         if setting is None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import grpc
+import grpc.aio
 import numpy as np
 from safetensors.numpy import save
 
@@ -100,7 +101,13 @@ class FakeWorker:
         introduction = pb.FromWorker(introduction=self.introduction())
         received, over = partial(self._received, inbox), partial(self._over, inbox)
         self._stream = Stream(
-            self._open(address, ca), self.metadata, address, introduction, MAX_QUEUED, received, over
+            partial(self._open, address, ca, grpc.aio),
+            self.metadata,
+            address,
+            introduction,
+            MAX_QUEUED,
+            received,
+            over,
         )
         threading.Thread(target=self._answer, args=(inbox, self.ended), daemon=True).start()
         threading.Thread(target=self._beat, args=(self.ended,), daemon=True).start()
@@ -146,12 +153,12 @@ class FakeWorker:
 
     # ------------------------------------------------------------ inside
 
-    def _open(self, address: str, ca: bytes | None) -> grpc.Channel:
+    def _open(self, address: str, ca: bytes | None, library: Any = grpc) -> Any:
         options: list[tuple[str, Any]] = [("grpc.use_local_subchannel_pool", 1)]
         if ca is None:
-            return grpc.insecure_channel(address, options=options)
+            return library.insecure_channel(address, options=options)
         credentials = channel_credentials(ca, self.identity)
-        return grpc.secure_channel(address, credentials, options=options + name_options(COORDINATOR))
+        return library.secure_channel(address, credentials, options=options + name_options(COORDINATOR))
 
     def _beat(self, ended: threading.Event) -> None:
         while not ended.wait(0.4):

@@ -29,7 +29,7 @@ from benchmarks.oracle import Case, from_job, without_dropout
 from coordinator.client.job_file import load_job
 from worker.config import WorkerConfig
 from worker.inprocess.pipeline import LocalPipeline
-from worker.machine.device import find_device, prepare
+from worker.machine.torch_device import find_device, prepare
 from worker.stage.optimizers import make_optimizer
 
 if TYPE_CHECKING:

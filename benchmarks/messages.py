@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import conclude, execute, machine, need_lab, parser
-from benchmarks.transport import End, arguments_of, checked, filled, identities, lab_end, line_scenario, serve
+from benchmarks.transport import (
+    BULK,
+    End,
+    arguments_of,
+    checked,
+    filled,
+    identities,
+    lab_end,
+    line_scenario,
+    serve,
+)
 from benchmarks.waits import HUNG_S
 from lab.world import Lab
 from worker.transport.frames import Direction, MessageKey
@@ -46,8 +56,8 @@ class Neighbour(End):
         self.came: queue.SimpleQueue[int] = queue.SimpleQueue()
         super().__init__(folder, name, nbytes, seed)
 
-    def _deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
-        super()._deliver(peer, key, header, payload)
+    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        super().deliver(peer, key, header, payload)
         self.came.put(key.step)
 
     def open_ports(self) -> list[int]:
@@ -81,7 +91,7 @@ class Neighbour(End):
     def _send(self, way: str, number: int, direction: Direction) -> None:
         if way == "ours":
             self.network.send(
-                self.other, MessageKey("bench", 1, number, 0, 0, direction), b"", self._view(number)
+                self.other, MessageKey(BULK, 1, number, 0, 0, direction), b"", self._view(number)
             )
         else:
             self.sockets["out"].sendall(number.to_bytes(8, "big"))

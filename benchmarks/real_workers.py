@@ -119,8 +119,12 @@ class LoopbackFleet:
             last = update
         if last.state != "finished":
             raise JobFailed(f"{reply.job} ended {last.state}: {last.reason}\n{self.log('coordinator')}")
-        path = Path(self._folder.name) / f"{reply.job}.safetensors"
-        self.client.export(reply.job, path)
+        return self.result(reply.job, losses)
+
+    def result(self, job: str, losses: Mapping[int, float]) -> Run:
+        """What a finished job ended with; ``losses``: by step, as they were shown."""
+        path = Path(self._folder.name) / f"{job}.safetensors"
+        self.client.export(job, path)
         state = {name: {"value": value} for name, value in load_file(path).items()}
         return Run(tuple((losses[step],) for step in sorted(losses)), state)
 

@@ -2,7 +2,8 @@
 
 A packet describes itself in a short versioned header (codec, dtype, shape, the codec's own
 parameters); the receiver checks it against the declared TensorMeta before it looks at the
-payload. A zero gradient is a packet with a mark and no payload, whatever the codec.
+payload. A zero gradient is a packet with a mark and no payload, whatever the codec. Importing this
+module does not load torch: who only carries packets has none.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import struct
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import cached_property
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
+
+if TYPE_CHECKING:
+    import torch
 
 Buffer = bytes | bytearray | memoryview
 
@@ -38,7 +40,6 @@ DTYPES: tuple[str, ...] = (
 )
 """The position is the wire's code: append, never reorder."""
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _HEAD = struct.Struct("!BBBBBH")  # version, marks, dtype, dims, codec length, params length
 
 

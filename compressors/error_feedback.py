@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Compressor, Packet, State, meta_of
+from compressors.base import Compressor, Packet, State, meta_of
 from compressors.catalogue import CODECS
-from compressors.packing import empty, require_floats
+from compressors.packing import TORCH_DTYPES, empty, require_floats
 from compressors.selection import all_finite, place
 from compressors.sparse import Scattered
 from compressors.topk import TopK

@@ -21,11 +21,11 @@ import zstandard
 
 from atoll.errors import BadFrame
 from atoll.opdag import DTYPE_BYTES, TensorMeta
-from compressors.base import TORCH_DTYPES, Packet, State, meta_of
+from compressors.base import Packet, State, meta_of
 from compressors.byte_planes import KINDS, Plane, kinds, merge, plane_bytes, split
 from compressors.catalogue import codec
 from compressors.layout import ALIGNMENT, Layout, from_wire, to_wire
-from compressors.packing import Bytes
+from compressors.packing import TORCH_DTYPES, Bytes
 
 MIN_GAIN = 0.05  # ZipNN's default
 SAMPLE_PIECES, SAMPLE_PIECE = 8, 512  # elements looked at before a plane is coded

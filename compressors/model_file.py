@@ -6,6 +6,7 @@
                       where a weight changed little. Exact, unlike new - base in floats. Of float32 it
                       leaves 0.65 where weights move by 1 % of their spread, 0.57 at 0.1 % (xor: 0.68, 0.58;
                       ``lossless`` by itself 0.83)
+    sums              int64 arrays of a host's clients together, each through ``integers``
     update            tensors named as lossy through the round's codec, with error feedback or without;
                       all others, and what a codec would not shrink, exactly
 
@@ -44,6 +45,7 @@ from compressors.container import (
     write_dense,
 )
 from compressors.error_feedback import ErrorFeedback, Residual
+from compressors.integers import pack_integers, unpack_integers
 from compressors.random_k import RandomK
 from compressors.topk import TopK
 
@@ -254,6 +256,20 @@ def _changed(base: Array, change: Array) -> Array:
 
 def _flat(array: Array) -> Array:
     return np.ascontiguousarray(array).reshape(-1)
+
+
+# ---------------------------------------------------------------- sums
+
+
+def write_sums(path: Path, arrays: Arrays) -> Stored:
+    """The file of sums in whole numbers."""
+    return write_coded(path, ((name, pack_integers(arrays[name])) for name in sorted(arrays)))
+
+
+def read_sums(path: Path, expected: Metas) -> dict[str, Array]:
+    """The arrays of ``write_sums``. BadFrame for anything that it would not write for ``expected``."""
+    packets = read_coded(path, expected).packets
+    return {name: unpack_integers(packets[name], meta) for name, meta in expected.items()}
 
 
 # ---------------------------------------------------------------- tensors

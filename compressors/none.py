@@ -9,8 +9,9 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet, State, meta_of
+from compressors.base import Packet, State, meta_of
 from compressors.layout import Layout, from_wire, to_wire
+from compressors.packing import TORCH_DTYPES
 
 # Every platform torch runs on; a big-endian one would need a swap here.
 assert sys.byteorder == "little"  # noqa: S101

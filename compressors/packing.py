@@ -17,13 +17,14 @@ import torch
 
 from atoll.errors import BadFrame, UsageError
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet
+from compressors.base import DTYPES, Packet
 from compressors.catalogue import FLOATS
 from compressors.layout import ALIGNMENT
 from compressors.rates import CHUNK
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
 def require_floats(codec: str, meta: TensorMeta) -> None:

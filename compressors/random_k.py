@@ -23,9 +23,9 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet, State, Support, meta_of
+from compressors.base import Packet, State, Support, meta_of
 from compressors.bits import Ints
-from compressors.packing import Floats, require_floats, zeros
+from compressors.packing import TORCH_DTYPES, Floats, require_floats, zeros
 from compressors.selection import all_finite, as_floats, bits_of, scatter
 from compressors.sparse import Scattered
 from compressors.sparse_sizes import random_k_most, random_k_of

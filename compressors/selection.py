@@ -22,10 +22,9 @@ import numpy.typing as npt
 import torch
 
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES
 from compressors.bits import Ints
 from compressors.layout import ALIGNMENT
-from compressors.packing import Floats, flat
+from compressors.packing import TORCH_DTYPES, Floats, flat
 
 Keys = npt.NDArray[np.signedinteger[Any]]
 

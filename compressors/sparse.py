@@ -15,10 +15,10 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet, State, Support, meta_of
+from compressors.base import Packet, State, Support, meta_of
 from compressors.bits import Ints
 from compressors.indices import decode_positions, encode_positions
-from compressors.packing import Floats, require_floats, zeros
+from compressors.packing import TORCH_DTYPES, Floats, require_floats, zeros
 from compressors.selection import Keys, all_finite, bits_of, scatter, values_at
 from compressors.sparse_sizes import VALUE_CODECS, max_sparse_bytes, sparse_bytes, value_bytes
 from compressors.values import decode_values, encode_values

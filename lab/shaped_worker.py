@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lab.shaper import Shaper
 from worker.cli.main import main
-from worker.transport.choice import network_class
+from worker.transport.network import PeerNetwork
 
 if __name__ == "__main__":
-    network_class().shaping = Shaper.load(Path(os.environ["ATOLL_SHAPER"]))
+    PeerNetwork.shaping = Shaper.load(Path(os.environ["ATOLL_SHAPER"]))
     main()

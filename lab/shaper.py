@@ -13,21 +13,17 @@ import asyncio
 import json
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from atoll.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
-    from worker.transport.aio.pipes import Pipe as MessagePipe
-    from worker.transport.grpc_streams import Wire
+    from worker.transport.pipes import Pipe as MessagePipe
 
 MAX_FILE_BYTES = 1 << 20
-HANDING_S = 2.0  # for the wire to take a message, before we ask whether it still should
 
 
 class Rate:
@@ -86,12 +82,7 @@ class Shaper:
                 '{"self": NAME, "peers": {NAME_OR_ADDRESS: {"mbit": 8, "ms": 40}}}'
             ) from None
 
-    def shaped(self, wire: Wire, *names: str) -> Wire:
-        """Return ``wire`` at the pace of the pipe to the peer under one of ``names``, if there is one."""
-        pipe = self.pipe(*names)
-        return wire if pipe is None else ShapedWire(pipe, wire)
-
-    def shaped_pipe(self, pipe: MessagePipe, *names: str) -> MessagePipe:
+    def shaped(self, pipe: MessagePipe, *names: str) -> MessagePipe:
         """Return ``pipe`` at the pace of the pipe to the peer under one of ``names``, if there is one."""
         way = self.pipe(*names)
         return pipe if way is None else ShapedPipe(way, pipe)
@@ -101,87 +92,8 @@ class Shaper:
         return next((self._pipes[name] for name in names if name in self._pipes), None)
 
 
-class Line:
-    """Messages on a pipe, in order. Times come in as arguments."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self._under_way: deque[tuple[float, bytes]] = deque()  # (when it arrives, message)
-        self._free_s: float | None = None  # when the last one has left, until that is told
-
-    def enter(self, now_s: float, message: bytes) -> None:
-        self._free_s = self._pipe.depart(now_s, len(message))
-        self._under_way.append((self._free_s + self._pipe.delay_s, message))
-
-    def left(self, now_s: float) -> bool:
-        """The last one has left, which is told once."""
-        if self._free_s is None or self._free_s > now_s:
-            return False
-        self._free_s = None
-        return True
-
-    def arrived(self, now_s: float) -> bytes | None:
-        """The next one that has."""
-        if self._under_way and self._under_way[0][0] <= now_s:
-            return self._under_way.popleft()[1]
-        return None
-
-    @property
-    def next_s(self) -> float | None:
-        """When something happens next; None: nothing will."""
-        times = [at_s for at_s, _ in list(self._under_way)[:1]]
-        return min([*times, *([] if self._free_s is None else [self._free_s])], default=None)
-
-
-class ShapedWire:
-    """A wire at a pipe's pace: it is free for the next message when the pipe is, so urgent ones overtake."""
-
-    def __init__(self, pipe: Pipe, wire: Wire) -> None:
-        self._wire, self._line = wire, Line(pipe)
-        self._changed = threading.Condition()
-        self._sent: Callable[[], None] | None = None
-        self._ending = False
-        threading.Thread(target=self._run, name="peer-shaper", daemon=True).start()
-
-    def send(self, message: bytes, sent: Callable[[], None]) -> bool:
-        with self._changed:
-            self._line.enter(time.monotonic(), message)
-            self._sent = sent
-            self._changed.notify()
-            return not self._ending
-
-    def end(self) -> None:
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
-
-    def _run(self) -> None:
-        """Thread: hand on what has arrived, and tell when the pipe is free."""
-        handed = threading.Event()
-        alive = True
-        while True:
-            with self._changed:
-                now_s = time.monotonic()
-                message = self._line.arrived(now_s)
-                free, sent = self._line.left(now_s), self._sent
-                next_s = self._line.next_s
-                if message is None and not free:
-                    if next_s is None and self._ending:
-                        break
-                    self._changed.wait(None if next_s is None else max(0.0, next_s - now_s))
-                    continue
-            if message is not None and alive:
-                handed.clear()
-                alive = self._wire.send(message, handed.set)
-                while alive and not handed.wait(HANDING_S):
-                    alive = not self._ending
-            if free and sent is not None:
-                sent()
-        self._wire.end()
-
-
 class ShapedPipe:
-    """The same for a transport on an event loop."""
+    """A pipe at a way's pace: it is free for the next message when the way is, so urgent ones overtake."""
 
     def __init__(self, way: Pipe, pipe: MessagePipe) -> None:
         self._way, self._pipe = way, pipe

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,13 +42,16 @@ class Guarded:
         *,
         stdout: IO[Any] | int | None = None,
         stderr: int | None = None,
+        oom_score: int = 0,
     ) -> None:
-        """``given``: descriptors that the command inherits."""
+        """``given``: descriptors that the command inherits; ``oom_score``: from 0 to 1000, how much sooner
+        than others a system short of memory ends it."""
         there, self._life = os.pipe()
         self._lock = threading.Lock()
         try:
+            told = [str(there), ",".join(map(str, given)), str(oom_score)]
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, str(there), ",".join(map(str, given)), *command],
+                [sys.executable, "-I", "-S", __file__, *told, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -62,6 +65,13 @@ class Guarded:
         finally:
             os.close(there)
 
+    def remove_after(self, folder: Path) -> None:
+        """Have an empty folder, such as a control group's, removed after the command should this process be
+        gone by then: a kill -9 leaves none behind."""
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            if self._life >= 0:
+                os.write(self._life, os.fsencode(folder) + b"\n")
+
     def end(self) -> None:
         """End the command and all it started; returns when they are gone. Any thread, any number of times."""
         with self._lock:
@@ -71,11 +81,11 @@ class Guarded:
             try:
                 self.process.wait(END_WITHIN_S)
             except subprocess.TimeoutExpired:
-                _kill(family(self.process.pid))
+                kill_all(family(self.process.pid))
                 self.process.kill()
                 self.process.wait()
             # A guard that was itself killed may leave some of its session.
-            _kill(family(self.process.pid))
+            kill_all(family(self.process.pid))
             self._life = -1
 
 
@@ -92,8 +102,16 @@ def family(root: int) -> set[int]:
     return found - {root}
 
 
-def _kill(processes: set[int]) -> None:
-    for process in processes:
+def kill_all(processes: Iterable[int]) -> None:
+    """Kill them, by groups first: a group that forks without end dies at once, one by one it outruns us."""
+    listed, groups = list(processes), set()
+    for process in listed:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            groups.add(os.getpgid(process))
+    for group in groups - {os.getpgrp()}:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    for process in listed:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
 
@@ -106,7 +124,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _started(command: list[str], given: list[int], ours: list[int]) -> int:
+def _started(command: list[str], given: list[int], ours: list[int], oom_score: str) -> int:
     """The app's process: a group of its own, and dead when the guard is, however that went."""
     guard = os.getpid()
     child = os.fork()
@@ -121,18 +139,24 @@ def _started(command: list[str], given: list[int], ours: list[int]) -> int:
             os.close(descriptor)
         for descriptor in given:
             os.set_inheritable(descriptor, True)
+        if oom_score != "0":
+            with contextlib.suppress(OSError):  # other systems have no such file
+                Path("/proc/self/oom_score_adj").write_text(oom_score)
         if os.getppid() == guard:
             os.execv(command[0], command)  # noqa: S606 - no shell is what is wanted
     finally:
         os._exit(127)
 
 
-def _wait(child: int, life: int, awake: int) -> int | None:
-    """Return the app's status once it has ended, None when it is to end."""
+def _wait(child: int, life: int, awake: int, folders: list[bytes]) -> int | None:
+    """Return the app's status once it has ended, None when it is to end; add to the ``folders`` to remove."""
     while True:
         ready, _, _ = select.select([life, awake], [], [])
         if life in ready:
-            return None
+            if not (text := os.read(life, 4096)):
+                return None
+            folders += text.splitlines()
+            continue
         if {int(number) for number in os.read(awake, 4096)}.intersection(_ENDING):
             return None
         with contextlib.suppress(ChildProcessError):
@@ -143,18 +167,20 @@ def _wait(child: int, life: int, awake: int) -> int | None:
 
 def _end_all(child: int, status: int | None) -> int:
     """Kill until no descendant is left: who has no child has none, for orphans become ours."""
-    pause_s = _PAUSE_FIRST_S
+    pause_s, known = _PAUSE_FIRST_S, set[int]()
     with contextlib.suppress(ChildProcessError):
         while True:
             if sys.platform.startswith("linux"):
-                _kill(family(os.getpid()))
+                found = family(os.getpid())
+                kill_all(found)
+                pause_s = min(_PAUSE_MOST_S, 2 * pause_s) if found <= known else _PAUSE_FIRST_S
+                known |= found
             else:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(child, signal.SIGKILL)
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                status = found[1] if found[0] == child else status
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                status = ended[1] if ended[0] == child else status
             time.sleep(pause_s)
-            pause_s = min(_PAUSE_MOST_S, 2 * pause_s)
     return signal.SIGKILL if status is None else status
 
 
@@ -170,18 +196,26 @@ def _end_as(status: int) -> None:
 
 
 def main() -> None:
-    """Entry: the pipe's descriptor, those of the app, the app's command."""
-    life, given, command = int(sys.argv[1]), [int(d) for d in sys.argv[2].split(",") if d], sys.argv[3:]
+    """Entry: the pipe's descriptor, those of the app, its score, its command."""
+    life, given = int(sys.argv[1]), [int(d) for d in sys.argv[2].split(",") if d]
+    oom_score, command = sys.argv[3], sys.argv[4:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     awake, waking = os.pipe()
     os.set_blocking(waking, False)
     for number in (*_ENDING, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
-    child = _started(command, given, [life, awake, waking])
+    child = _started(command, given, [life, awake, waking], oom_score)
     for descriptor in given:
         os.close(descriptor)
-    _end_as(_end_all(child, _wait(child, life, awake)))
+    folders: list[bytes] = []
+    found = _wait(child, life, awake, folders)
+    status = _end_all(child, found)
+    if found is None:
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+    _end_as(status)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
+import grpc.aio
 
 from atoll import errors
 from atoll.errors import (
@@ -27,6 +28,8 @@ from protos.text_limits import clean
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
+Ended = grpc.Call | grpc.aio.AioRpcError
+"""A call that has, of either kind, with its status."""
 ERROR_NAME = "atoll-error"  # trailing metadata: the class of atoll.errors that the server raised
 MAX_TEXT_CHARS = 16_384
 MAX_LINE_CHARS = 400
@@ -65,14 +68,14 @@ async def refuse(context: Context, error: AtollError) -> NoReturn:
 
 
 def to_atoll_error(
-    error: Exception | grpc.Call, address: str, ca_pem: bytes | None = None, *, lines: bool = False
+    error: Exception | Ended, address: str, ca_pem: bytes | None = None, *, lines: bool = False
 ) -> AtollError:
     """Return the error that a failed call to ``address`` stands for: what went wrong, and what to do.
 
     ``ca_pem``: what the server's certificate was checked against, where a reason for refusing it shall be
     looked up, which connects once more. ``lines``: words of several lines are welcome, up to 16 KiB.
     """
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, Ended):
         return ConnectionFailed(f"the call to {address} failed: {error}; try again")
     code = error.code()
     words = clean(error.details() or "", MAX_TEXT_CHARS if lines else MAX_LINE_CHARS, lines=lines)
@@ -92,8 +95,9 @@ def to_atoll_error(
     return ConnectionFailed(f"{address} answered {code.name}: {words}; try again, and see its log")
 
 
-def _named(error: grpc.Call) -> type[AtollError] | None:
-    for key, value in error.trailing_metadata() or ():
+def _named(error: Ended) -> type[AtollError] | None:
+    trailing: Any = error.trailing_metadata()
+    for key, value in trailing or ():
         if key == ERROR_NAME:
             kind = getattr(errors, str(value), None)
             if isinstance(kind, type) and issubclass(kind, AtollError):
@@ -101,7 +105,7 @@ def _named(error: grpc.Call) -> type[AtollError] | None:
     return None
 
 
-def _unreachable(words: str, error: grpc.Call, address: str, ca_pem: bytes | None) -> AtollError:
+def _unreachable(words: str, error: Ended, address: str, ca_pem: bytes | None) -> AtollError:
     everything = (words + str(getattr(error, "debug_error_string", str)())).lower()
     if any(word in everything for word in _NOT_VERIFIED):
         return refused_server(address, ca_pem)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OWN_FILES = {
     "atoll": "opdag.py",
     "coordinator": "scheduler.py",
-    "worker": "workbench.py",
+    "worker": "daemon.py",
     "protos": "installation.py",
     "strategies": "__init__.py",
     "compressors": "__init__.py",

@@ -22,7 +22,7 @@ from strategies.values import ClientState, Correction, Facts, Uploads, Work
 if TYPE_CHECKING:
     from strategies.layout import Arrays, Layout, Slots
     from strategies.sums import Sums
-    from strategies.values import Broadcast, ClientUpdate, ServerState
+    from strategies.values import Broadcast, ServerState
 
 DUAL = "dual"
 
@@ -35,6 +35,7 @@ class FedDyn(Linear):
     FACTS: ClassVar[Facts] = Facts(
         "dynamic regularisation: local optima agree", "Acar 2021, Alg. 1", needs_client_state=True
     )
+    BY_SAMPLES: ClassVar[bool] = False
 
     alpha: float = 0.1
 
@@ -46,9 +47,6 @@ class FedDyn(Linear):
 
     def _slots(self, layout: Layout, weights: Arrays) -> Slots:
         return {DUAL: zeros(layout, Role.TRAINED)}
-
-    def _weight(self, update: ClientUpdate) -> float:
-        return 1.0
 
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         offset = {name: -dual for name, dual in self._mine(layout, state).items()}

@@ -20,7 +20,7 @@ before they leave (the paper's sigma_eps); the counts tell which classes a clien
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from atoll.flow.walk import Walked
+    from strategies.fixed import Grid
     from strategies.layout import Array, Arrays, Layout, SlotMetas
     from strategies.values import Broadcast, ClientState, ClientUpdate, ServerState, Work
 
@@ -103,6 +104,14 @@ class FedImpro(FedAvg):
         counts *= update.n_samples / max(float(counts.sum()), 1.0)
         weighted = {name: found[name] * _by_class(counts, found[name]) for name in PAIRS.values()}
         return Contribution({**base.terms, STATISTICS: Term(1.0, {**weighted, COUNTS: counts})}, base.scalars)
+
+    def term_metas(self, layout: Layout) -> SlotMetas:
+        return {**super().term_metas(layout), **self.extra_up(layout)}
+
+    def grid(self, clients: int, samples: int) -> Grid:
+        base = super().grid(clients, samples)
+        # A client weighs 1, but what it adds is already multiplied by its counts, which make up its samples.
+        return replace(base, weights={**base.weights, STATISTICS: samples})
 
     def finish(self, state: ServerState, sums: Sums) -> ServerState:
         after = super().finish(state, sums)

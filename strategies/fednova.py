@@ -15,7 +15,7 @@ Source: Wang 2020, eq. 9 and table 1; papers/federated.md 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from strategies.fedavgm import FedAvgM
@@ -26,6 +26,7 @@ from strategies.sums import Contribution, Sums, Term, divided
 from strategies.values import Correction, Facts, Scalar, Uploads, Work
 
 if TYPE_CHECKING:
+    from strategies.fixed import Grid
     from strategies.layout import Arrays, Layout, Slots
     from strategies.values import Broadcast, ClientState, ClientUpdate, ServerState
 
@@ -77,6 +78,10 @@ class FedNova(FedAvgM):
             {**base.terms, TRAINED: normalised},
             {**base.scalars, WEIGHTED_STEPS: update.n_samples * steps},
         )
+
+    def grid(self, clients: int, samples: int) -> Grid:
+        base = super().grid(clients, samples)
+        return replace(base, scalars={**base.scalars, WEIGHTED_STEPS: samples * MAX_EFFECTIVE_STEPS})
 
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         return proximal(layout, broadcast, self.mu)

@@ -2,6 +2,7 @@
 
     weights/NAME        the broadcast's weights, or the update's delta
     extra/SLOT/NAME     the strategy's own arrays
+    sum/TERM/NAME       a host's sums in whole numbers, of several clients
 
 Values and their codecs are ``compressors.model_file``'s; a strategy knows nothing of files.
 """
@@ -12,21 +13,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar
 
 from atoll.errors import BadUpdate
+from atoll.opdag import TensorMeta
 from strategies.base import Strategy
 from strategies.layout import SHARED, Role
 from strategies.values import Broadcast, ClientState, ClientUpdate
 
 if TYPE_CHECKING:
-    from atoll.opdag import TensorMeta
-    from strategies.layout import Array, Arrays, Layout, Slots
+    from strategies.fixed import FixedSums
+    from strategies.layout import Array, Arrays, Layout
+    from strategies.linear import Linear
 
-WEIGHTS, EXTRA = "weights/", "extra/"
+WEIGHTS, EXTRA, SUM = "weights/", "extra/", "sum/"
 T = TypeVar("T")
 
 
 def joined(weights: Mapping[str, T], slots: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
     """Arrays, or their metas, under the names they have in a file."""
-    own = {f"{EXTRA}{slot}/{name}": array for slot, arrays in slots.items() for name, array in arrays.items()}
+    own = {EXTRA + name: array for name, array in slot_arrays(slots).items()}
     return {**{WEIGHTS + name: array for name, array in weights.items()}, **own}
 
 
@@ -79,7 +82,30 @@ def update_arrays(update: ClientUpdate) -> dict[str, Array]:
     return joined(update.delta, update.extra)
 
 
-def slot_arrays(slots: Slots) -> dict[str, Array]:
+def sums_metas(rule: Linear, layout: Layout) -> dict[str, TensorMeta]:
+    """Return the tensors in every file of sums; ``layout`` as ``adapt`` left it."""
+    metas = {
+        term: {name: TensorMeta(meta.shape, "int64") for name, meta in held.items()}
+        for term, held in rule.term_metas(layout).items()
+    }
+    return {SUM + name: meta for name, meta in slot_arrays(metas).items()}
+
+
+def sums_arrays(sums: FixedSums) -> dict[str, Array]:
+    """A host's sums as their file's arrays; loads, scalars and clients travel in the message beside them."""
+    return {SUM + name: array for name, array in slot_arrays(sums.arrays).items()}
+
+
+def sums_slots(rule: Linear, layout: Layout, arrays: Arrays) -> dict[str, dict[str, Array]]:
+    """The inverse of ``sums_arrays``, with the terms that have no array too."""
+    terms: dict[str, dict[str, Array]] = {term: {} for term in rule.term_metas(layout)}
+    for name, array in arrays.items():
+        term, _, rest = name.removeprefix(SUM).partition("/")
+        terms[term][rest] = array
+    return terms
+
+
+def slot_arrays(slots: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
     """Slots alone, as ``SLOT/NAME``: what a client or a server keeps."""
     return {f"{slot}/{name}": array for slot, arrays in slots.items() for name, array in arrays.items()}
 

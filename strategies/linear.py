@@ -1,21 +1,24 @@
 """Strategies whose aggregate is a weighted sum: ``contribute`` on each update, ``finish`` on the total.
 
 ``finish(state, total(contribute(u) for u in updates))`` is the whole server half, so the sum may be
-taken anywhere and in any grouping (``strategies.sums``).
+taken anywhere and in any grouping: in floats (``strategies.sums``), or in whole numbers, which add up to the
+same bits in every grouping (``strategies.fixed``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from atoll.errors import UsageError
 from strategies.base import Strategy, advance
+from strategies.fixed import Grid
 from strategies.layout import Role
 from strategies.sums import Contribution, Sums, Term, divided, total
 
 if TYPE_CHECKING:
-    from strategies.layout import Arrays, Layout, Slots
+    from strategies.layout import Arrays, Layout, SlotMetas, Slots
     from strategies.values import ClientUpdate, ServerState
 
 TRAINED, AVERAGED = "trained", "averaged"
@@ -30,6 +33,8 @@ class Linear(Strategy):
     an adaptive rate on a running variance makes it negative.
     """
 
+    BY_SAMPLES: ClassVar[bool] = True  # else every client weighs 1
+
     def contribute(self, layout: Layout, update: ClientUpdate) -> Contribution:
         """Return the contribution of ``update`` to the round's sums."""
         weight = self._weight(update)
@@ -41,6 +46,23 @@ class Linear(Strategy):
             {SAMPLES: float(update.n_samples), WEIGHT: weight},
         )
 
+    def term_metas(self, layout: Layout) -> SlotMetas:
+        """Arrays in each term of a contribution; their sums have the same names and shapes."""
+        return {TRAINED: layout.metas_of(Role.TRAINED), AVERAGED: layout.metas_of(Role.AVERAGED)}
+
+    def grid(self, clients: int, samples: int) -> Grid:
+        """Bounds of the sums over ``clients`` that have registered ``samples`` together, from public numbers.
+
+        UsageError where there is none: what clients weigh follows from what they measured.
+        """
+        if not self.facts.bounded:
+            raise UsageError(
+                f"{self.name} weighs clients by what they measured, without a bound that is known before; "
+                "its sums are taken in floats, of each update apart"
+            )
+        weight = float(samples if self.BY_SAMPLES else clients)
+        return Grid({TRAINED: weight, AVERAGED: samples}, {SAMPLES: samples, WEIGHT: weight})
+
     def finish(self, state: ServerState, sums: Sums) -> ServerState:
         """The next state from the sums over all participants."""
         mean = divided(sums.arrays[TRAINED], sums.scalars[WEIGHT])
@@ -51,7 +73,7 @@ class Linear(Strategy):
         return self.finish(state, total(self.contribute(state.layout, update) for update in updates))
 
     def _weight(self, update: ClientUpdate) -> float:
-        return float(update.n_samples)
+        return float(update.n_samples) if self.BY_SAMPLES else 1.0
 
     def _step(self, state: ServerState, mean: Arrays, sums: Sums) -> tuple[Arrays, Slots]:
         """(new trained tensors, new slots) from the mean delta."""

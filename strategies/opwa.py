@@ -14,20 +14,22 @@ Source: BCRS+OPWA, ICPP 2024 (arXiv 2408.14736); papers/compression.md 2.1 step 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from atoll.errors import UsageError
 from strategies.fedavg import FedAvg
+from strategies.layout import Role
 from strategies.linear import TRAINED
 from strategies.options import within
 from strategies.sums import Contribution, Sums, Term
 from strategies.values import Facts
 
 if TYPE_CHECKING:
-    from strategies.layout import Arrays, Layout, Slots
+    from strategies.fixed import Grid
+    from strategies.layout import Arrays, Layout, SlotMetas, Slots
     from strategies.values import ClientUpdate, ServerState
 
 HOLDERS = "holders"
@@ -62,6 +64,13 @@ class Opwa(FedAvg):
         base = super().contribute(layout, update)
         held = {name: array != 0 for name, array in base.terms[TRAINED].arrays.items()}
         return Contribution({**base.terms, HOLDERS: Term(1.0, held)}, base.scalars)
+
+    def term_metas(self, layout: Layout) -> SlotMetas:
+        return {**super().term_metas(layout), HOLDERS: layout.metas_of(Role.TRAINED)}
+
+    def grid(self, clients: int, samples: int) -> Grid:
+        base = super().grid(clients, samples)
+        return replace(base, weights={**base.weights, HOLDERS: clients})
 
     def _step(self, state: ServerState, mean: Arrays, sums: Sums) -> tuple[Arrays, Slots]:
         holders = sums.arrays[HOLDERS]

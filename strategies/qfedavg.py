@@ -45,6 +45,7 @@ class QFedAvg(Linear):
     FACTS: ClassVar[Facts] = Facts(
         "clients with a higher loss count more",
         "Li 2020 (fair resource allocation), Alg. 2",
+        bounded=False,
         secure=False,
         needs_start_loss=True,
     )

@@ -17,7 +17,7 @@ Source: Karimireddy 2020, Alg. 1, option II; papers/federated.md 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from strategies.fedavg import FedAvg
@@ -26,6 +26,7 @@ from strategies.sums import Contribution, Sums, Term
 from strategies.values import ClientState, Correction, Facts, Uploads, Work
 
 if TYPE_CHECKING:
+    from strategies.fixed import Grid
     from strategies.layout import Arrays, Layout, SlotMetas, Slots
     from strategies.values import Broadcast, ClientUpdate, ServerState
 
@@ -43,6 +44,7 @@ class Scaffold(FedAvg):
         needs_client_state=True,
         sgd_only=True,
     )
+    BY_SAMPLES: ClassVar[bool] = False
 
     def extra_down(self, layout: Layout) -> SlotMetas:
         return {CONTROL: layout.metas_of(Role.TRAINED)}
@@ -57,14 +59,18 @@ class Scaffold(FedAvg):
         base = super().contribute(layout, update)
         return Contribution({**base.terms, CONTROL: Term(1.0, update.extra[CONTROL])}, base.scalars)
 
+    def term_metas(self, layout: Layout) -> SlotMetas:
+        return {**super().term_metas(layout), **self.extra_up(layout)}
+
+    def grid(self, clients: int, samples: int) -> Grid:
+        base = super().grid(clients, samples)
+        return replace(base, weights={**base.weights, CONTROL: clients})
+
     def _slots(self, layout: Layout, weights: Arrays) -> Slots:
         return {CONTROL: zeros(layout, Role.TRAINED)}
 
     def _extra(self, state: ServerState) -> Slots:
         return {CONTROL: state.slots[CONTROL]}
-
-    def _weight(self, update: ClientUpdate) -> float:
-        return 1.0
 
     def _correction(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> Correction:
         common, mine = broadcast.extra[CONTROL], self._mine(layout, state)

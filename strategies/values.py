@@ -23,6 +23,7 @@ class Facts:
     summary: str  # one line for users
     source: str  # paper and section
     linear: bool = True  # aggregate is a weighted sum: partial sums and secure aggregation are possible
+    bounded: bool = True  # ... whose weights have a public bound: sums in whole numbers
     secure: bool = True  # ... and the server need not see any single update
     needs_client_state: bool = False
     sgd_only: bool = False  # its formula reads the local optimizer as SGD, momentum allowed

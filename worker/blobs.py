@@ -1,34 +1,30 @@
-"""Tensors between a stage and the blob store: safetensors files, content-addressed, resumable.
+"""Files between this machine and the blob store: content-addressed, resumable.
 
-A tensor's blob holds the key "value" and, in a checkpoint, its optimizer state. Downloads are kept
-in a bounded folder and verified before they are used; uploads send only what the store lacks.
+Downloads are kept in a bounded folder and verified before they are used; uploads send only what the
+store lacks. What a blob holds is for others to say: ``worker.stage.tensor_blobs`` of a stage's tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from tenacity import Retrying, stop_after_attempt
 
 from atoll.errors import BadFrame, StorageError
-from atoll.execute import DTYPES
 from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
 from protos.retries import retrying
 from worker.cancel import Cancel
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from atoll.opdag import StateMeta
-    from compressors.container import Stored
 
 CHUNK_BYTES = 1 << 17
 """Each is a sign of life to the coordinator: a link of 1 Mbit/s carries one in a second."""
@@ -106,97 +102,99 @@ def attempts(cancel: Cancel) -> Retrying:
     return retrying(stop_after_attempt(ATTEMPTS), cancel.wait)
 
 
-def download(
-    port: BlobPort,
-    cache: BlobCache,
-    wanted: Mapping[str, int],
-    cancel: Cancel,
-    progress: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Bring every blob of ``wanted`` (hash -> most bytes it may have) into the cache.
-
-    Resumes after a lost connection; ConnectionFailed after ATTEMPTS without a new byte.
-    """
-    cache.trim(wanted)
-    for chunk in fetch(port.get, partial(cache.lacking, wanted), attempts(cancel)):
-        cancel.check()
-        if chunk.size > wanted.get(chunk.hash, -1):
-            raise BadFrame(
-                f"blob {chunk.hash[:12]} of {chunk.size} bytes; at most {wanted.get(chunk.hash)} fit"
-            )
-        cache.write(chunk)
-        progress(len(chunk.data))
-
-
 def most_bytes(state: StateMeta) -> int:
     """Upper bound of a tensor's blob: value, optimizer state, header."""
     return state.meta.nbytes + STATE_KEYS * 4 * state.meta.elements + HEADER_BYTES
 
 
-def load(cache: BlobCache, name: str, blob: str, state: StateMeta) -> dict[str, Tensor]:
-    """The tensors of one blob, checked against the declared shape and dtype.
+@dataclass(frozen=True, slots=True)
+class BlobFile:
+    """A file to store; ``hash``: sha256 of its bytes, hexadecimal."""
 
-    BadFrame names what differs; the file stays memory-mapped, so the caller copies.
-    """
-    try:
-        tensors = load_file(cache.path(blob))
-    except (SafetensorError, OSError) as error:
-        raise BadFrame(f"blob {blob[:12]} of {name} is no safetensors file: {error}") from None
-    value = tensors.get("value")
-    if value is None or len(tensors) > 1 + STATE_KEYS:
-        raise BadFrame(f"blob {blob[:12]} of {name} holds {sorted(tensors)[:5]}, expected 'value'")
-    if tuple(value.shape) != state.meta.shape or value.dtype is not DTYPES[state.meta.dtype]:
-        raise BadFrame(
-            f"{name} is {value.dtype} {tuple(value.shape)}, the model has "
-            f"{state.meta.dtype} {state.meta.shape}"
+    path: Path
+    hash: str
+    size: int
+
+
+class BlobStore(Protocol):
+    """The blob store in files, as whoever computes sees it."""
+
+    def path(self, name: str) -> Path:
+        """Where a blob that was fetched lies; read it, and leave it as it is."""
+
+    def fetch(
+        self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Have every blob of ``wanted`` (hash -> most bytes) in its file; ``progress`` hears of bytes that
+        came. BadFrame, ConnectionFailed, StorageError, Cancelled."""
+
+    def store(
+        self,
+        files: Sequence[BlobFile],
+        cancel: Cancel,
+        progress: Callable[[], None] = lambda: None,
+        *,
+        new: bool = False,
+    ) -> int:
+        """Store files; returns the bytes that travelled. ``new``: the store cannot have any of them, so that
+        question's round trip is saved. StorageError (a full store), ConnectionFailed, Cancelled."""
+
+
+class BlobFiles:
+    """``BlobStore`` over a port. Raises ConnectionFailed after ATTEMPTS without a new byte."""
+
+    def __init__(self, port: BlobPort, cache: BlobCache, max_bytes_per_s: float | None = None) -> None:
+        """``max_bytes_per_s`` of uploads, on average; None: as fast as it goes."""
+        self._port, self._cache, self._rate = port, cache, max_bytes_per_s
+
+    def path(self, name: str) -> Path:
+        return self._cache.path(name)
+
+    def fetch(
+        self, wanted: Mapping[str, int], cancel: Cancel, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._cache.trim(wanted)
+        for chunk in fetch(self._port.get, partial(self._cache.lacking, wanted), attempts(cancel)):
+            cancel.check()
+            if chunk.size > wanted.get(chunk.hash, -1):
+                raise BadFrame(
+                    f"blob {chunk.hash[:12]} of {chunk.size} bytes; at most {wanted.get(chunk.hash)} fit"
+                )
+            self._cache.write(chunk)
+            progress(len(chunk.data))
+
+    def store(
+        self,
+        files: Sequence[BlobFile],
+        cancel: Cancel,
+        progress: Callable[[], None] = lambda: None,
+        *,
+        new: bool = False,
+    ) -> int:
+        return upload(
+            self._port,
+            [LocalBlob(file.hash, file.size, partial(_pieces, file.path)) for file in files],
+            attempts(cancel),
+            lambda done, total: progress(),
+            before=_paced(cancel, self._rate),
+            new=new,
         )
-    return tensors
 
 
-def upload_tensors(
-    port: BlobPort,
-    snapshot: Mapping[str, Mapping[str, Tensor]],
-    cancel: Cancel,
-    max_bytes_per_s: float | None = None,
-) -> dict[str, str]:
-    """Store a stage's snapshot; returns tensor name -> blob hash. Only what is missing travels.
-
-    Raises StorageError (a full store), ConnectionFailed after ATTEMPTS, Cancelled.
-    """
-    blobs: dict[str, LocalBlob] = {}
-    for name, tensors in sorted(snapshot.items()):
-        cancel.check()
-        data = save({key: value.contiguous() for key, value in sorted(tensors.items())})
-        blobs[name] = LocalBlob.of(partial(bytes, data), CHUNK_BYTES)
-    upload(port, blobs.values(), attempts(cancel), before=_paced(cancel, max_bytes_per_s))
-    return {name: blob.hash for name, blob in blobs.items()}
-
-
-def upload_file(
-    port: BlobPort,
-    path: Path,
-    stored: Stored,
-    cancel: Cancel,
-    max_bytes_per_s: float | None = None,
-    progress: Callable[[], None] = lambda: None,
-    *,
-    new: bool = False,
-) -> int:
-    """Store a file that is too large for memory; returns the bytes that travelled, 0 when the store had
-    it. ``new``: it cannot have it, so that question's round trip is saved. Raises as ``upload_tensors``."""
-    return upload(
-        port,
-        [LocalBlob.of_file(path, stored.hash, stored.size, CHUNK_BYTES)],
-        attempts(cancel),
-        lambda done, total: progress(),
-        before=_paced(cancel, max_bytes_per_s),
-        new=new,
-    )
-
-
-def tensor_bytes(snapshot: Mapping[str, Mapping[str, Tensor]]) -> int:
-    """Payload bytes of a snapshot."""
-    return sum(t.numel() * t.element_size() for tensors in snapshot.values() for t in tensors.values())
+def _pieces(path: Path, offset: int) -> Iterator[bytes]:
+    """The file's bytes from ``offset`` on. StorageError for what is no plain file: who wrote it may have put
+    a link there, to what is none of its business."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise StorageError(f"{path} is no plain file")
+        file.seek(offset)
+        while piece := file.read(CHUNK_BYTES):
+            yield piece
 
 
 class _Pace:

@@ -32,11 +32,14 @@ _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 # What a worker may have left in its state folder, by which the folder is known as one.
-_KEPT = ("identity", MEMORY_FILE, "running", "blobs", "data", "apps", "federated", "codec_speed.json")
+_KEPT = (
+    "identity", MEMORY_FILE, "running", "blobs", "compute", "data", "apps", "federated", "codec_speed.json",
+)  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config", "use_proxy", *_FLOORS,
+    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config", "use_proxy", "sandbox",
+    *_FLOORS,
 )  # fmt: skip
 
 
@@ -59,6 +62,7 @@ class WorkerConfig:
     state_dir: Path = field(default_factory=lambda: default_state_dir())
     insecure: bool = False  # never remembered
     use_proxy: bool = False  # reach coordinator and peers by way of the environment's proxy
+    sandbox: str = "auto"  # of what computes: auto | off | require
     log_json: bool = False
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
     cache_bytes: int = 20 << 30
@@ -82,6 +86,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise UsageError(f"--device {self.device!r}; give auto, cpu, cuda or cuda:N")
+        if self.sandbox not in ("auto", "off", "require"):
+            raise UsageError(f"--sandbox {self.sandbox[:60]!r}; give auto, off or require")
         if not self.host or any(c.isspace() or c == "/" for c in self.host):
             raise UsageError(f"coordinator {self.host!r}; write HOST:PORT, for example 192.0.2.7:7700")
         for name, value, low, high in (

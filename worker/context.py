@@ -1,41 +1,86 @@
-"""Everything on this machine that a job of any kind runs on."""
+"""Everything that a job of any kind computes with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
-    from protos.blob_transfer import BlobPort
+    from atoll.federated import Floors
     from strategies.layout import Array
-    from worker.blobs import BlobCache
-    from worker.config import WorkerConfig
+    from worker.blobs import BlobStore
+    from worker.cancel import Cancel
+    from worker.links.links import Arrival
     from worker.machine.cpu import CpuMeter
     from worker.machine.device import Device
+    from worker.pipe.status import ComputeStatus
     from worker.spans import Spans
-    from worker.stage.feed import Fetch
-    from worker.stage.run import Progress
-    from worker.transport.choice import Network
+    from worker.stage.batches import Fetch
+    from worker.stage.reports import Progress
+    from worker.transport.contract import Receiver
+    from worker.transport.frames import MessageKey
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeSettings:
+    """Settings of the worker that concern computing; sizes in bytes."""
+
+    state_dir: Path
+    device: str
+    threads: int
+    memory_bytes: int
+    feed_ahead_steps: int
+    feed_bytes: int
+    kept_bytes: int
+    floors: Floors
+
+
+class JobNetwork(Protocol):
+    """Links to the neighbours of a plan's stage."""
+
+    def register(self, job: str, receiver: Receiver) -> None: ...
+
+    def unregister(self, job: str, receiver: Receiver) -> None: ...
+
+    def forget(self, job: str, plan_version: int | None = None) -> None: ...
+
+    def send(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None = None,
+        more: bool = False,
+    ) -> None: ...
+
+    def announce(self, arrivals: list[tuple[Arrival, int]]) -> None:
+        """Take these messages from now on, each of at most so many payload bytes."""
+
+    def connect(self, job: str, plan_version: int, cancel: Cancel) -> None:
+        """Be connected to every neighbour. ConnectionFailed names the one that is not; Cancelled."""
 
 
 @dataclass(frozen=True)
-class WorkerContext:
-    """Resources that stages, participations and apps share.
+class ComputeContext:
+    """Resources that stages and participations share.
 
     ``open_data(name)``: the arrays of a registered data set by field, samples along the first axis, perhaps
-    memory-mapped.
+    memory-mapped. ``scratch``: a folder for files that are to be stored.
     """
 
     worker: str
     device: Device
-    config: WorkerConfig
-    network: Network
-    cache: BlobCache
-    blobs: BlobPort
+    config: ComputeSettings
+    network: JobNetwork
+    blobs: BlobStore
     fetch_of: Callable[[str], Fetch]  # job -> its micro-batches
     open_data: Callable[[str], Mapping[str, Array]]
+    scratch: Path
     spans: Spans
     progress: Progress
     cpu: CpuMeter
+    status: ComputeStatus

@@ -1,13 +1,12 @@
 """The worker process: gRPC and threads around the session machine.
 
 The main thread alone touches the session's state: every event, from whatever thread, goes through
-one queue. Compute, links, data, heartbeat and the session stream each have threads of their own, so
-that a computation that hangs is seen and a coordinator that is away disturbs nothing.
+one queue. Strangers' graphs are computed in another process (``worker.hosting``), without this one's key
+and sockets; a computation that hangs or dies disturbs nothing here, nor does a coordinator that is away.
 """
 
 from __future__ import annotations
 
-import gc
 import queue
 import random
 import secrets
@@ -25,35 +24,31 @@ from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMis
 from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
-from protos.blob_transfer import BlobsOverGrpc
+from protos.blob_calls import BlobsOverGrpc
 from protos.convert_federated import dataset_to_proto
 from worker.apps.host import AppHost
-from worker.blobs import BlobCache
+from worker.blobs import BlobCache, BlobFiles
 from worker.config import WorkerConfig, remember
-from worker.context import WorkerContext
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import data_fetch
 from worker.control.stream import Stream
-from worker.data.registry import known_facts, open_dataset
-from worker.loading import connect_one
-from worker.machine.codec_speed import CodecGauge
-from worker.machine.cpu import CpuMeter, usable
-from worker.machine.device import find_device, outbound_host, prepare, used_memory_bytes, versions
+from worker.data.registry import known_facts
+from worker.hosting.connecting import connect_one
+from worker.hosting.host import ComputeHost, HostPorts
+from worker.hosting.protections import protections
+from worker.hosting.sandbox import chosen
+from worker.machine.device import outbound_host
 from worker.machine.malloc import keep_chunk_memory
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.wire import PeerExpected
-from worker.spans import Spans
-from worker.stage.run import Progress
-from worker.transport.choice import Network, network_class
 from worker.transport.contract import TransportConfig
-from worker.workbench import Workbench
+from worker.transport.network import PeerNetwork
 
 if TYPE_CHECKING:
     import grpc
 
     from worker.control.enroll import Membership
-    from worker.machine.device import Device
 
 log = structlog.get_logger()
 
@@ -86,16 +81,13 @@ class Daemon:
         self._stream: Stream | None = None
         self._heartbeat_s = self._idle_heartbeat_s = 0.5
         self._beats = 0
-        self._progress = Progress()
         self._end: AtollError | None = None
         self._welcomed = threading.Event()
         self._apps: AppHost | None = None
-        self._device: Device
+        self._device = pb.DeviceFacts()
         self._membership: Membership
-        self._network: Network
-        self._cpu: CpuMeter
-        self._gauge: CodecGauge
-        self._bench: Workbench
+        self._network: PeerNetwork
+        self._host = ComputeHost(config)
 
     # ---------------------------------------------------------------- the life of the process
 
@@ -105,19 +97,14 @@ class Daemon:
         keep_chunk_memory()
         restore = self._catch_signals()
         try:
-            device = find_device(self._config)
-            prepare(device, self._config)
-            # What importing left behind is no garbage, and looking through it for some takes a tenth of a
-            # second, on an eighth of a core nearly one, in the midst of a step.
-            gc.freeze()
-            self._device = device
+            self._host.prepare()
             self._membership = join(self._config, self._stopping.wait)
-            remember(self._config)
             self._serve()
         except ConnectionFailed:
             if not self._stopping.is_set():
                 raise
         finally:
+            self._host.stop(0.0)
             restore()
         if self._end is not None:
             raise self._end
@@ -130,22 +117,32 @@ class Daemon:
     def _serve(self) -> None:
         config, member = self._config, self._membership
         transport = TransportConfig(use_proxy=config.use_proxy)
-        network = network_class()(
+        network = PeerNetwork(
             member.identity, config.listen, lost=self._peer_lost, config=transport, name=member.worker
         )
         bulk = member.channel(config)  # of its own: an upload must not hold up a commit
         self._network = network
-        cores = usable().cores
-        self._cpu = CpuMeter(cores, self._device.threads if self._device.kind == "cpu" else 0)
-        self._gauge = self._new_gauge(cores)
-        context = self._context(bulk)
-        self._bench = Workbench(context, self._events.put, self._send, self._gauge)
-        self._apps = AppHost(context) if config.allow_apps else None
-        self._bench.start()
-        threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
-        log.info("worker.joined", worker=member.worker, coordinator=member.work_address)
-        self._open_stream()
+        cache = BlobCache(config.blob_dir, config.cache_bytes)
+        blobs = BlobsOverGrpc(bulk, member.metadata, member.work_address)
+        ports = HostPorts(
+            network,
+            BlobFiles(blobs, cache, config.max_upload_bytes_per_s),
+            partial(data_fetch, bulk, member.metadata, member.work_address),
+            self._events.put,
+            self._send,
+        )
+        self._apps = AppHost(config) if config.allow_apps else None
         try:
+            self._device = self._host.start(member.worker, ports, self._stopping.is_set)
+            remember(config)
+            threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
+            log.info(
+                "worker.joined",
+                worker=member.worker,
+                coordinator=member.work_address,
+                protections=protections(self._device.kind, chosen(config.sandbox, self._device.kind)).line(),
+            )
+            self._open_stream()
             self._loop()
         finally:
             self._stopping.set()
@@ -170,7 +167,7 @@ class Daemon:
                 self._welcomed.set()
                 if self._apps is not None:
                     self._apps.attend(self._membership)
-                self._bench.report_codecs()
+                self._host.report_codecs()
             for instruction in todo:
                 self._perform(instruction)
 
@@ -204,16 +201,16 @@ class Daemon:
                     self._end = AccessDenied(f"the coordinator {word} this worker: {reason}")
                 self._events.put(events.Drained())
             case _:
-                self._bench.do(instruction)
+                self._host.do(instruction)
 
-    def _shut_down(self, network: Network, bulk: grpc.Channel) -> None:
+    def _shut_down(self, network: PeerNetwork, bulk: grpc.Channel) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
         if self._apps is not None:
             self._apps.stop()
         stream = self._stream
         if stream is not None:
             stream.close()
-        self._bench.stop(max(0.1, deadline_s - time.monotonic()) / 2)
+        self._host.stop(max(0.1, deadline_s - time.monotonic()) / 2)
         closing = threading.Thread(target=network.close, name="atoll-close", daemon=True)
         closing.start()
         closing.join(max(0.1, deadline_s - time.monotonic()))
@@ -225,7 +222,7 @@ class Daemon:
     def _open_stream(self) -> None:
         member, config = self._membership, self._config
         self._stream = Stream(
-            member.channel(config),
+            partial(member.async_channel, config),
             member.metadata,
             member.work_address,
             self._introduce(self._network.port),  # each time: data may have been registered meanwhile
@@ -277,37 +274,23 @@ class Daemon:
             log.warning("session.congested", queued=self._config.outgoing_messages)
 
     def _introduce(self, port: int) -> pb.FromWorker:
-        config, device, known, cores = self._config, self._device, versions(), usable()
+        config = self._config
         addresses: tuple[tuple[str, int], ...] = ()
         if config.inbound:
             own = outbound_host(config.host, config.port)
             listening = config.listen_host
             host = own if listening in ("0.0.0.0", "::", "") else listening  # noqa: S104
             addresses = tuple((h, p or port) for h, p in config.advertise) or ((host, port),)
-        facts = pb.DeviceFacts(
-            kind=device.kind,
-            model=device.model,
-            threads=device.threads,
-            cores=cores.cores,
-            quota_period_s=cores.period_s,
-            memory_bytes=device.memory_bytes,
-            memory_limit_bytes=device.memory_limit_bytes,
-            torch_version=known["torch"],
-            python_version=known["python"],
-            atoll_version=known["atoll"],
-            platform=known["platform"],
-            instructions=device.instructions,
-        )
         return pb.FromWorker(
             introduction=pb.Introduction(
                 protocol=PROTOCOL_VERSION,
                 name=config.shown_name,
-                device=facts,
+                device=self._device,
                 peer_addresses=[pb.Address(host=h, port=p) for h, p in addresses],
                 site=config.site,
                 codecs=sorted(CODECS),
                 incarnation=self._incarnation,
-                codec_speeds=messages.speeds_to_proto(self._gauge.rates),
+                codec_speeds=self._host.codec_speeds,
                 datasets=self._datasets(),
                 held=messages.held_stage(self._state),
             )
@@ -320,13 +303,6 @@ class Daemon:
         except AtollError as error:
             log.error("data.unreadable", reason=str(error))
             return []
-
-    def _new_gauge(self, cores: float) -> CodecGauge:
-        device = self._device
-        facts = {"device": device.kind, "model": device.model, "threads": device.threads, "cores": cores}
-        circumstances = {**versions(), **facts}
-        at_work = self._cpu.at_work_s
-        return CodecGauge(self._config.state_dir, circumstances, device.torch_device, at_work=at_work)
 
     # ---------------------------------------------------------------- threads around the work
 
@@ -352,8 +328,8 @@ class Daemon:
                         job=state.job,
                         plan_version=state.version,
                         step=state.step,
-                        progress=self._progress.count + self._network.progress(),
-                        memory_bytes=used_memory_bytes(self._device),
+                        progress=self._host.progress + self._network.progress(),
+                        memory_bytes=self._host.memory_bytes,
                     )
                 )
             )
@@ -373,22 +349,6 @@ class Daemon:
                 log.info("peer.unreachable", peer=expected.peer, reason=str(error))
 
         threading.Thread(target=dial, name=f"atoll-dial-{expected.peer}", daemon=True).start()
-
-    def _context(self, bulk: grpc.Channel) -> WorkerContext:
-        member, config = self._membership, self._config
-        return WorkerContext(
-            worker=member.worker,
-            device=self._device,
-            config=config,
-            network=self._network,
-            cache=BlobCache(config.blob_dir, config.cache_bytes),
-            blobs=BlobsOverGrpc(bulk, member.metadata, member.work_address),
-            open_data=partial(open_dataset, config.state_dir),
-            fetch_of=lambda job: data_fetch(bulk, member.metadata, member.work_address, job),
-            spans=Spans(),
-            progress=self._progress,
-            cpu=self._cpu,
-        )
 
     def _catch_signals(self) -> Callable[[], None]:
         """Leave on Ctrl+C or SIGTERM; returns what puts the old handlers back."""

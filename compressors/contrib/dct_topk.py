@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet, State, meta_of
+from compressors.base import Packet, State, meta_of
 from compressors.contrib.sizes import DctBlocks, dct_blocks, dct_ratio, dct_size
-from compressors.packing import flat, require_floats, zeros
+from compressors.packing import TORCH_DTYPES, flat, require_floats, zeros
 from compressors.topk import TopK
 
 _ROOM = 2.0**-7  # the transform of a block adds up to 64 values of one sign

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet
-from compressors.packing import empty, flat, payload_array, rebuild, require_length
+from compressors.base import Packet
+from compressors.packing import TORCH_DTYPES, empty, flat, payload_array, rebuild, require_length
 
 Matrix = torch.Tensor
 """float32, CPU, two dimensions."""

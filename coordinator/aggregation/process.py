@@ -114,14 +114,19 @@ class Aggregating:
 
     def _aggregate(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from coordinator.aggregation.server_half import Offered
+        from coordinator.messages.instructions import HostSums
 
-        offered = {client: Offered(**told) for client, told in message["updates"].items()}
+        offered: dict[str, Offered | HostSums] = {
+            **{client: Offered(**told) for client, told in message["updates"].items()},
+            **{host: HostSums(**told) for host, told in message["sums"].items()},
+        }
         found = self._opened.aggregate(
             int(message["round"]),
             offered,
             int(message["n_clients"]),
             int(message["least"]),
             self._begins,
+            message["drawn"],
         )
         return {
             "state": _written(found.state),

@@ -4,32 +4,46 @@ The state's file holds ``weights/NAME`` and ``extra/SLOT/NAME`` as a broadcast's
 numbers ``about/round`` and ``about/clients``. Updates are taken one at a time in the order of their
 clients' names, so that the sum's last bit depends on nothing else; where the strategy is linear, only the
 sums and one update are in memory. What an update claims is judged before it counts.
+
+Where a round's clients are a population, hosts send sums in whole numbers of those that they trained
+(``strategies.fixed``); updates of single clients join them on the same grid, so the next state has the same
+bits whoever trained whom.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from atoll.errors import AtollError, StorageError, UsageError
+from atoll.errors import AtollError, BadUpdate, StorageError, UsageError
 from atoll.federated import Downlink
 from atoll.job import stepwise_groups
 from atoll.opdag import OpDag, StateMeta, TensorMeta
 from atoll.program import stage_programs
 from compressors.container import Stored, dense_metas, drop_pages, read_dense, write_dense
-from compressors.model_file import Coding, read_update, write_delta, write_model
+from compressors.model_file import Coding, read_sums, read_update, write_delta, write_model
+from coordinator.messages.instructions import HostSums
 from coordinator.storage.data_provider import map_value
 from coordinator.storage.graph_store import Graphs
 from strategies import make_strategy
 from strategies.checking import Limits, check_update
-from strategies.files import broadcast_arrays, joined, lossy_names, parted, update_metas
+from strategies.files import (
+    broadcast_arrays,
+    joined,
+    lossy_names,
+    parted,
+    sums_metas,
+    sums_slots,
+    update_metas,
+)
+from strategies.fixed import Accumulator, FixedSums, Grid, check_sums, real
 from strategies.layout import Layout
-from strategies.linear import Linear
+from strategies.linear import SAMPLES, Linear
 from strategies.sums import Contribution, total
 from strategies.values import ClientUpdate, ServerState
 
@@ -79,9 +93,10 @@ class Summed:
 class _Round:
     """Updates that came, by client; why some of them cannot be counted is found out meanwhile."""
 
-    offered: Mapping[str, Offered]
+    offered: Mapping[str, Offered | HostSums]
     dropped: dict[str, str]
     begins: Begins
+    drawn: Mapping[str, int] | None  # registered samples by client, where sums are in whole numbers
 
 
 class ServerHalf:
@@ -112,12 +127,14 @@ class ServerHalf:
     def aggregate(
         self,
         at_round: int,
-        offered: Mapping[str, Offered],
+        offered: Mapping[str, Offered | HostSums],
         n_clients: int,
         least: int,
         begins: Begins = lambda client: None,
+        drawn: Mapping[str, int] | None = None,
     ) -> Summed:
-        """Sum what can be counted, if that is at least ``least``; the next state and broadcast.
+        """Sum what can be counted, if that is at least ``least``; the next state and broadcast. ``drawn``:
+        registered samples of the round's clients, for sums in whole numbers.
 
         UsageError when this is not the round in flight; JobFailed when the result is not finite.
         """
@@ -127,7 +144,7 @@ class ServerHalf:
             raise UsageError(f"asked to sum round {at_round}; the round in flight is {here}")
         state = replace(state, n_clients=max(state.n_clients, n_clients))
         dropped: dict[str, str] = {}
-        after = self._summed(state, _Round(offered, dropped, begins), least)
+        after = self._summed(state, _Round(offered, dropped, begins, drawn), least)
         if after is None:
             return Summed(None, None, None, dropped)
         kept = self._write_state(after)
@@ -152,24 +169,63 @@ class ServerHalf:
     # ------------------------------------------------------------ sums
 
     def _summed(self, state: ServerState, came: _Round, least: int) -> ServerState | None:
-        core = self.rule.core
+        core, at_round = self.rule.core, state.round
+        if came.drawn is not None:
+            return self._summed_whole(state, came, came.drawn, least)
         if self.rule.facts.linear and isinstance(core, Linear):
             linear = core
 
-            def contribution(update: ClientUpdate) -> Contribution:
-                return linear.contribute(self.layout, update)
+            def contribution(client: str, told: Offered | HostSums) -> Contribution:
+                return linear.contribute(self.layout, self._judged(client, told, at_round))
 
-            sums = total(self._good(came, state.round, contribution))
+            sums = total(self._good(came, contribution))
             return linear.finish(state, sums) if sums.clients >= max(1, least) else None
-        updates = list(self._good(came, state.round, lambda update: update))
+        updates = list(self._good(came, lambda client, told: self._judged(client, told, at_round)))
         return self.rule.aggregate(state, updates) if len(updates) >= least else None
 
-    def _good(self, came: _Round, at_round: int, use: Callable[[ClientUpdate], T]) -> Iterator[T]:
+    def _summed_whole(
+        self, state: ServerState, came: _Round, drawn: Mapping[str, int], least: int
+    ) -> ServerState | None:
+        """The next state from sums in whole numbers. UsageError for a strategy without."""
+        core = self.rule.core
+        if not isinstance(core, Linear):
+            raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
+        most = self.rule_spec.max_samples
+        drawn = {client: min(samples, most) for client, samples in drawn.items()}
+        sums = Accumulator(core.grid(len(drawn), sum(drawn.values())))
+        counted: set[str] = set()
+
+        def count(name: str, told: Offered | HostSums) -> None:
+            samples = told.samples if isinstance(told, HostSums) else {name: told.n_samples}
+            _check_clients(samples, drawn, counted)
+            if isinstance(told, HostSums):
+                sums.add(self._sums_of(told, core, sums.grid))
+            else:
+                sums.add(core.contribute(self.layout, self._judged(name, told, state.round)))
+            counted.update(samples)
+
+        for _ in self._good(came, count):
+            pass
+        found = sums.sums()
+        return core.finish(state, real(found, self.layout)) if found.clients >= max(1, least) else None
+
+    def _sums_of(self, told: HostSums, core: Linear, grid: Grid) -> FixedSums:
+        arrays = read_sums(self._blobs.path(told.blob), sums_metas(core, self.layout))
+        terms = sums_slots(core, self.layout, arrays)
+        found = FixedSums(grid, terms, told.loads, told.scalars, len(told.samples))
+        n_samples = sum(told.samples.values())
+        check_sums(found, core.grid(len(told.samples), n_samples))
+        claimed = found.scalars[SAMPLES] * grid.scalar_unit(SAMPLES)
+        if claimed != n_samples:
+            raise BadUpdate(f"a sum over {claimed:g} samples of clients that have {n_samples}")
+        return found
+
+    def _good(self, came: _Round, use: Callable[[str, Offered | HostSums], T]) -> Iterator[T]:
         """``use`` of each update that can be counted, one at a time."""
         for client in sorted(came.offered):
             came.begins(client)
             try:
-                found = use(self._judged(client, came.offered[client], at_round))
+                found = use(client, came.offered[client])
             except AtollError as error:
                 came.dropped[client] = str(error)
             except Exception as error:  # noqa: BLE001 - a decoder that trips costs one client, not the job
@@ -178,7 +234,9 @@ class ServerHalf:
                 yield found
         came.begins("")
 
-    def _judged(self, client: str, told: Offered, at_round: int) -> ClientUpdate:
+    def _judged(self, client: str, told: Offered | HostSums, at_round: int) -> ClientUpdate:
+        if isinstance(told, HostSums):
+            raise BadUpdate("a sum of several clients in a round that takes each update apart")
         coding = Coding(told.codec, told.ratio, lossy_names(self.layout), self.rule_spec.error_feedback)
         arrays = read_update(self._blobs.path(told.blob), self.update_metas, coding)
         delta, extra = parted(arrays)
@@ -237,6 +295,19 @@ class ServerHalf:
 
     def _path(self, what: str) -> Path:
         return self._scratch / f"aggregator-{self.job}-{what}"
+
+
+def _check_clients(samples: Mapping[str, int], drawn: Mapping[str, int], counted: Collection[str]) -> None:
+    """Raise BadUpdate unless all were drawn, none is counted yet, and each has what it may count."""
+    if not samples:
+        raise BadUpdate("a sum over no clients")
+    for client, n_samples in samples.items():
+        if client not in drawn:
+            raise BadUpdate(f"client {client!r} was not drawn")
+        if client in counted:
+            raise BadUpdate(f"client {client!r} is counted already")
+        if type(n_samples) is not int or not 1 <= n_samples <= drawn[client]:
+            raise BadUpdate(f"client {client!r} with {n_samples!r} samples; from 1 to {drawn[client]}")
 
 
 def layout_of(spec: JobSpec, graphs: Graphs) -> Layout:

@@ -14,7 +14,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,8 @@ class Aggregators:
                     "n_clients": request.n_clients,
                     "least": request.least,
                     "updates": {name: _offered(request, name) for name in request.updates},
+                    "sums": {host: asdict(sums) for host, sums in request.sums.items()},
+                    "drawn": request.drawn,
                 }
             case do.EvaluateModel():
                 return {"what": EVALUATE}
@@ -170,6 +172,7 @@ class Aggregators:
                 blobs = [request.spec.dag_hash, *request.spec.tensors.values(), request.state]
             case do.AggregateRound():
                 blobs = [update.update for update in request.updates.values()]
+                blobs += [sums.blob for sums in request.sums.values()]
             case do.EvaluateModel():
                 blobs = []  # it says of each batch that it begins it
         return sum(self.blobs.held(name) for name in blobs if name)

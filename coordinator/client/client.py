@@ -30,7 +30,8 @@ from coordinator.client.transfer import Progress, download, silent
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.blob_transfer import BlobsOverGrpc, upload
+from protos.blob_calls import BlobsOverGrpc
+from protos.blob_transfer import upload
 from protos.convert import from_proto, to_proto
 from protos.retries import progressed
 from protos.text_limits import clean

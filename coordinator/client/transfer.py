@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError
-from protos.blob_transfer import BLOBS_A_REQUEST, BlobPort, Chunk, fetch
+from protos.blob_calls import BLOBS_A_REQUEST
+from protos.blob_transfer import BlobPort, Chunk, fetch
 
 if TYPE_CHECKING:
     from tenacity import Retrying

@@ -246,10 +246,22 @@ class OpenAggregator:
 
 
 @dataclass(frozen=True, slots=True)
+class HostSums:
+    """Sums in whole numbers from a host that trained the clients in ``samples``: the blob of the arrays, the
+    loads of the terms and the scalars in their units."""
+
+    blob: str
+    samples: Mapping[str, int]
+    loads: Mapping[str, int]
+    scalars: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class AggregateRound:
     """Sum these updates; answers Aggregated or AggregatorBroke. ``codecs``: codec and ratio that each
     client was told; ``n_samples``: what it registered; with fewer than ``least`` good updates nothing
-    changes."""
+    changes. ``drawn``: registered samples of a population's clients in this round, whose ``sums`` come by
+    host; without, updates are summed in floats."""
 
     job: str
     round: int
@@ -259,6 +271,8 @@ class AggregateRound:
     n_samples: Mapping[str, int]
     n_clients: int
     least: int
+    sums: Mapping[str, HostSums] = field(default_factory=dict)
+    drawn: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,9 @@ def _strategies_page() -> str:
 
 def _needs(kind: type[Strategy]) -> Iterator[str]:
     facts = kind.FACTS
-    yield "linear: partial sums give the aggregate" if facts.linear else "not linear"
+    yield "linear: partial sums give the aggregate" if facts.linear else "not linear: needs each update apart"
+    if facts.linear and not facts.bounded:
+        yield "no sums in whole numbers"
     yield "the server need not see single updates" if facts.secure else "the server sees single updates"
     if facts.needs_client_state:
         yield "clients keep state between rounds"

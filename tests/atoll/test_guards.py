@@ -20,7 +20,8 @@ from atoll.rehearse import RehearsalLimits, rehearse
 from atoll.signatures import ENUMERATIONS, TEXTS, parameters
 from atoll.value_guards import index_guarded, sound_bools
 from tests.coordinator.capture.captured import NAMES, honest
-from worker.machine.op_timing import OpProbe, time_ops
+from worker.machine.op_probe import OpProbe
+from worker.machine.op_timing import time_ops
 from worker.stage.stage import Stage
 
 FLOAT = "float32"

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from atoll.errors import UsageError
 from atoll.opdag import TensorMeta
 from compressors import CODECS
-from compressors.base import DTYPES, TORCH_DTYPES, Packet, SparseCompressor, meta_of, zero_packet
+from compressors.base import DTYPES, Packet, SparseCompressor, meta_of, zero_packet
 from compressors.contrib.acp_sgd import AcpSGD
+from compressors.packing import TORCH_DTYPES
 from tests.compressors.codec_cases import (
     CASES,
     ELEMENTWISE,

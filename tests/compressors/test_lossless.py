@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors import CODECS, make_compressor
-from compressors.base import DTYPES, TORCH_DTYPES, Packet, meta_of, parse_packet
+from compressors.base import DTYPES, Packet, meta_of, parse_packet
 from compressors.byte_planes import BLOCK
 from compressors.lossless import MIN_GAIN
+from compressors.packing import TORCH_DTYPES
 
 CODEC = make_compressor("lossless")
 SHAPES = [(), (0,), (1,), (3, 5), (2, 0, 4), (64, 130), (3, BLOCK // 2 + 1)]

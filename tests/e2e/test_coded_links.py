@@ -13,8 +13,8 @@ from tests.patience import HUNG_S
 from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.inprocess.pipeline import LocalPipeline
-from worker.stage.run import StepReport
-from worker.transport.choice import Network, network_class
+from worker.stage.reports import StepReport
+from worker.transport.network import PeerNetwork
 
 STAGES = 2
 
@@ -22,11 +22,10 @@ STAGES = 2
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(params=["threads", "asyncio"])
-def networks(request: pytest.FixtureRequest) -> Iterator[dict[str, Network]]:
+@pytest.fixture
+def networks() -> Iterator[dict[str, PeerNetwork]]:
     """Two workers' networks on loopback, connected."""
-    kind = network_class(request.param)
-    found: dict[str, Network] = {name: kind(None, ("127.0.0.1", 0), name=name) for name in ("w-0", "w-1")}
+    found = {name: PeerNetwork(None, ("127.0.0.1", 0), name=name) for name in ("w-0", "w-1")}
     found["w-1"].admit("w-0")
     found["w-0"].dial("w-1", [("127.0.0.1", found["w-1"].port)], HUNG_S)
     found["w-1"].wait_for("w-0", HUNG_S)
@@ -36,7 +35,7 @@ def networks(request: pytest.FixtureRequest) -> Iterator[dict[str, Network]]:
 
 
 def test_new_links_take_over_at_their_step_over_real_connections(
-    networks: dict[str, Network], monkeypatch: pytest.MonkeyPatch
+    networks: dict[str, PeerNetwork], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalogue, "MIN_BYTES", 64)
     made = case("gpt2")

@@ -23,6 +23,7 @@ from benchmarks.real_workers import LoopbackFleet
 from coordinator.flower.launcher import AppCommand
 from protos import command_line
 from tests.coordinator.flower.flower_apps import accept, command, restart_coordinator, run, write_app
+from tests.e2e.contained import assert_no_torch
 from worker.apps.store import AppStore
 from worker.cli import main as cli
 
@@ -93,6 +94,15 @@ def test_the_digits_app_gives_exactly_flowers_accuracies(nodes: int, tmp_path: P
     trained = costs[2::2]
     assert all(cost["down_bytes"] < 5_000 * nodes for cost in trained)
     assert all(cost["replies"] == nodes and not cost["errors"] for cost in costs)
+
+
+def test_the_daemons_map_no_torch_while_an_app_runs(fleet: LoopbackFleet, tmp_path: Path) -> None:
+    accept(fleet, DIGITS)
+    config = {"out": str(tmp_path / "found.json"), "min-nodes": 2}
+    with command(fleet, DIGITS, 2, **config) as running:
+        for _ in running.events():
+            assert_no_torch(process.pid for process in fleet._processes[1:])
+    assert (tmp_path / "found.json").exists()
 
 
 # ---------------------------------------------------------------- what apps use

@@ -43,7 +43,7 @@ PURE = [
 """Files, and wings with every file in them, that touch no clock, thread, file or socket."""
 HALLS = {
     "coordinator": {"__init__", "server", "shell", "scheduler", "config"},
-    "worker": {"__init__", "daemon", "workbench", "loading", "context", "config", "cancel", "spans", "blobs"},
+    "worker": {"__init__", "daemon", "context", "config", "cancel", "spans", "blobs"},
 }
 IMPURE = {
     "socket", "threading", "asyncio", "time", "random", "os", "subprocess", "grpc", "torch",
@@ -168,15 +168,21 @@ def test_a_wing_that_imports_upward_is_caught(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     with (tmp_path / "coordinator" / "messages" / "jobs.py").open("a") as planted:
         planted.write("\n\ndef upward() -> None:\n    from coordinator.pipeline import machine  # noqa\n")
-    with (tmp_path / "worker" / "links" / "timed.py").open("a") as planted:
+    with (tmp_path / "worker" / "links" / "codecs.py").open("a") as planted:
         planted.write("\nfrom worker.session import events  # noqa\n")
+    with (tmp_path / "worker" / "control" / "calls.py").open("a") as planted:
+        planted.write("\n\ndef heavy() -> None:\n    from worker.stage import tensor_blobs  # noqa\n")
+    with (tmp_path / "worker" / "compute" / "logs.py").open("a") as planted:
+        planted.write("\n\ndef aloud() -> None:\n    import grpc  # noqa\n")
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "coordinator.messages is not allowed to import coordinator.pipeline" in done.stdout
     assert "worker.links is not allowed to import worker.session" in done.stdout
-    assert "1 kept, 2 broken" in done.stdout
+    assert "worker.control is not allowed to import torch" in done.stdout
+    assert "worker.compute is not allowed to import grpc" in done.stdout
+    assert "1 kept, 4 broken" in done.stdout
 
 
 def test_the_daemon_and_the_command_start_without_torch() -> None:
@@ -185,6 +191,51 @@ def test_the_daemon_and_the_command_start_without_torch() -> None:
         "sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_workers_daemon_and_its_command_start_without_torch() -> None:
+    code = (
+        "import sys, worker.daemon, worker.cli.main;"
+        "sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_what_computes_starts_without_grpc() -> None:
+    code = "import sys, worker.compute.process;sys.exit('grpc is imported' if 'grpc' in sys.modules else 0)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def _modules_without_torch() -> list[str]:
+    """Every module of the contract on the worker's daemon."""
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    [contract] = [c for c in linter["contracts"] if c.get("forbidden_modules") == ["torch"]]
+    found: list[str] = []
+    for source in contract["source_modules"]:
+        place = ROOT / source.replace(".", "/")
+        files = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+        assert files, source
+        found += [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    return [name.removesuffix(".__init__") for name in found if not name.endswith("__main__")]
+
+
+def test_the_wings_of_the_workers_daemon_load_no_torch() -> None:
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        sys.exit(f'{name} imports torch')"
+    )
+    subprocess.run([sys.executable, "-c", code, *_modules_without_torch()], cwd=ROOT, check=True)
+
+
+def test_no_function_of_the_workers_daemon_imports_torch() -> None:
+    """Import-linter does not look into other packages: ``safetensors.torch`` loads torch as well."""
+    for name in _modules_without_torch():
+        place = ROOT / name.replace(".", "/")
+        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        assert not [imported for imported in _all_imports(path) if "torch" in imported.split(".")], name
 
 
 def test_convert_is_the_only_module_that_knows_both_schema_and_types_of_jobs() -> None:

@@ -24,7 +24,7 @@ from atoll.errors import (
 )
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
-from protos.blob_transfer import BlobsOverGrpc
+from protos.blob_calls import BlobsOverGrpc
 from protos.grpc_errors import ERROR_NAME, refuse, to_atoll_error
 from tests.patience import HUNG_S
 

@@ -1,4 +1,4 @@
-"""Tensors to and from the blob store: verified, resumable, bounded, and only what is missing."""
+"""Files to and from the blob store: verified, resumable, bounded, and only what is missing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from atoll.errors import BadFrame, ConnectionFailed, StorageError
-from atoll.opdag import StateMeta, TensorMeta
-from compressors.container import Stored
 from protos import retries
 from protos.blob_transfer import Chunk
 from worker import blobs
-from worker.blobs import BlobCache, download, load, upload_file, upload_tensors
+from worker.blobs import BlobCache, BlobFile, BlobFiles
 from worker.cancel import Cancel, Cancelled
 
 VALUE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
-STATE = StateMeta(TensorMeta((2, 3), "float32"), requires_grad=True)
 
 
 def blob(**tensors: Tensor) -> tuple[str, bytes]:
@@ -93,18 +90,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "PAUSE_FIRST_S", 0.0)
 
 
-def test_what_was_stored_comes_back_bit_equal(store: Store, cache: BlobCache) -> None:
-    snapshot = {"w": {"value": VALUE, "exp_avg": VALUE * 2, "step": torch.tensor(3.0)}}
-    names = upload_tensors(store, snapshot, Cancel())
-    download(store, cache, {names["w"]: blobs.most_bytes(STATE)}, Cancel())
-    found = load(cache, "w", names["w"], STATE)
-    assert {key: torch.equal(found[key], value) for key, value in snapshot["w"].items()} == {
-        "value": True,
-        "exp_avg": True,
-        "step": True,
-    }
-
-
 def test_a_new_file_goes_up_without_a_question_and_another_time_with_one(
     tmp_path: Path, store: Store
 ) -> None:
@@ -114,10 +99,10 @@ def test_a_new_file_goes_up_without_a_question_and_another_time_with_one(
     questions: list[list[str]] = []
     asked = store.missing
     store.missing = lambda hashes: questions.append(hashes) or asked(hashes)  # type: ignore[method-assign,func-returns-value]
-    stored = Stored(name, len(data))
-    assert upload_file(store, path, stored, Cancel(), new=True) == len(data)
+    files, file = BlobFiles(store, cache), BlobFile(path, name, len(data))
+    assert files.store([file], Cancel(), new=True) == len(data)
     assert not questions
-    assert upload_file(store, path, stored, Cancel()) == 0
+    assert files.store([file], Cancel()) == 0
     assert questions == [[name]]
 
 
@@ -129,7 +114,7 @@ def test_a_new_file_that_was_cut_off_goes_on_where_it_was(
     path = tmp_path / "update"
     path.write_bytes(data)
     store.break_after = 2
-    upload_file(store, path, Stored(name, len(data)), Cancel(), new=True)
+    BlobFiles(store, cache).store([BlobFile(path, name, len(data))], Cancel(), new=True)
     assert store.blobs[name] == data
     assert store.received == len(data), "nothing twice"
 
@@ -137,7 +122,7 @@ def test_a_new_file_that_was_cut_off_goes_on_where_it_was(
 def test_a_download_goes_on_where_it_was_cut_off(store: Store, cache: BlobCache) -> None:
     name, data = blob()
     store.blobs[name], store.break_after = data, 2
-    download(store, cache, {name: 1000}, Cancel())
+    BlobFiles(store, cache).fetch({name: 1000}, Cancel())
     assert store.asked == [[(name, 0)], [(name, 80)]]
     assert cache.path(name).read_bytes() == data
 
@@ -145,8 +130,8 @@ def test_a_download_goes_on_where_it_was_cut_off(store: Store, cache: BlobCache)
 def test_what_is_in_the_cache_is_not_asked_for_again(store: Store, cache: BlobCache) -> None:
     name, data = blob()
     store.blobs[name] = data
-    download(store, cache, {name: 1000}, Cancel())
-    download(store, cache, {name: 1000}, Cancel())
+    BlobFiles(store, cache).fetch({name: 1000}, Cancel())
+    BlobFiles(store, cache).fetch({name: 1000}, Cancel())
     assert len(store.asked) == 1
 
 
@@ -154,7 +139,7 @@ def test_a_blob_that_is_not_what_its_name_says_is_refused(store: Store, cache: B
     name, data = blob()
     store.blobs[name] = data[:-1] + b"x"
     with pytest.raises(BadFrame, match="sha256 differs"):
-        download(store, cache, {name: 1000}, Cancel())
+        BlobFiles(store, cache).fetch({name: 1000}, Cancel())
     assert cache.held(name) == 0
 
 
@@ -162,14 +147,14 @@ def test_a_blob_larger_than_its_tensor_can_be_is_refused(store: Store, cache: Bl
     name, data = blob()
     store.blobs[name] = data
     with pytest.raises(BadFrame, match=r"at most 50 fit"):
-        download(store, cache, {name: 50}, Cancel())
+        BlobFiles(store, cache).fetch({name: 50}, Cancel())
 
 
 def test_a_blob_nobody_asked_for_is_refused(store: Store, cache: BlobCache) -> None:
     name, _ = blob()
     store.get = lambda wanted: [Chunk("0" * 64, 4, 0, b"abcd")]  # type: ignore[method-assign]
     with pytest.raises(BadFrame):
-        download(store, cache, {name: 1000}, Cancel())
+        BlobFiles(store, cache).fetch({name: 1000}, Cancel())
 
 
 def test_a_store_that_stays_away_ends_the_download(store: Store, cache: BlobCache) -> None:
@@ -178,7 +163,7 @@ def test_a_store_that_stays_away_ends_the_download(store: Store, cache: BlobCach
 
     store.get = away  # type: ignore[method-assign]
     with pytest.raises(ConnectionFailed):
-        download(store, cache, {"0" * 64: 1000}, Cancel())
+        BlobFiles(store, cache).fetch({"0" * 64: 1000}, Cancel())
 
 
 def test_a_download_stops_when_cancelled(store: Store, cache: BlobCache) -> None:
@@ -186,7 +171,7 @@ def test_a_download_stops_when_cancelled(store: Store, cache: BlobCache) -> None
     store.blobs[name] = data
     cancel = Cancel()
     with pytest.raises(Cancelled):
-        download(store, cache, {name: 1000}, cancel, lambda n: cancel.set("released"))
+        BlobFiles(store, cache).fetch({name: 1000}, cancel, lambda n: cancel.set("released"))
 
 
 def test_the_cache_keeps_its_bound_and_what_is_needed_now(tmp_path: Path) -> None:
@@ -198,52 +183,6 @@ def test_the_cache_keeps_its_bound_and_what_is_needed_now(tmp_path: Path) -> Non
     assert cache.held("a") is None
     assert cache.held("b") == 0
     assert cache.held("c") is None
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (b"no safetensors at all", "no safetensors file"),
-        (save({"other": VALUE}), "expected 'value'"),
-        (save({"value": VALUE.T.contiguous()}), "the model has float32"),
-        (save({"value": VALUE.double()}), "the model has float32"),
-        (save({"value": VALUE, **{f"k{i}": VALUE + i for i in range(4)}}), "expected 'value'"),
-    ],
-)
-def test_a_file_that_does_not_hold_the_declared_tensor_is_refused(
-    cache: BlobCache, data: bytes, says: str
-) -> None:
-    name = hashlib.sha256(data).hexdigest()
-    cache.path(name).write_bytes(data)
-    with pytest.raises(BadFrame, match=says):
-        load(cache, "w", name, STATE)
-
-
-def test_an_upload_sends_only_what_the_store_lacks(store: Store) -> None:
-    first = upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
-    before = store.received
-    second = upload_tensors(store, {"a": {"value": VALUE}, "b": {"value": VALUE + 1}}, Cancel())
-    assert second["a"] == first["a"]
-    assert store.received - before == len(store.blobs[second["b"]])
-
-
-def test_an_upload_goes_on_where_it_was_cut_off(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "CHUNK_BYTES", 40)
-    store.break_after = 2
-    names = upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
-    assert store.received == len(store.blobs[names["a"]])
-
-
-def test_equal_tensors_are_stored_once(store: Store) -> None:
-    names = upload_tensors(store, {"a": {"value": VALUE}, "b": {"value": VALUE.clone()}}, Cancel())
-    assert names["a"] == names["b"]
-    assert len(store.blobs) == 1
-
-
-def test_a_full_store_is_reported(store: Store) -> None:
-    store.full = True
-    with pytest.raises(StorageError, match="disk is full"):
-        upload_tensors(store, {"a": {"value": VALUE}}, Cancel())
 
 
 def test_an_upload_keeps_to_its_rate() -> None:

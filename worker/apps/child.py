@@ -21,7 +21,7 @@ from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
-from protos.app_pipe import Gone, Pipe, pipe_from
+from protos.child_pipe import Gone, Pipe, pipe_from
 
 MAX_REASON_CHARS = 4000
 STATE_FILE = "state"

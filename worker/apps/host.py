@@ -10,6 +10,7 @@ import re
 import secrets
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -27,7 +28,7 @@ from worker.control.stream import ATTEND, Stream
 if TYPE_CHECKING:
     import grpc
 
-    from worker.context import WorkerContext
+    from worker.config import WorkerConfig
     from worker.control.enroll import Membership
 
 log = structlog.get_logger()
@@ -43,11 +44,11 @@ _MESSAGE = re.compile(r"[A-Za-z0-9_-]{1,100}")
 class AppHost:
     """The app runs of this worker."""
 
-    def __init__(self, context: WorkerContext) -> None:
-        self._config = context.config
-        self._store = AppStore(context.config.state_dir)
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._store = AppStore(config.state_dir)
         self._store.sweep(time.time())
-        self._context = AppContext(context, self._store, self._accepts, self._send, lambda: self._epoch)
+        self._context = AppContext(config, self._store, self._accepts, self._send, lambda: self._epoch)
         self._incarnation = secrets.randbits(63)
         self._lock = threading.Lock()
         self._runs: dict[int, HostedRun] = {}
@@ -92,7 +93,7 @@ class AppHost:
         self._epoch += 1
         hello = pb.FromNode(hello=pb.AppHello(incarnation=self._incarnation, runs=list(self._runs)))
         self._stream = Stream(
-            member.channel(self._config),
+            partial(member.async_channel, self._config),
             member.metadata,
             member.work_address,
             hello,
@@ -106,7 +107,7 @@ class AppHost:
             run.greet()
 
     def _ended(self, error: AtollError | None) -> None:
-        """The stream's thread: try again after a pause, as long as the worker lives."""
+        """A thread of its own: try again after a pause, as long as the worker lives."""
         with self._lock:
             self._stream = None
             self._epoch += 1

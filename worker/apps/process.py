@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
-import atoll
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
-from protos.app_pipe import Pipe
-from protos.text_limits import clean
-
-TAIL_LINES = 40
-MAX_LINE_BYTES, MAX_LINE_CHARS = 4000, 1000
-# All that an app sees of the environment: no credentials of clouds, agents or proxies, whatever their names.
-_SHOWN = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV")
-_SHOWN_TOO = ("CUDA_", "LC_", "NVIDIA_", "FLWR_")
+from protos.child_pipe import Pipe
+from worker.hosting.environment import shown_environment
+from worker.hosting.output import Output
 
 
 class AppProcess:
@@ -41,10 +31,7 @@ class AppProcess:
             )
             self._process = self._guarded.process
         self.pipe = Pipe(ours)
-        self._printed = printed
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._reader = threading.Thread(target=self._read, name="atoll-app-output", daemon=True)
-        self._reader.start()
+        self._output = Output(self._process, printed)
         self.pipe.send(pb.ToChild(setup=setup))
 
     @property
@@ -59,34 +46,14 @@ class AppProcess:
     def last_words(self) -> str:
         """Describe how the process ended and what it printed last, once it is gone."""
         code = self._process.wait()
-        self._reader.join(1.0)
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "\n".join([f"its process ended with {how}", *self._tail])
-
-    def _read(self) -> None:
-        output = self._process.stdout
-        assert output is not None  # noqa: S101 - a pipe was asked for
-        with output:
-            while line := output.readline(MAX_LINE_BYTES):
-                text = clean(line.decode(errors="replace").rstrip(), MAX_LINE_CHARS)
-                if text:
-                    self._tail.append(text)
-                    self._printed(text)
+        return "\n".join([f"its process ended with {how}", *self._output.tail()])
 
 
 def _environment(threads: int) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name in _SHOWN or name.startswith(_SHOWN_TOO)
-    }
-    root = str(Path(atoll.__file__).resolve().parent.parent)
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
-    if threads:
-        kept["OMP_NUM_THREADS"] = kept["MKL_NUM_THREADS"] = str(threads)
-    # An app on a guest's machine calls nobody, its prints come at once, its folder stays as it was accepted.
+    # An app on a guest's machine calls nobody, and its folder stays as it was accepted.
     return {
-        **kept,
+        **shown_environment(threads, ("HOME", "PYTHONPATH", "TMPDIR", "USER"), ("FLWR_",)),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }

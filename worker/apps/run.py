@@ -22,7 +22,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
-from protos.app_pipe import Gone
+from protos.child_pipe import Gone
 from protos.text_limits import Budget, clean
 from worker.apps.code import AppCode, unpack
 from worker.apps.parts import Parts
@@ -32,7 +32,7 @@ from worker.cancel import Cancel, Cancelled
 from worker.config import default_state_dir
 
 if TYPE_CHECKING:
-    from worker.context import WorkerContext
+    from worker.config import WorkerConfig
     from worker.control.enroll import Membership
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ APP_RAISED, REPLY_UNAVAILABLE, APP_CRASHED = 2, 4, 8
 class AppContext:
     """Everything that the runs on this worker share."""
 
-    worker: WorkerContext
+    config: WorkerConfig
     store: AppStore
     accepts: Callable[[str], bool]  # an app's hash
     send: Callable[[pb.FromNode], None]
@@ -163,7 +163,7 @@ class HostedRun:
     def moved(self, member: Membership) -> None:
         """A restarted coordinator may listen elsewhere."""
         if self._parts.address != member.work_address:
-            self._parts.move(member.channel(self._context.worker.config), member.work_address)
+            self._parts.move(member.channel(self._context.config), member.work_address)
 
     def end(self, reason: str, *, for_good: bool = True) -> None:
         """Stop at once; ``for_good``: the run is over, its state goes too."""
@@ -252,7 +252,7 @@ class HostedRun:
         store.asked(KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time()))
 
     def _how_to_accept(self) -> str:
-        folder = self._context.worker.config.state_dir
+        folder = self._context.config.state_dir
         option = "" if folder == default_state_dir() else f" --state-dir {folder}"
         return (
             "its owner has not accepted this app; read it and accept it there: "
@@ -268,7 +268,7 @@ class HostedRun:
         except AccessDenied as error:
             log.error("app.code_changed", run=f"{self.run:x}", reason=str(error))
             return str(error)
-        store, config = self._context.store, self._context.worker.config
+        store, config = self._context.store, self._context.config
         setup = pb.ChildSetup(
             run=self.run,
             code_dir=str(self._code.folder),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+import atoll
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -26,7 +27,10 @@ from protos.grpc_errors import to_atoll_error
 from protos.text_limits import clean
 from worker.control.calls import open_channel
 from worker.control.enroll import greet
-from worker.machine.device import Device, device_rates, find_device, versions
+from worker.hosting.protections import protections
+from worker.hosting.sandbox import chosen, probe
+from worker.machine.device import Device
+from worker.machine.facts import ask_facts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,9 +136,8 @@ def show(report: Report, out: Console) -> None:
 
 
 def _examine_device(config: WorkerConfig, report: Report) -> None:
-    device = find_device(config)
-    rates = device_rates(device.torch_device)
-    known = versions()
+    facts = ask_facts(config)
+    device, rates = facts.device, facts.rates
     report.figures |= {
         "device": device.kind,
         "model": device.model,
@@ -143,7 +146,7 @@ def _examine_device(config: WorkerConfig, report: Report) -> None:
         "memory_limit_bytes": device.memory_limit_bytes,
         "matmul_gflops": round(rates.matmul_gflops, 2),
         "memory_gbps": round(rates.memory_gbps, 2),
-        "versions": known,
+        "versions": facts.versions,
     }
     where = f"{device.kind.upper()} {device.model}, {device.threads} threads"
     report.add(
@@ -152,6 +155,7 @@ def _examine_device(config: WorkerConfig, report: Report) -> None:
         f"{where}: {rates.matmul_gflops:.1f} GFLOP/s in float32, {rates.memory_gbps:.1f} GB/s copied",
     )
     _examine_memory(device, config, report)
+    _examine_protections(device, config, report)
 
 
 def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> None:
@@ -162,6 +166,17 @@ def _examine_memory(device: Device, config: WorkerConfig, report: Report) -> Non
         report.add("memory", Mark.BAD, found, "free some memory, or raise --memory: 256 MiB at least")
     else:
         report.add("memory", Mark.OK, found)
+
+
+def _examine_protections(device: Device, config: WorkerConfig, report: Report) -> None:
+    """What stands between strangers' graphs and this machine."""
+    required = config.sandbox == "require"
+    sandbox = probe(device.kind) if required else chosen(config.sandbox, device.kind)
+    found = protections(device.kind, sandbox)
+    report.figures["protections"] = found.line()
+    for one in found.words():
+        mark = Mark.OK if not one.remedy else Mark.BAD if required else Mark.NOTE
+        report.add(one.name, mark, one.found, one.remedy)
 
 
 # ---------------------------------------------------------------- the coordinator
@@ -258,7 +273,7 @@ def _greet(config: WorkerConfig, report: Report, stub: Any, ca: bytes | None) ->
         "coordinator_version": version,
         "protocol": reply.protocol,
     }
-    report.add("versions", Mark.OK, f"coordinator atoll {version}, here {versions()['atoll']}")
+    report.add("versions", Mark.OK, f"coordinator atoll {version}, here {atoll.__version__}")
     report.add("round trip", Mark.OK, f"{rtt_s * 1e3:.1f} ms, median of {GREETINGS}")
     found = f"{abs(skew_s):.1f} s {'behind' if skew_s > 0 else 'ahead of'} the coordinator's"
     if abs(skew_s) > SKEW_TOO_MUCH_S:

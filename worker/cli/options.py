@@ -46,6 +46,13 @@ class Joining:
         str | None,
         typer.Option(metavar="HOST:PORT", help="Address for peers; default 0.0.0.0, any free port."),
     ] = None
+    sandbox: Annotated[
+        str | None,
+        typer.Option(
+            metavar="S",
+            help="Bubblewrap around what computes: auto (where it works; default), require or off.",
+        ),
+    ] = None
     state_dir: StateDir = None
     insecure: Annotated[
         bool | None, typer.Option("--insecure", help="No TLS and no token: loopback experiments only.")
@@ -62,7 +69,7 @@ class Joining:
 
     def given(self) -> dict[str, Any]:
         """Fields of the configuration; None where nothing was given."""
-        names = ("token", "device", "threads", "state_dir", "insecure", "use_proxy")
+        names = ("token", "device", "threads", "sandbox", "state_dir", "insecure", "use_proxy")
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.memory:
             found["memory_bytes"] = parse_size(self.memory)

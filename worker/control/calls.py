@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
+import grpc.aio
 
 from atoll.errors import ConnectionFailed
 from protos.credentials import COORDINATOR, channel_credentials, name_options
@@ -27,6 +28,29 @@ def open_channel(
     use_proxy: bool,
 ) -> grpc.Channel:
     """A channel that connects at its first call; ``ca_pem`` None: no TLS."""
+    return cast("grpc.Channel", _open(grpc, address, ca_pem, identity, max_message_bytes, use_proxy))
+
+
+def open_async_channel(
+    address: str,
+    ca_pem: bytes | None,
+    identity: Identity | None,
+    max_message_bytes: int,
+    *,
+    use_proxy: bool,
+) -> grpc.aio.Channel:
+    """The same for calls on the event loop that runs."""
+    return cast("grpc.aio.Channel", _open(grpc.aio, address, ca_pem, identity, max_message_bytes, use_proxy))
+
+
+def _open(
+    library: Any,
+    address: str,
+    ca_pem: bytes | None,
+    identity: Identity | None,
+    max_message_bytes: int,
+    use_proxy: bool,
+) -> Any:
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -39,9 +63,9 @@ def open_channel(
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if ca_pem is None:
-        return grpc.insecure_channel(address, options=options)
+        return library.insecure_channel(address, options=options)
     options += name_options(COORDINATOR)
-    return grpc.secure_channel(address, channel_credentials(ca_pem, identity), options=options)
+    return library.secure_channel(address, channel_credentials(ca_pem, identity), options=options)
 
 
 def answer(call: Any, stopped: Callable[[float], bool]) -> Any:

@@ -27,7 +27,7 @@ from protos.credentials import (
 from protos.grpc_errors import to_atoll_error
 from protos.text_limits import clean
 from worker.config import WorkerConfig, join_address
-from worker.control.calls import answer, open_channel
+from worker.control.calls import answer, open_async_channel, open_channel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +48,13 @@ class Membership:
     def channel(self, config: WorkerConfig) -> grpc.Channel:
         ca = self.identity.ca_pem if self.identity else None
         return open_channel(
+            self.work_address, ca, self.identity, config.max_message_bytes, use_proxy=config.use_proxy
+        )
+
+    def async_channel(self, config: WorkerConfig) -> grpc.aio.Channel:
+        """The same for calls on the event loop that runs."""
+        ca = self.identity.ca_pem if self.identity else None
+        return open_async_channel(
             self.work_address, ca, self.identity, config.max_message_bytes, use_proxy=config.use_proxy
         )
 

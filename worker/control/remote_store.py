@@ -10,14 +10,14 @@ import grpc
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.grpc_errors import to_atoll_error
-from worker.stage.feed import Arrived, Fetch
+from worker.stage.batches import Arrived, Fetch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def data_fetch(channel: grpc.Channel, metadata: Sequence[tuple[str, str]], address: str, job: str) -> Fetch:
-    """``feed.Fetch`` of one job over one channel."""
+    """``Fetch`` of one job over one channel."""
     stub: Any = rpc.DataStub(channel)
 
     def fetch(evaluation: bool, inputs: tuple[str, ...], first_step: int, count: int) -> Iterable[Arrived]:

@@ -1,28 +1,32 @@
 """Session stream to the coordinator: sends messages in order, delivers what arrives to a callback.
 
-A message starts in the thread that sends it, and what arrives is delivered in gRPC's (``grpc_streams``):
-with gRPC's own iterators a step's commit came 0.4 ms later, of 1.2 there and back. When a stream
-ends, for whatever reason, that is one event, in a thread of its own. Messages sent while no stream is
-open are dropped: the session machine keeps what must arrive.
+It lives on the loop of the peers' connections. Messages sent while no stream is open are dropped: the
+session machine keeps what must arrive.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
+import grpc.aio
+import structlog
 
 from atoll.errors import AtollError, ConnectionFailed
 from protos import atoll_apps_pb2 as apps_pb
 from protos import atoll_control_pb2 as pb
 from protos.grpc_errors import to_atoll_error
-from worker.transport.grpc_streams import DialledWire
+from worker.transport.loop import SHARED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+log = structlog.get_logger()
 
 END_TIMEOUT_S = 0.4
 
@@ -39,11 +43,12 @@ ATTEND = Method("/atoll.v1.AppWork/Attend", apps_pb.ToNode)
 
 
 class Stream:
-    """A session over ``channel``, which it closes at its end."""
+    """A session over a channel of its own. Methods may be called from any thread, ``close`` with ``wait``
+    from any but the loop's."""
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        open_channel: Callable[[], grpc.aio.Channel],
         metadata: Sequence[tuple[str, str]],
         address: str,
         introduction: Any,
@@ -52,83 +57,86 @@ class Stream:
         ended: Callable[[AtollError | None], None],
         method: Method = SESSION,
     ) -> None:
-        """``received(message)`` is called in gRPC's thread, one message at a time, and must be short; it may
-        send. ``ended(error)`` is called once, in the stream's thread; None: the coordinator closed
+        """``received(message)`` is called on the loop, one message at a time, and must be short; it may
+        send. ``ended(error)`` is called once, in a thread of its own; None: the coordinator closed
         it, or we."""
-        self._channel, self._address, self._max_queued = channel, address, max_queued
+        self._open_channel, self._metadata, self._address = open_channel, metadata, address
+        self._max_queued, self._method = max_queued, method
         self._received, self._ended = received, ended
-        self._read = method.answer.FromString
-        self._lock = threading.Lock()
         self._queue: deque[Any] = deque((introduction,))
-        self._writing = self._closing = False
+        self._wanted = asyncio.Event()
+        self._closing = False
         self._over = threading.Event()
-        self._why = ""
-        self._wire = DialledWire(channel, self._arrived, self._broke, method.path, metadata)
-        self._wire.open()
-        self._thread = threading.Thread(target=self._end, name="atoll-session", daemon=True)
-        self._thread.start()
-        self._write()
+        self._loop = SHARED.acquire()
+        self._life = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
     def send(self, message: Any) -> bool:
         """Queue a message; False when the queue is full, which ends the stream."""
-        with self._lock:
-            if self._over.is_set():
-                return True
-            full = len(self._queue) >= self._max_queued
-            if not full:
-                self._queue.append(message)
-        if full:
+        if self._over.is_set():
+            return True
+        if len(self._queue) >= self._max_queued:
             self.close(wait=False)
             return False
-        self._write()
+        self._queue.append(message)
+        self._wake()
         return True
 
     def close(self, wait: bool = True) -> None:
         """End the stream; with ``wait`` after what is queued has left."""
         self._closing = True
         if wait:
-            self._write()
+            self._wake()
             self._over.wait(END_TIMEOUT_S)
-        self._over.set()
+        self._life.cancel()
         if wait:
-            self._thread.join(END_TIMEOUT_S)
+            self._over.wait(END_TIMEOUT_S)
 
-    def _write(self) -> None:
-        """Start the oldest message in the queue, unless one is being written; half-close after the last."""
-        with self._lock:
-            if self._writing or self._over.is_set():
+    def _wake(self) -> None:
+        with suppress(RuntimeError):  # the loop has ended, as this stream has
+            self._loop.call_soon_threadsafe(self._wanted.set)
+
+    async def _run(self) -> None:
+        error = None
+        try:
+            async with self._open_channel() as channel:
+                method: Any = channel.stream_stream  # its stubs lack its defaults
+                error = await self._talk(method(self._method.path)(metadata=self._metadata))
+        finally:
+            self._over.set()
+            threading.Thread(target=self._end, args=(error,), name="atoll-session-end", daemon=True).start()
+
+    def _end(self, error: AtollError | None) -> None:
+        SHARED.release()
+        self._ended(None if self._closing else error)
+
+    async def _talk(self, call: Any) -> AtollError | None:
+        """Send and receive until either side ends the call; returns why, None where it is no error."""
+        writing = asyncio.create_task(self._write(call))
+        try:
+            while isinstance(message := await call.read(), bytes):
+                self._received(self._method.answer.FromString(message))
+        except grpc.aio.AioRpcError as error:
+            # gRPC's asyncio API has this instead of the reason where the end came during a write: a refusal
+            # then comes again at the next attempt.
+            if error.code() is grpc.StatusCode.INTERNAL:
+                return ConnectionFailed(f"the session with {self._address} broke during a message")
+            return to_atoll_error(error, self._address)
+        except Exception as error:
+            log.exception("stream.failed")
+            return ConnectionFailed(f"the session with {self._address} ended: {type(error).__name__} here")
+        finally:
+            call.cancel()
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
+        return None
+
+    async def _write(self, call: Any) -> None:
+        """Send what is queued, and half-close after the last. What breaks the call is told by ``read``."""
+        while True:
+            self._wanted.clear()
+            while self._queue:
+                await call.write(self._queue.popleft().SerializeToString())
+            if self._closing:
+                await call.done_writing()
                 return
-            message = self._queue.popleft() if self._queue else None
-            self._writing = message is not None
-        if message is not None:
-            self._wire.send(message.SerializeToString(), self._written)
-        elif self._closing:
-            self._wire.end()
-
-    def _written(self) -> None:
-        with self._lock:
-            self._writing = False
-        self._write()
-
-    def _arrived(self, message: bytes) -> None:
-        self._received(self._read(message))
-
-    def _broke(self, why: str) -> None:
-        self._why = why
-        self._over.set()
-
-    def _end(self) -> None:
-        """Thread: gRPC's own must not close the channel that it serves."""
-        self._over.wait()
-        self._wire.end()
-        error = self._error()
-        self._channel.close()
-        self._ended(error)
-
-    def _error(self) -> AtollError | None:
-        if self._closing:
-            return None
-        call = self._wire.call
-        if call is None or call.is_active():  # what came could not be handled here
-            return ConnectionFailed(f"the session with {self._address} ended: {self._why}")
-        return None if call.code() is grpc.StatusCode.OK else to_atoll_error(call, self._address)
+            await self._wanted.wait()

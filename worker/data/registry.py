@@ -174,6 +174,12 @@ def load_dataset(state_dir: Path, name: str) -> Dataset:
     return dataset
 
 
+def dataset_folder(state_dir: Path, name: str) -> Path:
+    """The folder of a registered data set. Raises as ``load_dataset``."""
+    load_dataset(state_dir, name)
+    return state_dir / FOLDER / name
+
+
 def open_dataset(state_dir: Path, name: str) -> dict[str, Array]:
     """Field -> array [n, ...sample], read-only and mapped: what is not touched is not read."""
     dataset = load_dataset(state_dir, name)

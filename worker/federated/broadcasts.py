@@ -6,6 +6,7 @@ down once; a delta comes down where the model before is still here. The last two
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,26 +18,16 @@ import structlog
 from atoll.errors import BadFrame, StorageError
 from compressors.container import is_coded, most_file_bytes, read_dense, write_dense
 from compressors.model_file import read_delta, read_model
-from worker import blobs
+from worker.federated.orders import ModelRef
 
 if TYPE_CHECKING:
     from compressors.container import Metas
-    from protos.blob_transfer import BlobPort
-    from worker.blobs import BlobCache
+    from worker.blobs import BlobStore
     from worker.cancel import Cancel
 
 log = structlog.get_logger()
 
 KEPT_MODELS = 2  # the one in use and the one before, which deltas start from
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRef:
-    """A broadcast: blob ``full``, or blob ``delta`` from the broadcast known as ``base``."""
-
-    full: str
-    delta: str = ""
-    base: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,12 +45,11 @@ class Models:
     def __init__(
         self,
         folder: Path,
-        port: BlobPort,
-        blobs: BlobCache,
+        blobs: BlobStore,
         expected: Metas,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._folder, self._port, self._blobs, self._expected = folder, port, blobs, expected
+        self._folder, self._blobs, self._expected = folder, blobs, expected
         self._progress = progress
         self._arrived = 0
         try:
@@ -92,7 +82,6 @@ class Models:
                 blob = self._download(ref.delta, cancel)
                 known = read_dense(base, self._expected)
                 write_dense(path, read_delta(blob, self._expected, known, ref.base))
-                blob.unlink(missing_ok=True)
             except BadFrame as error:
                 log.warning("model.delta_refused", reason=str(error))
             else:
@@ -100,9 +89,10 @@ class Models:
         blob = self._download(ref.full, cancel)
         if is_coded(blob):
             write_dense(path, read_model(blob, self._expected))
-            blob.unlink(missing_ok=True)
         else:
-            blob.replace(path)
+            part = path.with_suffix(".part")
+            shutil.copyfile(blob, part)  # the store's own is not ours to move
+            part.replace(path)
 
     def _download(self, blob: str, cancel: Cancel) -> Path:
         def progress(nbytes: int) -> None:
@@ -110,7 +100,7 @@ class Models:
             self._progress()
 
         wanted = {blob: most_file_bytes(self._expected)}
-        blobs.download(self._port, self._blobs, wanted, cancel, progress)
+        self._blobs.fetch(wanted, cancel, progress)
         return self._blobs.path(blob)
 
     def _path(self, name: str) -> Path:

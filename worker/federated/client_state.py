@@ -19,7 +19,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
+from worker.federated.folders import MAX_BYTES, forget_old, job_folder, size_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FOLDER = "federated"
-MAX_JOBS = 64  # whose kept state stays; the least recently used go
-MAX_BYTES = 20 << 30  # of all of them together; the same
 MAX_POINTER_BYTES = 4096
 KEPT, PENDING, STATE, LEFT = "kept.json", "pending.json", "state", "left"
 
@@ -60,8 +57,7 @@ class ClientStore:
     """One job's folder. StorageError when the disk refuses, or ``max_bytes`` are too few for this job."""
 
     def __init__(self, state_dir: Path, job: str, max_bytes: int = MAX_BYTES) -> None:
-        everything = state_dir / FOLDER
-        self.folder = everything / sha256(job.encode()).hexdigest()[:24]
+        self.folder = job_folder(state_dir, job)
         self.max_bytes = max_bytes
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,23 +70,14 @@ class ClientStore:
         """For so much more of this job's: what older jobs left goes until it fits. StorageError when it
         does not fit beside what counts now, though nothing else is left."""
         pointer = self._pointer(KEPT)
-        counts = _size(self.folder / pointer.folder) if pointer is not None else 0
+        counts = size_of(self.folder / pointer.folder) if pointer is not None else 0
         if counts + n_bytes > self.max_bytes:
             raise StorageError(
                 f"a round leaves {n_bytes} bytes to keep beside the last one's {counts}; at most "
                 f"{self.max_bytes} may be kept here: join again with a larger --kept, or leave this job to "
                 "others"
             )
-        others = sorted(
-            (p for p in self.folder.parent.iterdir() if p.is_dir() and p != self.folder),
-            key=lambda p: p.stat().st_mtime,
-            reverse=True,
-        )
-        total = counts + n_bytes
-        for at, folder in enumerate(others):
-            total += _size(folder)
-            if at + 1 >= MAX_JOBS or total > self.max_bytes:
-                shutil.rmtree(folder, ignore_errors=True)
+        forget_old(self.folder, counts + n_bytes, self.max_bytes)
 
     def load(self, at_round: int, codec: str) -> tuple[ClientState, dict[str, Tensor]]:
         """What counts in ``at_round``, mapped: the rule's state, and the residual by tensor where it is of
@@ -219,11 +206,6 @@ class Draft:
 
 def _read(path: Path) -> dict[str, Array]:
     return read_dense(path, dense_metas(path)) if path.is_file() else {}
-
-
-def _size(folder: Path) -> int:
-    """Bytes of all files below it."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _refused(path: Path, error: OSError) -> StorageError:

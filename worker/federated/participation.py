@@ -7,21 +7,14 @@ announced, and counts only once the coordinator says that it was taken (``worker
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import BadFrame, JobFailed
-from atoll.federated import FederatedSpec
-from atoll.job import TrainingSpec
-from atoll.opdag import StateMeta
-from atoll.program import StageProgram
 from atoll.rehearse import OpCost, rehearse
 from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
@@ -29,100 +22,39 @@ from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.returned import check_returned
-from worker import blobs
-from worker.federated.broadcasts import ModelRef, Models
+from worker.blobs import BlobFile, most_bytes
+from worker.federated.broadcasts import Models
 from worker.federated.client_state import ClientStore
 from worker.federated.floors import check_held_out, check_job
 from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.federated.trainer import Evaluated, LocalTrainer
+from worker.federated.orders import Assessment, EvaluateOrder, Joining, TrainOrder, Update
+from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
-from worker.stage.op_watch import OpWatch
+from worker.machine.torch_device import torch_device
+from worker.stage import tensor_blobs
+from worker.stage.op_marks import OpMarks
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from compressors.container import Stored
-    from strategies.values import ClientUpdate
     from worker.cancel import Cancel
-    from worker.context import WorkerContext
+    from worker.context import ComputeContext
 
-SECRET_FILE = "secret"  # noqa: S105 - a file's name
-SECRET_BYTES = 32
 UPDATE = "update"
 MODELS = "models"
-
-
-@dataclass(frozen=True)
-class Joining:
-    """A federated job as a client is told of it. ``states`` describes every leaf of the programs, inputs
-    included; ``tensors`` maps every other leaf to its blob."""
-
-    job: str
-    version: int
-    training: TrainingSpec
-    federated: FederatedSpec
-    program: StageProgram
-    eval_program: StageProgram | None
-    states: Mapping[str, StateMeta]
-    tensors: Mapping[str, str]
-    batch: int
-
-    @property
-    def programs(self) -> tuple[StageProgram, ...]:
-        return (self.program,) if self.eval_program is None else (self.program, self.eval_program)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOrder:
-    """``seed``: of what codec and rule draw on this client in this round."""
-
-    round: int
-    model: ModelRef
-    codec: str
-    ratio: float
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateOrder:
-    round: int
-    model: ModelRef
-
-
-@dataclass(frozen=True)
-class Update:
-    """A round's answer, stored: ``answer`` and its numbers, without its arrays."""
-
-    answer: ClientUpdate
-    square_loss: float
-    stored: Stored
-    train_s: float
-    upload_bytes: int
-    upload_s: float
-    download_bytes: int
-    download_s: float
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """An evaluation's answer."""
-
-    found: Evaluated
-    took_s: float
-    download_bytes: int
-    download_s: float
 
 
 class Participation:
     """One federated job on this machine, from Participate to Release; not thread-safe."""
 
-    def __init__(self, joining: Joining, context: WorkerContext, cancel: Cancel) -> None:
-        """Check, fetch, build. Raises the error that the coordinator is told: BadFrame, UnsupportedOp or
-        UsageError for what cannot run here, StorageError, ConnectionFailed."""
+    def __init__(self, joining: Joining, context: ComputeContext, cancel: Cancel, noise_key: bytes) -> None:
+        """Check, fetch, build. ``noise_key``: this machine's own; nobody else can guess it. Raises the error
+        that the coordinator is told: BadFrame, UnsupportedOp or UsageError for what cannot run here,
+        StorageError, ConnectionFailed."""
         check(joining)
         self.joining, self._context = joining, context
-        config, device, spec = context.config, context.device.torch_device, joining.federated.rule
+        config, device, spec = context.config, torch_device(context.device), joining.federated.rule
         strategy = make_strategy(spec.strategy, spec.options)
         check_feedback(strategy, spec)
         check_job(spec, config.floors)
@@ -147,8 +79,8 @@ class Participation:
         )
         self._trainer.check_client(self._client)
         executors = self._trainer.executors
-        self._watches = [OpWatch(e.program, cost, e) for e, cost in zip(executors, costs, strict=True)]
-        self._turn = (0, "load")
+        for executor, cost in zip(executors, costs, strict=True):
+            executor.watch = OpMarks(context.status, executor.program, cost)
         if spec.evaluate_every:
             check_held_out(len(self._client.split.held_out), joining.batch, config.floors)
         layout = self._trainer.layout
@@ -157,24 +89,16 @@ class Participation:
         self._models = Models(
             self._store.folder / MODELS,
             context.blobs,
-            context.cache,
             broadcast_metas(strategy, layout),
             context.progress.tick,
         )
-        self._secret = _secret(self._store.folder.parent)
+        self._noise_key = noise_key
         self._last_sent: int | None = None  # the last round whose update was, perhaps in part
         self._trainer.rest()  # until the first broadcast
         give_back()
 
-    def overdue(self, now_s: float) -> tuple[int, str, str] | None:
-        """(round, what was done, reason) of an op that should have ended long ago; from another thread, once
-        for each."""
-        found = next(filter(None, (watch.overdue(now_s) for watch in self._watches)), None)
-        return None if found is None else (*self._turn, found)
-
     def train(self, order: TrainOrder, cancel: Cancel) -> Update:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
-        self._turn = (order.round, "train")
         fetched = self._models.fetch(order.model, cancel)
         nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
         state, left = self._store.load(order.round, order.codec)
@@ -202,22 +126,14 @@ class Participation:
         # The first may be one that was sent before this process began.
         context, new = self._context, self._last_sent is not None and order.round > self._last_sent
         self._last_sent = order.round
-        sent = blobs.upload_file(
-            context.blobs,
-            path,
-            stored,
-            cancel,
-            context.config.max_upload_bytes_per_s,
-            context.progress.tick,
-            new=new,
-        )
+        file = BlobFile(path, stored.hash, stored.size)
+        sent = context.blobs.store([file], cancel, context.progress.tick, new=new)
         upload_s = time.perf_counter() - began_s
         path.unlink(missing_ok=True)
         return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
 
     def evaluate(self, order: EvaluateOrder, cancel: Cancel) -> Assessment:
         """Mean loss and metrics of what this client would use, on its held-out share."""
-        self._turn = (order.round, "evaluate")
         fetched = self._models.fetch(order.model, cancel)
         began_s = time.perf_counter()
         state, _ = self._store.load(order.round, "")
@@ -241,7 +157,7 @@ class Participation:
 
     def _noise_seed(self, order: TrainOrder) -> int:
         """Not to be guessed by whoever knows the order: noise that can be subtracted hides nothing."""
-        return packet_seed(int.from_bytes(self._secret[:8], "little") ^ order.seed, self.joining.job)
+        return packet_seed(int.from_bytes(self._noise_key[:8], "little") ^ order.seed, self.joining.job)
 
 
 def check(joining: Joining) -> None:
@@ -275,30 +191,16 @@ def _rehearse(joining: Joining, device: torch.device) -> list[Mapping[int, OpCos
     return costs
 
 
-def _tensors(joining: Joining, context: WorkerContext, cancel: Cancel) -> dict[str, Tensor]:
+def _tensors(joining: Joining, context: ComputeContext, cancel: Cancel) -> dict[str, Tensor]:
     """The job's own values, mapped."""
     names = sorted({n for p in joining.programs for n in (*p.parameters, *p.buffers, *p.constants)})
     wanted: dict[str, int] = {}
     for name in names:
         blob = joining.tensors[name]
-        wanted[blob] = max(wanted.get(blob, 0), blobs.most_bytes(joining.states[name]))
-    blobs.download(context.blobs, context.cache, wanted, cancel, lambda _: context.progress.tick())
+        wanted[blob] = max(wanted.get(blob, 0), most_bytes(joining.states[name]))
+    context.blobs.fetch(wanted, cancel, lambda _: context.progress.tick())
     found = {}
     for name in names:
-        loaded = blobs.load(context.cache, name, joining.tensors[name], joining.states[name])
+        loaded = tensor_blobs.load(context.blobs, name, joining.tensors[name], joining.states[name])
         found[name] = loaded["value"]
     return found
-
-
-def _secret(folder: Path) -> bytes:
-    """This machine's own, made once."""
-    path = folder / SECRET_FILE
-    try:
-        found = path.read_bytes()
-    except OSError:
-        found = b""
-    if len(found) != SECRET_BYTES:
-        found = secrets.token_bytes(SECRET_BYTES)
-        path.touch(mode=0o600)
-        path.write_bytes(found)
-    return blake2b(found, digest_size=SECRET_BYTES).digest()

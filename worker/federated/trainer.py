@@ -34,6 +34,7 @@ from strategies.returned import check_returned
 from strategies.values import Done
 from worker.cancel import Cancel
 from worker.federated.floors import check_held_out, check_job, check_update_floors
+from worker.federated.orders import Evaluated
 from worker.stage.optimizers import make_optimizer
 from worker.stage.stage import MAX_OUTPUT_BYTES
 
@@ -58,15 +59,6 @@ class Trained:
     update: ClientUpdate
     state: ClientState
     square_loss: float
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Means over ``n_samples`` held-out samples of one client."""
-
-    n_samples: int
-    loss: float
-    metrics: Mapping[str, float]
 
 
 class LocalTrainer:

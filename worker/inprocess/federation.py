@@ -26,7 +26,8 @@ from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
 from strategies.values import Broadcast, ClientState, ClientUpdate
 from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.federated.trainer import LOSS, Evaluated, LocalTrainer
+from worker.federated.orders import Evaluated
+from worker.federated.trainer import LOSS, LocalTrainer
 
 if TYPE_CHECKING:
     import torch
@@ -155,19 +156,17 @@ class LocalFederation:
         broadcast = self.strategy.configure(self.state)
         updates: list[ClientUpdate] = []
         up_bytes: dict[str, int] = {}
-        down_bytes = _nbytes(broadcast.weights, *broadcast.extra.values())
+        down_bytes = nbytes(broadcast.weights, *broadcast.extra.values())
         outcomes: dict[str, Outcome] = {}
         for name in chosen:
             found = self.trainer.train(self.clients[name], broadcast, self.client_states[name])
-            coding = self._coding((ratios or {}).get(name))
+            coding = self.coding((ratios or {}).get(name))
             update, up_bytes[name] = self._sent(name, found.update, coding)
             updates.append(replace(update, client=name))
             self.client_states[name] = found.state
-            took_s = self._seconds(name, update.steps, down_bytes, up_bytes[name])
-            self._round_s[name] = smoothed(self._round_s.get(name, 0.0), took_s)
-            outcomes[name] = Outcome(found.square_loss, update.n_samples, self._round_s[name])
-        self.state = self.strategy.aggregate(self.state, updates)
-        self._selection = self.selector.learn(self._selection, broadcast.round, outcomes)
+            took_s = self.took_s(name, update.steps, down_bytes, up_bytes[name])
+            outcomes[name] = Outcome(found.square_loss, update.n_samples, took_s)
+        self.close(self.strategy.aggregate(self.state, updates), outcomes)
         total = sum(update.n_samples for update in updates)
         return RoundMetrics(
             broadcast.round,
@@ -179,7 +178,19 @@ class LocalFederation:
             {u.client: u.metrics for u in updates},
         )
 
-    def _coding(self, ratio: float | None) -> Coding:
+    def close(self, after: ServerState, outcomes: Mapping[str, Outcome]) -> None:
+        """End a round with the state ``after``; selectors learn from ``outcomes``."""
+        self._selection = self.selector.learn(self._selection, self.state.round, outcomes)
+        self.state = after
+
+    def took_s(self, name: str, steps: int, down_bytes: int, up_bytes: int) -> float:
+        """Smoothed seconds of a client's rounds with the last one by the model of rounds."""
+        took_s = self._seconds(name, steps, down_bytes, up_bytes)
+        self._round_s[name] = smoothed(self._round_s.get(name, 0.0), took_s)
+        return self._round_s[name]
+
+    def coding(self, ratio: float | None = None) -> Coding:
+        """Coding of a client's update; ``ratio`` instead of the uplink's own."""
         mode = self._uplink.mode
         name = {OFF: NONE, BCRS: "topk"}.get(mode, mode)
         lossy = lossy_names(self.trainer.layout)
@@ -190,7 +201,7 @@ class LocalFederation:
         """``update`` as the server reads it, and the bytes that took."""
         arrays = update_arrays(update)
         if coding.codec == NONE:
-            return update, _nbytes(arrays)
+            return update, nbytes(arrays)
         before = self._left.get(name, _Residuals(update.round, {}))
         left = _Residuals(update.round, before.errors if residual_counts(before.round, update.round) else {})
         seed = client_key(f"{name}/{update.round}")
@@ -234,5 +245,6 @@ class LocalFederation:
         return {n: self.model.tensors[n].detach().cpu().numpy() for n in self.trainer.layout.metas}
 
 
-def _nbytes(*sets: Arrays) -> int:
+def nbytes(*sets: Arrays) -> int:
+    """Bytes of arrays."""
     return sum(array.nbytes for arrays in sets for array in arrays.values())

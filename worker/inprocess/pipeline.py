@@ -16,8 +16,10 @@ from atoll.block_sums import fold
 from atoll.microbatch import Action, ScheduleName, Work, gpipe, one_f_one_b
 from compressors.base import meta_of, parse_packet
 from compressors.layout import from_wire, to_wire
-from worker.links.codecs import CodecUse, StageCodecs, lossy
-from worker.stage.stage import Stage, StageReport
+from worker.links.codec_use import CodecUse
+from worker.links.codecs import StageCodecs, lossy
+from worker.stage.reports import StageReport
+from worker.stage.stage import Stage
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:

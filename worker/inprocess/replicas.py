@@ -15,7 +15,7 @@ from atoll.errors import PlanError
 from atoll.plan import validate
 from atoll.program import stage_programs
 from worker.inprocess.pipeline import LocalPipeline, StepResult, carried
-from worker.stage.stage import step_loss
+from worker.stage.reports import step_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -36,6 +36,7 @@ from compressors.base import (
     zero_packet,
 )
 from compressors.catalogue import Use
+from worker.links.codec_use import CodecUse
 from worker.machine.cpu import CpuMeter, Taken
 from worker.transport.frames import MEASURED, Direction, MessageKey
 
@@ -72,17 +73,6 @@ class Coding:
 
 
 EXACT = Coding(make_compressor("none"))
-
-
-@dataclass(slots=True)
-class CodecUse:
-    """Work of the codecs in training's steps on the way to and from one peer; evaluation counts apart. What
-    travels as it is takes no codec's time: a copy, where its layout needs one, is handling."""
-
-    dense_bytes: int = 0  # of boundary tensors sent, had they travelled as they are
-    wire_bytes: int = 0  # of the same, with their headers
-    encode_s: float = 0.0
-    decode_s: float = 0.0
 
 
 def lossy(links: Iterable[LinkSpec]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,8 @@ from torch import Tensor
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
-from worker.links.codecs import CodecUse, Coding, StageCodecs
+from worker.links.codec_use import CodecUse
+from worker.links.codecs import Coding, StageCodecs
 from worker.transport.contract import PeerLost, Receiver
 from worker.transport.frames import MessageKey
 
@@ -104,11 +105,13 @@ class Links:
         codecs: StageCodecs | None = None,
         *,
         device: torch.device | str = "cpu",
+        announce: Callable[[list[tuple[Arrival, int]]], object] = lambda _: None,
     ) -> None:
-        """``codecs`` None: everything travels exactly."""
+        """``codecs`` None: everything travels exactly. ``announce`` hears of messages before any of them is
+        taken, each with the payload bytes that it may have."""
         self.job = job
         self.refused: Counter[str] = Counter()
-        self._network, self._device = network, device
+        self._network, self._device, self._announce = network, device, announce
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)
         # Version -> its first step and codecs; the newest last.
@@ -130,6 +133,7 @@ class Links:
 
     def expect(self, arrivals: Iterable[Arrival]) -> None:
         """Take these messages from now on. Raises ValueError for another job's or plan's."""
+        new: list[tuple[Arrival, int]] = []
         with self._lock:
             for arrival in arrivals:
                 key = arrival.key
@@ -137,6 +141,8 @@ class Links:
                     raise ValueError(f"{key} is not of {self.job} version {self.plan_version}")
                 if key not in self._expected and key.step > self._done_step:
                     self._expected[key] = _Expected(arrival.peer, arrival.meta)
+                    new.append((arrival, self._coding(arrival.peer, key).max_payload_bytes(arrival.meta)))
+        self._announce(new)
 
     def relink(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
         """Take messages of this version, too: of ``first_step`` and later ones."""

@@ -10,10 +10,8 @@ neighbours change.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,15 +22,13 @@ from atoll.errors import AtollError
 from compressors import catalogue, speed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
+
+    from worker.machine.speed_file import Kept
 
 log = structlog.get_logger()
 
-FILE = "codec_speed.json"
 METHOD = "sustained at work"  # figures of another way of measuring are not comparable
-MAX_FILE_BYTES = 64 << 10
 MAX_AGE_S = 7 * 86_400.0  # of what is kept
 BUDGET_S = 2.5  # of one occasion, and one codec more
 RATIO = 16.0  # for codecs whose speed depends on it
@@ -54,24 +50,24 @@ def link_codecs() -> tuple[str, ...]:
 class CodecGauge:
     """Speeds of the link codecs on ``device``, as far as they are known.
 
-    Begins with what ``state_dir`` holds of the same ``circumstances`` (versions, device, threads, cores),
+    Begins with what was ``kept`` of the same ``circumstances`` (versions, device, threads, cores),
     none of it older than MAX_AGE_S. ``run`` belongs to one thread; ``rates`` may be read from any.
     ``now``: Unix seconds; ``at_work``: the clock of codecs at work (``CpuMeter.at_work_s``).
     """
 
     def __init__(
         self,
-        state_dir: Path,
+        kept: Kept,
         circumstances: Mapping[str, object],
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.perf_counter,
         now: Callable[[], float] = time.time,
         at_work: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._path, self._device, self._clock, self._now = state_dir / FILE, device, clock, now
+        self._kept, self._device, self._clock, self._now = kept, device, clock, now
         self._at_work = at_work
         self._key = {**{name: str(value) for name, value in circumstances.items()}, "method": METHOD}
-        self._known = _read(self._path, self._key, now())  # codec -> encode, decode, when
+        self._known = _read(kept.read(), self._key, now())  # codec -> encode, decode, when
         self._failed: set[str] = set()
 
     @property
@@ -108,7 +104,8 @@ class CodecGauge:
         finally:
             if found := len(self._known) - before:
                 log.info("codecs.measured", codecs=found, took_s=round(self._clock() - started_s, 3))
-                _write(self._path, {"for": self._key, "bytes_per_s": self._known})
+                kept = {"for": self._key, "bytes_per_s": self._known}
+                self._kept.write(json.dumps(kept, indent=1).encode() + b"\n")
 
     def _measure(self, name: str, tensor: torch.Tensor) -> None:
         try:
@@ -122,30 +119,16 @@ class CodecGauge:
         self._known = {**self._known, name: entry}
 
 
-def _read(path: Path, key: Mapping[str, str], now_s: float) -> dict[str, tuple[float, float, float]]:
-    """Return what was stored lately for these circumstances; nothing for a file of others, or damaged."""
+def _read(data: bytes, key: Mapping[str, str], now_s: float) -> dict[str, tuple[float, float, float]]:
+    """Return what was kept lately for these circumstances; nothing of others, or where it is damaged."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return {}
-        kept: Any = json.loads(path.read_text())
+        kept: Any = json.loads(data)
         if kept["for"] != key:
             return {}
         entries = {str(n): (float(e), float(d), float(at)) for n, (e, d, at) in kept["bytes_per_s"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     if not all(math.isfinite(rate) and rate > 0 for e, d, _ in entries.values() for rate in (e, d)):
         return {}
     # A clock that was set back since leaves an age below 0: of unknown length, so too old.
     return {name: entry for name, entry in entries.items() if 0.0 <= now_s - entry[2] < MAX_AGE_S}
-
-
-def _write(path: Path, value: Mapping[str, object]) -> None:
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(value, indent=1) + "\n")
-        scratch.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-        log.warning("codecs.not_remembered", reason=str(error))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from atoll.job import Precision
 from atoll.opdag import FLOATING, OpNode, Source, TensorMeta, leaf_refs, op_refs
 from atoll.program import Received, StageProgram
 from atoll.rehearse import RehearsalLimits, rehearse
+from worker.machine.op_probe import OpProbe, OpTiming
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,24 +45,6 @@ MAX_SETS = 8
 _POSITION = 1 << 20  # of the probed op, beyond every position it may refer to
 
 
-@dataclass(frozen=True, slots=True)
-class OpProbe:
-    """An op to time. ``op_inputs`` describe ``op_refs(node)``, ``leaves`` ``leaf_refs(node)``, in
-    order; ``op_grads``: which op inputs require a gradient (None: guessed)."""
-
-    signature: str
-    node: OpNode
-    op_inputs: tuple[TensorMeta, ...]
-    leaves: tuple[TensorMeta, ...]
-    op_grads: tuple[bool, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OpTiming:
-    forward_s: float
-    backward_s: float  # 0 where the output requires no gradient
-
-
 def time_ops(
     probes: Sequence[OpProbe],
     device: torch.device | str = "cpu",
@@ -70,12 +53,14 @@ def time_ops(
     max_bytes: int = 1 << 30,
     sustained_s: float = SUSTAINED_S,
     clock: Callable[[], float] = time.perf_counter,
+    watch: Callable[[str], object] = lambda _: None,
 ) -> dict[str, OpTiming]:
     """Time each op, without those that fail, exceed ``max_bytes`` or come after ``budget_s``.
 
     An op's window is at least ``sustained_s`` and MIN_REPETITIONS runs of forward and backward,
     so the budget may be exceeded by one op. Figures are means of an op's two fastest windows.
-    ``clock`` is read in the calling thread, where the ops run; the budget goes by the wall's.
+    ``clock`` is read in the calling thread, where the ops run; the budget goes by the wall's. ``watch``
+    is called with an op's name before it is run.
     """
     place = torch.device(device)
     ends_s = time.monotonic() + budget_s
@@ -90,6 +75,7 @@ def time_ops(
             if time.monotonic() > ends_s:
                 # A round that was cut short has no figure of the ops it did not reach.
                 return _merged([*rounds, timings]) if rounds else timings
+            watch(f"op {probe.node.target!r} ({probe.node.name[:80]})")
             try:
                 bench = _Bench(probe, place, precision, max_bytes)
                 timings[probe.signature] = bench.time(sustained_s, overhead, clock)

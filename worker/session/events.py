@@ -141,11 +141,14 @@ class StageLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StageBroke:
+    """``gone``: the stage is lost, with all that it held."""
+
     job: str
     version: int
     step: int
     reason: str
     lost_peer: str = ""
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

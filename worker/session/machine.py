@@ -261,8 +261,14 @@ def _stored(state: Session, event: ev.Stored) -> Step:
 @TRANSITIONS.on(Phase.LOADING, Phase.READY, Phase.TRAINING, Phase.APPLYING, Phase.EVALUATING)
 def _broke(state: Session, event: ev.StageBroke) -> Step:
     failed = do.StageFailed(event.job, event.version, event.step, event.reason, event.lost_peer)
-    spoiled = state.spoiled or state.phase not in (Phase.TRAINING, Phase.WAITING)
+    spoiled = state.spoiled or event.gone or state.phase not in (Phase.TRAINING, Phase.WAITING)
     return send(replace(state, phase=Phase.FAILED, spoiled=spoiled), Kind.FAILED, failed)
+
+
+@TRANSITIONS.on(Phase.WAITING, Phase.FAILED)
+def _gone(state: Session, event: ev.StageBroke) -> Step:
+    """Between a step's report and its commit nothing computes, but a stage may be lost."""
+    return _broke(state, event) if event.gone else ignore(state)
 
 
 @TRANSITIONS.on(Phase.TRAINING, Phase.EVALUATING)

@@ -11,25 +11,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from atoll.errors import BadFrame
-from atoll.job import Precision
-from atoll.opdag import leaf_refs
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
-from protos import bounds, convert, convert_plan
+from protos import bounds, convert_plan
 from protos.bounds import DEFAULT_LIMITS
 from protos.text_limits import clean
-from worker.links.codecs import CodecUse
-from worker.machine.op_timing import OpProbe, OpTiming
+from worker.links.codec_use import CodecUse
 from worker.session import events, instructions, wire_federated
 from worker.session.state import Session, held
-from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.assignment import PeerLink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from worker.machine.op_probe import OpTiming
     from worker.spans import Span
-    from worker.stage.run import LongWait, StepReport
-    from worker.transport.network import Goodput
+    from worker.stage.reports import LongWait, StepReport
+    from worker.transport.contract import Goodput
 
 MAX_ADDRESSES = 16
 MAX_PROBES = 20_000
@@ -44,11 +42,11 @@ ANSWERED = frozenset({"assign", "commit", "participate", "train_round", "evaluat
 
 
 @dataclass(frozen=True, slots=True)
-class OpsRequest:
-    """Ops to time, as ``worker.machine.op_timing`` takes them."""
+class AssignedStage:
+    """A stage to load, as it was assigned: the compute process alone looks into ``message``."""
 
-    probes: tuple[OpProbe, ...]
-    precision: Precision
+    message: pb.Assign
+    links: tuple[PeerLink, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +109,19 @@ def _welcome(m: pb.Welcome) -> events.Welcome:
 
 
 def _assign(m: pb.Assign) -> events.Assign:
+    links = neighbours(m)
+    peers = frozenset(link.worker for link in links)
+    job = bounds.name("job", m.job, DEFAULT_LIMITS)
+    return events.Assign(job, m.plan_version, peers, m.first_step, AssignedStage(m, links))
+
+
+def neighbours(m: pb.Assign) -> tuple[PeerLink, ...]:
+    """The peers of a stage, each once. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
         name, addresses = _peer(entry.peer)
         links[name] = PeerLink(name, addresses, entry.dial)
-    assignment = Assignment(
-        job=bounds.name("job", m.job, DEFAULT_LIMITS),
-        version=m.plan_version,
-        training=convert.from_proto(m.training),
-        program=convert.from_proto(m.program),
-        eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
-        plan=convert.from_proto(m.plan),
-        links=tuple(links.values()),
-        tensors={
-            bounds.name("tensor", t.name, DEFAULT_LIMITS): bounds.blob_hash("blob", t.blob)
-            for t in bounds.count("tensors", list(m.tensors), DEFAULT_LIMITS.items)
-        },
-        states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
-        first_step=m.first_step,
-    )
-    return events.Assign(
-        assignment.job, assignment.version, assignment.peers, assignment.first_step, assignment
-    )
+    return tuple(links.values())
 
 
 def _commit(m: pb.StepCommit) -> events.StepCommit:
@@ -154,23 +143,8 @@ def _relink(m: pb.StepCommit) -> events.Relink:
 
 
 def _ops(m: pb.ProbeOps) -> events.ProbeOps:
-    precision = bounds.one_of("precision", m.precision or "fp32", Precision)
-    probes = tuple(_op_probe(op) for op in bounds.count("ops to time", list(m.ops), MAX_PROBES))
-    return events.ProbeOps(m.request, OpsRequest(probes, precision))
-
-
-def _op_probe(m: pb.ProbeOp) -> OpProbe:
-    node = convert.from_proto(m.op)
-    leaves = convert.metas_from_proto(m.leaves, DEFAULT_LIMITS)
-    missing = [leaf.name for leaf in leaf_refs(node) if leaf.name not in leaves]
-    if missing:
-        raise BadFrame(f"op {node.target} to time lacks the shape of {missing[:3]}")
-    return OpProbe(
-        bounds.name("signature", m.signature, DEFAULT_LIMITS),
-        node,
-        tuple(convert.from_proto(meta) for meta in m.op_inputs),
-        tuple(leaves[leaf.name] for leaf in leaf_refs(node)),
-    )
+    bounds.count("ops to time", m.ops, MAX_PROBES)
+    return events.ProbeOps(m.request, m)
 
 
 def _link(m: pb.ProbeLink) -> events.ProbeLink:
@@ -262,10 +236,10 @@ def step_ready(
     version: int,
     report: StepReport,
     norms_wanted: bool,
-    links: Iterable[Goodput],
     codecs: Mapping[str, CodecUse],
 ) -> pb.FromWorker:
-    """A step's result; ``codecs`` by peer. Norms travel only where the gradient is clipped."""
+    """A step's result, without what the links measured (``add_goodput``); ``codecs`` by peer. Norms travel
+    only where the gradient is clipped."""
     return pb.FromWorker(
         ready=pb.StepReady(
             job=job,
@@ -276,7 +250,7 @@ def step_ready(
             forward_s=report.forward_s,
             backward_s=report.backward_s,
             waited_s=report.waited_s,
-            links=[_goodput(g, codecs.get(g.peer)) for g in links],
+            links=[_codec_use(peer, used) for peer, used in codecs.items()],
             finite=report.stage.finite,
             optimizer_s=report.optimizer_s,
             handling_s=report.handling_s,
@@ -304,18 +278,22 @@ def waiting(wait: LongWait) -> pb.FromWorker:
     return pb.FromWorker(log=line)
 
 
-def _goodput(link: Goodput, codecs: CodecUse | None) -> pb.LinkGoodput:
-    used = codecs or CodecUse()
+def _codec_use(peer: str, used: CodecUse) -> pb.LinkGoodput:
     return pb.LinkGoodput(
-        peer=link.peer,
-        bytes=link.bytes,
-        busy_s=link.busy_s,
-        rtt_s=link.rtt_s,
-        dense_bytes=used.dense_bytes,
-        encode_s=used.encode_s,
-        decode_s=used.decode_s,
-        quickest_bps=link.quickest_bps,
+        peer=peer, dense_bytes=used.dense_bytes, encode_s=used.encode_s, decode_s=used.decode_s
     )
+
+
+def add_goodput(ready: pb.StepReady, measured: Iterable[Goodput]) -> None:
+    """Add what the links to the step's peers measured; a peer that was not measured is left out."""
+    codecs = {link.peer: link for link in ready.links}
+    del ready.links[:]
+    for found in measured:
+        link = ready.links.add(peer=found.peer)
+        if found.peer in codecs:
+            link.CopyFrom(codecs[found.peer])
+        link.bytes, link.busy_s, link.rtt_s = found.bytes, found.busy_s, found.rtt_s
+        link.quickest_bps = found.quickest_bps
 
 
 def eval_ready(

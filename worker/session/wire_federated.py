@@ -1,65 +1,32 @@
 """A federated job's messages: the coordinator's orders to events, a client's answers to pb2.
 
-Every reader raises BadFrame, or UsageError of the types' own checks, for what breaks a bound.
+Every reader raises BadFrame for what breaks a bound.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from atoll.compression import MAX_RATIO
 from protos import atoll_control_pb2 as pb
-from protos import bounds, convert
+from protos import bounds
 from protos.bounds import DEFAULT_LIMITS
-from worker.federated.broadcasts import ModelRef
-from worker.federated.participation import EvaluateOrder, Joining, TrainOrder
+from worker.federated.orders import Assessment, Update
 from worker.session import events
 
-if TYPE_CHECKING:
-    from worker.federated.participation import Assessment, Update
-
 MAX_ROUND = (1 << 31) - 1  # a round's steps have keys of 64 bits
-MAX_BATCH = 1 << 24
 
 
 def invited(m: pb.Participate) -> events.Participate:
-    """A federated job that wants this worker."""
-    joining = Joining(
-        job=bounds.name("job", m.job, DEFAULT_LIMITS),
-        version=m.version,
-        training=convert.from_proto(m.training),
-        federated=convert.from_proto(m.federated),
-        program=convert.from_proto(m.program),
-        eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
-        states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
-        tensors={
-            bounds.name("tensor", t.name, DEFAULT_LIMITS): bounds.blob_hash("blob", t.blob)
-            for t in bounds.count("tensors", list(m.tensors), DEFAULT_LIMITS.items)
-        },
-        batch=bounds.within("batch", m.batch, 1, MAX_BATCH),
-    )
-    return events.Participate(joining.job, joining.version, joining)
+    """A federated job that wants this worker; the compute process alone looks into the message."""
+    return events.Participate(bounds.name("job", m.job, DEFAULT_LIMITS), m.version, m)
 
 
 def train_asked(m: pb.TrainRound) -> events.TrainRound:
     """A round to train."""
-    at_round = bounds.within("round", m.round, 0, MAX_ROUND)
-    codec = bounds.name("codec", m.codec, DEFAULT_LIMITS)
-    ratio = bounds.number("ratio", m.ratio, 1.0, MAX_RATIO)
-    return events.TrainRound(m.job, at_round, TrainOrder(at_round, _model(m.model), codec, ratio, m.seed))
+    return events.TrainRound(m.job, bounds.within("round", m.round, 0, MAX_ROUND), m)
 
 
 def evaluation_asked(m: pb.EvaluateRound) -> events.EvaluateRound:
     """A model to evaluate."""
-    at_round = bounds.within("round", m.round, 0, MAX_ROUND)
-    return events.EvaluateRound(m.job, at_round, EvaluateOrder(at_round, _model(m.model)))
-
-
-def _model(m: pb.Model) -> ModelRef:
-    full = bounds.blob_hash("model", m.full.hash)
-    if not m.HasField("delta"):
-        return ModelRef(full)
-    return ModelRef(full, bounds.blob_hash("delta", m.delta.hash), bounds.blob_hash("base", m.base))
+    return events.EvaluateRound(m.job, bounds.within("round", m.round, 0, MAX_ROUND), m)
 
 
 def update_ready(job: str, at_round: int, update: Update) -> pb.FromWorker:

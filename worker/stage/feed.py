@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,28 +24,13 @@ from atoll.opdag import DTYPE_BYTES, FLOATING
 from atoll.value_guards import out_of_range, sound_bools
 from protos.retries import progressed, retrying
 from worker.cancel import Cancel
+from worker.stage.batches import Arrived, Fetch
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta, TensorMeta
     from atoll.program import StageProgram
 
 POLL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """One input of one micro-batch, as the data provider sent it."""
-
-    step: int
-    micro: int
-    input: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-
-Fetch = Callable[[bool, tuple[str, ...], int, int], Iterable[Arrived]]
-"""(evaluation, inputs, first step, count) -> micro-batches; ConnectionFailed may be tried again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from worker.machine.cpu import CpuMeter
 from worker.spans import Span, Spans
 from worker.stage.expected import evaluation_arrivals, step_arrivals
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
+from worker.stage.reports import LongWait, Progress, StepReport
 from worker.transport.frames import Direction, MessageKey
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from atoll.plan import LinkSpec
     from atoll.program import StageProgram
     from worker.stage.assignment import Assignment
-    from worker.stage.op_watch import OpWatch
-    from worker.stage.stage import Stage, StageReport
+    from worker.stage.stage import Stage
 
 POLL_S = 0.25
 LONG_WAIT_S = 60.0
@@ -44,38 +44,6 @@ PIECE_S = 0.005
 """What arrives waits about so long while weights' gradients fill the time."""
 T = TypeVar("T")
 MIN_WAIT_SPAN_S = 0.0005
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """A step's result before its commit, and where its time went."""
-
-    step: int
-    stage: StageReport
-    forward_s: float
-    backward_s: float
-    waited_s: float
-    optimizer_s: float  # of the step before: finish_step and apply
-    handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
-
-
-@dataclass(frozen=True, slots=True)
-class LongWait:
-    """What a stage has been waiting for, for ``waited_s`` so far."""
-
-    key: MessageKey
-    peer: str
-    waited_s: float
-
-
-class Progress:
-    """Counts actions and messages, read by the heartbeat: stands still when the work hangs."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def tick(self) -> None:
-        self.count += 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +67,6 @@ class StageRun:
         held_out: HeldOut,
         meters: Meters,
         notice: Callable[[LongWait], None] = lambda _: None,
-        watches: Sequence[OpWatch] = (),
     ) -> None:
         """``notice`` hears of waits that last suspiciously long."""
         self.assignment = assignment
@@ -107,8 +74,6 @@ class StageRun:
         self._clock = time.perf_counter
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
         self._notice = notice
-        self._watches = watches
-        self._step = assignment.first_step  # that is computed, or was last
         self._cpu.forget()
         self._eras = [(0, assignment)]  # first step -> the plan version from there on, ascending
         self._actions = assignment.plan.actions(assignment.stage)
@@ -123,11 +88,6 @@ class StageRun:
         """Take messages of the first step; before anybody is told that this stage is loaded."""
         self._expect_up_to(first_step)
         self._feed.start(first_step)
-
-    def overdue(self, now_s: float) -> tuple[int, str] | None:
-        """(step, reason) of an op that should have ended long ago; from another thread, once for each."""
-        found = next(filter(None, (watch.overdue(now_s) for watch in self._watches)), None)
-        return None if found is None else (self._step, found)
 
     def at(self, step: int) -> Assignment:
         """The assignment under the plan version of ``step``."""
@@ -157,7 +117,6 @@ class StageRun:
         self._eras = [era for era in self._eras if era[0] not in over]
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
-        self._step = step
         self._stage.begin_step(step)
         started_s, computed_s = self._clock(), self._cpu.computed_s
         for action in self._actions:

@@ -7,7 +7,6 @@ finish_step, then either apply (commit) or discard, which leaves no trace of the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +22,7 @@ from atoll.microbatch import Work, own_blocks
 from atoll.ops import check_node
 from atoll.value_guards import out_of_range, sound_bools
 from worker.stage.optimizers import make_optimizer
+from worker.stage.reports import StageReport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -37,25 +37,6 @@ STATE_KEYS = {
     OptimizerName.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
     OptimizerName.SGD: ("momentum_buffer",),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StageReport:
-    """What a stage says of a step before its commit."""
-
-    losses: tuple[float, ...]  # loss_m / n_micro by micro-batch, ascending, where this stage computes them
-    square_norms: tuple[float, ...]  # of gradients; see Stage.norm_names
-    finite: bool
-
-    @property
-    def loss(self) -> float | None:
-        """Sum of the losses, where this stage computes them."""
-        return step_loss(self.losses)
-
-
-def step_loss(losses: Sequence[float]) -> float | None:
-    """Return the sum of all micro-batches' losses in their order; None without any."""
-    return sum(losses) if losses else None
 
 
 class Stage:

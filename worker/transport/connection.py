@@ -1,472 +1,247 @@
-"""One stream to a peer: frames out and frames in, in whatever thread has them.
+"""One pipe to a peer: a coroutine that sends frames and one that handles those that arrive.
 
-A message starts in the thread that queued it, when nothing is being written, and else in the one that
-tells that the last is; what arrives is handed to ``receive``. Both ends of a connection are alike, whoever
-dialled. Frames leave in this order: control, acknowledgements, data by urgency, measurements; small ones
-that wait leave as one message. What the other side does not wait for is acknowledged with the data that
-goes back next.
+Both ends are alike, whoever dialled. Frames leave in this order: control, the acknowledgement of
+everything that arrived, data by urgency; small ones that wait leave as one message.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
 
-from atoll.errors import BadFrame
-from worker.transport.bundle import LEAST_ROOM, MAX_BUNDLE_BYTES, MAX_FRAMES, join, room_for, split, within
+import structlog
+
+from atoll.errors import AtollError, BadFrame
+from protos.text_limits import clean
 from worker.transport.frames import (
-    MAX_CHUNK_BYTES,
-    MEASURED,
+    MAX_CONFIRMED,
+    MAX_FRAMES,
+    MAX_REASON_BYTES,
     Ack,
-    Buffer,
     Close,
     Data,
-    Flag,
     Frame,
-    Hello,
     Ping,
     Pong,
-    Probe,
-    decode,
+    decode_all,
     encode,
 )
-from worker.transport.outbox import Chunk
-from worker.transport.receipts import Receipts
-from worker.transport.turns import Turns
-from worker.transport.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker.transport.grpc_streams import NewWire, Wire
+    from worker.transport.outbox import Chunk
     from worker.transport.peer import Peer
+    from worker.transport.pipes import Pipe
+    from worker.transport.window import Sent
 
-_PROBE_FILLER = bytes(MAX_CHUNK_BYTES)
-_numbers = itertools.count()
+log = structlog.get_logger()
+
+SPARE_PING_S = 15.0
+"""Between the pings of a connection that need not show that the peer lives: keeps routers' mappings."""
+MAX_PONGS = 64  # waiting to be sent
+MAX_PINGS = 16  # unanswered
+TOGETHER_BYTES = 32 << 10
+"""Of data that leave as one message, before the last chunk: what an urgent one may have to wait for."""
+_ping_numbers = itertools.count(1)
 
 
 class Connection:
-    """State of one stream; attached to its peer between ``open`` and ``fail``."""
+    """Attached to its peer from the start to the end of ``run``. Methods are called on the loop, under the
+    peer's lock where it says so."""
 
-    def __init__(self, hello: Hello, *, dialled: bool, checksum: bool, on_end: Callable[[Connection], None]):
-        self.hello = hello  # ours
-        self.remote: Hello | None = None
-        self.number = next(_numbers)
-        self.dialled = dialled
-        self.checksum = Flag.CHECKSUM if checksum else 0
-        self.peer: Peer | None = None
-        self.window = Window()
-        self.greeted = threading.Event()  # or ended before that
+    def __init__(self, pipe: Pipe, peer: Peer, *, outbound: bool, summed: bool) -> None:
+        """``outbound``: for data of ours, where there are enough connections for each end to have its own.
+        ``summed``: payloads too, as no TLS does it."""
+        self.peer, self.outbound = peer, outbound
+        self.in_flight = 0  # bytes
         self.reason = ""
         self.leaving = False  # the peer said goodbye
-        self.deaf = False  # it sent what is none of the protocol: nothing more of it is looked at
         self.silent = False  # nothing came for too long
         self.heard_s = time.monotonic()
-        self.asked_s = float("-inf")  # the first ping since something was heard
-        self._on_end = on_end
-        self.gone = threading.Event()
-        self._lock = Turns()  # the peer's, once attached
-        self._wire: Wire | None = None
-        self._writing = False
-        self.said_all = False  # the last frame has left
+        self.asked_s: float | None = None  # the first ping since something was heard
+        self._pipe, self._summed = pipe, summed
+        self._busy = asyncio.Event()  # unset: the sender waits for something to do
+        self._busy.set()
         self._control: deque[Frame] = deque()
         self._closing = False
-        self._receipts = Receipts()
-        self._reading = False  # more frames of the same message are being read
-        self._under_way: deque[tuple[int, Chunk | None]] = deque()  # (end byte, chunk)
+        self._owes = False  # an acknowledgement
+        self._received = self._sent = self._acked = 0  # bytes of payload
+        self._under_way: deque[tuple[int, Chunk, Sent]] = deque()  # (end byte, chunk, ...)
         self._pings: dict[int, float] = {}
-        self._ping_number = 0
+        self._pinged_s = self.heard_s
+        self._over = asyncio.Event()
+        peer.attach(self)
 
     # -- life
 
-    def _hold(self) -> Turns:
-        """Take the lock that guards this connection; it joins its peer's while others wait for its own."""
-        while True:
-            lock = self._lock
-            lock.acquire()
-            if lock is self._lock:
-                return lock
-            lock.release()
-
-    def begin(self, wire: NewWire) -> None:
-        """Say hello; all else waits until the peer has, too."""
-        self._wire, self._writing = wire, True
-        wire.open()
-        if not wire.send(encode(self.hello), self._written):
-            self.fail("connection broken")
-
-    def open(self, remote: Hello, peer: Peer, shaped: Callable[[Wire], Wire]) -> None:
-        """Join the peer: from now on its lock guards this connection, too."""
-        with peer.lock, self._lock:
-            if self.gone.is_set():
-                return
-            if self._wire is not None:
-                self._wire = shaped(self._wire)
-            self._lock = peer.lock
-            self.window = Window(maximum=peer.config.max_window_bytes)
-            self.remote, self.peer = remote, peer
-            peer.lanes.append(self)
-            peer.down_since_s = None
-            peer.outbox.ask_again(self.window.chunk)
-            self.greeted.set()
-            peer.lock.put_off(self._write)
-
-    @property
-    def ended(self) -> bool:
-        return self._closing or self.gone.is_set()
-
-    def close(self, reason: str, *, leaving: bool) -> None:
-        """Say why, then end once the frame is out."""
-        lock = self._hold()
+    async def run(self) -> None:
+        """Send and receive until either end closes or the pipe breaks; ``reason`` then says why."""
+        tasks = [asyncio.create_task(self._work(half)) for half in (self._send_all, self._receive_all)]
         try:
-            if not self._closing:
-                self._control.append(Close(leaving, reason))
-                self._closing = True
-            self.greeted.set()
-            self.nudge()
+            await self._over.wait()
+            if self._closing:  # our last frame is to leave, and the other side to see it
+                await asyncio.wait(tasks, timeout=self.peer.config.close_s)
         finally:
-            lock.release()
+            self.peer.detach(self, [chunk for _, chunk, _ in self._under_way])
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._pipe.close()
+
+    async def _work(self, half: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await half()
+        except AtollError as error:
+            self.fail(str(error))
+        except Exception as error:
+            log.exception("stream.failed", peer=self.peer.name)
+            self.fail(f"{type(error).__name__} here")
+        else:
+            self.fail("connection closed by the peer")
 
     def fail(self, reason: str) -> None:
-        """The stream is over; what it carried goes back to the peer. Any thread; the first call counts."""
-        lock = self._hold()
-        try:
-            if self.gone.is_set():
-                return
-            self.reason = self.reason or reason
-            self.gone.set()
-            if self.peer is not None:
-                self._detach(self.peer)
-        finally:
-            lock.release()
-        self.greeted.set()
-        try:
-            self._on_end(self)
-        finally:
-            self._end_wire()
+        """End at once; after ``close`` once that has left."""
+        self.reason = self.reason or clean(reason, MAX_REASON_BYTES)
+        self._over.set()
 
-    def _end_wire(self) -> None:
-        if self._wire is not None:
-            self._wire.end()
-
-    def _detach(self, peer: Peer) -> None:
-        now_s = time.monotonic()
-        peer.lanes.remove(self)
-        if self.window.in_flight:
-            peer.settled(now_s, self.window.in_flight, 0.0, arrived=False)
-        peer.outbox.give_back([chunk for _, chunk in self._under_way if chunk is not None])
-        self._under_way.clear()
-        if peer.lanes:
-            peer.outbox.ask_again(self.window.chunk)
-            peer.nudge()
-        else:
-            peer.down_since_s, peer.down_reason, peer.down_silent = now_s, self.reason, self.silent
-        peer.last_rtt_s = self.window.rtt_s or peer.last_rtt_s
+    def close(self, reason: str, *, leaving: bool) -> None:
+        """Say why, then end."""
+        if not self._closing:
+            self._control.append(Close(leaving, reason))
+            self._closing = True
+            self.reason = self.reason or "closed"
+            self.wake()
 
     # -- sending half
 
     @property
-    def waiting(self) -> bool:
-        """Nothing is being written."""
-        return not self._writing
+    def resting(self) -> bool:
+        return not self._busy.is_set()
 
     @property
-    def outbound(self) -> bool:
-        """Every other one is the dialler's, the first among them."""
-        return (self.hello.lane % 2 == 0) == self.dialled
+    def urgent(self) -> bool:
+        """Something other than data is to be sent; the lock is held."""
+        return bool(self._control) or self._owes
 
-    def nudge(self) -> None:
-        if not self._writing:
-            self._lock.put_off(self._write)  # not under the lock: encrypting a chunk takes a while
+    def wake(self) -> None:
+        """Something to send may be there."""
+        self._busy.set()
 
-    def _write(self) -> None:
-        """Start the next message, unless one is being written. Always put off: while this runs, others that
-        its choice gave something to do wait for their turn."""
-        lock = self._hold()
-        try:
-            wire = self._wire
-            if self._writing or self.said_all or wire is None or not self.greeted.is_set():
+    def owe(self) -> None:
+        """Acknowledge what arrived, with whatever leaves next."""
+        self._owes = True
+        self.wake()
+
+    async def _send_all(self) -> None:
+        while True:
+            with self.peer.lock:
+                message = self._next_message()
+            if message:
+                await self._pipe.send(message)
+            elif self._closing:
+                await self._pipe.finish()
                 return
-            frames = self._next_frames()
-            self._writing = bool(frames)
-            self.said_all = not frames and self.ended
-        finally:
-            lock.release()
-        if self.said_all:
-            self._end_wire()
-        elif frames:
-            try:
-                begun = wire.send(join([encode(*frame) for frame in frames]), self._written)
-            except Exception:
-                # Frames of ours beyond a bound, or no memory; what they carried goes over another stream.
-                self.fail("cannot send")
-                raise
-            if not begun:
-                self.fail("connection broken")
+            else:
+                self._busy.clear()
+                await self._busy.wait()
 
-    def _written(self) -> None:
-        self._writing = False  # who has the lock first may write
-        self._lock.run(self._write)
-
-    def _next_frames(self) -> list[tuple[Frame, Buffer]]:
-        """What leaves next, small frames together; the lock is held."""
-        head, payload = self._choose()
-        if head is None:
-            return []
-        frames = [(head, payload)]
-        room = min(MAX_BUNDLE_BYTES, self.window.chunk) - LEAST_ROOM
-        if len(payload) < room:
-            frames += self._choose_more(room - room_for(head, payload))
-        if self._receipts.pending and not self._reading:
-            self._take_along(frames)
-        return frames
-
-    def _choose_more(self, room: int) -> list[tuple[Frame, Buffer]]:
-        """Frames that wait, in their order, while they are small; the lock is held."""
-        found: list[tuple[Frame, Buffer]] = []
-        while room >= LEAST_ROOM and len(found) + 2 < MAX_FRAMES:
-            head, payload = self._choose(within(room))
-            if head is None:
-                break
-            found.append((head, payload))
-            room -= room_for(head, payload)
-        return found
-
-    def _take_along(self, frames: list[tuple[Frame, Buffer]]) -> None:
-        """Acknowledge what arrived, where data leaves anyway."""
+    def _next_message(self) -> bytes:
         peer = self.peer
-        if peer is None:
-            return
-        for at, (head, _) in enumerate(frames):
-            if isinstance(head, Data):
-                frames.insert(at, (self._acknowledgement(peer), b""))
-                return
-
-    def _choose(self, most: int | None = None) -> tuple[Frame | None, Buffer]:
-        """The frame to send now, or None; ``most``: with no more data than that, and no
-        measurement. The lock is held."""
-        if self.gone.is_set():
-            return None, b""
-        if self._control:
-            return self._control.popleft(), b""
-        peer = self.peer
-        if peer is None or self._closing:
-            return None, b""
-        if self._receipts.due and not self._reading:
-            return self._acknowledgement(peer), b""
-        chunk = peer.take(self, most)
-        waiting = peer.outbox.waiting
-        if chunk is not None:
-            flags = self._note_sent(peer, chunk, chunk.length, last=not waiting)
-            if waiting and not self.window.open:
-                peer.nudge()  # this connection has its fill
-            view = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
-            return peer.data_frame(chunk, flags), view
-        if most is not None:
-            return None, b""
-        # One stream: the first windows of eight overflow a slow line's buffer, and what its
-        # losses hold back and then release in bursts reads as three times the line's rate.
-        if peer.probe_bytes > 0 and self.window.open and peer.lanes[:1] == [self]:
-            length = min(self.window.chunk, peer.probe_bytes)
-            peer.probe_bytes -= length
-            flags = self._note_sent(peer, None, length, last=not peer.probe_bytes)
-            return Probe(flags), memoryview(_PROBE_FILLER)[:length]
-        if waiting:
-            peer.relieve()
-        elif self.window.unasked:
-            # Another connection took the last chunk; ours must not stay unacknowledged.
-            self.press()
-        return (self._control.popleft(), b"") if self._control else (None, b"")
-
-    def _acknowledgement(self, peer: Peer) -> Ack:
-        return self._receipts.take(time.monotonic(), peer.to_confirm())
-
-    def _note_sent(self, peer: Peer, chunk: Chunk | None, length: int, *, last: bool) -> int:
-        now_s = time.monotonic()
-        ask = self.window.sent(now_s, length, last=last)
-        if ask == Flag.ACK_SOON and (peer.awaited or chunk is None):
-            self.window.pressed()
-            ask = Flag.ACK_NOW
-        self._under_way.append((self.window.sent_bytes, chunk))
-        peer.sent(now_s, length, last=last)
-        return self.checksum | ask
-
-    def press(self, again: bool = False) -> None:
-        """Somebody waits for the acknowledgement of what is under way; the peer's lock is held."""
-        if self.window.unpressed or (again and not self._control):
-            self.window.pressed()
-            self._control.append(Probe(Flag.ACK_NOW))
-            self.nudge()
-
-    @property
-    def owes(self) -> bool:
-        """Something that arrived is still to be acknowledged."""
-        return self._receipts.pending
-
-    def settle_receipts(self, now_s: float, *, stranded: bool) -> None:
-        """Acknowledge what found nothing to travel with, or what another connection left behind when
-        it broke; the peer's lock is held."""
-        if stranded or self._receipts.overdue(now_s):
-            self._receipts.due = True
-            self.nudge()
-
-    @property
-    def spare(self) -> bool:
-        """Nothing under way, and not the first connection of a peer that we work with: it need not
-        show that the peer lives. A pool of hundreds would else be woken by its own pings alone."""
-        peer = self.peer
-        if peer is None or self.window.in_flight:
-            return False
-        idle = time.monotonic() - peer.used_s > peer.config.idle_s
-        return idle or self not in peer.lanes[:1]
-
-    def heard(self, now_s: float) -> bool:
-        """What came of late shows that the other side lives."""
-        return self.peer is not None and now_s - self.heard_s < self.peer.config.ping_s / 2
-
-    def unanswered_s(self, now_s: float) -> float:
-        """How long the other side, asked whether it lives, has said nothing at all."""
-        return now_s - self.asked_s if self.asked_s > self.heard_s else 0.0
+        found: list[bytes] = []
+        while self._control and len(found) < MAX_FRAMES // 2:
+            found.append(encode(self._control.popleft()))
+        if self._closing:  # CLOSE is a side's last frame
+            return b"".join(found)
+        if self._owes:
+            now, peer.confirm = tuple(peer.confirm[:MAX_CONFIRMED]), peer.confirm[MAX_CONFIRMED:]
+            self._owes = bool(peer.confirm)
+            found.append(encode(Ack(self._received, time.monotonic_ns(), now)))
+        size, enough = 0, min(peer.window.chunk, TOGETHER_BYTES)
+        while size < enough and len(found) < MAX_FRAMES and (chunk := peer.take(self)) is not None:
+            payload = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
+            frame = peer.data_frame(chunk)
+            found.append(encode(frame, payload, summed=self._summed))
+            self.in_flight += len(payload)
+            self._sent += len(payload)
+            self._under_way.append((self._sent, chunk, peer.note_sent(time.monotonic(), len(payload))))
+            size += len(payload) + len(frame.meta)
+        peer.wake_one()
+        return b"".join(found)
 
     def ping(self, now_s: float) -> int:
-        """Queue an echo request; returns its number."""
-        lock = self._hold()
-        try:
-            self._ping_number += 1
-            if len(self._pings) > 16:
-                self._pings.clear()
-            self._pings[self._ping_number] = now_s
-            if self.asked_s <= self.heard_s:
-                self.asked_s = now_s
-            if not self._closing:  # CLOSE is a side's last frame
-                self._control.append(Ping(self._ping_number))
-                self.nudge()
-            return self._ping_number
-        finally:
-            lock.release()
+        """Queue an echo request; returns its number. Any thread, under the lock."""
+        number = next(_ping_numbers)
+        if len(self._pings) >= MAX_PINGS:
+            self._pings.clear()
+        self._pings[number] = self._pinged_s = now_s
+        if self.asked_s is None or self.asked_s <= self.heard_s:
+            self.asked_s = now_s
+        if not self._closing:
+            self._control.append(Ping(number))
+            self.peer.nudge()
+        return number
+
+    def watch(self, now_s: float, *, asleep: bool) -> None:
+        """Ask whether the other side lives, and end when it has not answered for too long. ``asleep``: this
+        process was stopped meanwhile. Under the lock."""
+        peer, config = self.peer, self.peer.config
+        unused = not self.in_flight and (now_s - peer.used_s > config.idle_s or peer.front is not self)
+        if asleep or unused or (self.asked_s is not None and self.asked_s <= self.heard_s):
+            self.asked_s = None  # silence counts from the next question
+        # An answer may wait behind a second of data on a slow link.
+        if self.asked_s is not None and now_s - self.asked_s > config.silence_s - config.ping_s / 2:
+            self.silent = True
+            self.fail(f"silent for {now_s - self.heard_s:.1f} s")
+        every_s = SPARE_PING_S if unused else config.ping_s
+        if now_s - self._pinged_s >= every_s and now_s - self.heard_s >= every_s / 2:
+            self.ping(now_s)
 
     # -- receiving half
 
-    def receive(self, message: bytes) -> None:
-        """Handle one message. Raises BadFrame: the caller then closes this connection."""
-        frames = split(message)
-        # What arrived together is acknowledged together.
-        self._reading = len(frames) > 1
+    async def _receive_all(self) -> None:
         try:
-            for frame in frames:
-                if not self.gone.is_set():
-                    self._handle(frame)
-        finally:
-            if self._reading:
-                with self._lock:
-                    self._reading = False
-                    if self._receipts.due:
-                        self.nudge()
+            while not self.leaving and (message := await self._pipe.receive()) is not None:
+                for frame, payload in decode_all(message):
+                    self._handle(frame, payload)
+                    if self._over.is_set():
+                        return
+        except BadFrame as error:
+            log.warning("peer.malformed", peer=self.peer.name, reason=str(error))
+            self.close(str(error), leaving=False)
 
-    def _handle(self, message: Buffer) -> None:
-        frame, payload = decode(message)
+    def _handle(self, frame: Frame, payload: memoryview) -> None:
         self.heard_s = time.monotonic()
-        if isinstance(frame, Data):
-            self._on_data(frame, payload)
-        elif isinstance(frame, Ack):
-            self._on_ack(frame)
-        elif isinstance(frame, Probe):
-            self._count(len(payload), frame.flags)
-        elif isinstance(frame, Ping):
-            with self._lock:
-                if len(self._control) < 64 and not self._closing:
-                    self._control.append(Pong(frame.number))
-                self.nudge()
-        elif isinstance(frame, Pong):
-            self._on_pong(frame)
-        elif isinstance(frame, Close):
-            self.leaving = frame.leaving
-            self.fail(f"{'left' if frame.leaving else 'closed'}: {frame.reason}" if frame.reason else "left")
-        else:
-            raise BadFrame("a second HELLO on one connection")
-
-    def _attached(self) -> Peer:
-        if self.peer is None:
-            raise BadFrame("data before HELLO")
-        return self.peer
-
-    def _on_data(self, frame: Data, payload: memoryview) -> None:
-        peer = self._attached()
-        nbytes = len(payload)
-        with peer.lock:
-            if peer.gone:
-                return
-            # Copying under the lock keeps nobody waiting who would not wait for the interpreter anyway.
-            complete = peer.inbox.take(frame, payload)
-            if complete is None and peer.inbox.is_done(frame.number):
-                peer.confirm.append(frame.number)  # sent again, so the confirmation was lost
-            peer.received_bytes += nbytes
-            peer.used_s = self.heard_s
-            peer.progress += 1
-            if complete is None:
-                self._note_arrival(nbytes, frame.flags)
-                return
-        if complete.buffer is not None:
-            peer.deliver(peer.name, frame.key, complete.meta, complete.buffer)
-        with peer.lock:
-            peer.confirm.append(frame.number)
-            self._note_arrival(nbytes, frame.flags)
-
-    def _count(self, nbytes: int, flags: int) -> None:
-        peer = self._attached()
-        with peer.lock:
-            peer.progress += 1 if nbytes else 0  # a question is none
-            self._note_arrival(nbytes, flags)
-
-    def _note_arrival(self, nbytes: int, flags: int) -> None:
-        self._receipts.arrived(self.heard_s, nbytes, flags)
-        if self._receipts.due and not self._reading:
-            self.nudge()
+        match frame:
+            case Data():
+                self.peer.receive(frame, payload)
+                self._received += len(payload)
+                self.owe()
+            case Ack():
+                with self.peer.lock:
+                    self._on_ack(frame)
+            case Ping(number):
+                if len(self._control) < MAX_PONGS and not self._closing:
+                    self._control.append(Pong(number))
+                    self.wake()
+            case Pong(number):
+                sent_s = self._pings.pop(number, None)
+                if sent_s is not None:
+                    self.peer.note_echo(number, self.heard_s, self.heard_s - sent_s)
+            case Close(leaving, reason):
+                self.leaving = leaving
+                self.fail(f"{'left' if leaving else 'closed'}: {reason}" if reason else "left")
+            case _:
+                raise BadFrame("a second HELLO on one connection")
 
     def _on_ack(self, frame: Ack) -> None:
-        peer = self._attached()
-        now_s = time.monotonic()
-        with peer.lock:
-            if self.gone.is_set():
-                return  # what it carried has already gone back
-            if frame.received > self.window.sent_bytes:
-                raise BadFrame(f"{frame.received} bytes acknowledged, {self.window.sent_bytes} sent")
-            in_time_s = now_s - peer.lateness(self, now_s, frame.clock_ns)
-            for received, age_us in frame.marks:
-                self._on_mark(peer, in_time_s - 1e-6 * age_us, received)
-            if peer.probe_acks is not None:
-                peer.probe_acks.append((self.number, frame.clock_ns, frame.received))
-                if peer.probe_done:
-                    peer.room.notify_all()
-            peer.confirmed(frame.confirmed)
-            if peer.outbox.waiting or peer.probe_bytes > 0:
-                self.nudge()  # its window may have opened
-
-    def _on_mark(self, peer: Peer, at_s: float, received: int) -> None:
-        """The peer had ``received`` bytes; told at once and without a queue, we had known it at ``at_s``."""
-        new = self.window.acked(at_s, received)
-        measured = 0
-        while self._under_way and self._under_way[0][0] <= received:
-            chunk = self._under_way.popleft()[1]
-            if chunk is not None:
-                peer.outbox.acknowledged(chunk)
-                measured += chunk.length if chunk.message.key.direction in MEASURED else 0
-        if new:
-            # A hostile peer may acknowledge half a chunk and then the rest: never more than is new.
-            measured = min(measured, new)
-            peer.settled(at_s, new, self.window.rtt_s or 0.0, arrived=True, measured=measured)
-            peer.fit(self)
-
-    def _on_pong(self, frame: Pong) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            sent_s = self._pings.pop(frame.number, None)
-            if sent_s is None:
-                return
-            self.window.note_rtt(now_s, now_s - sent_s)
-            if self.peer is not None and (self.number, frame.number) in self.peer.echoes:
-                self.peer.echoes[self.number, frame.number] = now_s - sent_s
-                self.peer.room.notify_all()
+        if not self._acked <= frame.received <= self._sent:
+            raise BadFrame(f"{frame.received} bytes acknowledged, {self._sent} sent")
+        arrived: list[tuple[Chunk, Sent]] = []
+        while self._under_way and self._under_way[0][0] <= frame.received:
+            arrived.append(self._under_way.popleft()[1:])
+        new, self._acked = frame.received - self._acked, frame.received
+        self.in_flight -= new
+        self.peer.note_acked(self.heard_s, frame, new, arrived)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from atoll.errors import ConnectionFailed
 from worker.transport.frames import MessageKey
-
-Deliver = Callable[[str, MessageKey, bytes, memoryview], None]
-"""``deliver(peer, key, header, payload)``; called in a thread that serves other peers, too: never block."""
 
 
 class PeerLost(ConnectionFailed):
@@ -23,10 +19,10 @@ class PeerLost(ConnectionFailed):
 
 
 class Receiver(Protocol):
-    """Who takes the messages of one job."""
+    """Who takes the messages of one job, in the thread that serves all peers: never block."""
 
     def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
-        """Where ``total`` payload bytes of ``key`` go; None: not wanted."""
+        """Return where ``total`` payload bytes of ``key`` go; None: not wanted."""
 
     def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
         """A whole message has arrived."""
@@ -42,12 +38,11 @@ class TransportConfig:
     max_message_bytes: int = 1 << 30
     max_queued_bytes: int = 256 << 20  # unconfirmed, per peer; then send() waits
     max_messages: int = 1024  # unconfirmed, per peer
-    max_window_bytes: int = 64 << 20  # in flight on one connection
+    max_window_bytes: int = 64 << 20  # in flight to a peer
     max_connections: int = 64  # accepted, all peers together
-    streams: int = 0  # connections to a peer, 1 to 16; 0 = by what is under way
+    streams: int = 0  # connections to a peer; 0 = by the round trip
     ping_s: float = 0.5
     silence_s: float = 1.5  # without any frame: frozen
-    still_s: float = 2.0  # without an acknowledgement though something is to be sent: asked for again
     idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
     reconnect_s: float = 0.4  # or six round trips, if that is more
     handshake_s: float = 5.0
@@ -57,3 +52,14 @@ class TransportConfig:
     @property
     def tick_s(self) -> float:
         return min(0.1, self.ping_s / 2, self.reconnect_s / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """What one peer acknowledged of training's boundary tensors since the last report."""
+
+    peer: str
+    bytes: int
+    busy_s: float  # the link's time for them
+    rtt_s: float  # 0 before the first measurement
+    quickest_bps: float = 0.0  # of the quickest quarter of what the link carried (``busy_time``)

@@ -33,12 +33,6 @@ class Outgoing:
     def waiting(self) -> bool:
         return bool(self.again) or not self.begun or self.fresh < len(self.payload)
 
-    def next_bytes(self, chunk_bytes: int) -> int:
-        """Of the chunk that leaves next, with the header that goes with the first."""
-        offset, length = self.again[-1] if self.again else (self.fresh, len(self.payload) - self.fresh)
-        most = length if self.again else min(chunk_bytes, length)
-        return most + (0 if offset else len(self.meta))
-
 
 class Chunk(NamedTuple):
     """``message.payload[offset : offset + length]``."""
@@ -82,13 +76,10 @@ class Outbox:
         heapq.heappush(self._queue, (key.direction, message.number))
         return message
 
-    def take(self, chunk_bytes: int, most: int | None = None) -> Chunk | None:
-        """The most urgent chunk of at most about ``chunk_bytes``; None when nothing waits, or when
-        it has more than ``most`` bytes, the message's header included."""
+    def take(self, chunk_bytes: int) -> Chunk | None:
+        """The most urgent chunk of at most about ``chunk_bytes``; None when nothing waits."""
         message = self._first()
         if message is None:
-            return None
-        if most is not None and message.next_bytes(chunk_bytes) > most:
             return None
         message.under_way += 1
         if message.again:
@@ -109,7 +100,7 @@ class Outbox:
             message.under_way -= 1
             if message.number in self._messages:
                 message.again.append((chunk.offset, chunk.length))
-                self._requeue(message)
+                heapq.heappush(self._queue, (message.key.direction, message.number))
 
     def ask_again(self, chunk_bytes: int) -> None:
         """Re-request lost confirmations after a connection broke: a message that may have arrived whole sends
@@ -117,7 +108,7 @@ class Outbox:
         for message in self._messages.values():
             if not message.waiting and not message.under_way:
                 message.again.append((0, min(chunk_bytes, len(message.payload))))
-                self._requeue(message)
+                heapq.heappush(self._queue, (message.key.direction, message.number))
 
     def confirmed(self, number: int) -> Outgoing | None:
         """The peer has the whole message; returns it the first time."""
@@ -132,11 +123,6 @@ class Outbox:
         for number in numbers:
             self.confirmed(number)
         return len(numbers)
-
-    def _requeue(self, message: Outgoing) -> None:
-        entry = (int(message.key.direction), message.number)
-        if entry not in self._queue:
-            heapq.heappush(self._queue, entry)
 
     def _first(self) -> Outgoing | None:
         """The most urgent message that waits; forgets those before it."""

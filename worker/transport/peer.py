@@ -1,4 +1,4 @@
-"""What all connections to one peer share: messages out and in, statistics, and its lock.
+"""State that all connections to one peer share: messages out and in, the window, and their lock.
 
 A peer is known for as long as it is not lost. Its ``session`` number is new each time, so that
 after a restart or a loss on either side both begin from nothing.
@@ -6,322 +6,235 @@ after a restart or a loss on either side both begin from nothing.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from worker.transport.contract import Deliver, PeerLost, TransportConfig
-from worker.transport.frames import Data, MessageKey, confirmations
-from worker.transport.inbox import Expect, Inbox
-from worker.transport.lateness import Lateness
-from worker.transport.line_time import LineTime
+from worker.transport.busy_time import BusyTime
+from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig
+from worker.transport.frames import MEASURED, Ack, Data, MessageKey
+from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
-from worker.transport.turns import Turns
-from worker.transport.window import LARGEST_SHARED_CHUNK, Window, on_line
+from worker.transport.window import Sent, Window
 
-
-class Lane(Protocol):
-    """A connection as its peer sees it."""
-
-    number: int
-    window: Window
-
-    @property
-    def waiting(self) -> bool:
-        """Nothing is being written."""
-
-    @property
-    def outbound(self) -> bool:
-        """Where each end has connections of its own for what it sends, this is one of ours."""
-
-    def ping(self, now_s: float) -> int:
-        """Send an echo request; returns its number."""
-
-    def nudge(self) -> None:
-        """Something to send may be there; the peer's lock is held."""
-
-    def press(self, again: bool = False) -> None:
-        """Ask for the acknowledgement of what is under way, ``again``: even if that was asked for already;
-        the peer's lock is held."""
-
-    @property
-    def owes(self) -> bool:
-        """Something that arrived is still to be acknowledged."""
-
-    def settle_receipts(self, now_s: float, *, stranded: bool) -> None:
-        """Acknowledge what has waited long enough, or, ``stranded``, anything; the lock is held."""
+if TYPE_CHECKING:
+    from worker.transport.connection import Connection
 
 
 class Peer:
-    """Shared state of one peer's connections. ``lock`` guards every field."""
+    """``lock`` guards every field; connections themselves live on the loop."""
 
     def __init__(
-        self, name: str, session: int, config: TransportConfig, expect: Expect, deliver: Deliver
+        self,
+        name: str,
+        session: int,
+        config: TransportConfig,
+        receivers: dict[str, Receiver],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
+        """``receivers``: who takes the messages of a job, by its name."""
         self.name, self.session, self.config = name, session, config
-        self.deliver = deliver
-        self.lock = Turns()
-        self.room = threading.Condition(self.lock)  # type: ignore[arg-type]
+        self.lock = threading.RLock()
+        self.room = threading.Condition(self.lock)  # notified when what is waited for may have come
         self.remote_session: int | None = None
-        self.lanes: list[Lane] = []
+        self.connections: list[Connection] = []
         self.outbox = Outbox()
-        self.inbox = Inbox(name, expect, config.max_message_bytes, config.max_messages)
-        self.confirm: list[int] = []  # delivered here, not yet told to the peer
+        self.inbox = Inbox(self._expect, config.max_message_bytes, config.max_messages)
+        self.window = Window(config.max_window_bytes)
+        self.confirm: list[int] = []  # delivered here, not yet reported to the peer
         self.gone = ""  # why, once lost
         self.down_since_s: float | None = None
         self.down_reason = ""
         self.down_silent = False  # frozen, not cut: dialling again would only wait
-        self.last_rtt_s = 0.0
-        self.probe_bytes = 0  # still to be sent by a bandwidth measurement
-        self.probe_acks: list[tuple[int, int, int]] | None = None  # (lane id, clock ns, bytes)
-        self.echoes: dict[tuple[int, int], float] = {}  # (lane, ping) -> round trip; 0 = awaited
-        self.received_bytes = 0
+        self.acks: list[tuple[int, int]] | None = None  # (peer's clock ns, bytes), while somebody measures
+        self.echoes: dict[int, float] = {}  # ping -> round trip; 0 = awaited
         self.used_s = time.monotonic()  # the last chunk either way
         self.progress = 0  # chunks either way: stands still when nothing moves
-        self.awaited = 0  # who waits for confirmations now
-        self.stirred = 0  # how often since something moved
-        self._moved: tuple[int, int, float] | None = None  # bytes settled, oldest message, since when
-        self._in_flight = 0
-        self._settled = 0  # bytes that are no longer under way, on all connections
-        self._window = Window()  # of all connections together
-        self._line = LineTime()
-        self._lateness = Lateness()
+        self._busy = BusyTime()
         self._measured_bytes = 0  # acknowledged since the last report
+        self._receivers, self._loop = receivers, loop
+        self._nudged = False
 
     # -- sending
 
     def submit(
-        self,
-        key: MessageKey,
-        meta: bytes,
-        payload: memoryview,
-        timeout_s: float | None,
-        more: bool = False,
+        self, key: MessageKey, meta: bytes, payload: memoryview, timeout_s: float | None, *, more: bool
     ) -> None:
         """Queue a message; waits while the queue is full. ``more``: another one follows at once, with which
         this one may leave. Raises PeerLost, or TimeoutError."""
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self.lock:
-            while not self.gone and not self._has_room(len(payload)):
+            if not self._has_place(len(payload)):
                 self.nudge()
-                left_s = None if deadline_s is None else deadline_s - time.monotonic()
-                if left_s is not None and left_s <= 0:
+                if not self.room.wait_for(lambda: self.gone or self._has_place(len(payload)), timeout_s):
                     raise TimeoutError(
                         f"{self.name} did not take {len(payload)} bytes within {timeout_s} s: "
                         f"{self.outbox.held} bytes in {len(self.outbox)} messages are still unconfirmed"
                     )
-                with self._awaiting():
-                    self.room.wait(left_s)
             if self.gone:
                 raise PeerLost(self.name, self.gone)
             self.outbox.add(key, meta, payload)
             if not more:
                 self.nudge()
 
-    def _has_room(self, nbytes: int) -> bool:
+    def _has_place(self, nbytes: int) -> bool:
         box, config = self.outbox, self.config
         if len(box) >= config.max_messages or box.span >= 4 * config.max_messages:
             return False
         return not len(box) or box.held + nbytes <= config.max_queued_bytes
 
-    def nudge(self) -> None:
-        """Something waits: wake the first connection that is at rest and has room.
-
-        One is enough. When it has its fill it wakes the next, so a message that one flow can carry
-        costs no thread of the other seven a look.
-        """
-        for lane in self._outbound:
-            if lane.waiting and lane.window.open:
-                lane.nudge()
-                return
-
-    def nudge_all(self) -> None:
-        """Wake every connection, whatever its window."""
-        for lane in self.lanes:
-            lane.nudge()
-
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything sent is confirmed; False when it is not in time, or the peer lost."""
-        with self.lock, self._awaiting():
-            return self.room.wait_for(lambda: self.gone or self.idle, timeout_s) and not self.gone
-
-    @contextmanager
-    def _awaiting(self) -> Iterator[None]:
-        """Meanwhile acknowledgements are asked for at once; the lock is held."""
-        self.awaited += 1
-        self.press()
-        try:
-            yield
-        finally:
-            self.awaited -= 1
-
-    def press(self) -> None:
-        """Ask for the acknowledgement of everything under way."""
         with self.lock:
-            for lane in self.lanes:
-                lane.press()
+            self.nudge()
+            idle = self.room.wait_for(
+                lambda: self.gone or not (len(self.outbox) or self.window.in_flight), timeout_s
+            )
+            return bool(idle and not self.gone)
 
-    def relieve(self) -> None:
-        """Something waits for a window to open, which only acknowledgements do: ask for what was not asked
-        for; on a slow line, where asking costs as much as a chunk, only for more than one chunk, or where
-        nothing else that is under way will be answered."""
+    def nudge(self) -> None:
+        """Something to send may be there; any thread."""
         with self.lock:
-            unasked = sum(lane.window.unasked_bytes for lane in self.lanes)
-            if unasked > (LARGEST_SHARED_CHUNK if self._window.slow else 0) or 0 < self._in_flight <= unasked:
-                self.press()
+            if self._nudged:
+                return
+            self._nudged = True
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._wake)
 
-    def stir(self, now_s: float) -> dict[str, object] | None:
-        """When what is to be sent has not moved for long, wake everybody and ask anew about what is under
-        way; returns fields for the log, less and less often, None while all is well.
+    def _wake(self) -> None:
+        with self.lock:
+            self._nudged = False
+            for connection in self.connections:
+                if connection.urgent:
+                    connection.wake()
+            self.wake_one()
 
-        A window opens by acknowledgements only. Whatever kept one from being asked for or sent, here or
-        there, must not hold up a message for ever while both ends live.
-        """
-        state = self._settled, self.outbox.oldest
-        if self.idle or not self.lanes or self._moved is None or self._moved[:2] != state:
-            self._moved = *state, now_s
-            self.stirred = 0
-        elif now_s - self._moved[2] > self.config.still_s:
-            self._moved = *state, now_s
-            self.stirred += 1
-            for lane in self.lanes:
-                lane.press(again=True)
-            self.nudge_all()
-            self.room.notify_all()
-            if not self.stirred & (self.stirred - 1):
-                return {
-                    "messages": len(self.outbox),
-                    "bytes": self.outbox.held,
-                    "in_flight": self._in_flight,
-                    "windows": [lane.window.size for lane in self.lanes],
-                    "line_window": self._window.size,
-                }
-        return None
+    def wake_one(self) -> None:
+        """Wake the emptiest connection at rest for what waits; on the loop, under the lock."""
+        if self.window.open and self.outbox.waiting:
+            resting = [connection for connection in self._outbound if connection.resting]
+            if resting:
+                min(resting, key=lambda connection: connection.in_flight).wake()
 
-    def take(self, lane: Lane, most: int | None = None) -> Chunk | None:
-        """The next chunk for this connection, if its window and that of all together are open;
-        ``most``: unless it has more bytes."""
-        window = lane.window
-        if not window.open or (len(self.lanes) > 1 and not (self._open and lane in self._outbound)):
-            return None
-        return self.outbox.take(window.chunk, most)
+    def take(self, connection: Connection) -> Chunk | None:
+        """The next chunk for this connection, if the window is open and its share of it not used up."""
+        return self.outbox.take(self.window.chunk) if self.has_room(connection) else None
+
+    def has_room(self, connection: Connection) -> bool:
+        """The window is open, and no other connection that could send is emptier: one whose flow has lost
+        a packet is to hold no more than its part of the window."""
+        ours = self._outbound
+        least = min((other.in_flight for other in ours if other.resting), default=connection.in_flight)
+        return self.window.open and connection in ours and connection.in_flight <= least
 
     @property
-    def _outbound(self) -> list[Lane]:
-        """The connections for what is sent from here. On a slow line each end has its own, so that its
-        acknowledgements do not wait in a socket behind the other's data (docs/decisions/017)."""
-        if not self._window.slow:
-            return self.lanes
-        return [lane for lane in self.lanes if lane.outbound] or self.lanes
+    def _outbound(self) -> list[Connection]:
+        """The connections for what is sent from here: not those of the other end, whose acknowledgements
+        would wait in a socket behind our data."""
+        return [connection for connection in self.connections if connection.outbound] or self.connections
 
-    @property
-    def _open(self) -> bool:
-        """Eight streams' least windows are half a second of a slow line, on which messages would
-        arrive side by side instead of one after the other: bytes under way are bounded in sum."""
-        return self._window.in_flight < self._window.size_at(self.rtt_s)
-
-    def data_frame(self, chunk: Chunk, flags: int) -> Data:
-        message = chunk.message
+    def data_frame(self, chunk: Chunk) -> Data:
+        """Head of a chunk. One of a message confirmed in the meantime may still leave; the peer drops it."""
+        message, oldest = chunk.message, min(self.outbox.oldest, chunk.message.number)
         meta = b"" if chunk.offset else message.meta
-        total, oldest = len(message.payload), self.outbox.oldest
-        # A chunk of a message confirmed in the meantime may still leave; the peer drops it.
-        return Data(
-            message.number, message.key, chunk.offset, total, meta, flags, min(oldest, message.number)
-        )
+        return Data(message.number, message.key, chunk.offset, len(message.payload), meta, oldest)
 
-    def sent(self, now_s: float, nbytes: int, *, last: bool) -> None:
-        """A chunk leaves; ``last``: nothing else waits."""
+    def note_sent(self, now_s: float, nbytes: int) -> Sent:
+        """A chunk leaves."""
         self.used_s = now_s
-        self._in_flight += nbytes
-        self._line.sent(now_s, nbytes)
-        self._window.sent(now_s, nbytes, last=last)
         self.progress += 1
+        self._busy.sent(now_s, nbytes, idle=not self.window.in_flight)
+        return self.window.sent(now_s, nbytes, backlogged=self.outbox.waiting)
 
-    def settled(self, now_s: float, nbytes: int, rtt_s: float, *, arrived: bool, measured: int = 0) -> None:
-        """``nbytes`` are no longer under way: acknowledged, or their connection broke. ``measured``
-        of them are acknowledged and of a kind by which the link's rate is told (``frames.MEASURED``)."""
-        self._in_flight -= nbytes
-        self._settled += nbytes
-        if not arrived:
-            self._line.broke()
-            self._window.broke()
-        self._line.settled(now_s, nbytes, rtt_s, measured)
-        self._window.acked(now_s, self._settled)
-        if len(self.lanes) > 1 and self.outbox.waiting:
-            self.nudge()  # there is room again, for whichever connection is free
-        self._measured_bytes += measured
-        if arrived:
+    def note_acked(self, now_s: float, frame: Ack, nbytes: int, arrived: list[tuple[Chunk, Sent]]) -> None:
+        """``nbytes`` more arrived, and with them all of the chunks ``arrived``."""
+        if nbytes:
             self.progress += 1
-        if not self._in_flight:
+            self.window.acked(now_s, 1e-9 * frame.clock_ns, nbytes, arrived[-1][1] if arrived else None)
+            if self.acks is not None:
+                self.acks.append((frame.clock_ns, nbytes))
+        for chunk, _ in arrived:
+            self.outbox.acknowledged(chunk)
+        measured = sum(chunk.length for chunk, _ in arrived if chunk.message.key.direction in MEASURED)
+        if nbytes and arrived:
+            # A hostile peer may acknowledge half a chunk and then the rest: never more than is new.
+            self._measured_bytes += min(measured, nbytes)
+            rtt_s, share, idle = (
+                self.window.rtt_s or 0.0,
+                min(1.0, measured / nbytes),
+                not self.window.in_flight,
+            )
+            self._busy.acked(now_s, arrived[0][1].at_s, rtt_s, share, idle=idle)
+        for number in frame.confirmed:
+            self.outbox.confirmed(number)
+        if frame.confirmed or not self.window.in_flight:
             self.room.notify_all()
+        self.wake_one()
 
-    def lateness(self, lane: Lane, now_s: float, clock_ns: int) -> float:
-        """By how many seconds an acknowledgement on ``lane`` is late that left at ``clock_ns``, by the
-        peer's clock."""
-        late_s = self._lateness.note(now_s, 1e-9 * clock_ns)
-        lane.window.late(late_s)
-        self._window.late(late_s)
-        return late_s
-
-    def fit(self, lane: Lane) -> None:
-        """Several connections share what the line carries; a measurement goes over one of them."""
-        lane.window.fit(self._window, len(self.lanes) if self.probe_acks is None else 1)
-
-    def confirmed(self, numbers: tuple[int, ...]) -> None:
-        found = [self.outbox.confirmed(number) for number in numbers]
-        if any(found):
-            self.room.notify_all()
+    def note_echo(self, number: int, now_s: float, rtt_s: float) -> None:
+        """A ping was answered."""
+        with self.lock:
+            self.window.note_rtt(now_s, rtt_s)
+            if number in self.echoes:
+                self.echoes[number] = rtt_s
+                self.room.notify_all()
 
     # -- receiving
 
-    def to_confirm(self) -> tuple[int, ...]:
-        """Numbers of messages for the acknowledgement that leaves now."""
-        now, self.confirm = confirmations(self.confirm)
-        return now
-
-    def settle_receipts(self, now_s: float) -> None:
-        """Acknowledge what found nothing to travel with, on a connection that still is."""
+    def receive(self, frame: Data, payload: memoryview) -> None:
+        """Take a chunk, and deliver the message that it completes. Raises BadFrame."""
         with self.lock:
-            stranded = bool(self.confirm) and not any(lane.owes for lane in self.lanes)
-            for lane in self.lanes:
-                lane.settle_receipts(now_s, stranded=stranded and lane is self.lanes[0])
+            if self.gone:
+                return
+            complete = self.inbox.take(frame, payload)
+            self.used_s = time.monotonic()
+            self.progress += 1
+        receiver = self._receivers.get(frame.key.job)
+        if complete is not None and complete.buffer is not None and receiver is not None:
+            receiver.deliver(self.name, frame.key, complete.meta, complete.buffer)
+        with self.lock:
+            if self.inbox.is_done(frame.number):  # perhaps sent again, so the confirmation was lost
+                self.confirm.append(frame.number)
 
-    @property
-    def idle(self) -> bool:
-        """Everything sent has arrived and is known to have."""
-        return not len(self.outbox) and not self._in_flight
+    def _expect(self, key: MessageKey, total: int) -> memoryview | None:
+        receiver = self._receivers.get(key.job)
+        return receiver.expect(self.name, key, total) if receiver is not None else None
 
-    # -- figures
+    def forget(self, unwanted: Callable[[MessageKey], bool]) -> None:
+        """Drop what is queued or half received of these keys."""
+        with self.lock:
+            self.outbox.drop(unwanted)
+            self.inbox.drop(unwanted)
+            self.room.notify_all()
 
-    @property
-    def front(self) -> Lane | None:
-        """The connection that measurements use."""
-        return self.lanes[0] if self.lanes else None
+    # -- connections come and go
 
-    @property
-    def probe_done(self) -> bool:
-        return self.probe_bytes <= 0 and not self._in_flight
+    def attach(self, connection: Connection) -> None:
+        """One more connection."""
+        with self.lock:
+            self.connections.append(connection)
+            self.down_since_s = None
+            self.outbox.ask_again(self.window.chunk)
+            self.nudge()
 
-    def goodput(self) -> tuple[int, float, float]:
-        """Bytes of training's boundary tensors that were acknowledged since the last call, seconds in which
-        the line carried them, and the bits/s of its quickest bursts."""
-        nbytes, self._measured_bytes = self._measured_bytes, 0
-        return nbytes, self._line.take(), 8.0 * self._line.take_quickest()
-
-    @property
-    def under_way(self) -> int:
-        """Bytes that the line holds of what is sent here, at the rate that it has shown; 0 before."""
-        return int(on_line(self._window.rate or 0.0, self.rtt_s or 0.0))
-
-    @property
-    def rtt_s(self) -> float | None:
-        """Smallest recent round trip of any connection."""
-        known = [lane.window.rtt_s for lane in self.lanes if lane.window.rtt_s is not None]
-        return min(known, default=None)
-
-    # -- the end
+    def detach(self, connection: Connection, unsettled: list[Chunk]) -> None:
+        """One less; the chunks it carried leave again over another."""
+        now_s = time.monotonic()
+        with self.lock:
+            self.connections.remove(connection)
+            if connection.in_flight:
+                self._busy.broke(now_s)
+                self.window.broke(connection.in_flight)
+            self.outbox.give_back(unsettled)
+            if self.connections:
+                self.outbox.ask_again(self.window.chunk)
+                self.connections[0].owe()  # what it took along to confirm may be lost
+                self.nudge()
+            else:
+                self.down_since_s, self.down_reason = now_s, connection.reason
+                self.down_silent = connection.silent
 
     def lose(self, reason: str) -> bool:
         """Forget what waits; True the first time."""
@@ -331,5 +244,18 @@ class Peer:
             self.gone = reason
             self.outbox.drop(lambda _: True)
             self.room.notify_all()
-            self.nudge_all()
             return True
+
+    # -- figures
+
+    @property
+    def front(self) -> Connection | None:
+        """The connection that measurements use."""
+        return self.connections[0] if self.connections else None
+
+    def goodput(self) -> Goodput:
+        """What was acknowledged of training's boundary tensors since the last call."""
+        with self.lock:
+            nbytes, self._measured_bytes = self._measured_bytes, 0
+            rtt_s, quickest_bps = self.window.rtt_s or 0.0, 8.0 * self._busy.take_quickest()
+            return Goodput(self.name, nbytes, self._busy.take(), rtt_s, quickest_bps)

@@ -23,7 +23,6 @@ from worker.apps.host import AppHost, _check_names
 from worker.apps.run import AppContext, HostedRun
 from worker.apps.store import AppStore
 from worker.blobs import BlobCache
-from worker.context import WorkerContext
 
 PROJECT = """
 [project]
@@ -73,7 +72,7 @@ class Hosted:
         self.said: list[pb.FromNode] = []
         self._heard = threading.Condition()
         config: Any = SimpleNamespace(state_dir=folder / "state", threads=0, node_config=())
-        context = AppContext(_worker(config), self.store, self.store.is_accepted, self._send, lambda: 1)
+        context = AppContext(config, self.store, self.store.is_accepted, self._send, lambda: 1)
         app = pb.AppIdentity(hash=self.bundle.hash, size=len(self.bundle.data), client="app:client")
         parts: Any = Parts(folder / "parts", self.bundle)
         self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, context)
@@ -87,10 +86,6 @@ class Hosted:
         with self._heard:
             assert self._heard.wait_for(lambda: any(map(wanted, self.said)), HUNG_S)
             return next(filter(wanted, self.said))
-
-
-def _worker(config: Any) -> WorkerContext:
-    return SimpleNamespace(config=config)  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -179,7 +174,7 @@ def test_two_apps_never_share_state_whatever_number_their_runs_have(
 
 
 def test_a_run_of_another_app_is_refused_while_its_number_is_taken(tmp_path: Path) -> None:
-    host = AppHost(_worker(SimpleNamespace(state_dir=tmp_path, app_cache_bytes=1 << 20)))
+    host = AppHost(SimpleNamespace(state_dir=tmp_path, app_cache_bytes=1 << 20))
     said: list[pb.FromNode] = []
     host._send = said.append  # type: ignore[method-assign]
     greeted: list[str] = []

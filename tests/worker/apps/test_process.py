@@ -49,16 +49,15 @@ def test_what_an_app_prints_is_cleaned_and_cannot_fill_the_log(tmp_path: Path) -
     lines: list[str] = []
     process = AppProcess(pb.ChildSetup(client="no:such"), 1, lines.append)
     process.kill()
-    process._tail.clear()
+    process._output._tail.clear()
     lines.clear()
     read, write = os.pipe()
     os.write(write, b"\x1b[2J\x1b]0;title\x07ok\r\n" + b"y" * 9000 + b"\n\xff\n")
     os.close(write)
-    process._process.stdout = os.fdopen(read, "rb")
-    process._read()
+    process._output.read(os.fdopen(read, "rb"))
     assert lines[0] == " [2J ]0;title ok"
     assert [len(line) for line in lines[1:]] == [1000, 1000, 1000, 1]
-    assert list(process._tail) == lines
+    assert list(process._output._tail) == lines
 
 
 SPAWNING = """

@@ -7,6 +7,7 @@ import json
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,28 @@ from tests.worker.cli.test_main import Entry, config_for
 from worker.cli import doctor
 from worker.cli import main as cli
 from worker.cli.doctor import Mark, Report, examine, show
+from worker.config import WorkerConfig
 from worker.control.enroll import join
-from worker.machine import device as probe
+from worker.hosting.protections import Protections
+from worker.hosting.sandbox import Sandbox
+from worker.machine.device import Device, DeviceRates, machine_memory, memory_limit
+from worker.machine.facts import DeviceFacts
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MOST_BYTES", 1 << 20)
-    monkeypatch.setattr(doctor, "device_rates", lambda device: probe.DeviceRates(50.0, 10.0))
+    monkeypatch.setattr(doctor, "ask_facts", _facts)  # what it is stands in tests/worker/machine
+    monkeypatch.setattr(
+        doctor, "protections", lambda device, sandbox: Protections(sandbox.why_not, sandbox.remedy, "", True)
+    )
+    monkeypatch.setattr("worker.hosting.sandbox.probe", lambda device: Sandbox("/usr/bin/bwrap"))
+
+
+def _facts(config: WorkerConfig) -> DeviceFacts:
+    free, total = machine_memory()
+    limit = memory_limit(config.memory_bytes, free, total, "this machine")
+    return DeviceFacts(Device("cpu", 0, "a processor", 2, total, limit), DeviceRates(50.0, 10.0), {})
 
 
 @pytest.fixture
@@ -98,6 +113,32 @@ def test_a_closed_port_is_a_note_with_the_way_to_open_it(entry: Entry, tmp_path:
     assert inbound.mark is Mark.NOTE
     assert "forward a port" in inbound.fix
     assert report.fit
+
+
+def test_protections_are_shown_and_one_that_is_missing_is_a_note(entry: Entry, tmp_path: Path):
+    config = config_for(entry, tmp_path, entry.token)
+    report = examine(config, lambda what: None)
+    assert report.figures["protections"] == "own process, bubblewrap, memory by control group"
+    found = {finding.check: finding.found for finding in report.findings}
+    assert "no network" in found["sandbox"]
+    assert "control group" in found["memory bound"]
+    report = examine(replace(config, sandbox="off"), lambda what: None)
+    assert marks(report)["sandbox"] is Mark.NOTE
+    assert "no sandbox (switched off by --sandbox off)" in report.figures["protections"]
+    assert report.fit
+
+
+def test_a_sandbox_that_is_required_and_not_there_makes_unfit(
+    entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        doctor, "probe", lambda device: Sandbox("", why_not="none is here", remedy="install it")
+    )
+    config = replace(config_for(entry, tmp_path, entry.token), sandbox="require")
+    report = examine(config, lambda what: None)
+    missing = next(finding for finding in report.findings if finding.check == "sandbox")
+    assert (missing.mark, missing.found) == (Mark.BAD, "none: none is here")
+    assert "not fit to join yet: sandbox" in report.findings[-1].found
 
 
 def test_a_clock_that_is_days_off_makes_unfit(entry: Entry, tmp_path: Path):

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from worker.cli import running
 from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
 from worker.control.calls import answer
 from worker.control.enroll import join
+from worker.daemon import Daemon
+from worker.hosting.sandbox import Sandbox
 
 
 class Door(rpc.EntryServicer):
@@ -180,14 +183,34 @@ def test_insecure_needs_no_token(tmp_path: Path):
 def test_a_later_join_remembers_everything_but_the_token(tmp_path: Path):
     given = {
         "host": "192.0.2.7", "port": 7700, "token": "secret", "memory_bytes": 4 << 30, "threads": 3,
+        "sandbox": "require",
         "advertise": (("203.0.113.5", 9000),), "state_dir": tmp_path,
     }  # fmt: skip
     remember(make_config(given, {}))
     again = make_config({"state_dir": tmp_path}, {})
     assert (again.host, again.memory_bytes, again.threads) == ("192.0.2.7", 4 << 30, 3)
+    assert again.sandbox == "require"
     assert again.advertise == (("203.0.113.5", 9000),)
     assert again.token == ""
     assert "secret" not in (tmp_path / "worker.json").read_text()
+
+
+def test_a_sandbox_is_wanted_in_one_of_three_ways(tmp_path: Path):
+    assert make_config({"host": "h", "state_dir": tmp_path}, {}).sandbox == "auto"
+    with pytest.raises(UsageError, match="--sandbox 'on'; give auto, off or require"):
+        make_config({"host": "h", "sandbox": "on", "state_dir": tmp_path}, {})
+
+
+def test_without_the_sandbox_that_is_required_nobody_joins(
+    tmp_path: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "worker.hosting.sandbox.probe", lambda device: Sandbox("", why_not="no bubblewrap here")
+    )
+    config = replace(config_for(entry, tmp_path, entry.token), sandbox="require")
+    with pytest.raises(UsageError, match="--sandbox require, but"):
+        Daemon(config).run()
+    assert entry.door.enrolled == 0
 
 
 def test_a_join_without_tls_is_asked_for_each_time(tmp_path: Path):
@@ -375,3 +398,28 @@ def test_a_call_that_is_not_answered_ends_when_its_caller_stops():
         answer(call, lambda _: next(looks))
     assert call.cancelled
     assert next(looks, None) is None
+
+
+def test_commands_that_do_not_join_work_without_torch(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("a,b\n1,2\n3,4\n")
+    added = ["data", "add", "t", str(table), "--schema", "x:float32=a|scale:1/2", "--schema", "y:int64=b"]
+    known = [["data", "list"], ["data", "show", "t", "--verify"], ["apps", "list"], ["status"]]
+    away = ["doctor", "127.0.0.1:1", "--token", "", "--device", "cpu"]
+    code = (
+        "import json, sys\n"
+        "from protos.command_line import run\n"
+        "from worker.cli import main\n"
+        "codes = [run(main.app, arguments) for arguments in json.loads(sys.argv[1])]\n"
+        "loaded = [name for name in sys.modules if name.partition('.')[0] == 'torch']\n"
+        "mapped = 'libtorch' in open('/proc/self/maps').read() if sys.platform == 'linux' else False\n"
+        "print(json.dumps([codes, loaded, mapped]))"
+    )
+    commands = [[*words, "--state-dir", str(tmp_path / "state"), "--json"] for words in (added, *known, away)]
+    command = [sys.executable, "-c", code, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    codes, loaded, mapped = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [0, 0, 0, 0, 0, 5], done.stderr
+    assert loaded == []
+    assert not mapped
+    assert '"matmul_gflops"' in done.stdout, "doctor has the device's facts all the same"

@@ -17,12 +17,12 @@ import pytest
 from coordinator.client.client import connect
 from tests.coordinator.test_server import stack, start
 from tests.interrupts import ROOT
-from tests.worker.transport.test_network import PATIENT, Make, authority, host, key, transport
+from tests.worker.transport.test_network import PATIENT, Make, authority, host, key
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.enroll import join
 from worker.transport.contract import TransportConfig
 
-__all__ = ["authority", "host", "stack", "transport"]
+__all__ = ["authority", "host", "stack"]
 
 
 class Proxy:

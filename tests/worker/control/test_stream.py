@@ -10,6 +10,7 @@ from concurrent import futures
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed, JobFailed, NoWorkers, ProtocolMismatch
@@ -56,7 +57,8 @@ class Session:
         self.ends: queue.Queue[AtollError | None] = queue.Queue()
         address = f"127.0.0.1:{self.coordinator.port}"
         self.stream = Stream(
-            grpc.insecure_channel(address), (("atoll-worker", "w-1"),), address, beat(0), max_queued,
+            lambda: grpc.aio.insecure_channel(address),
+            (("atoll-worker", "w-1"),), address, beat(0), max_queued,
             received or self.received.put, self.ends.put,
         )  # fmt: skip
 
@@ -153,7 +155,8 @@ def test_a_coordinator_that_ends_the_session_is_no_error(session: Callable[..., 
 def test_a_refusal_says_why(
     session: Callable[..., Session], code: grpc.StatusCode, kind: type[AtollError]
 ) -> None:
-    def refuse(_: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+    def refuse(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        next(requests)
         context.abort(code, "not this one")
         yield from ()
 
@@ -166,7 +169,8 @@ def test_a_refusal_says_why(
 def test_a_refusal_is_of_the_class_that_the_coordinator_named(
     session: Callable[..., Session], kind: type[AtollError]
 ) -> None:
-    def refuse(_: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+    def refuse(requests: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        next(requests)
         context.set_trailing_metadata(((ERROR_NAME, kind.__name__),))
         context.abort(grpc.StatusCode.ABORTED, "not this one")
         yield from ()
@@ -176,10 +180,27 @@ def test_a_refusal_is_of_the_class_that_the_coordinator_named(
     assert str(error) == "not this one"
 
 
+def test_a_refusal_during_a_message_is_a_broken_session_at_least(session: Callable[..., Session]) -> None:
+    def refuse(_: Iterator[pb.FromWorker], context: grpc.ServicerContext) -> Iterator[pb.ToWorker]:
+        context.abort(grpc.StatusCode.PERMISSION_DENIED, "not this one")
+        yield from ()
+
+    for _ in range(20):
+        error = session(refuse).end()
+        assert isinstance(error, AccessDenied | ConnectionFailed)
+        assert "not this one" in str(error) or "broke during a message" in str(error)
+
+
 def test_nobody_there_is_an_error() -> None:
     ends: queue.Queue[AtollError | None] = queue.Queue()
     stream = Stream(
-        grpc.insecure_channel("127.0.0.1:9"), (), "127.0.0.1:9", beat(0), 10, lambda _: None, ends.put
+        lambda: grpc.aio.insecure_channel("127.0.0.1:9"),
+        (),
+        "127.0.0.1:9",
+        beat(0),
+        10,
+        lambda _: None,
+        ends.put,
     )
     error = ends.get(timeout=HUNG_S)
     assert isinstance(error, ConnectionFailed)
@@ -197,7 +218,7 @@ def test_more_than_may_be_queued_ends_the_stream(session: Callable[..., Session]
     one = session(deaf, max_queued=8)
     large = pb.FromWorker(log=pb.WorkerLog(fields_json="x" * 1_000_000))
     said = [one.stream.send(large) for _ in range(40)]
-    assert said.index(False) >= 8
+    assert said.index(False) >= 7  # the introduction may be the eighth
     assert one.end() is None
     hold.set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,22 @@ from strategies import make_strategy
 from strategies.files import broadcast_arrays, lossy_names, parted, update_metas
 from tests.worker.federated.test_trainer import BATCH, SGD, Small, arrays
 from tests.worker.test_blobs import Store
-from worker.blobs import BlobCache
+from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel, Cancelled
-from worker.config import WorkerConfig
-from worker.context import WorkerContext
-from worker.federated.broadcasts import ModelRef
-from worker.federated.client_state import MAX_JOBS, ClientStore
-from worker.federated.participation import EvaluateOrder, Joining, Participation, TrainOrder, Update
+from worker.context import ComputeContext, ComputeSettings
+from worker.federated.client_state import ClientStore
+from worker.federated.folders import MAX_BYTES, MAX_JOBS, make_job_folder
+from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder, Update
+from worker.federated.participation import Participation
 from worker.inprocess.federation import LocalFederation, local_model
 from worker.machine.cpu import CpuMeter
 from worker.machine.device import Device
+from worker.pipe.arena import HEAD_BYTES
+from worker.pipe.status import ComputeStatus
 from worker.spans import Spans
-from worker.stage.run import Progress
+from worker.stage.reports import Progress
 
+KEY = bytes(range(32))
 TRAINING = TrainingSpec(steps=10, n_micro=1, seed=5, optimizer=SGD)
 
 
@@ -106,34 +109,33 @@ def context(
     server: Server,
     folder: Path,
     data: Mapping[str, Any] | None = None,
-    floors: Floors | None = None,
-    **options: Any,
-) -> WorkerContext:
-    """A worker whose configuration has ``options``."""
-    if floors is not None:
-        options |= {f"min_{name}": value for name, value in asdict(floors).items()}
+    floors: Floors = Floors(),  # noqa: B008 - frozen
+    kept_bytes: int = MAX_BYTES,
+) -> ComputeContext:
+    """A compute process's, without a daemon."""
     own = arrays(60, 1)
     mine = {"image": own["x"], "label": own["y"]} if data is None else data
     unused: Any = None
-    return WorkerContext(
+    return ComputeContext(
         "w-a",
         Device("cpu", 0, "test", 1, 1 << 34, 1 << 34),
-        WorkerConfig("lab", state_dir=folder, **options),
+        ComputeSettings(folder, "cpu", 1, 1 << 34, 2, 1 << 30, kept_bytes, floors),
         network=unused,
-        cache=BlobCache(folder / "blobs", 1 << 30),
-        blobs=server.store,
+        blobs=BlobFiles(server.store, BlobCache(folder / "blobs", 1 << 30)),
         fetch_of=unused,
         open_data={"mine": mine}.__getitem__,
+        scratch=folder,
         spans=Spans(),
         progress=Progress(),
         cpu=CpuMeter(),
+        status=ComputeStatus(memoryview(bytearray(HEAD_BYTES))),
     )
 
 
 def joined(server: Server, folder: Path, samples: int = 60, **options: Any) -> Participation:
     own = arrays(samples, 1)
     mine = {"image": own["x"], "label": own["y"]}
-    return Participation(server.joining(), context(server, folder, mine, **options), Cancel())
+    return Participation(server.joining(), context(server, folder, mine, **options), Cancel(), KEY)
 
 
 def order(at_round: int, model: ModelRef, codec: str = "none", ratio: float = 1.0) -> TrainOrder:
@@ -239,7 +241,7 @@ def test_word_that_comes_while_the_round_is_trained_again_finds_the_first_draft(
         if next(steps) == 2:
             cancel.set("round 0 was closed")
 
-    client = Participation(server.joining(), context(server, tmp_path / "w"), Cancel())
+    client = Participation(server.joining(), context(server, tmp_path / "w"), Cancel(), KEY)
     client._trainer._tick = tick
     with pytest.raises(Cancelled):
         client.train(order(0, server.broadcast()), cancel)
@@ -318,7 +320,7 @@ def test_folders_of_old_jobs_are_removed_and_no_scrap_is_left_of_rounds(tmp_path
     assert sorted(p.name.split("-")[0] for p in store.folder.iterdir()) == ["2", "kept.json", "models"]
     assert list((store.folder / "models").iterdir()) == []
     for at in range(MAX_JOBS + 3):
-        ClientStore(tmp_path / "w", f"job {at}")
+        make_job_folder(tmp_path / "w", f"job {at}")
     assert not store.folder.exists()
     assert len([p for p in store.folder.parent.iterdir() if p.is_dir()]) <= MAX_JOBS
 
@@ -335,11 +337,11 @@ def test_what_is_kept_is_bounded_in_bytes_and_older_jobs_go_first(tmp_path: Path
         (other / "state").write_bytes(bytes(size))
         os.utime(other, (1e9 + at, 1e9 + at))
     narrow = context(server, tmp_path / "w", kept_bytes=5 * one)
-    run_round(server, Participation(server.joining(), narrow, Cancel()), 1)
+    run_round(server, Participation(server.joining(), narrow, Cancel(), KEY), 1)
     left = {path.name for path in store.folder.parent.iterdir() if path.is_dir()}
     assert left == {store.folder.name, other.name}  # the newer one still fits, the older does not
     limited = context(server, tmp_path / "w", kept_bytes=one * 3 // 2)
-    tight = Participation(server.joining(), limited, Cancel())
+    tight = Participation(server.joining(), limited, Cancel(), KEY)
     with pytest.raises(StorageError, match=f"at most {one * 3 // 2} may be kept here.*larger --kept"):
         tight.train(order(2, server.broadcast()), Cancel())
 
@@ -389,7 +391,7 @@ def test_jobs_that_cannot_run_here_are_refused_with_the_reason(tmp_path: Path) -
 
     def refused(joining: Joining, kind: type[Exception], why: str, **options: Any) -> None:
         with pytest.raises(kind, match=why):
-            Participation(joining, context(server, tmp_path / "w", **options), Cancel())
+            Participation(joining, context(server, tmp_path / "w", **options), Cancel(), KEY)
 
     refused(replace(good, batch=7), BadFrame, "micro-batches of 7")
     refused(replace(good, tensors={}), BadFrame, "no blob for")

@@ -14,8 +14,9 @@ import torch
 
 from atoll.errors import BadFrame
 from atoll.opdag import TensorMeta
-from compressors.base import TORCH_DTYPES, Packet, State, Support, meta_of
+from compressors.base import Packet, State, Support, meta_of
 from compressors.catalogue import CODECS, Codec, Use
+from compressors.packing import TORCH_DTYPES
 
 if TYPE_CHECKING:
     import pytest

@@ -25,7 +25,8 @@ from worker.inprocess.pipeline import LocalPipeline
 from worker.links.codecs import StageCodecs, packet_seed
 from worker.links.links import Links
 from worker.stage.expected import Arrival, evaluation_arrivals, step_arrivals
-from worker.stage.run import StepReport, codecs_of
+from worker.stage.reports import StepReport
+from worker.stage.run import codecs_of
 from worker.transport.frames import Direction, MessageKey
 
 STAGES = 3

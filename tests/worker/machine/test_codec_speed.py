@@ -12,7 +12,8 @@ import pytest
 from compressors import speed
 from compressors.speed import CodecRate
 from coordinator.planning import ratios
-from worker.machine.codec_speed import FILE, FIRST, MAX_AGE_S, CodecGauge, link_codecs
+from worker.machine.codec_speed import FIRST, MAX_AGE_S, CodecGauge, link_codecs
+from worker.machine.speed_file import FILE, SpeedFile
 
 HERE = {"torch": "2.13.0", "threads": 2}
 
@@ -38,7 +39,7 @@ def test_link_codecs_begin_with_the_most_wanted_and_leave_out_what_no_link_carri
 
 def gauged(state_dir: Path, facts: dict[str, Any] = HERE, **settings: Any) -> CodecGauge:
     """A worker's first occasion to measure."""
-    gauge = CodecGauge(state_dir, facts, **settings)
+    gauge = CodecGauge(SpeedFile(state_dir), facts, **settings)
     gauge.run()
     return gauge
 
@@ -49,7 +50,7 @@ def test_a_second_start_measures_nothing(tmp_path: Path, measured: list[str]) ->
     assert first.left == ()
     assert set(first.rates) == set(measured) == set(link_codecs())
     measured.clear()
-    assert CodecGauge(tmp_path, HERE).rates == gauged(tmp_path).rates == first.rates
+    assert CodecGauge(SpeedFile(tmp_path), HERE).rates == gauged(tmp_path).rates == first.rates
     assert measured == []
 
 
@@ -120,7 +121,7 @@ def test_what_the_budget_does_not_reach_is_asked_again_and_never_kept_as_absent(
     tmp_path: Path, measured: list[str]
 ) -> None:
     ticks = itertools.count(0.0, 1.0)
-    gauge = CodecGauge(tmp_path, HERE, clock=lambda: next(ticks))
+    gauge = CodecGauge(SpeedFile(tmp_path), HERE, clock=lambda: next(ticks))
     gauge.run(budget_s=2.5)
     assert measured == list(FIRST[:2])
     gauge.run(budget_s=2.5)
@@ -134,7 +135,7 @@ def test_what_the_budget_does_not_reach_is_asked_again_and_never_kept_as_absent(
 def test_others_that_wait_come_before_the_rest_but_not_before_the_first(
     tmp_path: Path, measured: list[str]
 ) -> None:
-    gauge = CodecGauge(tmp_path, HERE)
+    gauge = CodecGauge(SpeedFile(tmp_path), HERE)
     assert not gauge.run(wanted_elsewhere=lambda: True)
     assert measured == list(FIRST)
     assert gauge.run()
@@ -147,8 +148,8 @@ def test_what_was_found_before_an_interruption_is_kept(tmp_path: Path, measured:
             raise RuntimeError("leaving")
 
     with pytest.raises(RuntimeError, match="leaving"):
-        CodecGauge(tmp_path, HERE).run(check)
-    assert set(CodecGauge(tmp_path, HERE).rates) == set(FIRST[:3])
+        CodecGauge(SpeedFile(tmp_path), HERE).run(check)
+    assert set(CodecGauge(SpeedFile(tmp_path), HERE).rates) == set(FIRST[:3])
 
 
 def test_a_quota_shows_in_a_sustained_rate_though_the_waits_fall_between_the_clocks() -> None:
@@ -182,7 +183,7 @@ def test_a_machine_that_is_hardly_given_any_time_is_measured_for_a_second_at_mos
 
 
 def test_the_real_codecs_have_real_speeds(tmp_path: Path) -> None:
-    gauge = CodecGauge(tmp_path, HERE)
+    gauge = CodecGauge(SpeedFile(tmp_path), HERE)
     gauge.run(budget_s=5.0)
     assert {"fp16", "int8_block", "lossless"} <= set(gauge.rates)
     assert all(encode > 0 and decode > 0 for encode, decode in gauge.rates.values())

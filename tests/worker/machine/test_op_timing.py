@@ -9,7 +9,8 @@ import torch
 
 from atoll.job import Precision
 from atoll.opdag import Arg, Kind, LeafRef, OpNode, OpRef, Source, TensorMeta
-from worker.machine.op_timing import OpProbe, OpTiming, time_ops
+from worker.machine.op_probe import OpProbe, OpTiming
+from worker.machine.op_timing import time_ops
 
 ROWS = TensorMeta((8, 16), "float32")
 WEIGHT = TensorMeta((16, 16), "float32")

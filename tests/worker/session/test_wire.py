@@ -8,13 +8,12 @@ from atoll.errors import BadFrame
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
-from worker.links.codecs import CodecUse
+from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
 from worker.session.state import Phase, Session
-from worker.stage.run import StepReport
-from worker.stage.stage import StageReport
-from worker.transport.measure import Goodput
+from worker.stage.reports import StageReport, StepReport
+from worker.transport.contract import Goodput
 
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
 
@@ -80,7 +79,8 @@ def test_a_steps_report_says_what_the_codecs_did_for_each_peer() -> None:
     report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
     goodputs = [Goodput(peer, 10, 0.5, 0.01, 4e6) for peer in ("w-a", "w-b")]
     use = {"w-a": CodecUse(dense_bytes=80, wire_bytes=9, encode_s=0.25, decode_s=0.125)}
-    ready = messages.step_ready("j", 1, report, False, goodputs, use).ready
+    ready = messages.step_ready("j", 1, report, False, use).ready
+    messages.add_goodput(ready, goodputs)
     told = {link.peer: (link.bytes, link.dense_bytes, link.encode_s, link.decode_s) for link in ready.links}
     assert told == {"w-a": (10, 80, 0.25, 0.125), "w-b": (10, 0, 0.0, 0.0)}
     assert [link.quickest_bps for link in ready.links] == [4e6, 4e6]
@@ -107,3 +107,10 @@ def test_reasons_are_plain_before_they_are_logged(sent: pb.ToWorker) -> None:
 def test_a_peer_with_a_name_that_turns_a_line_around_is_refused() -> None:
     with pytest.raises(BadFrame, match=r"peer 'w.u202e' holds control characters"):
         messages.event_from(pb.ToWorker(expect_peer=pb.ExpectPeer(peer=pb.PeerAddress(worker="w\u202e"))))
+
+
+def test_what_codecs_did_for_a_peer_that_was_not_measured_is_left_out() -> None:
+    report = StepReport(4, StageReport((1.5,), (), True), 0.1, 0.2, 0.0, 0.0)
+    ready = messages.step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)}).ready
+    messages.add_goodput(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)])
+    assert [(link.peer, link.dense_bytes) for link in ready.links] == [("w-b", 0)]

@@ -22,10 +22,10 @@ from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS
 from tests.worker.links.hub import Hub
 from worker.links.links import Links, Network
-from worker.links.timed import TimedNetwork
 from worker.spans import Spans
 from worker.stage.assignment import Assignment, PeerLink
-from worker.stage.run import Meters, Progress, StageRun, codecs_of
+from worker.stage.reports import Progress
+from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -171,7 +171,9 @@ class Crew:
 
         feed = Given(self.made.batches, assignment.program.inputs)
         spans = Spans()
-        links = Links(TimedNetwork(self.network_of(me), spans), "job", 1, codecs_of(assignment))
+        network = self.network_of(me)
+        announce = getattr(network, "announce", lambda _: None)
+        links = Links(network, "job", 1, codecs_of(assignment), announce=announce)
         self.links.append(links)
         return StageRun(assignment, stage, links, feed, held_out, Meters(spans, Progress()))
 

@@ -18,7 +18,8 @@ from tests.models import MODELS
 from tests.patience import HUNG_S
 from tests.worker.stage.test_run import TRAINING
 from worker.cancel import Cancel, Cancelled
-from worker.stage.feed import Arrived, Feed, InputRule, held_out, input_rules
+from worker.stage.batches import Arrived
+from worker.stage.feed import Feed, InputRule, held_out, input_rules
 
 META = TensorMeta((2, 3), "int64")
 RULES = {"x": InputRule(META, Range(0, 10))}

@@ -1,0 +1,66 @@
+"""The coordinator's blob store over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from protos import atoll_control_pb2 as pb
+from protos import atoll_control_pb2_grpc as rpc
+from protos.blob_transfer import Chunk
+from protos.grpc_errors import to_atoll_error
+
+BLOBS_A_REQUEST = 10_000
+CALL_TIMEOUT_S = 60.0
+
+
+class BlobsOverGrpc:
+    """``BlobPort`` over one channel, with the caller's credentials."""
+
+    def __init__(self, channel: grpc.Channel, metadata: Sequence[tuple[str, str]], address: str) -> None:
+        self._stub: Any = rpc.BlobsStub(channel)
+        self._metadata, self._address = metadata, address
+
+    def get(self, wanted: list[tuple[str, int]]) -> Iterable[Chunk]:
+        request = pb.BlobList(blobs=[pb.BlobRef(hash=name, offset=offset) for name, offset in wanted])
+        call = self._stub.Get(request, metadata=self._metadata)
+        try:
+            for chunk in call:
+                yield Chunk(chunk.hash, chunk.size, chunk.offset, chunk.data)
+        except grpc.RpcError as error:
+            raise to_atoll_error(error, self._address) from None
+        finally:
+            call.cancel()
+
+    def missing(self, hashes: list[str]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for first in range(0, len(hashes), BLOBS_A_REQUEST):
+            part = hashes[first : first + BLOBS_A_REQUEST]
+            request = pb.BlobList(blobs=[pb.BlobRef(hash=name) for name in part])
+            try:
+                reply = self._stub.Missing(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+            except grpc.RpcError as error:
+                raise to_atoll_error(error, self._address) from None
+            found |= {blob.hash: blob.offset for blob in reply.blobs}
+        return found
+
+    def put(self, chunks: Iterator[Chunk]) -> Collection[str]:
+        failure: list[BaseException] = []
+
+        def messages() -> Iterator[pb.BlobChunk]:
+            try:
+                for c in chunks:
+                    yield pb.BlobChunk(hash=c.hash, size=c.size, offset=c.offset, data=c.data)
+            except BaseException as error:
+                failure.append(error)  # grpc would only say that iterating failed
+                raise
+
+        try:
+            reply = self._stub.Put(messages(), metadata=self._metadata)
+        except grpc.RpcError as error:
+            if failure:
+                raise failure[0] from None
+            raise to_atoll_error(error, self._address) from None
+        return frozenset(blob.hash for blob in reply.blobs)

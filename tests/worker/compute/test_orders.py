@@ -1,0 +1,183 @@
+"""Orders are decoded where they are carried out, and what breaks a bound is refused there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from atoll.errors import AtollError, BadFrame
+from atoll.federated import Federated, FederatedSpec
+from atoll.job import Precision
+from atoll.microbatch import ScheduleName
+from atoll.opdag import leaf_refs
+from atoll.plan import LinkSpec, Mask
+from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
+from protos.convert import metas_to_proto, state_to_proto, to_proto
+from protos.convert_plan import link_to_proto
+from tests.worker.stage.crew import TRAINING, assign, case, cut_evenly
+from worker.compute import orders
+from worker.federated.orders import EvaluateOrder, ModelRef, TrainOrder
+from worker.session import wire
+from worker.stage.assignment import Assignment, PeerLink
+
+HASH = "a" * 64
+LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
+Change = Callable[[pb.Assign], object]
+
+
+@pytest.fixture(scope="module")
+def stage() -> Assignment:
+    """The first of two stages, with its blobs."""
+    made = case("mlp")
+    given = assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.GPIPE, (LINK,))[0]
+    links = (PeerLink("w-1", (("192.0.2.1", 7701),), True),)
+    states = {name: made.states[name] for name in sorted(given.states)}
+    return replace(given, links=links, tensors=dict.fromkeys(made.tensors, HASH), states=states, first_step=4)
+
+
+def addresses(peer: PeerLink) -> list[pb.Address]:
+    return [pb.Address(host=host, port=port) for host, port in peer.addresses]
+
+
+def sent(stage: Assignment) -> pb.Assign:
+    """An assignment as the coordinator sends it."""
+    assert stage.eval_program is not None
+    return pb.Assign(
+        job=stage.job,
+        plan_version=stage.version,
+        training=to_proto(stage.training),
+        program=to_proto(stage.program),
+        eval_program=to_proto(stage.eval_program),
+        plan=to_proto(stage.plan),
+        peers=[
+            pb.StagePeer(
+                stage=1,
+                peer=pb.PeerAddress(
+                    worker=p.worker, addresses=[pb.Address(host=h, port=n) for h, n in p.addresses]
+                ),
+                dial=p.dial,
+            )
+            for p in stage.links
+        ],
+        tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in stage.tensors.items()],
+        metas=state_to_proto(stage.states),
+        first_step=stage.first_step,
+    )
+
+
+def test_an_assignment_passes_the_daemon_unread_and_comes_out_as_it_was_meant(stage: Assignment) -> None:
+    event = wire.event_from(pb.ToWorker(assign=sent(stage)))
+    work = getattr(event, "work")  # noqa: B009 - of one kind
+    assert work.links == stage.links
+    assert orders.assignment(work.message) == stage
+
+
+def bad(**fields: object) -> Change:
+    def change(m: pb.Assign) -> None:
+        for name, value in fields.items():
+            setattr(m, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (bad(job="j\u202e"), "job"),
+        (bad(job=""), "job"),
+        (lambda m: setattr(m.program.ops[0].node, "target", "x" * 5000), "target"),
+        (lambda m: setattr(m.training, "n_micro", 0), "n_micro|micro"),
+        (lambda m: setattr(m.plan, "schedule", "nonsense"), "schedule"),
+        (lambda m: setattr(m.tensors[0], "blob", "../key"), "blob"),
+        (lambda m: setattr(m.tensors[0], "name", "n" * 5000), "tensor"),
+        (lambda m: setattr(m.metas[0].meta, "dtype", "float3"), "dtype"),
+        (lambda m: m.metas[0].meta.shape.append(1 << 62), "shape|elements|dimension|size"),
+        (lambda m: setattr(m.peers[0].peer, "worker", "w\u202e"), "peer"),
+        (lambda m: setattr(m.peers[0].peer.addresses[0], "port", 70_000), "port"),
+    ],
+)
+def test_an_assignment_that_breaks_a_bound_is_refused(stage: Assignment, change: Change, why: str) -> None:
+    message = sent(stage)
+    change(message)
+    with pytest.raises(AtollError, match=why):
+        orders.assignment(message)
+
+
+def test_new_links_are_decoded_and_bounded() -> None:
+    assert orders.links(pb.Relink(links=[link_to_proto(LINK)])) == (LINK,)
+    for wrong in (replace(LINK, ratio=0.5), replace(LINK, target=9999), replace(LINK, codec="")):
+        with pytest.raises(BadFrame):
+            orders.links(pb.Relink(links=[link_to_proto(wrong)]))
+
+
+def test_a_federated_job_is_decoded_and_its_batch_bounded(stage: Assignment) -> None:
+    assert stage.eval_program is not None
+    spec = FederatedSpec(Federated("fedavg"), "mine", {"x": "image"})
+    message = pb.Participate(
+        job="f",
+        version=2,
+        training=to_proto(stage.training),
+        federated=to_proto(spec),
+        program=to_proto(stage.program),
+        metas=state_to_proto(stage.states),
+        tensors=[job_pb.TensorBlob(name=name, blob=blob) for name, blob in stage.tensors.items()],
+        batch=32,
+    )
+    found = orders.joining(message)
+    assert (found.job, found.version, found.batch, found.federated) == ("f", 2, 32, spec)
+    assert (found.program, found.eval_program) == (stage.program, None)
+    assert (found.states, found.tensors) == (stage.states, stage.tensors)
+    for batch in (0, orders.MAX_BATCH + 1):
+        message.batch = batch
+        with pytest.raises(BadFrame, match="batch"):
+            orders.joining(message)
+
+
+MODEL = pb.Model(full=pb.BlobRef(hash=HASH))
+DELTA = pb.Model(full=pb.BlobRef(hash=HASH), delta=pb.BlobRef(hash="b" * 64), base="c" * 64)
+
+
+def test_rounds_are_decoded() -> None:
+    train = pb.TrainRound(job="f", round=3, model=DELTA, codec="topk", ratio=8.0, seed=7)
+    model = ModelRef(HASH, "b" * 64, "c" * 64)
+    assert orders.train_order(train) == TrainOrder(3, model, "topk", 8.0, 7)
+    assert orders.evaluate_order(pb.EvaluateRound(job="f", round=3, model=MODEL)) == EvaluateOrder(
+        3, ModelRef(HASH)
+    )
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pb.TrainRound(model=MODEL, codec="", ratio=8.0),
+        pb.TrainRound(model=MODEL, codec="topk", ratio=0.5),
+        pb.TrainRound(model=MODEL, codec="topk", ratio=float("nan")),
+        pb.TrainRound(model=pb.Model(full=pb.BlobRef(hash="../x")), codec="none", ratio=1.0),
+        pb.TrainRound(
+            model=pb.Model(full=MODEL.full, delta=MODEL.full, base="../x"), codec="none", ratio=1.0
+        ),
+    ],
+)
+def test_a_round_that_breaks_a_bound_is_refused(order: pb.TrainRound) -> None:
+    with pytest.raises(BadFrame):
+        orders.train_order(order)
+
+
+def test_ops_to_time_need_the_shapes_of_what_they_read() -> None:
+    made = case("mlp")
+    node = made.dag.ops[0]
+    message = pb.ProbeOps(request=7, precision="bf16", ops=[pb.ProbeOp(signature="first", op=to_proto(node))])
+    with pytest.raises(BadFrame, match="to time lacks the shape of"):
+        orders.ops_request(message)
+    leaves = {leaf.name: made.states[leaf.name].meta for leaf in leaf_refs(node)}
+    message.ops[0].leaves.extend(metas_to_proto(leaves))
+    found = orders.ops_request(message)
+    assert (found.request, found.precision) == (7, Precision.BF16)
+    assert found.probes[0].node == node
+    assert found.probes[0].leaves == tuple(leaves.values())
+    message.precision = "fp3"
+    with pytest.raises(BadFrame, match="precision"):
+        orders.ops_request(message)

@@ -1,0 +1,182 @@
+"""The compute thread: codecs and ops are measured while no stage is held; orders that break a bound fail."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protos import atoll_control_pb2 as pb
+from protos.atoll_compute_pb2 import ComputeJoin
+from tests.patience import HUNG_S
+from worker.compute.workbench import PROBE_S, Workbench
+from worker.machine import op_timing
+from worker.machine.cpu import CpuMeter
+from worker.pipe.arena import HEAD_BYTES
+from worker.pipe.status import ComputeStatus, Mark
+from worker.session import instructions
+
+PROBES = pb.ProbeOps(request=7)
+
+
+class Gauge:
+    """A gauge that says what it was asked, and whether something else waited."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, tuple[float, float]] = {}
+        self.waited: list[bool] = []
+        self.left: tuple[str, ...] = ()
+        self.entered: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.go_on: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def run(self, check: Callable[[], None], wanted_elsewhere: Callable[[], bool]) -> bool:
+        self.entered.put(None)
+        self.go_on.get(timeout=HUNG_S)
+        check()
+        self.waited.append(wanted_elsewhere())
+        self.rates[f"codec{len(self.waited)}"] = (1e9, 2e9)
+        return not self.waited[-1]
+
+
+def bench_with(
+    gauge: Gauge, cpu: CpuMeter | None = None
+) -> tuple[Workbench, queue.SimpleQueue[Any], queue.SimpleQueue[pb.FromWorker]]:
+    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
+    device = SimpleNamespace(kind="cpu", memory_limit_bytes=1 << 30)
+    status = ComputeStatus(memoryview(bytearray(HEAD_BYTES)))
+    context: Any = SimpleNamespace(device=device, cpu=cpu or CpuMeter(), status=status)
+    bench = Workbench(context, posted.put, said.put, gauge)  # type: ignore[arg-type]
+    bench.start()
+    return bench, posted, said
+
+
+def test_codec_speeds_are_said_when_they_are_known_and_others_that_wait_come_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(op_timing, "time_ops", lambda *_, **__: {})
+    gauge = Gauge()
+    bench, posted, said = bench_with(gauge)
+    bench.report_codecs()
+    gauge.entered.get(timeout=HUNG_S)
+    bench.do(instructions.TimeOps(7, PROBES))
+    gauge.go_on.put(None)
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1"]
+    gauge.entered.get(timeout=HUNG_S)
+    assert posted.get_nowait().message.ops_probed.request == 7  # done before the second part began
+    gauge.go_on.put(None)
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1", "codec2"]
+    assert gauge.waited == [True, False]
+    assert bench.stop(20.0)
+
+
+def test_codecs_asked_for_twice_are_measured_and_do_not_make_way_for_each_other() -> None:
+    gauge = Gauge()
+    bench, _, said = bench_with(gauge)
+    bench.report_codecs()
+    gauge.entered.get(timeout=HUNG_S)
+    for _ in range(3):
+        bench.report_codecs()
+    gauge.go_on.put(None)
+    gauge.entered.get(timeout=HUNG_S)
+    gauge.go_on.put(None)
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1"]
+    assert [s.codec for s in said.get(timeout=HUNG_S).codec_speeds.speeds] == ["codec1", "codec2"]
+    assert bench.stop(20.0)
+    assert gauge.waited == [True, False]
+    assert said.empty()
+
+
+def test_a_worker_that_leaves_does_not_wait_for_the_codecs_that_are_left() -> None:
+    gauge = Gauge()
+    bench, _, said = bench_with(gauge)
+    bench.report_codecs()
+    gauge.entered.get(timeout=HUNG_S)
+    bench.interrupt("leaving")
+    gauge.go_on.put(None)
+    assert bench.stop(20.0)
+    assert gauge.waited == []
+    assert not said.get_nowait().codec_speeds.speeds
+
+
+def test_ops_are_timed_by_the_clock_that_training_counts_its_stage_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clocks: list[Callable[[], float]] = []
+
+    def time_ops(*_: object, clock: Callable[[], float], watch: object) -> dict[str, Any]:
+        clocks.append(clock)
+        return {}
+
+    monkeypatch.setattr(op_timing, "time_ops", time_ops)
+    bench, posted, _ = bench_with(Gauge(), CpuMeter(0.25, 1, thread_clock=lambda: 2.0))
+    bench.do(instructions.TimeOps(7, PROBES))
+    posted.get(timeout=HUNG_S)
+    assert [clock() for clock in clocks] == [8.0]  # 2 s of a quarter of a core
+    assert bench.stop(20.0)
+
+
+def test_what_an_op_says_of_a_clients_data_stays_in_the_clients_log() -> None:
+    bench = SimpleNamespace(_context=SimpleNamespace(device=None))
+    error = IndexError("index 4711 is out of bounds for dimension 0 with size 10")
+    told = Workbench._explained(bench, error, private=True)  # type: ignore[arg-type]
+    assert told.startswith("IndexError on the client's own data")
+    assert "4711" not in told
+    assert "4711" in Workbench._explained(bench, error)  # type: ignore[arg-type]
+
+
+def test_an_op_that_is_timed_is_shown_on_the_status_page_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, posted, _ = bench_with(Gauge())
+    status = bench._context.status
+    seen: list[Mark | None] = []
+
+    def time_ops(*_: object, clock: object, watch: Callable[[str], object]) -> dict[str, Any]:
+        watch("op 'aten.mm.default' (product)")
+        seen.append(status.running().mark)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(op_timing, "time_ops", time_ops)
+    bench.do(instructions.TimeOps(7, PROBES))
+    assert "no such kernel" in posted.get(timeout=HUNG_S).message.ops_probed.error
+    assert seen == [Mark("op 'aten.mm.default' (product), as a probe", PROBE_S)]
+    assert status.running().mark is None
+    assert bench.stop(20.0)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "why"),
+    [
+        (instructions.LoadStage("j", 3, pb.Assign(job="j\u202e", plan_version=3)), "control characters"),
+        (instructions.TrainLocally("j", 3, pb.TrainRound(job="j", round=3)), "codec"),
+        (instructions.EvaluateLocally("j", 3, pb.EvaluateRound(job="j", round=3)), "model"),
+        (instructions.JoinFederation("j", 3, ComputeJoin(invitation=pb.Participate(job="j"))), "optimizer"),
+    ],
+)
+def test_an_order_that_breaks_a_bound_is_a_failure_of_its_job_and_the_bench_goes_on(
+    instruction: instructions.Instruction, why: str
+) -> None:
+    gauge = Gauge()
+    bench, posted, said = bench_with(gauge)
+    bench.do(instruction)
+    failure = posted.get(timeout=HUNG_S)
+    assert failure.job == "j"
+    assert why in failure.reason
+    bench.report_codecs()
+    gauge.entered.get(timeout=HUNG_S)
+    gauge.go_on.put(None)
+    assert said.get(timeout=HUNG_S).codec_speeds.speeds
+    assert bench.stop(20.0)
+
+
+def test_ops_that_break_a_bound_are_answered_with_the_reason() -> None:
+    bench, posted, _ = bench_with(Gauge())
+    bench.do(instructions.TimeOps(7, pb.ProbeOps(request=7, precision="fp3")))
+    answer = posted.get(timeout=HUNG_S).message.ops_probed
+    assert (answer.request, list(answer.timings)) == (7, [])
+    assert "precision" in answer.error
+    assert bench.stop(20.0)

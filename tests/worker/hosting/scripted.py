@@ -1,0 +1,133 @@
+"""A compute process that does what a test says: the program is real, contained and bounded as ever."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from textwrap import indent
+from typing import Any
+
+from tests.patience import HUNG_S
+from worker.blobs import BlobFile
+from worker.cancel import Cancel
+from worker.stage.batches import Arrived
+from worker.transport.contract import Goodput, Receiver
+from worker.transport.frames import MessageKey
+
+_BEGIN = """
+import os, sys, time
+from protos import atoll_compute_pb2 as pb
+from protos import atoll_control_pb2 as control
+from protos.child_pipe import Gone, pipe_from
+
+pipe, held = pipe_from(int(sys.argv[1])), ""
+
+def say(**body):
+    pipe.send(pb.FromCompute(**body))
+
+def posted(kind, **fields):
+    say(posted=pb.Posted(kind=kind, job=held, **fields))
+
+def on_ping(m):
+    say(pong=m)
+
+def on_setup(m):
+    ready()
+
+def ready():
+    say(ready=pb.ComputeReady(device=control.DeviceFacts(kind="cpu", memory_limit_bytes=1 << 30)))
+
+"""
+_END = """
+while True:
+    try:
+        message = pipe.receive(pb.ToCompute())
+    except Gone:
+        break
+    if message.freed and "on_freed" in globals():
+        on_freed(list(message.freed))
+    kind = message.WhichOneof("body")
+    if kind is None:
+        continue
+    if kind == "stop":
+        break
+    body = getattr(message, kind)
+    held = body.job if kind == "load" else body.invitation.job if kind == "join" else held
+    globals().get("on_" + kind, lambda m: None)(body)
+"""
+
+
+def command(handlers: Mapping[str, str]) -> tuple[str, ...]:
+    """Command line of a process that runs ``handlers`` by kind of message; ``m`` is its body."""
+    functions = [f"def on_{kind}(m):\n{indent(code, '    ')}\n" for kind, code in handlers.items()]
+    return (sys.executable, "-P", "-c", "\n".join([_BEGIN, *functions, _END]))
+
+
+@dataclass
+class Network:
+    """The part of a PeerNetwork that a host uses."""
+
+    receivers: dict[str, Receiver] = field(default_factory=dict)
+    forgotten: list[tuple[str, int | None]] = field(default_factory=list)
+    sent: queue.SimpleQueue[tuple[str, MessageKey, bytes, bytes]] = field(default_factory=queue.SimpleQueue)
+    admitted: list[str] = field(default_factory=list)
+
+    def register(self, job: str, receiver: Receiver) -> None:
+        self.receivers[job] = receiver
+
+    def unregister(self, job: str, receiver: Receiver) -> None:
+        if self.receivers.get(job) is receiver:
+            del self.receivers[job]
+
+    def forget(self, job: str, plan_version: int | None = None) -> None:
+        self.forgotten.append((job, plan_version))
+
+    def send(
+        self, peer: str, key: MessageKey, header: bytes, payload: memoryview, timeout_s: float, more: bool
+    ) -> None:
+        self.sent.put((peer, key, header, bytes(payload)))
+
+    def admit(self, peer: str) -> None:
+        self.admitted.append(peer)
+
+    def connected(self, peer: str) -> bool:
+        return True
+
+    def goodput(self) -> list[Goodput]:
+        return [Goodput("w-b", 10, 0.5, 0.01, 4e6)]
+
+
+@dataclass
+class Blobs:
+    """A blob store that remembers what it was asked."""
+
+    fetched: list[Mapping[str, int]] = field(default_factory=list)
+    stored: list[BlobFile] = field(default_factory=list)
+
+    def fetch(self, wanted: Mapping[str, int], cancel: Cancel, progress: Any = None) -> None:
+        self.fetched.append(wanted)
+
+    def store(self, files: Sequence[BlobFile], cancel: Cancel, progress: Any = None, *, new: bool) -> int:
+        for file in files:
+            assert file.path.read_bytes()
+        self.stored += files
+        return sum(file.size for file in files)
+
+
+def batches(job: str) -> Any:
+    """``fetch_of`` that has one micro-batch of every step."""
+
+    def fetch(evaluation: bool, inputs: tuple[str, ...], first_step: int, count: int) -> list[Arrived]:
+        return [
+            Arrived(first_step + at, 0, inputs[0], "uint8", (3,), job.encode()[:3].ljust(3))
+            for at in range(count)
+        ]
+
+    return fetch
+
+
+def taken(posted: queue.SimpleQueue[Any]) -> Any:
+    """The next event."""
+    return posted.get(timeout=HUNG_S)

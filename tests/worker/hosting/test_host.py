@@ -1,0 +1,523 @@
+"""The daemon's side of computing, against processes that keep the rules, break them, hang and die."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.errors import AtollError, StorageError, UsageError
+from protos import atoll_compute_pb2 as pb
+from protos import atoll_control_pb2 as control
+from tests.patience import HUNG_S
+from tests.worker.hosting.scripted import Blobs, Network, batches, command, taken
+from worker.config import WorkerConfig
+from worker.data.registry import add_dataset, dataset_folder, known_facts
+from worker.hosting import child, host
+from worker.hosting.host import MAX_DEATHS, ComputeHost, HostPorts
+from worker.pipe.keys import from_key
+from worker.session import events, instructions
+from worker.session.wire import AssignedStage
+from worker.stage.assignment import PeerLink
+from worker.transport.frames import Direction, MessageKey
+
+Start = Callable[..., "World"]
+KEY = MessageKey("j", 1, 5, 0, 0, Direction.FORWARD)
+PROBE = control.ProbeOps(request=9, ops=[control.ProbeOp()])
+
+
+class World:
+    """A host with a scripted process, and all that it says to its daemon."""
+
+    def __init__(self, state_dir: Path, handlers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(child, "COMMAND", command(handlers))
+        monkeypatch.setattr(child, "CLOSED_S", 0.2)
+        self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.sent: queue.SimpleQueue[control.FromWorker] = queue.SimpleQueue()
+        self.network, self.blobs = Network(), Blobs()
+        network: Any = self.network
+        blobs: Any = self.blobs
+        self.host = ComputeHost(WorkerConfig("lab", device="cpu", state_dir=state_dir))
+        self.ports = HostPorts(network, blobs, batches, self.posted.put, self.sent.put)
+        self.state_dir = state_dir
+
+    def start(self) -> control.DeviceFacts:
+        self.host.prepare()
+        return self.host.start("w-a", self.ports)
+
+    def load(self, job: str = "j", version: int = 1) -> None:
+        work = AssignedStage(
+            control.Assign(job=job, plan_version=version), (PeerLink("w-b", (("192.0.2.1", 1),), True),)
+        )
+        self.host.do(instructions.LoadStage(job, version, work))
+
+    def join(self, job: str = "f") -> None:
+        if not known_facts(self.state_dir):
+            table = self.state_dir / "table.csv"
+            table.write_text("x,y\n1,0\n2,1\n")
+            add_dataset(self.state_dir, "mine", table, ["x:float32=x", "y:int64=y"])
+        invitation = control.Participate(job=job, version=2)
+        invitation.federated.data = "mine"
+        self.host.do(instructions.JoinFederation(job, 2, invitation))
+
+    def train(self, at_round: int, job: str = "f") -> None:
+        order = control.TrainRound(job=job, round=at_round)
+        self.host.do(instructions.TrainLocally(job, at_round, order))
+
+    def event(self) -> Any:
+        return taken(self.posted)
+
+    @property
+    def child(self) -> child.Child:
+        with self.host._lock:  # whoever reports a death starts the next process before it lets go
+            now = self.host._now
+        assert now is not None
+        return now.child
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Start a world whose process does so on each kind of message."""
+    worlds: list[World] = []
+
+    def begin(**handlers: str) -> World:
+        worlds.append(World(tmp_path / str(len(worlds)), handlers, monkeypatch))
+        worlds[-1].start()
+        return worlds[-1]
+
+    yield begin
+    for world in worlds:
+        world.host.stop(0.2)
+
+
+def until(met: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + HUNG_S
+    while not met():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------ a process that keeps the rules
+
+
+def test_a_process_says_what_it_is_and_computes_a_step(start: Start) -> None:
+    world = start(
+        load="posted('StageLoaded', plan_version=1,"
+        " message=control.FromWorker(loaded=control.Loaded(job='j', plan_version=1)))",
+        run_step="posted('StepDone', plan_version=1, step=m.step,"
+        " message=control.FromWorker(ready=control.StepReady(job='j', plan_version=1, step=m.step)))",
+        evaluate="say(said=control.FromWorker(spans=control.Spans(job='j')))\n"
+        "say(said=control.FromWorker(spans=control.Spans(job='k')))\n"
+        "say(said=control.FromWorker(log=control.WorkerLog(job='j', event='stage.waits')))",
+    )
+    world.load()
+    assert isinstance(world.event(), events.StageLoaded)
+    world.host.do(instructions.RunStep("j", 1, 5))
+    done = world.event()
+    assert (type(done), done.job, done.version, done.step) == (events.StepDone, "j", 1, 5)
+    assert [link.peer for link in done.message.ready.links] == ["w-b"]  # what the links measured
+    world.host.do(instructions.Evaluate("j", 1, 5))
+    said = [world.sent.get(timeout=HUNG_S).WhichOneof("body") for _ in range(2)]
+    assert said == ["spans", "log"]  # of its own job alone
+
+
+def test_a_device_that_is_not_there_is_an_error_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = "say(ready=pb.ComputeReady(error='no CUDA device here'))"
+    world = World(tmp_path, {"setup": says}, monkeypatch)
+    with pytest.raises(UsageError, match="no CUDA device here"):
+        world.start()
+    world.host.stop(0.2)
+
+
+def test_a_process_that_cannot_begin_shows_what_it_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path, {"setup": "print('no such library', flush=True); os._exit(3)"}, monkeypatch)
+    with pytest.raises(AtollError, match=r"ended \(exit code 3\)\nno such library"):
+        world.start()
+
+
+def test_tensors_travel_both_ways_through_the_arenas(start: Start) -> None:
+    """The arenas are mapped by the process itself, which sends back what came, reversed."""
+    world = start(
+        load="global incoming, outgoing\n"
+        "from worker.pipe.arena import Arena\n"
+        "incoming, outgoing = (Arena(int(sys.argv[i]), int(sys.argv[i + 1])) for i in (2, 4))\n"
+        "key = pb.Key(job='j', plan_version=1, step=5, direction=3)\n"
+        "say(wanted=pb.WantedList(messages=[pb.Wanted(peer='w-b', key=key, max_bytes=9)]))\n"
+        "posted('StepApplied')",
+        arrived="data = incoming.block(m.offset, m.size)[::-1]\n"
+        "place = outgoing.block(8192, m.size)\n"
+        "place[:] = data\n"
+        "say(freed=[m.offset])\n"
+        "m.key.direction = 0\n"
+        "say(outgoing=pb.Outgoing(peer='w-b', key=m.key, header=b'h', offset=8192, size=m.size))",
+        freed="posted('StepApplied', step=m[0])",
+    )
+    world.load()
+    world.event()
+    receiver = world.network.receivers["j"]
+    assert receiver.expect("w-b", KEY, 10) is None
+    place = receiver.expect("w-b", KEY, 3)
+    assert place is not None
+    place[:] = b"abc"
+    receiver.deliver("w-b", KEY, b"h", place)
+    peer, key, header, data = world.network.sent.get(timeout=HUNG_S)
+    assert (peer, key, header, data) == ("w-b", KEY._replace(direction=Direction.BACKWARD), b"h", b"cba")
+    world.host.do(instructions.Interrupt("any message takes along what the daemon has sent"))
+    assert world.event().step == 8192
+
+
+def test_a_process_gets_blobs_batches_and_connections_of_its_job(start: Start) -> None:
+    world = start(
+        setup="global scratch\nscratch = m.scratch_dir\nready()",
+        load="say(fetch=pb.FetchBlobs(request=1, blobs=[control.BlobRef(hash='a' * 64, size=5)]))\n"
+        "open(scratch + '/0', 'w').write('hello')\n"
+        "file = pb.StoreFile(hash='b' * 64, size=5, path=scratch + '/0')\n"
+        "say(store=pb.StoreFiles(request=2, files=[file]))\n"
+        "say(connect=pb.JobLinks(request=3))\n"
+        "asked = control.BatchRequest(job='j', inputs=['x'], first_step=4, count=2)\n"
+        "say(batches=pb.FetchBatches(request=4, batches=asked))",
+        answer="assert not m.kind, m\nposted('StepApplied', step=m.request)",
+        batch="posted('StepApplied', step=100 + m.batch.step)",
+    )
+    world.load()
+    assert sorted(world.event().step for _ in range(6)) == [1, 2, 3, 4, 104, 105]
+    assert world.blobs.fetched == [{"a" * 64: 5}]
+    assert [(file.hash, file.path.name) for file in world.blobs.stored] == [("b" * 64, "0")]
+    assert world.network.admitted == ["w-b"]
+
+
+# ------------------------------------------------------------ rules that are broken
+
+_KEY = "key = pb.Key(job={job!r}, plan_version=1, step=5, direction=3)\n"
+BREACHES = {
+    "rubbish": ("pipe._socket.sendall(b'\\0\\0\\0\\4' + b'\\xff' * 4)", "a damaged message"),
+    "too long": ("pipe._socket.sendall(b'\\xff' * 8)", "a message of 4294967295 bytes"),
+    "no event of ours": ("posted('LeaveAsked')", "an event of kind 'LeaveAsked'"),
+    "another's message": (
+        "posted('StepDone', message=control.FromWorker(ready=control.StepReady(job='k')))",
+        "a message of job 'k' in an event of job",
+    ),
+    "speaks for us": (
+        "say(said=control.FromWorker(leaving=control.Leaving(reason='bye')))",
+        "a message to the coordinator of kind leaving",
+    ),
+    "another's batches": (
+        "say(batches=pb.FetchBatches(request=1, batches=control.BatchRequest(job='k')))",
+        "micro-batches of another job",
+    ),
+    "our file": (
+        "file = pb.StoreFile(hash='b' * 64, size=5, path='/etc/passwd')\n"
+        "say(store=pb.StoreFiles(request=1, files=[file]))",
+        "a file to store at '/etc/passwd', which is not the compute process's own",
+    ),
+    "a way up": (
+        "file = pb.StoreFile(hash='b' * 64, size=5, path=scratch + '/../secret')\n"
+        "say(store=pb.StoreFiles(request=1, files=[file]))",
+        "which is not the compute process's own",
+    ),
+    "no hash": (
+        "say(fetch=pb.FetchBlobs(request=1, blobs=[control.BlobRef(hash='../key', size=5)]))",
+        "blob",
+    ),
+    "another job's tensors": (
+        _KEY.format(job="k") + "say(wanted=pb.WantedList(messages=[pb.Wanted(peer='w-b', key=key)]))",
+        "a message of job 'k' with 'w-b'",
+    ),
+    "a stranger's tensors": (
+        _KEY.format(job="a stranger's tensors")
+        + "say(outgoing=pb.Outgoing(peer='w-x', key=key, offset=8192, size=3))",
+        "with 'w-x', none of which is here",
+    ),
+    "our memory": ("say(outgoing=pb.Outgoing(offset=0, size=8))", "bytes 0 to 8 of an arena"),
+    "ready again": ("ready()", "it was ready before"),
+    "a log of no kind": (
+        "say(log=pb.ComputeLog(level='close', event='op', fields_json='{}'))",
+        "an event of no kind in the log",
+    ),
+    "a damaged log": (
+        "say(log=pb.ComputeLog(level='info', event='op', fields_json='{' * 9999))",
+        "an event with damaged fields in the log",
+    ),
+    "silent end": ("pipe.close(); time.sleep(60)", "it closed its pipe"),
+    "exit": ("print('last words', flush=True); os._exit(7)", "exit code 7"),
+    "signal": ("os.kill(os.getpid(), 11)", "SIGSEGV"),
+}
+
+
+def test_whoever_breaks_a_rule_is_ended_with_the_reason_and_another_takes_over(start: Start) -> None:
+    """Each breach is a job of its own; between them the same host goes on."""
+    cases = "".join(
+        f"if m.job == {job!r}:\n" + "".join(f"    {line}\n" for line in code.splitlines())
+        for job, (code, _) in BREACHES.items()
+    )
+    world = start(
+        setup="global scratch\nscratch = m.scratch_dir\nready()",
+        load=f"{cases}if m.job == 'honest':\n    posted('StepApplied')",
+    )
+    seen = {world.child.launched.pid}
+    for job, (_, reason) in BREACHES.items():
+        world.load(job)
+        broke = world.event()
+        assert (type(broke), broke.job, broke.gone) == (events.StageBroke, job, True)
+        assert reason in broke.reason, job
+        assert "the compute process ended" in broke.reason
+        seen.add(world.child.launched.pid)
+    assert len(seen) == len(BREACHES) + 1
+    world.load("honest")
+    assert isinstance(world.event(), events.StepApplied)
+    assert world.blobs.stored == []
+    assert world.blobs.fetched == []
+
+
+def test_a_process_that_does_not_read_is_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = start(load="time.sleep(600)")
+    world.load()
+    monkeypatch.setattr(child, "MAX_UNREAD_BYTES", 1 << 20)
+    order = "x" * (1 << 19)
+    for _ in range(8):
+        world.host.do(instructions.Interrupt(order))
+    assert "it does not read what it is sent" in world.event().reason
+
+
+def test_what_a_process_asks_for_waits_until_it_reads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches are asked for faster than they are read; only so many are under way."""
+    monkeypatch.setattr(child, "MAX_UNREAD_BYTES", 1 << 16)
+    world = start(
+        load="global n\nn = 0\nasked = control.BatchRequest(job='j', inputs=['x'], count=5000)\n"
+        "say(batches=pb.FetchBatches(request=1, batches=asked))\ntime.sleep(0.3)",
+        batch="global n\nn += 1",
+        answer="posted('StepApplied', step=n)",
+    )
+    world.load()
+    assert world.event().step == 5000
+
+
+def test_a_process_that_answers_no_ping_is_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = start(ping="pass", load="pass")
+    until(lambda: world.host._now is not None and world.host._now.ready)
+    for name, value in (("PING_S", 0.05), ("PONG_S", 0.3), ("LOOK_S", 0.02)):
+        monkeypatch.setattr(host, name, value)
+    world.load()
+    assert "it has not answered for" in world.event().reason
+
+
+def test_an_op_that_does_not_end_is_named(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.hosting.watch.SEEN_S", 0.01)
+    monkeypatch.setattr(host, "LOOK_S", 0.02)
+    world = start(
+        load="from worker.pipe.arena import Arena\n"
+        "from worker.pipe.status import ComputeStatus, Mark\n"
+        "status = ComputeStatus(Arena(int(sys.argv[4]), int(sys.argv[5])).head)\n"
+        "status.begin(status.encoded(Mark(\"op 'aten.special_zeta.default' (loss)\", 0.2)))\n"
+        "while True:\n    pass"
+    )
+    world.load()
+    reason = world.event().reason
+    assert reason.startswith("op 'aten.special_zeta.default' (loss) ended the compute process")
+    assert "what is honest ends within 0 s" in reason
+
+
+# ------------------------------------------------------------ deaths
+
+
+def test_a_job_that_ends_three_processes_is_refused_and_others_are_not(start: Start) -> None:
+    world = start(load="if m.job == 'j':\n    os._exit(3)\nposted('StepApplied')")
+    for _ in range(MAX_DEATHS):
+        world.load()
+        broke = world.event()
+        assert broke.gone
+        assert "exit code 3" in broke.reason
+    world.load()
+    refused = world.event()
+    assert isinstance(refused, events.StageBroke)
+    assert not refused.gone
+    assert "takes no more of job j, which ended its process 3 times" in refused.reason
+    assert "exit code 3" in refused.reason
+    world.load("k")
+    assert world.event().job == "k"
+
+
+def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refused_meanwhile(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "AGAIN_FIRST_S", 1.0)
+    world = start(
+        report_codecs="say(said=control.FromWorker(codec_speeds=control.CodecSpeeds()))",
+        time_ops="posted('Probed', message=control.FromWorker("
+        "ops_probed=control.OpsProbed(request=m.request)))",
+    )
+    world.host.report_codecs()
+    world.sent.get(timeout=HUNG_S)
+    world.child.kill("for a test")
+    until(lambda: world.host._now is None)
+    world.host.do(instructions.TimeOps(9, PROBE))
+    answer = world.event().message.ops_probed
+    assert answer.request == 9
+    assert "for a test" in answer.error
+    world.sent.get(timeout=HUNG_S)  # the next one was asked for the codecs again
+    world.host.do(instructions.TimeOps(9, PROBE))
+    assert not world.event().message.ops_probed.error
+    assert world.posted.empty()  # no job was concerned
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_process_that_could_not_be_started_is_started_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch, loaded: bool
+) -> None:
+    monkeypatch.setattr(host, "AGAIN_FIRST_S", 0.01)
+    world = start(load="posted('StepApplied')")
+    if loaded:
+        world.load()
+        world.event()
+    full = iter([StorageError("disk is full"), StorageError("disk is full")])
+
+    def scratch(*arguments: Any) -> Path:
+        if (error := next(full, None)) is not None:
+            raise error
+        return child.make_scratch(*arguments)
+
+    monkeypatch.setattr(host, "make_scratch", scratch)
+    world.child.kill("for a test")
+    if loaded:
+        assert world.event().gone
+    until(lambda: world.host._now is not None and world.host._now.ready and next(full, None) is None)
+    assert world.posted.empty()
+
+
+def test_ops_that_end_their_process_are_answered_once_and_nobody_hears_of_others(start: Start) -> None:
+    world = start(
+        load="posted('Probed', message=control.FromWorker(ops_probed=control.OpsProbed(request=8)))\n"
+        "posted('StepApplied')",
+        time_ops="os._exit(3)",
+    )
+    world.load()
+    assert isinstance(world.event(), events.StepApplied)  # nobody asked for request 8
+    world.host.do(instructions.DropStage("j", 1, "over"))
+    world.host.do(instructions.TimeOps(9, PROBE))
+    assert "exit code 3" in world.event().message.ops_probed.error
+
+
+def test_the_way_to_the_coordinator_is_timed_without_waiting_for_what_computes(start: Start) -> None:
+    world = start(load="time.sleep(600)")
+    world.load()
+    world.host.do(instructions.TimeOps(7, control.ProbeOps(request=7)))
+    assert world.posted.get_nowait().message.ops_probed.request == 7
+
+
+def test_what_a_job_said_after_it_was_dropped_is_not_passed_on(start: Start) -> None:
+    world = start(drop="posted('StepApplied', step=1)", load="posted('StepApplied', step=2)")
+    world.load()
+    assert world.event().step == 2
+    world.host.do(instructions.DropStage("j", 1, "over"))
+    assert world.network.receivers == {}
+    assert ("j", None) in world.network.forgotten
+    world.load("k")
+    assert (taken(world.posted).job, world.posted.empty()) == ("k", True)
+
+
+# ------------------------------------------------------------ federated jobs
+
+JOINED = (
+    "posted('Joined', plan_version=2,"
+    " message=control.FromWorker(loaded=control.Loaded(job='f', plan_version=2)))"
+)
+TRAINED = (
+    "posted('UpdateStored', step=m.round,"
+    " message=control.FromWorker(update_ready=control.UpdateReady(job='f', round=m.round)))"
+)
+
+
+def test_a_federated_job_has_a_process_of_its_own_which_strangers_ops_do_not_get(start: Start) -> None:
+    world = start(
+        join=JOINED,
+        time_ops="posted('Probed', message=control.FromWorker("
+        "ops_probed=control.OpsProbed(request=m.request)))",
+        load="posted('StepApplied')",
+    )
+    shared = world.child
+    world.join()
+    assert isinstance(world.event(), events.Joined)
+    own = world.child
+    assert own is not shared
+    data = dataset_folder(world.state_dir, "mine").absolute()
+    assert data in own.view.read_only
+    assert [path.parent.name for path in own.view.read_write] == ["federated", "compute"]
+    assert data not in shared.view.read_only
+    world.host.do(instructions.DropStage("f", 2, "over"))
+    world.host.do(instructions.TimeOps(9, PROBE))
+    assert world.event().message.ops_probed.request == 9
+    assert data not in world.child.view.read_only
+    world.join()
+    world.event()
+    world.load()
+    assert world.event().job == "j"
+    assert data not in world.child.view.read_only
+
+
+def test_a_federated_job_that_loses_its_process_between_rounds_joins_again_by_itself(start: Start) -> None:
+    world = start(join=JOINED, train=TRAINED)
+    world.join()
+    assert isinstance(world.event(), events.Joined)
+    world.child.kill("for a test")
+    assert isinstance(world.event(), events.Joined)  # another process's, and no failure before it
+    world.train(4)
+    update = world.event()
+    assert (type(update), update.round) == (events.UpdateStored, 4)
+
+
+def test_a_round_whose_process_dies_has_failed_and_the_next_one_is_trained(start: Start) -> None:
+    world = start(join=JOINED, train=f"if m.round == 4:\n    os._exit(3)\n{TRAINED}")
+    world.join()
+    world.event()
+    world.train(4)
+    broke = world.event()
+    assert (type(broke), broke.round, broke.during) == (events.TurnBroke, 4, "train")
+    assert "exit code 3" in broke.reason
+    world.train(5)
+    found = [world.event(), world.event()]
+    assert [type(event) for event in found] == [events.Joined, events.UpdateStored]
+
+
+def test_a_round_that_was_ordered_while_the_job_is_joined_again_is_not_forgotten(start: Start) -> None:
+    """The word that it joined does not end the round that was ordered meanwhile."""
+    world = start(join=JOINED, train="if m.round == 5:\n    time.sleep(600)\nos._exit(3)")
+    world.join()
+    world.event()
+    world.train(4)
+    assert world.event().during == "train"
+    world.train(5)  # before the next process has said that it joined
+    assert isinstance(world.event(), events.Joined)
+    world.child.kill("for a test")
+    broke = world.event()
+    assert (type(broke), broke.round) == (events.TurnBroke, 5)
+
+
+def test_a_federated_job_that_ends_three_processes_is_refused(start: Start) -> None:
+    world = start(join=JOINED, train="os._exit(3)")
+    world.join()
+    world.event()
+    for at_round in range(MAX_DEATHS):
+        world.train(at_round)
+        broke = world.event()
+        assert (type(broke), broke.round) == (events.TurnBroke, at_round)
+        if at_round < MAX_DEATHS - 1:
+            assert isinstance(world.event(), events.Joined)
+    for refused in (lambda: world.train(7), world.join):
+        refused()
+        broke = world.event()
+        assert "takes no more of job f" in broke.reason
+        assert broke.during == "load"  # so that the job's rounds are not repeated for this client
+    assert world.child.view.read_write == (world.child.scratch,)  # ready for other jobs, without its data
+
+
+def test_keys_on_the_scripted_pipe_are_those_of_the_transport() -> None:
+    key = pb.Key(job="j", plan_version=1, step=5, direction=3)
+    assert from_key(key) == KEY

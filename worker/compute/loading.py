@@ -1,0 +1,129 @@
+"""Loading of an assignment until its stage can train: tensors, links, data, neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from atoll.rehearse import RehearsalLimits, rehearse
+from worker.blobs import most_bytes
+from worker.cancel import Cancel
+from worker.links.links import Links
+from worker.machine.torch_device import torch_device
+from worker.stage import feed, tensor_blobs
+from worker.stage.assignment import Assignment, check
+from worker.stage.op_marks import OpMarks
+from worker.stage.reports import LongWait
+from worker.stage.run import Meters, StageRun, codecs_of
+from worker.stage.stage import MAX_OUTPUT_BYTES, Stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from atoll.rehearse import OpCost
+    from worker.context import ComputeContext
+    from worker.machine.device import Device
+
+
+def load(
+    assignment: Assignment, context: ComputeContext, cancel: Cancel, notice: Callable[[LongWait], None]
+) -> tuple[StageRun, Links]:
+    """Check, fetch, build and connect; raises the error that is reported to the coordinator."""
+    check(assignment, context.worker)
+    costs, device = _rehearse(assignment, context.device), torch_device(context.device)
+    with context.spans.timed("load", assignment.first_step):
+        tensors = _tensors(assignment, context, cancel)
+        stage = Stage(
+            assignment.program,
+            assignment.eval_program,
+            assignment.training,
+            tensors,
+            device,
+            states=assignment.states,
+            recompute=assignment.plan.recompute,
+            actions=assignment.plan.actions(assignment.stage),
+        )
+    links = Links(
+        context.network,
+        assignment.job,
+        assignment.version,
+        codecs_of(assignment, context.cpu),
+        device=device,
+        announce=context.network.announce,
+    )
+    for executor, found in zip(stage.executors, costs, strict=True):
+        executor.watch = OpMarks(context.status, executor.program, found)
+    run = StageRun(
+        assignment,
+        stage,
+        links,
+        _feed(assignment, context),
+        _held_out(assignment, context),
+        Meters(context.spans, context.progress, context.cpu),
+        notice,
+    )
+    try:
+        run.open(assignment.first_step)
+        context.network.connect(assignment.job, assignment.version, cancel)
+    except BaseException:
+        run.close()
+        raise
+    return run, links
+
+
+def _rehearse(assignment: Assignment, device: Device) -> list[Mapping[int, OpCost]]:
+    """Refuse a program that does not make what it declares, before anything is allocated; what each costs."""
+    limits = RehearsalLimits(output_bytes=min(MAX_OUTPUT_BYTES, device.memory_limit_bytes))
+    costs: list[Mapping[int, OpCost]] = []
+    for program in (assignment.program, assignment.eval_program):
+        if program is not None:
+            names = (*program.parameters, *program.buffers, *program.constants)
+            leaves = {name: assignment.states[name].meta for name in names}
+            inputs, precision = assignment.inputs(program), assignment.training.precision
+            costs.append(rehearse(program, leaves, inputs, precision, torch_device(device), limits))
+    return costs
+
+
+def _tensors(assignment: Assignment, context: ComputeContext, cancel: Cancel) -> dict[str, dict[str, Tensor]]:
+    programs = [p for p in (assignment.program, assignment.eval_program) if p is not None]
+    names = sorted({n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)})
+    wanted: dict[str, int] = {}
+    for name in names:
+        blob = assignment.tensors[name]
+        wanted[blob] = max(wanted.get(blob, 0), most_bytes(assignment.states[name]))
+
+    def progress(_: int) -> None:
+        context.progress.tick()
+
+    context.blobs.fetch(wanted, cancel, progress)
+    return {
+        name: tensor_blobs.load(context.blobs, name, assignment.tensors[name], assignment.states[name])
+        for name in names
+    }
+
+
+def _feed(assignment: Assignment, context: ComputeContext) -> feed.Feed:
+    program, training = assignment.program, assignment.training
+    return feed.Feed(
+        context.fetch_of(assignment.job),
+        feed.input_rules(program, assignment.inputs(program), assignment.states),
+        training.n_micro,
+        training.steps,
+        context.config.feed_ahead_steps,
+        context.config.feed_bytes,
+    )
+
+
+def _held_out(
+    assignment: Assignment, context: ComputeContext
+) -> Callable[[Cancel], Iterator[Mapping[str, Tensor]]]:
+    program = assignment.eval_program
+    fetch = context.fetch_of(assignment.job)
+    rules = (
+        {} if program is None else feed.input_rules(program, assignment.inputs(program), assignment.states)
+    )
+
+    def batches(cancel: Cancel) -> Iterator[Mapping[str, Tensor]]:
+        return feed.held_out(fetch, rules, assignment.training.eval_batches, cancel)
+
+    return batches

@@ -1,0 +1,117 @@
+"""What the compute process is asked to do, decoded: assignments, federated jobs, rounds, ops to time.
+
+Only here does anybody look into the graphs that strangers send. Every reader raises BadFrame, or
+UsageError of the types' own checks, for what breaks a bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atoll.compression import MAX_RATIO
+from atoll.errors import BadFrame
+from atoll.job import Precision
+from atoll.opdag import leaf_refs
+from atoll.plan import LinkSpec
+from protos import atoll_control_pb2 as pb
+from protos import bounds, convert, convert_plan
+from protos.bounds import DEFAULT_LIMITS
+from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder
+from worker.machine.op_probe import OpProbe
+from worker.session import wire
+from worker.stage.assignment import Assignment
+
+MAX_BATCH = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class OpsRequest:
+    """Ops to time, as ``worker.machine.op_timing`` takes them."""
+
+    request: int
+    probes: tuple[OpProbe, ...]
+    precision: Precision
+
+
+def assignment(m: pb.Assign) -> Assignment:
+    """A stage of a plan."""
+    return Assignment(
+        job=bounds.name("job", m.job, DEFAULT_LIMITS),
+        version=m.plan_version,
+        training=convert.from_proto(m.training),
+        program=convert.from_proto(m.program),
+        eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
+        plan=convert.from_proto(m.plan),
+        links=wire.neighbours(m),
+        tensors=_tensors(m),
+        states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
+        first_step=m.first_step,
+    )
+
+
+def links(m: pb.Relink) -> tuple[LinkSpec, ...]:
+    """Codecs of the links of a later plan version."""
+    found = bounds.count("links", list(m.links), DEFAULT_LIMITS.items)
+    return tuple(convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS) for link in found)
+
+
+def joining(m: pb.Participate) -> Joining:
+    """A federated job."""
+    return Joining(
+        job=bounds.name("job", m.job, DEFAULT_LIMITS),
+        version=m.version,
+        training=convert.from_proto(m.training),
+        federated=convert.from_proto(m.federated),
+        program=convert.from_proto(m.program),
+        eval_program=convert.from_proto(m.eval_program) if m.HasField("eval_program") else None,
+        states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
+        tensors=_tensors(m),
+        batch=bounds.within("batch", m.batch, 1, MAX_BATCH),
+    )
+
+
+def train_order(m: pb.TrainRound) -> TrainOrder:
+    """A round to train."""
+    codec = bounds.name("codec", m.codec, DEFAULT_LIMITS)
+    return TrainOrder(
+        m.round, _model(m.model), codec, bounds.number("ratio", m.ratio, 1.0, MAX_RATIO), m.seed
+    )
+
+
+def evaluate_order(m: pb.EvaluateRound) -> EvaluateOrder:
+    """A model to evaluate."""
+    return EvaluateOrder(m.round, _model(m.model))
+
+
+def ops_request(m: pb.ProbeOps) -> OpsRequest:
+    """Ops to time."""
+    precision = bounds.one_of("precision", m.precision or "fp32", Precision)
+    return OpsRequest(m.request, tuple(_op_probe(op) for op in m.ops), precision)
+
+
+def _op_probe(m: pb.ProbeOp) -> OpProbe:
+    node = convert.from_proto(m.op)
+    leaves = convert.metas_from_proto(m.leaves, DEFAULT_LIMITS)
+    missing = [leaf.name for leaf in leaf_refs(node) if leaf.name not in leaves]
+    if missing:
+        raise BadFrame(f"op {node.target} to time lacks the shape of {missing[:3]}")
+    return OpProbe(
+        bounds.name("signature", m.signature, DEFAULT_LIMITS),
+        node,
+        tuple(convert.from_proto(meta) for meta in m.op_inputs),
+        tuple(leaves[leaf.name] for leaf in leaf_refs(node)),
+    )
+
+
+def _tensors(m: pb.Assign | pb.Participate) -> dict[str, str]:
+    return {
+        bounds.name("tensor", t.name, DEFAULT_LIMITS): bounds.blob_hash("blob", t.blob)
+        for t in bounds.count("tensors", list(m.tensors), DEFAULT_LIMITS.items)
+    }
+
+
+def _model(m: pb.Model) -> ModelRef:
+    full = bounds.blob_hash("model", m.full.hash)
+    if not m.HasField("delta"):
+        return ModelRef(full)
+    return ModelRef(full, bounds.blob_hash("delta", m.delta.hash), bounds.blob_hash("base", m.base))

@@ -1,0 +1,250 @@
+"""The compute process: what the daemon asks is done on the workbench, what comes of it is sent back.
+
+One thread reads the pipe and never waits for anything else; the pipe's end is the process's.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from atoll.errors import AtollError
+from atoll.federated import Floors
+from protos import atoll_compute_pb2 as pb
+from protos import atoll_control_pb2 as control
+from protos.child_pipe import Gone, Pipe
+from worker.compute import orders
+from worker.compute.logs import log_to
+from worker.compute.ports import (
+    Arenas,
+    DaemonBlobs,
+    DaemonNetwork,
+    QueueBounds,
+    Requests,
+    daemon_batches,
+)
+from worker.compute.workbench import Workbench
+from worker.context import ComputeContext, ComputeSettings
+from worker.data.registry import open_dataset
+from worker.machine.codec_speed import CodecGauge
+from worker.machine.cpu import CpuMeter, usable
+from worker.machine.device import Device
+from worker.machine.torch_device import (
+    find_device,
+    prepare,
+    torch_device,
+    used_memory_bytes,
+    versions,
+)
+from worker.pipe.status import ComputeStatus, DaemonStatus
+from worker.session import events, instructions, wire
+from worker.session.pipe_events import posted
+from worker.spans import Spans
+from worker.stage.reports import Progress
+
+COUNT_S = 0.1  # between two looks at progress and memory
+END_S = 0.5
+
+
+class PipeSpeeds:
+    """``Kept`` by the daemon."""
+
+    def __init__(self, kept: bytes, tell: Callable[[pb.FromCompute], None]) -> None:
+        self._kept, self._tell = kept, tell
+
+    def read(self) -> bytes:
+        return self._kept
+
+    def write(self, data: bytes) -> None:
+        self._kept = data
+        self._tell(pb.FromCompute(codec_speeds=data))
+
+
+class ComputeProcess:
+    """All that is computed on one device; ``run`` returns when the daemon is done with it."""
+
+    def __init__(self, pipe: Pipe, arenas: Arenas, setup: pb.ComputeSetup, began_s: float) -> None:
+        """UsageError when the device is not there."""
+        self._pipe, self._began_s = pipe, began_s
+        settings = _settings(setup)
+        device = find_device(settings)
+        prepare(device, settings)
+        # What importing left behind is no garbage, and looking through it for some takes a tenth of a
+        # second, on an eighth of a core nearly one, in the midst of a step.
+        gc.freeze()
+        self._device, self._progress = device, Progress()
+        self._status = ComputeStatus(arenas.outgoing.head)
+        daemon, cores, spans = DaemonStatus(arenas.incoming.head), usable().cores, Spans()
+        cpu = CpuMeter(
+            cores,
+            device.threads if device.kind == "cpu" else 0,
+            # The daemon's share of the same cores is taken from computing as well.
+            cpu_clock=lambda: time.process_time() + daemon.cpu_s,
+        )
+        self._requests = Requests(self._tell)
+        bounds = QueueBounds(setup.max_queued_bytes, setup.max_queued_messages)
+        self._network = DaemonNetwork(self._tell, self._requests, arenas, bounds, spans)
+        gauge = self._gauge = CodecGauge(
+            PipeSpeeds(setup.codec_speeds, self._tell),
+            _circumstances(device, cores),
+            torch_device(device),
+            at_work=cpu.at_work_s,
+        )
+        context = ComputeContext(
+            worker=setup.worker,
+            device=device,
+            config=settings,
+            network=self._network,
+            blobs=DaemonBlobs(self._requests, Path(setup.blob_dir)),
+            fetch_of=partial(daemon_batches, self._requests),
+            open_data=partial(open_dataset, settings.state_dir),
+            scratch=Path(setup.scratch_dir),
+            spans=spans,
+            progress=self._progress,
+            cpu=cpu,
+            status=self._status,
+        )
+        self._bench = Workbench(context, self._post, self._say, gauge)
+
+    def run(self) -> None:
+        """Work until the pipe ends or the daemon says so."""
+        self._bench.start()
+        threading.Thread(target=self._count, name="atoll-count", daemon=True).start()
+        took_s = time.monotonic() - self._began_s
+        speeds = wire.speeds_to_proto(self._gauge.rates)
+        ready = pb.ComputeReady(device=_facts(self._device), took_s=took_s, codec_speeds=speeds)
+        self._tell(pb.FromCompute(ready=ready))
+        while True:
+            try:
+                message = self._pipe.receive(pb.ToCompute())
+            except Gone:
+                return
+            if message.WhichOneof("body") == "stop":
+                self._bench.stop(END_S)
+                return
+            self._handle(message)
+
+    def _handle(self, message: pb.ToCompute) -> None:
+        if message.freed:
+            self._network.freed(message.freed)
+        kind = message.WhichOneof("body")
+        if kind is None:
+            return
+        m = getattr(message, kind)
+        do = self._bench.do
+        match kind:
+            case "arrived":
+                self._network.arrived(m)
+            case "lost":
+                self._network.lost(m.peer, m.reason)
+            case "answer":
+                self._requests.answered(m.request, m)
+            case "batch":
+                self._requests.answered(m.request, m.batch)
+            case "transferred":
+                self._requests.transferred(m.request, m.bytes)
+            case "run_step":
+                do(instructions.RunStep(m.job, m.plan_version, m.step))
+            case "apply_step":
+                do(instructions.ApplyStep(m.job, m.plan_version, m.step, m.gradient_scale, m.store))
+            case "evaluate":
+                do(instructions.Evaluate(m.job, m.plan_version, m.step, m.evaluate_coded))
+            case "change_links":
+                relink = events.Relink(m.relink.plan_version, m.relink.first_step, orders.links(m.relink))
+                do(instructions.ChangeLinks(m.job, m.plan_version, m.step, relink))
+            case "discard":
+                do(instructions.DiscardStep(m.job, m.plan_version, m.step, m.reason))
+            case "drop":
+                do(instructions.DropStage(m.job, m.plan_version, m.reason))
+                self._network.tidy()
+            case "interrupt":
+                do(instructions.Interrupt(m))
+            case "load":
+                do(instructions.LoadStage(m.job, m.plan_version, m))
+            case "join":
+                do(instructions.JoinFederation(m.invitation.job, m.invitation.version, m))
+            case "train":
+                do(instructions.TrainLocally(m.job, m.round, m))
+            case "evaluate_round":
+                do(instructions.EvaluateLocally(m.job, m.round, m))
+            case "settle":
+                do(instructions.SettleRound(m.job, m.round, m.taken))
+            case "time_ops":
+                do(instructions.TimeOps(m.request, m))
+            case "report_codecs":
+                self._bench.report_codecs()
+            case "ping":
+                self._tell(pb.FromCompute(pong=m))
+
+    # ------------------------------------------------------------ to the daemon
+
+    def _tell(self, message: pb.FromCompute) -> None:
+        try:
+            self._pipe.send(message)
+        except Gone:
+            os._exit(0)  # nobody is there to hear of anything that follows
+
+    def _post(self, event: events.Event) -> None:
+        self._tell(pb.FromCompute(posted=posted(event)))
+
+    def _say(self, message: control.FromWorker) -> None:
+        self._tell(pb.FromCompute(said=message))
+
+    def _count(self) -> None:
+        """Thread: what the heartbeat shows."""
+        while True:
+            self._status.count(self._progress.count, used_memory_bytes(self._device))
+            time.sleep(COUNT_S)
+
+
+def serve(pipe: Pipe, arenas: Arenas, began_s: float) -> None:
+    """The process's life: its setup is the pipe's first message."""
+    setup = pipe.receive(pb.ToCompute()).setup
+    log_to(pipe.send)
+    try:
+        process = ComputeProcess(pipe, arenas, setup, began_s)
+    except AtollError as error:
+        pipe.send(pb.FromCompute(ready=pb.ComputeReady(error=str(error))))
+        return
+    process.run()
+
+
+def _settings(setup: pb.ComputeSetup) -> ComputeSettings:
+    return ComputeSettings(
+        state_dir=Path(setup.state_dir),
+        device=setup.device,
+        threads=setup.threads,
+        memory_bytes=setup.memory_bytes,
+        feed_ahead_steps=setup.feed_ahead_steps,
+        feed_bytes=setup.feed_bytes,
+        kept_bytes=setup.kept_bytes,
+        floors=Floors(setup.min_batch, setup.min_samples, setup.min_steps, setup.min_clients),
+    )
+
+
+def _facts(device: Device) -> control.DeviceFacts:
+    known, cores = versions(), usable()
+    return control.DeviceFacts(
+        kind=device.kind,
+        model=device.model,
+        threads=device.threads,
+        cores=cores.cores,
+        quota_period_s=cores.period_s,
+        memory_bytes=device.memory_bytes,
+        memory_limit_bytes=device.memory_limit_bytes,
+        torch_version=known["torch"],
+        python_version=known["python"],
+        atoll_version=known["atoll"],
+        platform=known["platform"],
+        instructions=device.instructions,
+    )
+
+
+def _circumstances(device: Device, cores: float) -> dict[str, object]:
+    facts = {"device": device.kind, "model": device.model, "threads": device.threads, "cores": cores}
+    return {**versions(), **facts}

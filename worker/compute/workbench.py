@@ -1,0 +1,425 @@
+"""The compute process's threads: carry out the session's instructions one after another.
+
+What takes long answers with an event. Stopping is immediate in effect: an instruction that was
+cancelled, running or not, answers nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from atoll.errors import AtollError
+from worker.cancel import Cancel, Cancelled
+from worker.compute import orders
+from worker.compute.loading import load
+from worker.federated.participation import Participation
+from worker.federated.trainer import LOSS
+from worker.links.links import LinksAborted
+from worker.machine import op_timing
+from worker.machine.malloc import give_back
+from worker.machine.torch_device import torch_device, used_memory_bytes
+from worker.pipe.status import Mark
+from worker.session import events, instructions, wire_federated
+from worker.session import wire as messages
+from worker.stage import tensor_blobs
+from worker.transport.contract import PeerLost
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from protos import atoll_compute_pb2 as compute_pb
+    from protos import atoll_control_pb2 as pb
+    from worker.context import ComputeContext
+    from worker.federated.orders import TrainOrder
+    from worker.links.links import Links
+    from worker.machine.codec_speed import CodecGauge
+    from worker.stage.assignment import Assignment
+    from worker.stage.reports import LongWait
+    from worker.stage.run import StageRun
+
+log = structlog.get_logger()
+
+OPS_BUDGET_S = 60.0
+OPS_BYTES_SHARE = 0.75  # of the memory budget, for one op: an idle worker holds nothing else
+PROBE_S = 60.0  # nothing honest takes longer
+Task = Callable[[Cancel], None]
+
+
+class Workbench:
+    """Owns the stage. ``do`` may be called from any thread and never waits."""
+
+    def __init__(
+        self,
+        context: ComputeContext,
+        post: Callable[[events.Event], None],
+        send: Callable[[pb.FromWorker], None],
+        gauge: CodecGauge,
+    ) -> None:
+        self._context, self._post, self._send, self._gauge = context, post, send, gauge
+        self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending: list[Cancel] = []
+        self._codecs_asked = False  # and not begun
+        self._run: StageRun | None = None
+        self._part: Participation | None = None
+        self._links: Links | None = None
+        self._threads = [
+            threading.Thread(target=self._work, args=(self._tasks,), name="atoll-compute", daemon=True),
+            threading.Thread(target=self._work, args=(self._stores,), name="atoll-store", daemon=True),
+        ]
+
+    def start(self) -> None:
+        """Begin to work."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Cancel everything; False when an op that is running cannot be awaited."""
+        self.interrupt("leaving")
+        self._tasks.put(None)
+        self._stores.put(None)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def interrupt(self, reason: str) -> None:
+        """Cancel what runs and what waits; a wait for a neighbour ends at once."""
+        with self._lock:
+            pending, links = list(self._pending), self._links
+        for cancel in pending:
+            cancel.set(reason)
+        if links is not None:
+            links.abort(reason)
+
+    def do(self, instruction: instructions.Instruction) -> None:
+        """Take an instruction of the session that concerns computing."""
+        match instruction:
+            case instructions.LoadStage(job, version, work):
+                self._submit(self._guarded(job, version, 0, lambda c: self._load(orders.assignment(work), c)))
+            case instructions.RunStep(job, version, step):
+                self._submit(self._guarded(job, version, step, lambda c: self._step(step, c)))
+            case instructions.ApplyStep(job, version, step, scale, store):
+                self._submit(self._guarded(job, version, step, lambda c: self._apply(step, scale, store)))
+            case instructions.Evaluate(job, version, step, coded):
+                self._submit(self._guarded(job, version, step, lambda c: self._evaluate(step, coded, c)))
+            case instructions.ChangeLinks(job, version, step, relink):
+                self._submit(self._guarded(job, version, step, lambda c: self._relink(relink)))
+            case instructions.JoinFederation(job, version, work):
+                self._submit(self._turn(job, 0, "load", lambda c: self._join(work, c)))
+            case instructions.TrainLocally(job, at_round, order):
+                self._submit(
+                    self._turn(job, at_round, "train", lambda c: self._train(orders.train_order(order), c))
+                )
+            case instructions.EvaluateLocally(job, at_round, order):
+                evaluate = partial(self._evaluate_round, order)
+                self._submit(self._turn(job, at_round, "evaluate", evaluate))
+            case instructions.SettleRound(job, at_round, taken):
+                self._submit(lambda c: self._settle(job, at_round, taken))
+            case instructions.DiscardStep():
+                self._cancel(instruction.reason)
+                self._submit(lambda c: self._discard())
+            case instructions.DropStage():
+                self.interrupt(instruction.reason)
+                self._submit(lambda c: self._drop())
+            case instructions.Interrupt(reason):
+                self.interrupt(reason)
+            case instructions.TimeOps(request, ops):
+                self._submit(lambda c: self._time_ops(request, ops))
+            case _:
+                raise TypeError(f"not for the workbench: {instruction!r}")
+
+    def report_codecs(self) -> None:
+        """Report how fast the codecs are; measures first what is not known, while no stage is held."""
+        with self._lock:
+            asked, self._codecs_asked = self._codecs_asked, True
+        if not asked:  # two that wait would make way for each other for ever
+            self._submit(self._report_codecs)
+
+    # ---------------------------------------------------------------- the threads
+
+    def _work(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> None:
+        while (entry := self._next(tasks)) is not None:
+            task, cancel = entry
+            try:
+                task(cancel)
+            except (Cancelled, LinksAborted):
+                log.info("work.cancelled", reason=cancel_reason(cancel))
+            finally:
+                with self._lock:
+                    self._pending.remove(cancel)
+
+    def _next(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> tuple[Task, Cancel] | None:
+        if tasks is self._stores or self._busy:
+            return tasks.get()
+        with self._context.cpu.resting():
+            return tasks.get()
+
+    def _submit(self, task: Task, store: bool = False) -> None:
+        cancel = Cancel()
+        with self._lock:
+            self._pending.append(cancel)
+        (self._stores if store else self._tasks).put((task, cancel))
+
+    def _cancel(self, reason: str) -> None:
+        with self._lock:
+            pending = list(self._pending)
+        for cancel in pending:
+            cancel.set(reason)
+
+    def _guarded(self, job: str, version: int, step: int, task: Task) -> Task:
+        """Wrap ``task``: its failures are reported to the session."""
+
+        def run(cancel: Cancel) -> None:
+            try:
+                cancel.check()
+                task(cancel)
+            except (Cancelled, LinksAborted):
+                raise
+            except PeerLost as lost:
+                self._post(events.StageBroke(job, version, step, str(lost), lost.peer))
+            except AtollError as error:
+                self._post(events.StageBroke(job, version, step, str(error)))
+            except Exception as error:  # any op may fail in its own way
+                log.error("stage.broke", job=job, step=step, exc_info=True)
+                self._post(events.StageBroke(job, version, step, self._explained(error)))
+
+        return run
+
+    def _turn(self, job: str, at_round: int, during: str, task: Task) -> Task:
+        """Wrap a federated job's ``task``: its failures are reported to the session."""
+
+        def run(cancel: Cancel) -> None:
+            try:
+                cancel.check()
+                task(cancel)
+            except Cancelled:
+                raise
+            except AtollError as error:
+                self._post(events.TurnBroke(job, at_round, during, str(error)))
+            except Exception as error:  # any op may fail in its own way
+                log.error("turn.broke", job=job, round=at_round, during=during, exc_info=True)
+                self._post(events.TurnBroke(job, at_round, during, self._explained(error, private=True)))
+
+        return run
+
+    def _explained(self, error: Exception, *, private: bool = False) -> str:
+        """A reason that the owner of the job can act on; of an op on ``private`` data not torch's own words,
+        which may quote a value ("index 17 is out of bounds")."""
+        device = self._context.device
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return (
+                f"out of memory on {device.model}: {used_memory_bytes(device) / 2**30:.1f} GiB "
+                f"held, budget {device.memory_limit_bytes / 2**30:.1f} GiB; lower --memory on this "
+                "worker so that it gets a smaller stage, or use smaller micro-batches"
+            )
+        if private:
+            return f"{type(error).__name__} on the client's own data; the worker's log has torch's words"
+        return f"{type(error).__name__}: {str(error)[:500]}"
+
+    # ---------------------------------------------------------------- a stage
+
+    def _load(self, work: Assignment, cancel: Cancel) -> None:
+        started_s = time.perf_counter()
+        self._drop()
+        run, links = load(work, self._context, cancel, self._report_waiting)
+        with self._lock:
+            self._run, self._links = run, links
+        # Cancelled in the meantime: links that did not exist yet could not be aborted.
+        cancel.check()
+        took_s = time.perf_counter() - started_s
+        log.info(
+            "stage.loaded", job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3)
+        )
+        message = messages.loaded(work.job, work.version, took_s)
+        self._post(events.StageLoaded(work.job, work.version, message))
+
+    def _report_waiting(self, wait: LongWait) -> None:
+        """Report that nothing comes though every peer lives: nothing else would show it."""
+        message = messages.waiting(wait)
+        log.warning("stage.waits", job=wait.key.job, **messages.wait_fields(wait))
+        self._send(message)
+
+    def _step(self, step: int, cancel: Cancel) -> None:
+        run = self._loaded
+        report = run.run_step(step, cancel)
+        assignment = run.at(step)
+        job, version = assignment.job, assignment.version
+        norms = assignment.training.optimizer.clip_norm is not None
+        used = {} if self._links is None else self._links.codec_use()
+        message = messages.step_ready(job, version, report, norms, used)
+        self._post(events.StepDone(job, version, step, message))
+
+    def _apply(self, step: int, gradient_scale: float, store: bool) -> None:
+        run = self._loaded
+        assignment = run.at(step)
+        run.apply(step, gradient_scale)
+        if store:
+            with run.spans.timed("save", step):
+                snapshot = run.snapshot()
+            self._submit(lambda c: self._store(assignment, step, snapshot, c), store=True)
+        self._post(events.StepApplied(assignment.job, assignment.version, step))
+        spans = run.spans.take()
+        for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
+            self._send(message)
+
+    def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
+        run = self._loaded
+        loss = run.evaluate(step, cancel)
+        coded_loss = run.evaluate(step, cancel, coded=True) if coded else None
+        job, version = run.assignment.job, run.at(step).version
+        message = messages.eval_ready(job, version, step, loss, coded_loss)
+        self._post(events.EvalDone(job, version, step, message))
+
+    def _relink(self, relink: events.Relink) -> None:
+        run = self._loaded
+        run.relink(relink.version, relink.first_step, relink.links)
+        log.info("links.changed", job=run.assignment.job, version=relink.version, step=relink.first_step)
+
+    def _discard(self) -> None:
+        if self._run is not None:
+            self._run.discard()
+
+    # ---------------------------------------------------------------- a federated job
+
+    def _join(self, invitation: compute_pb.ComputeJoin, cancel: Cancel) -> None:
+        started_s = time.perf_counter()
+        self._drop()
+        work = orders.joining(invitation.invitation)
+        self._part = Participation(work, self._context, cancel, invitation.noise_key)
+        took_s = time.perf_counter() - started_s
+        log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
+        message = messages.loaded(work.job, work.version, took_s)
+        self._post(events.Joined(work.job, work.version, message))
+
+    def _train(self, order: TrainOrder, cancel: Cancel) -> None:
+        job = self._participation.joining.job
+        update = self._participation.train(order, cancel)
+        log.info(
+            "round.trained",
+            job=job,
+            round=order.round,
+            loss=update.answer.metrics[LOSS],
+            train_s=round(update.train_s, 3),
+            upload_bytes=update.upload_bytes,
+        )
+        message = wire_federated.update_ready(job, order.round, update)
+        self._post(events.UpdateStored(job, order.round, message))
+
+    def _evaluate_round(self, asked: pb.EvaluateRound, cancel: Cancel) -> None:
+        order = orders.evaluate_order(asked)
+        job = self._participation.joining.job
+        found = self._participation.evaluate(order, cancel)
+        message = wire_federated.client_evaluated(job, order.round, found)
+        self._post(events.RoundEvaluated(job, order.round, message))
+
+    def _settle(self, job: str, at_round: int, taken: bool) -> None:
+        """Keep or drop an update's state; never cancelled, since the verdict holds whatever comes next."""
+        if self._part is None or self._part.joining.job != job:
+            return
+        try:
+            self._part.settle(at_round, taken)
+        except AtollError as error:
+            log.error("round.not_kept", job=job, round=at_round, reason=str(error))
+
+    @property
+    def _participation(self) -> Participation:
+        if self._part is None:
+            raise RuntimeError("no federated job is loaded")
+        return self._part
+
+    def _drop(self) -> None:
+        part, self._part = self._part, None
+        if part is not None:
+            part.close()
+        with self._lock:
+            run, self._run, self._links = self._run, None, None
+        if run is not None:
+            run.close()
+            if self._context.device.kind == "cuda":
+                torch.cuda.empty_cache()
+            if self._gauge.left:
+                self.report_codecs()
+
+    @property
+    def _busy(self) -> bool:
+        return self._run is not None or self._part is not None
+
+    @property
+    def _loaded(self) -> StageRun:
+        if self._run is None:
+            raise RuntimeError("no stage is loaded")
+        return self._run
+
+    def _store(
+        self,
+        assignment: Assignment,
+        step: int,
+        snapshot: dict[str, dict[str, Tensor]],
+        cancel: Cancel,
+    ) -> None:
+        job, version = assignment.job, assignment.version
+        try:
+            context = self._context
+            tensors = tensor_blobs.store_tensors(context.blobs, snapshot, context.scratch, cancel)
+        except AtollError as error:
+            log.warning("state.not_stored", job=job, step=step, reason=str(error))
+            message = messages.state_stored(job, version, step, {}, str(error))
+        else:
+            message = messages.state_stored(job, version, step, tensors)
+        self._post(events.Stored(job, version, step, message))
+
+    # ---------------------------------------------------------------- probes
+
+    def _report_codecs(self, cancel: Cancel) -> None:
+        with self._lock:
+            self._codecs_asked = False
+        try:
+            done = self._busy or self._gauge.run(cancel.check, lambda: not self._tasks.empty())
+        finally:
+            give_back()  # codecs were timed on large tensors
+            self._send(messages.codec_speeds(self._gauge.rates))
+        if not done:
+            self.report_codecs()  # behind those that wait
+
+    def _time_ops(self, request: int, asked: pb.ProbeOps) -> None:
+        device = self._context.device
+        error, timings = "", {}
+        try:
+            ops = orders.ops_request(asked)
+            timings = op_timing.time_ops(
+                ops.probes,
+                torch_device(device),
+                ops.precision,
+                OPS_BUDGET_S,
+                int(device.memory_limit_bytes * OPS_BYTES_SHARE),
+                clock=self._context.cpu.at_work_s,
+                watch=self._watch_probe,
+            )
+        except (RuntimeError, AtollError) as failed:
+            error = self._explained(failed)
+        finally:
+            self._context.status.end()
+        self._post(events.Probed(messages.ops_probed(request, timings, error)))
+
+    def _watch_probe(self, name: str) -> None:
+        status = self._context.status
+        status.begin(status.encoded(Mark(f"{name}, as a probe", PROBE_S)))
+
+
+def cancel_reason(cancel: Cancel) -> str:
+    """Reason for which a task was cancelled, for the log."""
+    try:
+        cancel.check()
+    except Cancelled as cancelled:
+        return str(cancelled)
+    return "links aborted"

@@ -1,0 +1,124 @@
+"""A round of several clients on one host: trained in turn from the same broadcast, summed, one answer.
+
+Each client's update goes through the round's codec as its file would, so accuracy and residuals are those of
+clients on machines of their own; what travels is the sum alone. In memory are the broadcast, one client's
+training and the sums, whatever the number of clients. Source: FedML Parrot; papers/federated.md 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from atoll.errors import BadUpdate, JobFailed, UsageError
+from atoll.sampling import client_key
+from compressors.model_file import NONE, Coding, read_update, write_sums, write_update
+from strategies.files import parted, sums_arrays, update_arrays, update_metas
+from strategies.fixed import Accumulator, FixedSums, Grid
+from strategies.linear import Linear
+from worker.federated.trainer import LOSS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from compressors.container import Stored
+    from strategies.layout import Arrays
+    from strategies.values import Broadcast, ClientUpdate
+    from worker.federated.local_model import Client
+    from worker.federated.population_states import Held, PopulationStates
+    from worker.federated.trainer import LocalTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Numbers of a client whose update is in a sum; ``coded_bytes``: of its own update, had it travelled."""
+
+    client: str
+    n_samples: int
+    steps: int
+    loss: float
+    square_loss: float
+    coded_bytes: int
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """A host's upload: the file of ``sums`` and the clients in it; ``refused``: why others are not."""
+
+    stored: Stored
+    sums: FixedSums
+    rows: tuple[Row, ...]
+    refused: Mapping[str, str]
+
+
+def train_clients(
+    trainer: LocalTrainer,
+    clients: Iterable[Client],
+    broadcast: Broadcast,
+    grid: Grid,
+    coding: Coding,
+    states: PopulationStates,
+    path: Path,
+) -> HostAnswer | None:
+    """Train ``clients`` one after another; their sum is written to ``path``, their states are proposed.
+
+    A client whose training fails, or whose update the grid does not hold, is refused alone. None where none
+    is left. UsageError for a strategy that needs each update apart.
+    """
+    core = trainer.rule.core
+    if not isinstance(core, Linear):
+        raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
+    held, rows, refused = Accumulator(grid), [], {}
+    with states.begin(broadcast.round, coding.codec) as drafts:
+        for client in clients:
+            before = states.load(client.name, broadcast.round, coding.codec)
+            try:
+                found = trainer.train(client, broadcast, before.state)
+                update, size, left = _coded(trainer, client.name, found.update, coding, before, path)
+                held.add(core.contribute(trainer.layout, update))
+            except (BadUpdate, JobFailed, UsageError) as error:
+                refused[client.name] = str(error)
+                continue
+            drafts.put(client.name, found.state, left)
+            rows.append(
+                Row(
+                    client.name,
+                    update.n_samples,
+                    update.steps,
+                    update.metrics[LOSS],
+                    found.square_loss,
+                    size,
+                )
+            )
+        if not rows:
+            return None
+        sums = held.sums()
+        stored = write_sums(path, sums_arrays(sums))
+        drafts.finish()
+    return HostAnswer(stored, sums, tuple(rows), refused)
+
+
+def _coded(
+    trainer: LocalTrainer, client: str, update: ClientUpdate, coding: Coding, before: Held, path: Path
+) -> tuple[ClientUpdate, int, Arrays]:
+    """The update as a server would read it, the bytes of its file, and what the codec left out."""
+    arrays, left = update_arrays(update), dict(before.left)
+    if coding.codec == NONE:
+        return update, sum(array.nbytes for array in arrays.values()), {}
+
+    def keep(name: str, error: torch.Tensor | None) -> None:
+        left.pop(name, None)
+        if error is not None:
+            left[name] = error.reshape(-1).numpy()
+
+    seed = client_key(f"{client}/{update.round}")
+    stored = write_update(
+        path, arrays, coding, seed, lambda n: torch.from_numpy(left[n]) if n in left else None, keep
+    )
+    metas = update_metas(trainer.rule, trainer.layout)
+    delta, extra = parted(read_update(path, metas, coding))
+    slots = {slot: extra.get(slot, {}) for slot in update.extra}
+    return replace(update, delta=delta, extra=slots), stored.size, left

@@ -1,0 +1,97 @@
+"""A federated job between the session and who takes part: the coordinator's orders, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atoll.federated import FederatedSpec
+from atoll.job import TrainingSpec
+from atoll.opdag import StateMeta
+from atoll.program import StageProgram
+
+if TYPE_CHECKING:
+    from compressors.container import Stored
+    from strategies.values import ClientUpdate
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A federated job as a client is told of it. ``states`` describes every leaf of the programs, inputs
+    included; ``tensors`` maps every other leaf to its blob."""
+
+    job: str
+    version: int
+    training: TrainingSpec
+    federated: FederatedSpec
+    program: StageProgram
+    eval_program: StageProgram | None
+    states: Mapping[str, StateMeta]
+    tensors: Mapping[str, str]
+    batch: int
+
+    @property
+    def programs(self) -> tuple[StageProgram, ...]:
+        return (self.program,) if self.eval_program is None else (self.program, self.eval_program)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """A broadcast: blob ``full``, or blob ``delta`` from the broadcast known as ``base``."""
+
+    full: str
+    delta: str = ""
+    base: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOrder:
+    """``seed``: of what codec and rule draw on this client in this round."""
+
+    round: int
+    model: ModelRef
+    codec: str
+    ratio: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOrder:
+    """A model to evaluate on the held-out share."""
+
+    round: int
+    model: ModelRef
+
+
+@dataclass(frozen=True)
+class Update:
+    """A round's answer, stored: ``answer`` and its numbers, without its arrays."""
+
+    answer: ClientUpdate
+    square_loss: float
+    stored: Stored
+    train_s: float
+    upload_bytes: int
+    upload_s: float
+    download_bytes: int
+    download_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Means over ``n_samples`` held-out samples of one client."""
+
+    n_samples: int
+    loss: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """An evaluation's answer."""
+
+    found: Evaluated
+    took_s: float
+    download_bytes: int
+    download_s: float

@@ -1,0 +1,192 @@
+"""One compute process: its pipe, its arenas, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from atoll.errors import AtollError, StorageError
+from protos import atoll_compute_pb2 as pb
+from protos.child_pipe import Gone, Pipe, framed
+from worker.hosting.environment import compute_environment
+from worker.hosting.launch import Ending, Launched
+from worker.pipe.arena import Allocator, Arena
+from worker.pipe.status import ComputeStatus, DaemonStatus
+
+if TYPE_CHECKING:
+    from worker.hosting.sandbox import Sandbox, View
+
+log = structlog.get_logger()
+
+ARENA_BYTES = 2 << 30
+"""Of addresses, each way; memory is taken as far as tensors are under way."""
+SHARED_BYTES = 256 << 20
+"""Of tensors under way, beside what a job may add."""
+MAX_UNREAD_BYTES = 256 << 20
+FREED_AT_ONCE, FREED_BYTES = 32, 8 << 20
+"""Blocks that were read and may wait for a message to travel with."""
+CLOSED_S = 2.0  # from the pipe's end to the process's
+ROOM_S = 0.05
+COMMAND = (sys.executable, "-P", "-m", "worker.compute")
+
+
+class Child:
+    """A compute process that was started for ``view``; ``alive`` until ``ended`` was called."""
+
+    def __init__(
+        self,
+        view: View,
+        sandbox: Sandbox,
+        threads: int,
+        scratch: Path,
+        heard: Callable[[Child, pb.FromCompute], None],
+        ended: Callable[[Child, Ending], None],
+    ) -> None:
+        """``heard`` is called with each message, in the child's own thread; an AtollError that it raises ends
+        the process. ``ended`` is called once, in that thread. Raises StorageError."""
+        self.view, self.scratch = view, scratch
+        self._heard, self._ended = heard, ended
+        incoming, outgoing = Arena.make(ARENA_BYTES), Arena.make(ARENA_BYTES)
+        self.incoming, self.outgoing = Allocator(incoming), outgoing
+        self.status = ComputeStatus(outgoing.head)
+        self._daemon = DaemonStatus(incoming.head)
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # False: the end
+        self._lock = threading.Lock()
+        self._unsent: deque[memoryview] = deque()
+        self._unread_bytes = 0
+        self._over = False
+        self._freed: deque[int] = deque()
+        self._freed_bytes = 0
+        self.alive = True
+        ours, theirs = socket.socketpair()
+        given = [theirs.fileno(), incoming.descriptor, outgoing.descriptor]
+        command = [*COMMAND, str(given[0])]
+        for arena in (incoming, outgoing):
+            command += [str(arena.descriptor), str(arena.size)]
+        with theirs:
+            self.launched = Launched(command, given, view, compute_environment(threads), sandbox=sandbox)
+        incoming.close_descriptor()
+        outgoing.close_descriptor()
+        self._pipe = Pipe(ours)
+        for name, run in (("read", self._read), ("write", self._write)):
+            threading.Thread(target=run, name=f"atoll-compute-{name}", daemon=True).start()
+
+    def send(self, message: pb.ToCompute) -> None:
+        """Send a message; never waits. A process that does not read is ended."""
+        with self._lock:
+            self._send(message)
+            full = self._unread_bytes > MAX_UNREAD_BYTES
+        if full and not self._over:
+            self._over = True
+            self.end("it does not read what it is sent")
+
+    def freed(self, offset: int, size: int) -> None:
+        """A block of the process's arena was read. Takes no lock: the interpreter may call this anywhere."""
+        self._freed.append(offset)
+        self._freed_bytes += size
+        if len(self._freed) >= FREED_AT_ONCE or self._freed_bytes >= FREED_BYTES:
+            self._freed_bytes = 0
+            self._wake.put(True)
+
+    def _send(self, message: pb.ToCompute) -> None:
+        """The lock is held, so that frames keep their order."""
+        while self._freed:
+            message.freed.append(self._freed.popleft())
+        frame = framed(message)
+        self._daemon.write(time.process_time())
+        sent = 0
+        if not self._unsent:
+            with contextlib.suppress(Gone):  # whoever reads notices
+                sent = self._pipe.offer(frame)
+        if sent < len(frame):
+            self._unsent.append(memoryview(frame)[sent:])
+            self._unread_bytes += len(frame) - sent
+            self._wake.put(True)
+
+    def has_room(self, timeout_s: float) -> bool:
+        """Wait until less than half of what may be unread is; False after ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.alive and self._unread_bytes > MAX_UNREAD_BYTES // 2:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(ROOM_S)
+        return True
+
+    def end(self, cause: str) -> None:
+        """As ``kill``, without waiting for it."""
+        threading.Thread(target=self.kill, args=(cause,), daemon=True).start()
+
+    def kill(self, cause: str) -> None:
+        """End the process and all that it started."""
+        self.launched.kill(cause)
+
+    def close(self, timeout_s: float) -> None:
+        """Ask it to end, end it after ``timeout_s``."""
+        self.send(pb.ToCompute(stop=True))
+        if self.launched.wait(timeout_s) is None:
+            self.kill("the worker needs it no more")
+
+    # ------------------------------------------------------------ the threads
+
+    def _read(self) -> None:
+        cause = ""
+        try:
+            while True:
+                self._heard(self, self._pipe.receive(pb.FromCompute()))
+        except Gone:
+            if self.launched.wait(CLOSED_S) is None:
+                cause = "it closed its pipe"
+        except AtollError as error:
+            cause = f"it broke the rules of its pipe: {error}"
+        except Exception as error:  # the next process must not suffer from this one's
+            log.exception("compute.fault")
+            cause = f"{type(error).__name__} in this worker"
+        if cause:
+            self.launched.kill(cause)
+        self._finish()
+
+    def _finish(self) -> None:
+        self.alive = False
+        self._wake.put(False)
+        self._pipe.close()
+        ending = self.launched.wait()
+        assert ending is not None  # noqa: S101 - waited without an end
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._ended(self, ending)
+
+    def _write(self) -> None:
+        """Thread: what did not fit into the pipe at once."""
+        while self._wake.get():
+            if self._freed:
+                self.send(pb.ToCompute())
+            while self._unsent:
+                frame = self._unsent[0]
+                try:
+                    self._pipe.write(frame)
+                except Gone:
+                    return
+                with self._lock:
+                    self._unsent.popleft()
+                    self._unread_bytes -= len(frame)
+
+
+def make_scratch(state_dir: Path, name: str) -> Path:
+    """Make an empty folder for what a compute process stores. Raises StorageError."""
+    folder = state_dir / "compute" / name
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise StorageError(f"cannot create {folder}: {error.strerror}; choose another --state-dir") from None
+    return folder

@@ -1,0 +1,62 @@
+"""Being connected with the neighbours of a plan, all at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from atoll.errors import AtollError
+
+if TYPE_CHECKING:
+    from worker.cancel import Cancel
+    from worker.stage.assignment import PeerLink
+    from worker.transport.network import PeerNetwork
+
+POLL_S = 0.1
+
+
+def connect(links: Sequence[PeerLink], network: PeerNetwork, timeout_s: float, cancel: Cancel) -> None:
+    """Be connected to every neighbour. Raises ConnectionFailed naming the one that is not, Cancelled."""
+    deadline_s = time.monotonic() + timeout_s
+    for link in links:
+        network.admit(link.worker)
+    waits = [
+        partial(connect_one, network, link.worker, link.addresses, link.dial, timeout_s) for link in links
+    ]
+    _together(waits, deadline_s, cancel)
+
+
+def connect_one(
+    network: PeerNetwork, peer: str, addresses: tuple[tuple[str, int], ...], dial: bool, timeout_s: float
+) -> None:
+    """Connect to ``peer``: dial it, or wait until it dials. Raises ConnectionFailed."""
+    if network.connected(peer):
+        return
+    if dial:
+        network.dial(peer, addresses, timeout_s)
+    else:
+        network.wait_for(peer, timeout_s)
+
+
+def _together(waits: Sequence[Callable[[], object]], deadline_s: float, cancel: Cancel) -> None:
+    """Run all at once; the first error counts. Given up, not stopped, when cancelled."""
+    failures: list[AtollError] = []
+
+    def attempt(wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except AtollError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=attempt, args=(w,), name="atoll-dial", daemon=True) for w in waits]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) and not failures:
+        cancel.wait(POLL_S)
+        if time.monotonic() > deadline_s + 2.0:
+            break
+    if failures:
+        raise failures[0]

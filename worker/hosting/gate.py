@@ -1,0 +1,180 @@
+"""A job's way in and out between the transport and the compute process.
+
+The transport asks at once where a message goes, so the keys that are wanted, and their sizes, are known
+here before any comes. What is neither from a neighbour that the coordinator named nor of the job that it
+assigned does not pass, either way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from atoll.errors import BadFrame
+from protos import atoll_compute_pb2 as pb
+from worker.pipe.keys import from_key, to_key
+from worker.transport.contract import PeerLost
+
+if TYPE_CHECKING:
+    from worker.pipe.arena import Allocator, Block
+    from worker.transport.frames import MessageKey
+    from worker.transport.network import PeerNetwork
+
+MAX_WANTED = 1 << 20
+AT_ONCE = 2
+"""Blocks a key may have at a time: one that a lost connection left, one for its repetition."""
+MAX_BESIDE_BYTES = 1 << 30
+FULL_S = 5.0
+"""The compute process keeps within the transport's bounds: who waits so long has broken them."""
+
+
+@dataclass(slots=True)
+class _Wanted:
+    peer: str
+    max_bytes: int
+    blocks: int = 0
+
+
+class Gate:
+    """``Receiver`` of one job, and what it sends. ``tell`` must not wait."""
+
+    def __init__(
+        self,
+        job: str,
+        peers: frozenset[str],
+        network: PeerNetwork,
+        incoming: Allocator,
+        tell: Callable[[pb.ToCompute], object],
+        end: Callable[[str], object] = lambda _: None,
+    ) -> None:
+        """``end(cause)`` ends the process; like ``tell`` it must not wait."""
+        self.job, self.peers = job, peers
+        self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
+        self._beside_bytes = 0  # of messages that the arena has no room for
+        self._lock = threading.RLock()
+        self._wanted: dict[MessageKey, _Wanted] = {}
+        self._begun_s: dict[tuple[str, MessageKey], float] = {}
+        self._waiting: list[tuple[pb.Arrived, Block]] = []  # whole, and no room yet
+        self._lent: dict[int, Block] = {}  # offset -> block that the compute process reads
+
+    # ------------------------------------------------------------ the compute process
+
+    def want(self, entries: Iterable[pb.Wanted]) -> None:
+        """Take these messages from now on. Raises BadFrame."""
+        with self._lock:
+            for entry in entries:
+                key = from_key(entry.key)
+                self._check(entry.peer, key)
+                if entry.max_bytes > self._incoming.arena.size:
+                    raise BadFrame(f"a message of {entry.max_bytes} bytes wanted")
+                self._wanted.setdefault(key, _Wanted(entry.peer, entry.max_bytes))
+            if len(self._wanted) > MAX_WANTED:
+                raise BadFrame(f"more than {MAX_WANTED} messages wanted")
+
+    def step_over(self, step: int) -> None:
+        """Messages of steps before ``step`` are not wanted any more."""
+        with self._lock:
+            self._wanted = {key: wanted for key, wanted in self._wanted.items() if key.step >= step}
+
+    def send(self, m: pb.Outgoing, block: Block) -> None:
+        """Send a message that lies in the compute process's arena. Raises BadFrame."""
+        key = from_key(m.key)
+        self._check(m.peer, key)
+        try:
+            self._network.send(m.peer, key, m.header, memoryview(block), FULL_S, m.more)  # type: ignore[arg-type]
+        except PeerLost as lost:
+            self.lost(lost.peer, lost.reason)
+        except TimeoutError:
+            raise BadFrame(f"more is queued for {m.peer} than may be") from None
+
+    def freed(self, offsets: Iterable[int]) -> None:
+        """The compute process has read these blocks."""
+        with self._lock:
+            for offset in offsets:
+                self._lent.pop(offset, None)
+            while self._waiting and self._lend(*self._waiting[0]):
+                del self._waiting[0]
+
+    def close(self) -> None:
+        """Nothing passes any more."""
+        self._network.unregister(self.job, self)
+        self._network.forget(self.job)
+        with self._lock:
+            self._wanted.clear()
+            self._waiting.clear()
+            self._lent.clear()
+
+    def _check(self, peer: str, key: MessageKey) -> None:
+        if key.job != self.job or peer not in self.peers:
+            raise BadFrame(f"a message of job {key.job[:60]!r} with {peer[:60]!r}, none of which is here")
+
+    # ------------------------------------------------------------ the transport
+
+    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        with self._lock:
+            wanted = self._wanted.get(key)
+            if wanted is None or wanted.peer != peer or total > wanted.max_bytes or wanted.blocks >= AT_ONCE:
+                return None
+            self._begun_s[peer, key] = time.monotonic()
+            if not total:
+                return memoryview(bytearray())
+            wanted.blocks += 1
+            offset = self._incoming.allocate(total)
+            # Where the arena is full, it is moved there as soon as there is room.
+            block = np.empty(total, np.uint8) if offset is None else self._incoming.owned(offset, total)
+            beside = total if offset is None else 0
+            self._beside_bytes += beside
+            weakref.finalize(block, self._over, wanted, beside).atexit = False
+            if self._beside_bytes > MAX_BESIDE_BYTES:
+                self._end("it does not read what its peers send")
+            return memoryview(block)  # type: ignore[arg-type]
+
+    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            lasted_s = now_s - self._begun_s.pop((peer, key), now_s)
+            arrived = pb.Arrived(
+                peer=peer, key=to_key(key), header=header, size=len(payload), lasted_s=lasted_s
+            )
+            if not payload:
+                self._tell(pb.ToCompute(arrived=arrived))
+            elif not self._lend(arrived, payload.obj):  # type: ignore[arg-type]
+                self._waiting.append((arrived, payload.obj))  # type: ignore[arg-type]
+
+    def lost(self, peer: str, reason: str) -> None:
+        self._tell(pb.ToCompute(lost=pb.LostPeer(peer=peer, reason=reason)))
+        with self._lock:
+            for entry in [entry for entry in self._begun_s if entry[0] == peer]:
+                del self._begun_s[entry]
+
+    def _lend(self, arrived: pb.Arrived, block: Block) -> bool:
+        """Hand a message over; the lock is held. False when there is no room in the arena."""
+        offset = self._incoming.arena.offset_of(block)
+        if offset is None:
+            offset = self._incoming.allocate(len(block))
+            if offset is None:
+                return False
+            moved = self._incoming.owned(offset, len(block))
+            moved[:] = block
+            # The block that it came in counts until this one is freed.
+            weakref.finalize(moved, _nothing, block).atexit = False
+            block = moved
+        arrived.offset = offset
+        self._lent[offset] = block
+        self._tell(pb.ToCompute(arrived=arrived))
+        return True
+
+    def _over(self, wanted: _Wanted, beside: int) -> None:
+        with self._lock:
+            wanted.blocks -= 1
+            self._beside_bytes -= beside
+
+
+def _nothing(_: object) -> None:
+    """Keep a reference."""

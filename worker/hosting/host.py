@@ -1,0 +1,670 @@
+"""The daemon's side of computing: starts compute processes, gives them their work, outlives them.
+
+A pipeline's stages are computed by the process that stands ready; a federated job gets one of its own,
+which sees that job's folder and data set and no other. What a process says is checked, and one that
+breaks a rule, crashes, hangs or takes too much memory is ended with its reason; a job that has cost
+``MAX_DEATHS`` is refused. ``post`` hears of what becomes of the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import structlog
+
+from atoll.errors import AtollError, BadFrame, StorageError, UsageError
+from protos import atoll_compute_pb2 as pb
+from protos import atoll_control_pb2 as control
+from protos.convert_plan import link_to_proto
+from protos.private_files import private_folder
+from protos.text_limits import Budget, clean
+from worker.config import make_state_dir
+from worker.data.registry import dataset_folder
+from worker.federated.folders import make_job_folder, noise_key
+from worker.hosting.child import SHARED_BYTES, Child, make_scratch
+from worker.hosting.connecting import connect, connect_one
+from worker.hosting.gate import Gate
+from worker.hosting.limits import descendants
+from worker.hosting.requests import Served
+from worker.hosting.sandbox import View, chosen
+from worker.hosting.watch import OpWatch
+from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
+from worker.machine.speed_file import SpeedFile
+from worker.session import events, instructions, wire
+from worker.session.pipe_events import event_of
+from worker.transport.contract import TransportConfig
+
+if TYPE_CHECKING:
+    from worker.blobs import BlobStore
+    from worker.cancel import Cancel
+    from worker.config import WorkerConfig
+    from worker.hosting.launch import Ending
+    from worker.session.wire import AssignedStage, LinkRequest
+    from worker.stage.assignment import PeerLink
+    from worker.stage.batches import Fetch
+    from worker.transport.network import PeerNetwork
+
+log = structlog.get_logger()
+
+MAX_DEATHS = 3
+READY_S = 300.0  # from its start: importing torch takes 2 s on a core, and there are eighths of one
+LOOK_S = 0.25
+PING_S, PONG_S = 5.0, 60.0
+AGAIN_FIRST_S, AGAIN_MOST_S = 0.5, 60.0  # a new process after one that died without work
+CONNECT_S = 10.0  # to a peer that is only measured
+MIN_PROBE_BYTES = 64 << 10
+SAID = frozenset({"spans", "log", "codec_speeds"})
+"""Messages to the coordinator that a compute process sends by itself."""
+LEVELS = frozenset({"debug", "info", "warning", "error", "critical", "exception"})
+LOG_BURST, LOG_PER_S = 1 << 20, 64 << 10  # characters
+# Bytes for the coordinator: of spans and logs, of which more is left out, and of all, which nothing honest
+# comes near.
+SAID_BURST, SAID_PER_S = 16 << 20, 1 << 20
+MOST_BURST, MOST_PER_S = 256 << 20, 16 << 20
+MESSAGE_COST = 1000  # bytes, beside its own
+EVENT = re.compile(r"[a-z][a-z_.]{0,60}")
+MAX_REASON_CHARS = 2000
+CLOSE_S = 0.5
+FROZEN_S = 5.0  # between two looks: this process stood still itself
+
+
+@dataclass(frozen=True)
+class HostPorts:
+    """What the daemon does for its compute processes."""
+
+    network: PeerNetwork
+    blobs: BlobStore
+    fetch_of: Callable[[str], Fetch]
+    post: Callable[[events.Event], None]
+    send: Callable[[control.FromWorker], None]
+
+
+@dataclass
+class _Held:
+    """A job that is computed here, or was until its process died."""
+
+    job: str
+    federated: instructions.JoinFederation | None = None
+    version: int = 0
+    step: int = 0  # or round
+    turn: str = ""  # of a federated job: what is being done
+
+
+@dataclass
+class _Now:
+    """What one process has of ours."""
+
+    child: Child
+    served: Served | None = None  # before the worker has joined
+    gate: Gate | None = None
+    watch: OpWatch = field(default_factory=OpWatch)
+    ready: bool = False
+    answered_s: float = 0.0
+    said: Budget = field(default_factory=lambda: Budget(SAID_BURST, SAID_PER_S))
+    most: Budget = field(default_factory=lambda: Budget(MOST_BURST, MOST_PER_S))
+    joined: str = ""  # the federated job that it was started for
+
+
+class ComputeHost:
+    """Owns the compute process of one device. ``do`` may be called from any thread and never waits."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._worker = ""  # until it has joined; then with its ports
+        self._ports: HostPorts
+        self._speeds = SpeedFile(config.state_dir)
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._now: _Now | None = None
+        self._held: _Held | None = None
+        self._probes: set[int] = set()  # requests to time ops that are not answered
+        self._deaths: Counter[str] = Counter()
+        self._idle_deaths = 0
+        self._pausing = False  # before the next process is started
+        self._device: control.DeviceFacts | None = None
+        self._rates: list[control.CodecSpeed] = []
+        self._failed: AtollError | None = None
+        self._links: tuple[PeerLink, ...] = ()
+        self._last_death = ""
+        self._changed = threading.Condition(self._lock)
+        self._stopping = threading.Event()
+        self._printing = Budget(LOG_BURST, LOG_PER_S)
+        self._wants_codecs = False
+
+    # ------------------------------------------------------------ the daemon
+
+    def prepare(self) -> None:
+        """Start a process: it loads torch while the worker joins. Raises StorageError, and UsageError for a
+        sandbox that is required and not to be had."""
+        config = self._config
+        make_state_dir(config.state_dir)
+        private_folder(config.blob_dir)
+        with self._lock:
+            self._launch(self._pool_view())
+
+    def start(
+        self, worker: str, ports: HostPorts, stopping: Callable[[], bool] = lambda: False
+    ) -> control.DeviceFacts:
+        """Begin to compute as ``worker``; returns the device's facts. UsageError when it is not there."""
+        with self._changed:
+            self._worker, self._ports = worker, ports
+            now = self._now
+            if now is not None:
+                self._settle_in(now)
+            while self._device is None and self._failed is None and not stopping():
+                self._changed.wait(LOOK_S)
+            if self._failed is not None:
+                raise self._failed
+        threading.Thread(target=self._look, name="atoll-compute-watch", daemon=True).start()
+        return self._device or control.DeviceFacts()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the process."""
+        self._stopping.set()
+        with self._lock:
+            now, self._now = self._now, None
+        if now is not None:
+            self._leave_gate(now)
+            if now.served is not None:
+                now.served.cancel_all("leaving")
+            now.child.close(timeout_s)
+
+    @property
+    def progress(self) -> int:
+        """Signs of life of the computation, counted."""
+        now = self._now
+        return 0 if now is None else now.child.status.progress
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held on the device."""
+        now = self._now
+        return 0 if now is None else now.child.status.memory_bytes
+
+    @property
+    def codec_speeds(self) -> list[control.CodecSpeed]:
+        """Codecs' speeds that are known by now."""
+        return list(self._rates)
+
+    def report_codecs(self) -> None:
+        """Have the speeds of codecs reported that are known, and those measured that are not."""
+        self._wants_codecs = True
+        self._tell(pb.ToCompute(report_codecs=True))
+
+    def do(self, instruction: instructions.Instruction) -> None:
+        """Take an instruction of the session that concerns computing."""
+        with self._lock:
+            try:
+                self._do(instruction)
+            except AtollError as error:
+                self._report(str(error), gone=False)
+                if self._now is None:
+                    self._later()
+
+    def _do(self, instruction: instructions.Instruction) -> None:
+        match instruction:
+            case instructions.LoadStage(job, version, work):
+                self._load(job, version, work)
+            case instructions.RunStep(job, version, step):
+                self._at(version, step)
+                if self._now is not None:
+                    self._now.watch.step_begins(time.monotonic())
+                    if self._now.gate is not None:
+                        self._now.gate.step_over(step)
+                self._tell(pb.ToCompute(run_step=_step(job, version, step)))
+            case instructions.ApplyStep(job, version, step, scale, store):
+                self._at(version, step)
+                message = _step(job, version, step, gradient_scale=scale, store=store)
+                self._tell(pb.ToCompute(apply_step=message))
+            case instructions.Evaluate(job, version, step, coded):
+                self._at(version, step)
+                self._tell(pb.ToCompute(evaluate=_step(job, version, step, evaluate_coded=coded)))
+            case instructions.ChangeLinks(job, version, step, relink):
+                links = [link_to_proto(link) for link in relink.links]
+                changed = control.Relink(
+                    plan_version=relink.version, first_step=relink.first_step, links=links
+                )
+                self._tell(pb.ToCompute(change_links=_step(job, version, step, relink=changed)))
+            case instructions.DiscardStep(job, version, step, reason):
+                self._tell(pb.ToCompute(discard=_step(job, version, step, reason=reason)))
+            case instructions.DropStage(job, version, reason):
+                self._drop(job, version, reason)
+            case instructions.Interrupt(reason):
+                self._tell(pb.ToCompute(interrupt=reason))
+            case instructions.JoinFederation():
+                self._join(instruction)
+            case instructions.TrainLocally(job, at_round, order):
+                self._turn(job, at_round, "train", pb.ToCompute(train=order))
+            case instructions.EvaluateLocally(job, at_round, order):
+                self._turn(job, at_round, "evaluate", pb.ToCompute(evaluate_round=order))
+            case instructions.SettleRound(job, at_round, taken):
+                self._tell(pb.ToCompute(settle=pb.ComputeRound(job=job, round=at_round, taken=taken)))
+            case instructions.TimeOps(request, ops) if not ops.ops:
+                # The coordinator times the way here: nothing that computes may stand in it.
+                self._ports.post(events.Probed(wire.ops_probed(request, {}, "")))
+            case instructions.TimeOps(request) if self._now is None:
+                self._ports.post(events.Probed(wire.ops_probed(request, {}, self._last_death)))
+            case instructions.TimeOps(request, ops):
+                if self._now is not None and self._now.joined:
+                    self._launch(self._pool_view())  # strangers' ops see nobody's data
+                self._probes.add(request)
+                self._tell(pb.ToCompute(time_ops=ops))
+            case instructions.TimeLink(request, peer, target):
+                arguments = (request, peer, target)
+                name = f"atoll-probe-{peer}"
+                threading.Thread(target=self._time_link, args=arguments, name=name, daemon=True).start()
+            case _:
+                raise TypeError(f"not for the compute host: {instruction!r}")
+
+    # ------------------------------------------------------------ jobs
+
+    def _load(self, job: str, version: int, work: AssignedStage) -> None:
+        self._held = _Held(job, version=version)
+        self._check_deaths(job)
+        if self._now is None or self._now.joined:
+            self._launch(self._pool_view())
+        now = self._now
+        assert now is not None  # noqa: S101 - launched
+        self._leave_gate(now)
+        child = now.child
+        peers = frozenset(link.worker for link in work.links)
+        now.gate = Gate(job, peers, self._ports.network, child.incoming, child.send, child.end)
+        now.watch = OpWatch()
+        self._links = work.links
+        self._ports.network.register(job, now.gate)
+        child.send(pb.ToCompute(load=work.message))
+
+    def _join(self, joining: instructions.JoinFederation) -> None:
+        invitation: control.Participate = joining.work
+        self._held = _Held(joining.job, joining, joining.version, 0, "load")
+        self._check_deaths(joining.job)
+        config = self._config
+        folder = make_job_folder(config.state_dir, joining.job, config.kept_bytes)
+        data = dataset_folder(config.state_dir, invitation.federated.data)
+        view = View(
+            (config.blob_dir.absolute(), data.absolute()),
+            (folder.absolute(),),
+            self._pool_view().device,
+        )
+        if self._now is None or self._now.joined != joining.job:
+            self._launch(view, joining.job)
+        key = noise_key(config.state_dir)
+        self._tell(pb.ToCompute(join=pb.ComputeJoin(invitation=invitation, noise_key=key)))
+
+    def _turn(self, job: str, at_round: int, during: str, message: pb.ToCompute) -> None:
+        if self._held is not None:
+            # Who takes no more of a job is no member of it: else its rounds were repeated for ever.
+            refused = self._deaths[job] >= MAX_DEATHS
+            self._held.step, self._held.turn = at_round, "load" if refused else during
+        self._check_deaths(job)
+        if self._now is None:
+            raise StorageError(f"no process computes here: {self._last_death}")
+        self._tell(message)
+
+    def _drop(self, job: str, version: int, reason: str) -> None:
+        self._held = None
+        if self._now is not None:
+            self._leave_gate(self._now)
+            if self._now.served is not None:
+                self._now.served.cancel_all(reason)
+        self._tell(pb.ToCompute(drop=_step(job, version, 0, reason=reason)))
+
+    def _at(self, version: int, step: int) -> None:
+        if self._held is not None:
+            self._held.version, self._held.step = version, step
+
+    def _check_deaths(self, job: str) -> None:
+        if self._deaths[job] >= MAX_DEATHS:
+            raise UsageError(
+                f"this worker takes no more of job {job}, which ended its process {MAX_DEATHS} times; "
+                f"the last time: {self._last_death}"
+            )
+
+    def _report(self, reason: str, *, gone: bool) -> None:
+        """Report that the job that is held cannot go on; ``gone``: nor can it be repeated."""
+        held = self._held
+        if held is None:
+            return
+        if held.federated is None:
+            self._ports.post(events.StageBroke(held.job, held.version, held.step, reason, gone=gone))
+        elif held.turn:
+            during, held.turn = held.turn, ""
+            self._ports.post(events.TurnBroke(held.job, held.step, during, reason))
+
+    def _leave_gate(self, now: _Now) -> None:
+        if now.gate is not None:
+            now.gate.close()
+            now.gate = None
+
+    # ------------------------------------------------------------ processes
+
+    def _pool_view(self) -> View:
+        """Files of a process for any pipeline's stage."""
+        wanted = self._config.device
+        gpu = wanted.startswith("cuda") or (wanted == "auto" and any(Path("/dev").glob("nvidia[0-9]*")))
+        return View((self._config.blob_dir.absolute(),), (), "cuda" if gpu else "cpu")
+
+    def _launch(self, view: View, joined: str = "") -> None:
+        """Start a process in place of what there is; the lock is held. Raises StorageError."""
+        before, self._now = self._now, None
+        if before is not None:
+            self._leave_gate(before)
+            if before.served is not None:
+                before.served.cancel_all("another process takes over")
+            name = "atoll-compute-close"
+            threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
+        config = self._config
+        scratch = make_scratch(config.state_dir.absolute(), f"{os.getpid()}-{next(self._numbers)}")
+        view = replace(view, read_write=(*view.read_write, scratch))
+        child = Child(
+            view, chosen(config.sandbox, view.device), config.threads, scratch, self._heard, self._ended
+        )
+        self._now = _Now(child, answered_s=time.monotonic(), joined=joined)
+        if self._worker:
+            self._settle_in(self._now)
+
+    def _settle_in(self, now: _Now) -> None:
+        """Tell a process who it computes for."""
+        now.served = Served(now.child, self._ports.blobs, self._ports.fetch_of)
+        now.child.send(pb.ToCompute(setup=self._setup(now.child.scratch)))
+
+    def _setup(self, scratch: Path) -> pb.ComputeSetup:
+        config, transport = self._config, TransportConfig()
+        return pb.ComputeSetup(
+            worker=self._worker,
+            state_dir=str(config.state_dir.absolute()),
+            blob_dir=str(config.blob_dir.absolute()),
+            scratch_dir=str(scratch),
+            device=config.device,
+            threads=config.threads,
+            memory_bytes=config.memory_bytes,
+            feed_ahead_steps=config.feed_ahead_steps,
+            feed_bytes=config.feed_bytes,
+            kept_bytes=config.kept_bytes,
+            min_batch=config.min_batch,
+            min_samples=config.min_samples,
+            min_steps=config.min_steps,
+            min_clients=config.min_clients,
+            codec_speeds=self._speeds.read(),
+            max_queued_bytes=transport.max_queued_bytes,
+            max_queued_messages=transport.max_messages,
+        )
+
+    def _tell(self, message: pb.ToCompute) -> None:
+        now = self._now
+        if now is not None:
+            now.child.send(message)
+
+    def _ended(self, child: Child, ending: Ending) -> None:
+        """The child's thread: a process is gone."""
+        with self._changed:
+            now = self._now
+            if now is None or now.child is not child:
+                return
+            self._leave_gate(now)
+            if now.served is not None:
+                now.served.cancel_all("the compute process ended")
+            self._now = None
+            if self._stopping.is_set():
+                return
+            mark = child.status.running().mark
+            what = "the compute process ended" if mark is None else f"{mark.name} ended the compute process"
+            reason = self._last_death = f"{what} ({ending})"
+            log.error("compute.ended", reason=reason, printed=list(ending.lines[-5:]))
+            if self._device is None:
+                self._failed = AtollError("\n".join([reason, *ending.lines[-10:]]))
+                self._changed.notify_all()
+                return
+            for request in self._probes:
+                self._ports.post(events.Probed(wire.ops_probed(request, {}, reason)))
+            self._probes.clear()
+            self._bury()
+
+    def _bury(self) -> None:
+        """Report a death, and start anew; the lock is held."""
+        held = self._held
+        if held is None:
+            self._later()
+            return
+        self._deaths[held.job] += 1
+        over = held.turn == "load" or self._deaths[held.job] >= MAX_DEATHS
+        self._report(self._last_death, gone=True)
+        try:
+            if held.federated is None or over:
+                self._launch(self._pool_view())
+            else:
+                # The job goes on with its next round; the session knows that it joined.
+                self._join(held.federated)
+                held = self._held
+                if held is not None:
+                    held.turn = ""
+        except AtollError as error:
+            log.error("compute.not_started", reason=str(error))
+            self._later()
+
+    def _later(self) -> None:
+        """Start anew after a pause, which doubles each time; the lock is held."""
+        if self._pausing:
+            return
+        self._pausing = True
+        self._idle_deaths += 1
+        delay_s = min(AGAIN_MOST_S, AGAIN_FIRST_S * 2.0 ** min(self._idle_deaths - 1, 16))
+        timer = threading.Timer(delay_s, self._again)
+        timer.daemon = True
+        timer.start()
+
+    def _again(self) -> None:
+        with self._lock:
+            self._pausing = False
+            if self._now is None and not self._stopping.is_set():
+                try:
+                    self._launch(self._pool_view())
+                except AtollError as error:
+                    log.error("compute.not_started", reason=str(error))
+                    self._later()
+                if self._wants_codecs:
+                    self.report_codecs()
+
+    def _look(self) -> None:
+        """Thread: end what hangs."""
+        looked_s = time.monotonic()
+        pinged_s = 0.0
+        while not self._stopping.wait(LOOK_S):
+            now, now_s = self._now, time.monotonic()
+            frozen, looked_s = now_s - looked_s > FROZEN_S, now_s
+            if now is None:
+                continue
+            if frozen:  # the whole machine was: nobody is late
+                now.watch.forget()
+                now.answered_s = now_s
+            child = now.child
+            if now_s - pinged_s > PING_S:
+                pinged_s = now_s
+                child.send(pb.ToCompute(ping=1))
+            late = now.watch.overdue(child.status.running(), now_s, partial(_cpu_s, child))
+            silent_s = now_s - now.answered_s
+            if late is None and silent_s > (PONG_S if now.ready else READY_S):
+                late = f"it has not answered for {silent_s:.0f} s"
+            if late is not None:
+                log.error("op.overdue", reason=late)
+                child.kill(late)
+
+    # ------------------------------------------------------------ what a process says
+
+    def _heard(self, child: Child, m: pb.FromCompute) -> None:
+        """The child's thread. Raises BadFrame for what breaks a rule."""
+        with self._lock:
+            now = self._now
+        if now is None or now.child is not child:
+            return
+        served = now.served
+        if served is None:
+            raise BadFrame("it spoke before it was spoken to")
+        if m.freed and now.gate is not None:
+            now.gate.freed(m.freed)
+        match m.WhichOneof("body"):
+            case "ready":
+                self._heard_ready(now, m.ready)
+            case "posted" | "said" if not now.most.take(time.monotonic(), m.ByteSize() + MESSAGE_COST):
+                raise BadFrame("it says more than any job has to say")
+            case "posted":
+                self._heard_event(now, m.posted)
+            case "said":
+                self._heard_message(now, m.said)
+            case "wanted" if now.gate is not None:
+                now.gate.want(m.wanted.messages)
+            case "outgoing":
+                self._send(now, m.outgoing)
+            case "connect":
+                served.start(m.connect.request, self._connect)
+            case "forget" if now.gate is not None:
+                self._ports.network.forget(now.gate.job, m.forget.plan_version or None)
+            case "fetch":
+                served.fetch(m.fetch)
+            case "store":
+                served.store(m.store)
+            case "batches":
+                if self._held is None or m.batches.batches.job != self._held.job:
+                    raise BadFrame("micro-batches of another job were asked for")
+                served.batches(m.batches)
+            case "cancel":
+                served.cancel(m.cancel)
+            case "codec_speeds" if len(m.codec_speeds) <= MAX_SPEEDS_BYTES:
+                self._speeds.write(m.codec_speeds)
+            case "log":
+                self._log(m.log)
+            case "pong":
+                now.answered_s = time.monotonic()
+
+    def _heard_ready(self, now: _Now, ready: pb.ComputeReady) -> None:
+        if now.ready:
+            raise BadFrame("it was ready before")
+        with self._changed:
+            now.ready, now.answered_s = True, time.monotonic()
+            if ready.error:
+                self._failed = UsageError(clean(ready.error, MAX_REASON_CHARS))
+            elif self._device is None:
+                self._device = ready.device
+            self._rates = list(ready.codec_speeds)
+            self._changed.notify_all()
+            device = self._device
+        if device is not None:
+            now.child.launched.limit_added(device.memory_limit_bytes, SHARED_BYTES)
+        log.debug("compute.ready", took_s=round(ready.took_s, 2))
+
+    def _heard_event(self, now: _Now, m: pb.Posted) -> None:
+        event = event_of(m)
+        with self._lock:
+            held = self._held
+            if isinstance(event, events.Probed):
+                request = event.message.ops_probed.request
+                if request not in self._probes:
+                    return  # nobody asked
+                self._probes.remove(request)
+            elif held is None or getattr(event, "job", "") != held.job:
+                return  # of a job that was dropped meanwhile
+            elif held.turn == _turn_over(event):
+                held.turn = ""
+        if isinstance(event, events.StepDone):
+            now.watch.step_done(time.monotonic())
+            wire.add_goodput(event.message.ready, self._ports.network.goodput())
+        self._ports.post(event)
+
+    def _heard_message(self, now: _Now, message: control.FromWorker) -> None:
+        kind = message.WhichOneof("body")
+        if kind not in SAID:
+            raise BadFrame(f"a message to the coordinator of kind {kind}")
+        held = self._held
+        if kind != "codec_speeds" and (held is None or getattr(message, kind).job != held.job):
+            return  # of a job that was dropped meanwhile
+        if not now.said.take(time.monotonic(), message.ByteSize() + MESSAGE_COST):
+            return
+        if kind == "codec_speeds":
+            self._rates = list(message.codec_speeds.speeds)
+        self._ports.send(message)
+
+    def _send(self, now: _Now, m: pb.Outgoing) -> None:
+        block = now.child.outgoing.block(m.offset, m.size)
+        weakref.finalize(block, now.child.freed, m.offset, m.size).atexit = False
+        if now.gate is not None:
+            now.gate.send(m, block)
+
+    def _connect(self, cancel: Cancel, _: object) -> int:
+        connect(self._links, self._ports.network, self._config.peer_timeout_s, cancel)
+        return 0
+
+    def _log(self, m: pb.ComputeLog) -> None:
+        """An event of the process's log; what is too much is left out, counted."""
+        if m.level not in LEVELS or not EVENT.fullmatch(m.event):
+            raise BadFrame("an event of no kind in the log")
+        if not self._printing.take(time.monotonic(), len(m.fields_json) + 100):
+            return
+        try:
+            fields: dict[str, Any] = json.loads(m.fields_json)
+        except (ValueError, RecursionError):
+            raise BadFrame("an event with damaged fields in the log") from None
+        if not isinstance(fields, dict):
+            raise BadFrame("an event without fields in the log")
+        shown = {
+            clean(key, 60): value
+            if isinstance(value, int | float | bool)
+            else clean(str(value), 8000, lines=True)
+            for key, value in fields.items()
+            if key not in ("event", "level")
+        }
+        getattr(log, "error" if m.level == "exception" else m.level)(m.event, **shown)
+
+    def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
+        rtt_s = rate_bps = 0.0
+        error = ""
+        network = self._ports.network
+        try:
+            connect_one(network, peer, target.addresses, target.dial, CONNECT_S)
+            rtt_s = network.rtt(peer)
+            if target.max_bytes:  # 0 asks for the round trip alone
+                rate_bps = network.bandwidth(peer, target.seconds, max(target.max_bytes, MIN_PROBE_BYTES))
+        except AtollError as failed:
+            error = str(failed)
+        self._ports.post(events.Probed(wire.link_probed(request, peer, rtt_s, rate_bps, error)))
+
+
+def _turn_over(event: events.Event) -> str | None:
+    """The turn of a federated job that an event ends; a job that was joined again may be in another."""
+    match event:
+        case events.Joined():
+            return "load"
+        case events.UpdateStored():
+            return "train"
+        case events.RoundEvaluated():
+            return "evaluate"
+        case events.TurnBroke(during=during):
+            return during
+    return None
+
+
+def _step(job: str, version: int, step: int, **more: Any) -> pb.ComputeStep:
+    return pb.ComputeStep(job=job, plan_version=version, step=step, **more)
+
+
+def _cpu_s(child: Child) -> float:
+    """Seconds that a process and all below it have computed."""
+    total = 0.0
+    for pid in descendants(child.launched.pid):
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total

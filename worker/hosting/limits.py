@@ -1,0 +1,171 @@
+"""Bound of the memory that a job adds to the process that computes it.
+
+What the process holds when it is idle and ready (torch alone takes some hundred MB) is its baseline; a
+job may add so many bytes. Three means, the first two where they exist:
+
+- A control group with a memory limit, of version 1 or 2: the kernel counts every page, shared and
+  temporary files' too, and ends the process at the bound.
+- RLIMIT_DATA, on a CPU only: one allocation far beyond the bound fails inside the process, as an error
+  of its op. It counts addresses, not pages, hence its slack. Never RLIMIT_AS: CUDA maps addresses of
+  any amount.
+- A watchdog, every 0.1 s: the number of processes, and without a control group their resident size.
+  Private pages and shared memory count (RssAnon, RssShmem), in every process that maps them, so that
+  forked ones count twice what they have in common; pages of files do not, nor files in memory that
+  nobody maps, which a control group alone sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+
+from worker.hosting.control_group import ControlGroup
+
+SLACK_BYTES = 32 << 20  # page tables, stacks, heap edges: not what a job allocates
+DATA_SLACK_BYTES = 512 << 20  # addresses that are reserved and not used: arenas, stacks of threads
+MOST_PROCESSES = 256
+LOOK_EVERY_S = 0.1
+OOM_SCORE = 1000  # short of memory, the system ends a guest's computing before anything else
+
+
+class Means(StrEnum):
+    """How memory is bounded."""
+
+    CONTROL_GROUP = "control group"
+    WATCHDOG = "watchdog"
+
+
+def descendants(root: int) -> list[int]:
+    """Return the processes below ``root`` that live, parents first; at most ``MOST_PROCESSES`` + 1."""
+    found: list[int] = []
+    waiting = [root]
+    while waiting and len(found) <= MOST_PROCESSES:
+        children = _children(waiting.pop(0))
+        found += children
+        waiting += children
+    return found[: MOST_PROCESSES + 1]
+
+
+def _children(process: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{process}/task").iterdir())
+        if (tasks[0] / "children").exists():
+            return [int(child) for task in tasks for child in _text(task / "children").split()]
+    except (OSError, IndexError):
+        return []
+    with contextlib.suppress(psutil.Error):  # a kernel without that file, or another system
+        return [child.pid for child in psutil.Process(process).children()]
+    return []
+
+
+def resident_bytes(processes: list[int]) -> int:
+    """Return the memory that processes hold: private pages and shared memory, no pages of files."""
+    return sum(map(_resident, processes))
+
+
+def _resident(process: int) -> int:
+    fields = _status(process)
+    if "RssAnon" in fields:
+        return fields["RssAnon"] + fields.get("RssShmem", 0)
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(process).memory_info().rss)
+    return 0
+
+
+def _status(process: int) -> dict[str, int]:
+    """Sizes in /proc/PID/status, bytes by name."""
+    found = {}
+    for line in _text(Path(f"/proc/{process}/status")).splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[1] == "kB":
+            found[name] = int(words[0]) * 1024
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+class MemoryBound:
+    """Bound on a running process and all below it, until ``close``."""
+
+    def __init__(
+        self, root: int, added_bytes: int, shared_bytes: int, device: str, over: Callable[[str, bool], None]
+    ) -> None:
+        """``root``: the process above those that are bounded, itself not. ``added_bytes``: at least 0;
+        ``shared_bytes``: of memory that they share with us, once. ``over`` is called, in a thread,
+        when the watchdog finds too much: the reason, and True if that is memory."""
+        self._root, self._over = root, over
+        members = descendants(root)
+        self.baseline_bytes = resident_bytes(members)
+        self.added_bytes = added_bytes
+        more = added_bytes + shared_bytes + SLACK_BYTES
+        self._most_bytes = self.baseline_bytes + more
+        found = ControlGroup.create()
+        self.group = found if isinstance(found, ControlGroup) else None
+        if self.group is not None and not self.group.take(lambda: descendants(root), more):
+            self.group.remove()
+            self.group = None
+        if device == "cpu":
+            _limit_data(members, more)
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._look, name="atoll-memory-watchdog", daemon=True)
+        self._watch.start()
+
+    @property
+    def means(self) -> Means:
+        return Means.WATCHDOG if self.group is None else Means.CONTROL_GROUP
+
+    def breach(self) -> str:
+        """Return why the kernel ended one of them for want of memory, by its own count; "" if it did not.
+        Asked after they ended and before ``close``."""
+        return self.group.shortage(_mib(self.added_bytes)) if self.group is not None else ""
+
+    def close(self) -> None:
+        """Stop watching, remove the group; the processes are gone. Any number of times."""
+        self._closed.set()
+        if self.group is not None:
+            self.group.remove()
+
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_EVERY_S):
+            members = descendants(self._root)
+            if not members:
+                return None
+            if len(members) > MOST_PROCESSES:
+                return self._over(f"it had more than {MOST_PROCESSES} processes", False)
+            if cause := self._passed(members):
+                return self._over(cause, True)
+
+    def _passed(self, members: list[int]) -> str:
+        if self.group is not None:
+            return self.breach()  # the kernel ended one process; the others shall not go on without it
+        used_bytes = resident_bytes(members)
+        if used_bytes <= self._most_bytes:
+            return ""
+        added, allowed = _mib(used_bytes - self.baseline_bytes), _mib(self.added_bytes)
+        return f"its memory bound: {added} more than at rest, {allowed} allowed (watchdog)"
+
+
+def _limit_data(processes: list[int], more: int) -> None:
+    if not sys.platform.startswith("linux"):
+        return
+    for process in processes:
+        most = _status(process).get("VmData", 0) + 2 * more + DATA_SLACK_BYTES
+        with contextlib.suppress(OSError, ValueError):  # it ended, or has a lower limit already
+            resource.prlimit(process, resource.RLIMIT_DATA, (most, most))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"

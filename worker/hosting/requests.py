@@ -1,0 +1,148 @@
+"""What a compute process asks for that takes time: blobs, micro-batches, connections; a thread each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from atoll.errors import AtollError, BadFrame
+from protos import atoll_compute_pb2 as pb
+from protos import atoll_control_pb2 as control
+from protos import bounds
+from protos.bounds import DEFAULT_LIMITS
+from worker.blobs import BlobFile
+from worker.cancel import Cancel, Cancelled
+
+if TYPE_CHECKING:
+    from worker.blobs import BlobStore
+    from worker.hosting.child import Child
+    from worker.stage.batches import Fetch
+
+log = structlog.get_logger()
+
+MAX_REQUESTS = 64
+REPORT_S = 0.1  # between two signs of life
+MAX_BLOBS = 1 << 20
+ROOM_S = 1.0
+
+Work = Callable[[Cancel, Callable[[int], None]], int]
+"""Does what was asked, reports bytes so far, returns the answer's figure."""
+
+
+class Served:
+    """Requests of one compute process that are under way."""
+
+    def __init__(self, child: Child, blobs: BlobStore, fetch_of: Callable[[str], Fetch]) -> None:
+        self._child, self._blobs, self._fetch_of = child, blobs, fetch_of
+        self._lock = threading.Lock()
+        self._open: dict[int, Cancel] = {}
+
+    def fetch(self, m: pb.FetchBlobs) -> None:
+        """Bring blobs into the cache. Raises BadFrame."""
+        wanted = {
+            bounds.blob_hash("blob", blob.hash): blob.size
+            for blob in bounds.count("blobs", list(m.blobs), MAX_BLOBS)
+        }
+
+        def work(cancel: Cancel, report: Callable[[int], None]) -> int:
+            came = 0
+
+            def progress(nbytes: int) -> None:
+                nonlocal came
+                came += nbytes
+                report(came)
+
+            self._blobs.fetch(wanted, cancel, progress)
+            return came
+
+        self.start(m.request, work)
+
+    def store(self, m: pb.StoreFiles) -> None:
+        """Send files of the process's own folders to the store. Raises BadFrame."""
+        files = [
+            BlobFile(self._own(file.path), bounds.blob_hash("blob", file.hash), file.size)
+            for file in bounds.count("files", list(m.files), DEFAULT_LIMITS.items)
+        ]
+
+        def work(cancel: Cancel, report: Callable[[int], None]) -> int:
+            return self._blobs.store(files, cancel, lambda: report(1), new=m.new)
+
+        self.start(m.request, work)
+
+    def batches(self, m: pb.FetchBatches) -> None:
+        """Send micro-batches as they come."""
+        asked, child = m.batches, self._child
+        fetch = self._fetch_of(asked.job)
+
+        def work(cancel: Cancel, _: Callable[[int], None]) -> int:
+            for b in fetch(asked.evaluation, tuple(asked.inputs), asked.first_step, asked.count):
+                while not child.has_room(ROOM_S):
+                    cancel.check()
+                cancel.check()
+                batch = control.Batch(
+                    step=b.step, micro=b.micro, input=b.input, dtype=b.dtype, shape=b.shape, data=b.data
+                )
+                child.send(pb.ToCompute(batch=pb.FetchedBatch(request=m.request, batch=batch)))
+            return 0
+
+        self.start(m.request, work)
+
+    def start(self, number: int, work: Work) -> None:
+        """Do it in a thread, and answer. Raises BadFrame for more than may be under way."""
+        cancel = Cancel()
+        with self._lock:
+            if len(self._open) >= MAX_REQUESTS or number in self._open:
+                raise BadFrame(f"request {number} beside {len(self._open)} others")
+            self._open[number] = cancel
+        name = f"atoll-request-{number}"
+        threading.Thread(target=self._serve, args=(number, cancel, work), name=name, daemon=True).start()
+
+    def cancel(self, number: int) -> None:
+        """Give a request up."""
+        with self._lock:
+            cancel = self._open.get(number)
+        if cancel is not None:
+            cancel.set("cancelled")
+
+    def cancel_all(self, reason: str) -> None:
+        """Give every request up."""
+        with self._lock:
+            cancels = list(self._open.values())
+        for cancel in cancels:
+            cancel.set(reason)
+
+    def _serve(self, number: int, cancel: Cancel, work: Work) -> None:
+        said_s = 0.0
+
+        def report(nbytes: int) -> None:
+            nonlocal said_s
+            if time.monotonic() - said_s >= REPORT_S:
+                said_s = time.monotonic()
+                self._child.send(pb.ToCompute(transferred=pb.Transferred(request=number, bytes=nbytes)))
+
+        answer = pb.Answer(request=number)
+        try:
+            answer.bytes = work(cancel, report)
+        except Cancelled:
+            answer.kind = "ConnectionFailed"
+            answer.error = "cancelled"
+        except AtollError as error:
+            answer.kind, answer.error = type(error).__name__, str(error)
+        except Exception as error:  # the process waits for an answer
+            log.exception("request.broke")
+            answer.kind, answer.error = "StorageError", f"{type(error).__name__} in this worker"
+        finally:
+            with self._lock:
+                self._open.pop(number, None)
+        self._child.send(pb.ToCompute(answer=answer))
+
+    def _own(self, text: str) -> Path:
+        path = Path(text)
+        if path.parent not in (self._child.scratch, *self._child.view.read_write) or path.name in ("", ".."):
+            raise BadFrame(f"a file to store at {text[:200]!r}, which is not the compute process's own")
+        return path

@@ -1,0 +1,32 @@
+"""Program that reports this machine's device once: one line of JSON, then it ends.
+
+Run by ``worker.machine.facts``, since looking at the device takes torch: with --device, --threads and
+--memory as ``WorkerConfig`` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from atoll.errors import AtollError
+from worker.config import WorkerConfig
+from worker.machine.torch_device import device_rates, find_device, torch_device, versions
+
+
+def report(device: str, threads: int, memory_bytes: int) -> dict[str, Any]:
+    """What is found, or under "error" why the device cannot be used."""
+    try:
+        found = find_device(
+            WorkerConfig("localhost", device=device, threads=threads, memory_bytes=memory_bytes)
+        )
+        rates = device_rates(torch_device(found))
+    except (AtollError, RuntimeError, MemoryError) as error:
+        return {"error": str(error)}
+    return {"device": asdict(found), "rates": asdict(rates), "versions": versions()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(report(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))

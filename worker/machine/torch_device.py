@@ -1,0 +1,122 @@
+"""This machine's device as torch has it: found, prepared, measured."""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+import atoll
+from atoll.errors import UsageError
+from worker.machine.cpu import usable
+from worker.machine.device import Device, DeviceChoice, DeviceRates, cpu_model, machine_memory, memory_limit
+
+CPU_MATMUL = 512
+CUDA_MATMUL = 4096
+COPY_BYTES = 64 << 20
+RATE_SECONDS = 0.3
+
+
+def find_device(config: DeviceChoice) -> Device:
+    """The device that ``--device`` names; auto takes a GPU where there is one.
+
+    UsageError when it is not there.
+    """
+    wanted = config.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    # On a part of a machine more threads than cores only wait for each other.
+    threads = config.threads or min(psutil.cpu_count(logical=False) or 1, math.ceil(usable().cores))
+    if wanted == "cpu":
+        return _cpu(config, threads)
+    if not torch.cuda.is_available():
+        raise UsageError(f"--device {wanted}: torch {torch.__version__} sees no GPU here; use --device cpu")
+    index = int(wanted.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise UsageError(f"--device {wanted}: this machine has {torch.cuda.device_count()} GPUs")
+    free, total = torch.cuda.mem_get_info(index)
+    limit = memory_limit(config.memory_bytes, free, total, f"GPU {index}")
+    return Device("cuda", index, torch.cuda.get_device_name(index), threads, total, limit)
+
+
+def torch_device(device: Device) -> torch.device:
+    """Torch's name of the device."""
+    return torch.device("cpu") if device.kind == "cpu" else torch.device("cuda", device.index)
+
+
+def prepare(device: Device, config: DeviceChoice) -> None:
+    """Set this process's threads and determinism; on a GPU also its share of the memory."""
+    torch.set_num_threads(device.threads)
+    # As torch.use_deterministic_algorithms(True, warn_only=True), which imports the inductor first: 0.7 s of
+    # processor time, three seconds before a quarter of a core has joined.
+    torch.set_deterministic_debug_mode("warn")
+    # Results never read uninitialised memory; filling it would only cost time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.kind == "cuda":
+        torch.backends.cudnn.benchmark = False
+        torch.cuda.set_device(device.index)
+        if config.memory_bytes:
+            share = min(1.0, device.memory_limit_bytes / device.memory_bytes)
+            torch.cuda.set_per_process_memory_fraction(share, device.index)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Atoll, torch, Python and the platform, as a bug report should give them."""
+    return {
+        "atoll": atoll.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def device_rates(
+    device: torch.device, seconds: float = RATE_SECONDS, clock: Callable[[], float] = time.perf_counter
+) -> DeviceRates:
+    """A float32 matrix product and a copy, each for about ``seconds``."""
+    size = CPU_MATMUL if device.type == "cpu" else CUDA_MATMUL
+    left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
+    out = torch.empty(size, size, device=device)
+    source = torch.ones(COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    product_s = _median_s(lambda: torch.mm(left, right, out=out), device, seconds, clock)
+    copy_s = _median_s(lambda: target.copy_(source), device, seconds, clock)
+    return DeviceRates(2 * size**3 / product_s / 1e9, 2 * COPY_BYTES / copy_s / 1e9)
+
+
+def used_memory_bytes(device: Device) -> int:
+    """Bytes that this process holds now on its device."""
+    if device.kind == "cuda":
+        return int(torch.cuda.memory_reserved(device.index))
+    return int(psutil.Process().memory_info().rss)
+
+
+def _cpu(config: DeviceChoice, threads: int) -> Device:
+    free, total = machine_memory()
+    limit = memory_limit(config.memory_bytes, free, total, "this machine")
+    return Device("cpu", 0, cpu_model(), threads, total, limit, torch.backends.cpu.get_cpu_capability())
+
+
+def _median_s(
+    run: Callable[[], object], device: torch.device, seconds: float, clock: Callable[[], float]
+) -> float:
+    """Median seconds of one call, warmed up."""
+
+    def timed() -> float:
+        started_s = clock()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return max(clock() - started_s, 1e-9)
+
+    timed()
+    deadline_s = clock() + seconds
+    times = [timed()]
+    while clock() < deadline_s and len(times) < 1000:
+        times.append(timed())
+    return statistics.median(times)

@@ -1,0 +1,101 @@
+"""A page that both processes map: what computes now, how far it is, and what the daemon takes of the cores.
+
+The compute process writes the op that it begins, before it begins, so that the daemon can name it when
+the process has died or does not end. Each field has one writer; a torn read shows an op's name beside
+another's number, once in a very long while, in a message for people.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from protos.text_limits import clean
+
+NAME_BYTES = 240
+_OP = struct.Struct(f"=Qdi{NAME_BYTES}s")  # begun, allowed seconds, bytes of name, name
+_BEGUN = struct.Struct("=Q")
+_COUNTS = struct.Struct("=QQ")  # progress, memory bytes
+_DAEMON = struct.Struct("=d")
+_OP_AT, _COUNTS_AT, _DAEMON_AT = 0, 512, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An op as the page shows it: its name and the seconds that nothing honest takes for it."""
+
+    name: str
+    allowed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What computes: ``begun`` counts ops; ``mark`` None: nothing does."""
+
+    begun: int
+    mark: Mark | None
+
+
+class ComputeStatus:
+    """The page of the compute process's arena."""
+
+    def __init__(self, page: memoryview) -> None:
+        self._page = page
+        self._begun = 0
+
+    # ------------------------------------------------------------ the compute process
+
+    @staticmethod
+    def encoded(mark: Mark) -> bytes:
+        """What ``begin`` takes; made once for each op."""
+        name = mark.name.encode(errors="replace")[:NAME_BYTES]
+        return _OP.pack(0, mark.allowed_s, len(name), name)[_BEGUN.size :]
+
+    def begin(self, encoded: bytes) -> None:
+        """An op begins."""
+        self._begun += 1
+        page = self._page
+        page[_BEGUN.size : _BEGUN.size + len(encoded)] = encoded
+        _BEGUN.pack_into(page, _OP_AT, self._begun)
+
+    def end(self) -> None:
+        """Nothing computes."""
+        self.begin(_NOTHING)
+
+    def count(self, progress: int, memory_bytes: int) -> None:
+        """Signs of life so far, and what is held on the device."""
+        _COUNTS.pack_into(self._page, _COUNTS_AT, progress, memory_bytes)
+
+    # ------------------------------------------------------------ the daemon
+
+    def running(self) -> Running:
+        """What computes now."""
+        begun, allowed_s, length, name = _OP.unpack_from(self._page, _OP_AT)
+        if length <= 0:
+            return Running(begun, None)
+        return Running(begun, Mark(clean(name[:length].decode(errors="replace"), NAME_BYTES), allowed_s))
+
+    @property
+    def progress(self) -> int:
+        return int(_COUNTS.unpack_from(self._page, _COUNTS_AT)[0])
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(_COUNTS.unpack_from(self._page, _COUNTS_AT)[1])
+
+
+class DaemonStatus:
+    """The page of the daemon's arena: seconds of CPU time that the daemon has taken."""
+
+    def __init__(self, page: memoryview) -> None:
+        self._page = page
+
+    def write(self, cpu_s: float) -> None:
+        _DAEMON.pack_into(self._page, _DAEMON_AT, cpu_s)
+
+    @property
+    def cpu_s(self) -> float:
+        return float(_DAEMON.unpack_from(self._page, _DAEMON_AT)[0])
+
+
+_NOTHING = ComputeStatus.encoded(Mark("", 0.0))

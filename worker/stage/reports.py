@@ -1,0 +1,59 @@
+"""Reports of a stage's work: a step's result, what it waits for, and that it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from worker.transport.frames import MessageKey
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """A stage's part of a step before its commit."""
+
+    losses: tuple[float, ...]  # loss_m / n_micro by micro-batch, ascending, where this stage computes them
+    square_norms: tuple[float, ...]  # of gradients; see Stage.norm_names
+    finite: bool
+
+    @property
+    def loss(self) -> float | None:
+        """Sum of the losses, where this stage computes them."""
+        return step_loss(self.losses)
+
+
+def step_loss(losses: Sequence[float]) -> float | None:
+    """Return the sum of all micro-batches' losses in their order; None without any."""
+    return sum(losses) if losses else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A step's result before its commit, and where its time went."""
+
+    step: int
+    stage: StageReport
+    forward_s: float
+    backward_s: float
+    waited_s: float
+    optimizer_s: float  # of the step before: finish_step and apply
+    handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
+
+
+@dataclass(frozen=True, slots=True)
+class LongWait:
+    """What a stage has been waiting for, for ``waited_s`` so far."""
+
+    key: MessageKey
+    peer: str
+    waited_s: float
+
+
+class Progress:
+    """Counts actions and messages, read by the heartbeat: stands still when the work hangs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def tick(self) -> None:
+        self.count += 1

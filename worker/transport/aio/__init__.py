@@ -1,1 +1,0 @@
-"""Transport on one asyncio loop and gRPC's public asyncio API; replaces the one of threads beside it."""
