@@ -261,7 +261,8 @@ class FakeWorker:
         assert self.assigned is not None
         tensors = []
         for name in self.assigned.program.parameters:
-            data = save({"value": np.full(4, commit.step, np.float32)}, {"of": name})
+            meta = next(m.meta for m in self.assigned.metas if m.name == name)
+            data = save({"value": np.full(tuple(meta.shape), commit.step, meta.dtype)}, {"of": name})
             blob = hashlib.sha256(data).hexdigest()
             self.blobs().Put(
                 iter([pb.BlobChunk(hash=blob, size=len(data), data=data)]),

@@ -33,7 +33,7 @@ from coordinator.planning.new_codecs import respec
 from coordinator.planning.planner import PlanRequest, make_plan
 from coordinator.scheduler import Scheduler
 from coordinator.storage.blob_store import BlobStore
-from coordinator.storage.graph_store import GraphStore
+from coordinator.storage.graph_store import Graphs, GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.run_log import Logs, Point, RunLogs
 from protos import telemetry
@@ -292,8 +292,8 @@ class Shell:
                 self._spawn(self._make_plan(instruction))
             case do.ChooseLinks():
                 self._spawn(self._choose_links(instruction))
-            case do.ReadJob(job, spec):
-                self._spawn(self._read_job(job, spec))
+            case do.ReadJob(job, spec, hashes):
+                self._spawn(self._read_job(job, spec, hashes))
             case do.SweepBlobs():
                 self._spawn(self._sweep())
             case do.OpenAggregator() | do.AggregateRound() | do.EvaluateModel():
@@ -407,12 +407,28 @@ class Shell:
         else:
             self.post(ev.LinksChosen(request.job, request.attempt, links))
 
-    async def _read_job(self, job: str, spec: JobSpec) -> None:
+    async def _read_job(self, job: str, spec: JobSpec, hashes: bool) -> None:
+        record = self.scheduler.ledger.jobs[job]
+        start = record.start
+
+        def read() -> tuple[Graphs, list[tuple[int, str]]]:
+            graphs, found = self.graphs.check(spec), []
+            for checkpoint in (*reversed(record.checkpoints), start):
+                wrong = self.graphs.torn(spec, checkpoint.tensors, hashes=hashes)
+                if not wrong:
+                    break
+                if checkpoint is start:
+                    raise StorageError(f"{wrong}, and {job} has no other checkpoint; submit it again")
+                found.append((checkpoint.step, wrong))
+            return graphs, found
+
         try:
-            graphs = await self._in_pool(lambda: self.graphs.check(spec))
+            graphs, found = await self._in_pool(read)
         except AtollError as error:
             self.post(ev.JobUnreadable(job, str(error)))
         else:
+            for step, wrong in found:
+                self.post(ev.TornFound(job, step, wrong))
             self.post(ev.JobRead(job, graphs.flops))
 
     async def _sweep(self) -> None:

@@ -92,12 +92,22 @@ def write_private(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
         raise StorageError(
             f"cannot write {path}: {error.strerror}; free space, or choose another --state-dir"
         ) from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a rename is, once its folder is on the disk. OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _refused(folder: Path, what: str, error: OSError) -> StorageError:

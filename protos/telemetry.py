@@ -43,6 +43,7 @@ class Event(StrEnum):
     CLIENT_DROPPED = "client.dropped"
     CLIENT_UNFIT = "client.unfit"
     CHECKPOINT_STORED = "checkpoint.stored"
+    CHECKPOINT_TORN = "checkpoint.torn"
     BLOBS_DELETED = "blobs.deleted"
     APP_OPENED = "app.opened"
     APP_BEGUN = "app.begun"

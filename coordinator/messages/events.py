@@ -151,11 +151,15 @@ class EvalReady:
 
 @dataclass(frozen=True, slots=True)
 class StateStored:
+    """A stage's state is in the store. ``error``: why the worker could not store it; ``forged``: what the
+    coordinator found wrong with what the worker says it stored."""
+
     job: str
     version: int
     step: int
     tensors: Mapping[str, str]
     error: str = ""
+    forged: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +300,15 @@ class JobRead:
 
 
 @dataclass(frozen=True, slots=True)
+class TornFound:
+    """The job's checkpoint of ``step`` cannot be loaded; ``reason`` names the blob."""
+
+    job: str
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobUnreadable:
     job: str
     reason: str
@@ -408,6 +421,7 @@ class CancelAsked:
 
 JobEvent = (
     JobRead
+    | TornFound
     | JobUnreadable
     | PlanMade
     | PlanFailed
@@ -459,6 +473,7 @@ Event = (
     | Tick
     | Submitted
     | JobRead
+    | TornFound
     | JobUnreadable
     | PlanMade
     | PlanFailed

@@ -37,6 +37,7 @@ class Checkpoint:
 
     step: int
     tensors: Mapping[str, str]
+    at_s: float = 0.0  # seconds since the epoch; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,16 @@ class CheckpointStored:
     job: str
     step: int
     tensors: Mapping[str, str]
+    at_s: float = 0.0  # 0: written before 0.4.0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTorn:
+    """A checkpoint cannot be loaded any more, and why: the one before it counts."""
+
+    job: str
+    step: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +175,7 @@ JobFact = (
     | StepCommitted
     | Evaluated
     | CheckpointStored
+    | CheckpointTorn
     | RoundClosed
     | RoundEvaluated
     | JobEnded
@@ -178,6 +190,7 @@ _KINDS: dict[str, type[Fact]] = {
     "StepCommitted": StepCommitted,
     "Evaluated": Evaluated,
     "CheckpointStored": CheckpointStored,
+    "CheckpointTorn": CheckpointTorn,
     "RoundClosed": RoundClosed,
     "RoundEvaluated": RoundEvaluated,
     "JobEnded": JobEnded,
@@ -242,11 +255,16 @@ class JobRecord:
         """The newest complete state; the submitted tensors when nothing was stored yet."""
         if self.checkpoints:
             return self.checkpoints[-1]
-        s = self.submitted
         if self.closed:
             last = self.closed[-1]
-            return Checkpoint(last.round + 1, {STATE: last.state, MODEL: last.model})
-        return Checkpoint(s.start_step, s.start_tensors or s.spec.tensors)
+            return Checkpoint(last.round + 1, {STATE: last.state, MODEL: last.model}, last.at_s)
+        return self.start
+
+    @property
+    def start(self) -> Checkpoint:
+        """The state that the job began with."""
+        s = self.submitted
+        return Checkpoint(s.start_step, s.start_tensors or s.spec.tensors, s.created_s)
 
 
 @dataclass(slots=True)
@@ -289,12 +307,17 @@ class Ledger:
                 job.eval_loss = fact.loss
                 if fact.step == job.awaiting_eval:
                     job.awaiting_eval = None
-            case CheckpointStored(_, step, tensors):
+            case CheckpointStored(_, step, tensors, at_s):
                 job.storing = tuple(done for done in job.storing if done > step)
-                kept = (*job.checkpoints, Checkpoint(step, tensors))
+                kept = (*job.checkpoints, Checkpoint(step, tensors, at_s))
                 for old in kept[: -self.keep]:
                     self.superseded.update(old.tensors.values())
                 job.checkpoints = kept[-self.keep :]
+            case CheckpointTorn(_, step):
+                for old in job.checkpoints:
+                    if old.step == step:
+                        self.superseded.update(old.tensors.values())
+                job.checkpoints = tuple(c for c in job.checkpoints if c.step != step)
             case RoundClosed():
                 self._close(job, fact)
             case RoundEvaluated(_, _, where, loss, _):

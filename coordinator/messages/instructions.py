@@ -9,7 +9,7 @@ from typing import Any
 from atoll.job import JobSpec, TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.events import Blob, UpdateReady
-from coordinator.messages.facts import CheckpointStored, Evaluated, Fact, RoundEvaluated
+from coordinator.messages.facts import CheckpointStored, CheckpointTorn, Evaluated, Fact, RoundEvaluated
 from coordinator.planning.costs.fleet import Fleet
 from protos.telemetry import Event as Name
 
@@ -202,10 +202,12 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """Read the job's DAGs from the blob store; answers JobRead or JobUnreadable."""
+    """Read the job's DAGs from the blob store and look at its checkpoints; answers TornFound for each newest
+    one that cannot be loaded, then JobRead or JobUnreadable. ``hashes``: read them to the last byte."""
 
     job: str
     spec: JobSpec
+    hashes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +358,9 @@ def line_of(fact: Fact) -> Log | None:
         case CheckpointStored(job, step, tensors):
             fields = {"step": step, "tensors": len(tensors)}
             return Log(Name.CHECKPOINT_STORED.value, job=job, fields=fields)
+        case CheckpointTorn(job, step, reason):
+            fields = {"step": step, "reason": reason}
+            return Log(Name.CHECKPOINT_TORN.value, "warning", job, fields)
     return None
 
 

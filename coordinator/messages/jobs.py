@@ -97,6 +97,14 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Torn:
+    """The newest checkpoint cannot be loaded; ``before`` is the one to go on from."""
+
+    before: Checkpoint
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Cancelled:
     reason: str
 
@@ -124,6 +132,7 @@ Event = (
     | FromRank[StageMessage]
     | StageLost
     | Resumed
+    | Torn
     | Cancelled
     | Broken
     | Relinked

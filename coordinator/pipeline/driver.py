@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import CheckpointStored, JobRecord, RatioCapped
+from coordinator.messages.facts import CheckpointStored, CheckpointTorn, JobRecord, RatioCapped
 from coordinator.messages.jobs import (
     ENDED,
     FEDERATING,
@@ -39,6 +39,7 @@ from coordinator.messages.jobs import (
     StageLost,
     Todo,
     ToRanks,
+    Torn,
     Waits,
 )
 from coordinator.pipeline import machine, restart
@@ -137,6 +138,8 @@ class PipelineDriver:
         match event:
             case ev.JobRead(job, ops):
                 self.profiling.know(job, ops)
+            case ev.TornFound():
+                self._torn(event)
             case ev.JobUnreadable(job, reason):
                 self._step(job, Broken(reason))
             case ev.CancelAsked(job, reason):
@@ -155,6 +158,15 @@ class PipelineDriver:
     def inquired(self, event: ev.PlanAsked) -> None:
         """Plan a job of this kind for somebody who does not want it run."""
         self.profiling.inquire(event.inquiry, event.spec, event.ops)
+
+    def _torn(self, event: ev.TornFound) -> None:
+        """Take the checkpoint before: the newest cannot be loaded."""
+        state = self.jobs[event.job]
+        if state.phase not in WAITING | PREPARING or state.checkpoint.step != event.step:
+            self.effects.drop("TornFound", f"{event.job} is {state.phase.value}", event.job)
+            return
+        self.effects.record(CheckpointTorn(event.job, event.step, event.reason))
+        self._step(event.job, Torn(self.effects.ledger.jobs[event.job].last_checkpoint, event.reason))
 
     def _plan_made(self, event: ev.PlanMade) -> None:
         if not self.profiling.awaited(event.job, event.attempt):
@@ -302,6 +314,11 @@ class PipelineDriver:
             # Who is to blame shows within the time in which the dead are noticed.
             until_s = self.effects.now_s + self.config.liveness.dead_after_s
             self.profiling.holds[state.job] = Hold(until_s, unless_gone=message.lost_peer)
+        if isinstance(message, ev.StageFailed) and state.phase is Phase.LOADING and not message.lost_peer:
+            self.profiling.read_again(state.job)
+        if isinstance(message, ev.StateStored) and message.forged and current(state, message.version):
+            self.effects.quarantine(worker, f"{worker} stored what is no checkpoint: {message.forged}")
+            return
         if isinstance(message, ev.StateStored) and not message.tensors.keys() <= state.spec.tensors.keys():
             odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
             self.effects.quarantine(worker, f"{worker} stored {odd!r}, which {state.job} does not have")

@@ -50,6 +50,7 @@ from coordinator.messages.jobs import (
     StageLost,
     Todo,
     ToRanks,
+    Torn,
     Waits,
 )
 from coordinator.pipeline import link_policy, relink
@@ -166,6 +167,13 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         lineage=((plan.version, first),),
     )
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
+
+
+@TRANSITIONS.on(*WAITING, *PREPARING)
+def _tear(state: JobState, event: Torn, now_s: float) -> Outcome:
+    """The checkpoint before a torn one counts, and the steps since then are done again."""
+    reason = f"{event.reason}; goes on from step {event.before.step}"
+    return replace(state, checkpoint=event.before, step=event.before.step, reason=reason), []
 
 
 @TRANSITIONS.on(Phase.LOADING)
@@ -379,9 +387,11 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     # An older checkpoint that is still incomplete will never be needed.
     rest = {at: value for at, value in state.stores.items() if at > done}
     wait_s = max(CHECKPOINT_EVERY_S, STORING_SHARE * (now_s - state.storing_s))
-    kept = replace(state, stores=rest, checkpoint=Checkpoint(done, tensors), store_due_s=now_s + wait_s)
+    kept = replace(
+        state, stores=rest, checkpoint=Checkpoint(done, tensors, now_s), store_due_s=now_s + wait_s
+    )
     settled, todo = _settle(kept)
-    return settled, [Record(CheckpointStored(state.job, done, tensors)), *todo]
+    return settled, [Record(CheckpointStored(state.job, done, tensors, now_s)), *todo]
 
 
 def _settle(state: JobState) -> Outcome:

@@ -37,6 +37,7 @@ class Profiling:
     holds: dict[str, Hold] = field(default_factory=dict)
     _ops_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _reading: set[str] = field(default_factory=set)
+    _suspect: set[str] = field(default_factory=set)  # whose checkpoint a worker could not load
     _attempts: dict[str, int] = field(default_factory=dict)  # job -> the one being planned
     _planned_on: dict[str, frozenset[tuple[str, int, bool]]] = field(default_factory=dict)
     _inquiries: dict[str, JobSpec] = field(default_factory=dict)
@@ -50,7 +51,14 @@ class Profiling:
         self._ops_of[job] = tuple(ops)
         self.effects.roster.ops.flops.update(ops)
         self._reading.discard(job)
+        self._suspect.discard(job)
         self.effects.advance = True
+
+    def read_again(self, job: str) -> None:
+        """Read the job and its checkpoints to the last byte before it is planned next: a worker could not
+        load its part."""
+        self._ops_of.pop(job, None)
+        self._suspect.add(job)
 
     # ------------------------------------------------------------ when to plan again
 
@@ -93,7 +101,7 @@ class Profiling:
         if job not in self._ops_of:
             if job not in self._reading:
                 self._reading.add(job)
-                self.effects.emit(do.ReadJob(job, spec))
+                self.effects.emit(do.ReadJob(job, spec, hashes=job in self._suspect))
             return False
         self._begun_s.setdefault(job, self.effects.now_s)
         precision = spec.training.precision.value

@@ -54,15 +54,24 @@ class StageRole:
     def named(self) -> frozenset[str]:
         """The blobs of its stage's tensors."""
         held = self.state.checkpoint.tensors
-        return frozenset(held[name] for name in self._leaves() if name in held)
+        return frozenset(held[name] for name in self.leaves() if name in held)
 
     def allowance(self) -> Allowance:
         """Its part of some checkpoints."""
-        metas = [state.meta for state in self._leaves().values()]
+        metas = [state.meta for state in self.leaves().values()]
         once = sum(m.nbytes + 4 * OPTIMIZER_TENSORS * m.elements + HEADER_BYTES for m in metas)
         return Allowance(CHECKPOINTS * once, CHECKPOINTS * len(metas))
 
-    def _leaves(self) -> dict[str, StateMeta]:
+    def snapshot(self) -> frozenset[str]:
+        """Names of the tensors that it stores in a checkpoint; of a tied one its first holder does."""
+        plan = self.state.plan
+        assert plan is not None  # noqa: S101 - it holds a stage of one
+        program = self.graphs.programs(plan).train[self.stage]
+        followed = {tied.name for tied in program.tied if tied.holders[0] != program.stage}
+        return frozenset((*program.parameters, *program.buffers)) - followed
+
+    def leaves(self) -> dict[str, StateMeta]:
+        """Declared states of the tensors that its stage reads."""
         plan = self.state.plan
         assert plan is not None  # noqa: S101 - it holds a stage of one
         both = self.graphs.programs(plan)

@@ -16,6 +16,8 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, P
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.pipeline.relink import current
+from coordinator.services.blob_rights import StageRole, role_of
 from coordinator.services.resolving import resolved
 from coordinator.services.wire import introduction_from, message_from, probe_ops_message, to_worker
 from coordinator.shell import Outbox, Shell
@@ -185,7 +187,7 @@ class WorkService(rpc.WorkServicer):
                         self._note(worker, request)
                         continue
                     if isinstance(message, ev.StateStored):
-                        message = await self._with_blobs_checked(message)
+                        message = await self._with_blobs_checked(worker, message)
                 except AtollError as error:
                     message = ev.Malformed(f"{worker} sent a malformed message: {error}")
                 shell.post(ev.Arrived(worker, session, message))
@@ -194,17 +196,33 @@ class WorkService(rpc.WorkServicer):
         finally:
             outbox.queue.put_nowait(None)
 
-    async def _with_blobs_checked(self, message: ev.StateStored) -> ev.StateStored:
-        """A stage's word is not enough: its blobs must be whole in the store."""
-
-        def missing() -> list[str]:
-            return [name for name, blob in message.tensors.items() if not self._shell.blobs.has(blob)]
-
-        absent = await asyncio.to_thread(missing)
-        if not absent:
+    async def _with_blobs_checked(self, worker: str, message: ev.StateStored) -> ev.StateStored:
+        """A stage's word is not enough: its blobs must be whole in the store, and hold its own tensors."""
+        shell = self._shell
+        role = role_of(shell.scheduler, shell.graphs, worker)
+        if not isinstance(role, StageRole) or role.state.job != message.job:
+            return message  # too late to count
+        if not current(role.state, message.version):
             return message
-        error = f"{len(absent)} of its blobs are not in the store, first {absent[0]!r}"
-        return ev.StateStored(message.job, message.version, message.step, {}, error)
+
+        def look() -> tuple[str, str]:
+            absent = [name for name, blob in message.tensors.items() if not shell.blobs.has(blob)]
+            if absent:
+                return f"{len(absent)} of its blobs are not in the store, first {absent[0]!r}", ""
+            if message.error:
+                return message.error, ""
+            lacking = role.snapshot() - message.tensors.keys()
+            if lacking:
+                return "", f"{len(lacking)} tensors of its stage are not in it, first {min(lacking)!r}"
+            forged = shell.graphs.forged(message.tensors, role.leaves())
+            if forged and not all(map(shell.blobs.has, message.tensors.values())):
+                return forged, ""  # it rotted here, and is dropped
+            return "", forged
+
+        error, forged = await asyncio.to_thread(look)
+        if not error and not forged:
+            return message
+        return ev.StateStored(message.job, message.version, message.step, {}, error, forged)
 
     async def _converted(self, message: do.Message) -> pb.ToWorker | None:
         """The message as pb2; what needs a DAG is built in a thread."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from atoll.errors import StorageError, UsageError
-from protos.private_files import private_folder
+from protos.private_files import private_folder, sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -151,8 +151,7 @@ class BlobStore:
                         f"the blob store holds {self._used} of {self.quota_bytes} bytes; "
                         "raise its quota or delete old jobs"
                     )
-                whole.parent.mkdir(exist_ok=True)
-                file.replace(whole)
+                self._name(file, whole)
                 self._used += 0 if known else size
         except OSError as error:
             raise storage_error(error, self.root) from error
@@ -160,6 +159,20 @@ class BlobStore:
     def read(self, name: str) -> bytes:
         """The whole blob, for small ones."""
         return b"".join(self.chunks(name))
+
+    def head(self, name: str, n_bytes: int) -> bytes:
+        """Return the first ``n_bytes`` of a whole blob, fewer where it is shorter; OSError."""
+        with self.path(name).open("rb") as file:
+            return file.read(n_bytes)
+
+    def rotten(self, name: str) -> bool:
+        """Read a whole blob again: True where its bytes do not hash to its name any more. Such a blob is
+        dropped, so that whoever has it may send it again. OSError."""
+        with self.path(name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != name:
+            self.discard([name])
+        return found != name
 
     def chunks(self, name: str, offset: int = 0) -> Iterator[bytes]:
         """The blob from ``offset`` on, in pieces of at most 1 MiB."""
@@ -258,12 +271,20 @@ class BlobStore:
             if self.durable:
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())
-            whole = self.path(name)
-            whole.parent.mkdir(exist_ok=True)
-            partial.replace(whole)
+            self._name(partial, self.path(name))
         except OSError as error:
             raise storage_error(error, self.root) from error
         return True
+
+    def _name(self, file: Path, whole: Path) -> None:
+        """Move a file to its blob's name; where the store is durable, that name survives a power cut."""
+        fresh = not whole.parent.exists()
+        whole.parent.mkdir(exist_ok=True)
+        file.replace(whole)
+        if self.durable:
+            sync_folder(whole.parent)
+            if fresh:
+                sync_folder(self.root)
 
 
 def storage_error(error: OSError, where: Path) -> StorageError:

@@ -13,6 +13,7 @@ from atoll.opdag import OpDag, StateMeta
 from atoll.program import StageProgram, stage_programs
 from coordinator.federated.checks import check_inputs
 from coordinator.planning.costs.op_seconds import Probe, probe_ops
+from coordinator.storage.checkpoints import defect, torn
 from protos.convert import dag_from_bytes
 
 if TYPE_CHECKING:
@@ -118,6 +119,26 @@ class GraphStore:
         if missing:
             raise UsageError(f"{len(missing)} blobs are not here, first {missing[0][:12]}; upload them first")
         return graphs
+
+    def torn(self, spec: JobSpec, tensors: Mapping[str, str], *, hashes: bool = False) -> str:
+        """Return why a checkpoint of this job cannot be loaded, "" when it can (``storage.checkpoints``)."""
+        states = self.graphs(spec.dag_hash, spec.eval_dag_hash).states()
+        return torn(self._store, tensors, states, spec.tensors.keys(), hashes=hashes)
+
+    def forged(self, tensors: Mapping[str, str], leaves: Mapping[str, StateMeta]) -> str:
+        """Return what is wrong with what a stage says it stored, "" when nothing is; ``leaves``: its own."""
+        return next(
+            filter(
+                None,
+                (
+                    defect(self._store, name, blob, leaves[name])
+                    if name in leaves
+                    else f"{name!r} is no tensor of its stage"
+                    for name, blob in tensors.items()
+                ),
+            ),
+            "",
+        )
 
     def _read(self, name: str) -> OpDag:
         size = self._store.size(name)

@@ -29,6 +29,7 @@ from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
+from protos.private_files import sync_folder
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 from worker.federated.folders import MAX_BYTES, forget_old, job_folder, size_of
@@ -124,6 +125,7 @@ class ClientStore:
                 file.flush()
                 os.fsync(file.fileno())
             scratch.replace(path)
+            sync_folder(self.folder)
         except OSError as error:
             raise _refused(path, error) from None
 

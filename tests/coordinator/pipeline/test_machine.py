@@ -204,7 +204,8 @@ def test_a_checkpoint_counts_only_when_every_stage_has_stored_it() -> None:
         assert state.checkpoint.step == 0
     state, todo = step(state, stored(1, 0))
     assert [type(t.fact) for t in todo if isinstance(t, Record)] == [CheckpointStored]
-    assert state.checkpoint == Checkpoint(1, {"w0": "00" * 32, "w1": "01" * 32, "w2": "02" * 32})
+    tensors = {"w0": "00" * 32, "w1": "01" * 32, "w2": "02" * 32}
+    assert state.checkpoint == Checkpoint(1, tensors, state.checkpoint.at_s)
 
 
 def test_a_job_that_names_no_interval_stores_by_the_clock_one_checkpoint_at_a_time() -> None:

@@ -1,0 +1,88 @@
+"""Checkpoints over a real coordinator: forged ones cost who sent them, torn ones fall back."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from benchmarks.commit import WIDTH
+from benchmarks.fake_worker import FakeWorker
+from coordinator.config import CoordinatorConfig
+from coordinator.server import serve
+from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
+from tests.coordinator.test_server import FAST, Owner, fleet, stack, start
+
+__all__ = ["stack"]
+
+
+class Forger(FakeWorker):
+    """A worker whose snapshots are not what its stage holds."""
+
+    names: tuple[str, ...] | None = None  # None: its stage's own
+    shape: tuple[int, ...] = (WIDTH, WIDTH)
+
+    def _put_state(self, commit: pb.StepCommit) -> None:
+        assert self.assigned is not None
+        data = save({"value": np.ones(self.shape, np.float32)}, {"of": self.worker})
+        blob = hashlib.sha256(data).hexdigest()
+        chunks = iter([pb.BlobChunk(hash=blob, size=len(data), data=data)])
+        self.blobs().Put(chunks, metadata=self.metadata, timeout=20.0)
+        names = self.assigned.program.parameters if self.names is None else self.names
+        tensors = [job_pb.TensorBlob(name=name, blob=blob) for name in names]
+        stored = pb.StateStored(
+            job=commit.job, plan_version=commit.plan_version, step=commit.step, tensors=tensors
+        )
+        self.say(stored=stored)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "words"),
+    [
+        (None, (4,), "the model has float32"),
+        (("w0", "w1", "w2", "w3"), (WIDTH, WIDTH), "no tensor of its stage"),
+        ((), (WIDTH, WIDTH), "tensors of its stage are not in it"),
+    ],
+)
+def test_a_forged_snapshot_costs_its_worker_and_not_the_checkpoint(
+    stack: ExitStack, tmp_path: Path, names: tuple[str, ...] | None, shape: tuple[int, ...], words: str
+) -> None:
+    running = start(stack, tmp_path)
+    (first,), owner = fleet(stack, running, 1), Owner(running)
+    forger = Forger(f"127.0.0.1:{running.started.entry_port}", running.started.join_token, "forger")
+    forger.names, forger.shape, forger.memory_bytes = names, shape, first.memory_bytes
+    stack.callback(forger.stop)
+    forger.start()
+    job = owner.submit(steps=2)
+    assert owner.watch(job).state == "finished"
+    status = {w.worker: w for w in owner.call("Status", pb.StatusRequest()).workers}
+    assert words in status[forger.worker].reason, status
+
+
+def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path: Path) -> None:
+    config = CoordinatorConfig(state_dir=tmp_path, entry_port=0, probing=FAST)
+    first = serve(config)
+    workers, owner = fleet(stack, first, 2, compute_s=0.01), Owner(first)
+    job = owner.submit(steps=200, checkpoint_every=20)
+    owner.watch(job, lambda u: u.checkpoint_step >= 60)
+    first.stop()
+    record = first.server.shell.scheduler.ledger.jobs[job]
+    before, newest = record.checkpoints
+    path = first.server.blobs.path(newest.tensors["w1"])
+    path.write_bytes(path.read_bytes()[:100])
+    second = start(stack, tmp_path)
+    owner = Owner(second)
+    for worker in workers:
+        worker.vanish()
+        worker.entry = owner.address
+        worker.work_port = second.started.work_port
+        worker.start()
+    owner.watch(job, lambda u: u.plan_version == 2 and u.state == "training")
+    assert all(worker.assigned and worker.assigned.first_step == before.step for worker in workers)
+    update = owner.watch(job)
+    assert (update.state, update.step) == ("finished", 200)
