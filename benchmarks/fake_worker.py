@@ -258,10 +258,12 @@ class FakeWorker:
             self._put_state(commit)
 
     def _put_state(self, commit: pb.StepCommit) -> None:
-        assert self.assigned is not None
+        assigned = self.assigned
+        assert assigned is not None
+        metas = {named.name: named.meta for named in assigned.metas}
         tensors = []
-        for name in self.assigned.program.parameters:
-            meta = next(m.meta for m in self.assigned.metas if m.name == name)
+        for name in assigned.program.parameters:
+            meta = metas[name]
             data = save({"value": np.full(tuple(meta.shape), commit.step, meta.dtype)}, {"of": name})
             blob = hashlib.sha256(data).hexdigest()
             self.blobs().Put(

@@ -149,14 +149,14 @@ class Scheduler:
             return None
         return self.jobs[job].spec
 
-    def refusal(self, spec: JobSpec) -> str | None:
-        """Why this job cannot be accepted, None when it can."""
+    def refusal(self, spec: JobSpec, start: Checkpoint | None = None) -> str | None:
+        """Why this job cannot be accepted, None when it can; ``start`` as of ``Submitted``."""
         waiting = sum(state.phase not in ENDED for state in self.jobs.values())
         if waiting >= self.config.max_jobs:
             return f"{waiting} jobs wait or run already; cancel some or raise max_jobs"
-        return self._not_resumable(spec) if spec.resume_of else None
+        return self._not_resumable(spec, start) if spec.resume_of else None
 
-    def _not_resumable(self, spec: JobSpec) -> str | None:
+    def _not_resumable(self, spec: JobSpec, start: Checkpoint | None) -> str | None:
         """Why ``spec`` cannot go on from the job it names; shapes are the graphs' business."""
         old = self.ledger.jobs.get(spec.resume_of)
         if old is None:
@@ -167,7 +167,7 @@ class Scheduler:
         wrong = driver.not_resumable(before, spec)
         if wrong is not None:
             return wrong
-        done = old.last_checkpoint.step
+        done = (start or old.last_checkpoint).step
         if done >= spec.training.steps:
             return (
                 f"{spec.resume_of} is at step {done} already, {spec.training.steps} steps asked for; "
@@ -286,8 +286,8 @@ class Scheduler:
 
     def _submitted(self, event: ev.Submitted) -> None:
         spec, effects = event.spec, self.effects
-        start = Checkpoint(0, {})
-        if spec.resume_of in self.ledger.jobs:
+        start = event.start or Checkpoint(0, {})
+        if event.start is None and spec.resume_of in self.ledger.jobs:
             start = self.ledger.jobs[spec.resume_of].last_checkpoint
         effects.record(
             JobSubmitted(event.job, event.submission, spec, start.step, start.tensors, effects.now_s)

@@ -376,6 +376,16 @@ class OwnerStub:
                 request_serializer=protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.TraceChunk.FromString,
                 _registered_method=True)
+        self.Checkpoints = channel.unary_unary(
+                '/atoll.v1.Owner/Checkpoints',
+                request_serializer=protos_dot_atoll__control__pb2.CheckpointsRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.CheckpointList.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/atoll.v1.Owner/Restore',
+                request_serializer=protos_dot_atoll__control__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.SubmitReply.FromString,
+                _registered_method=True)
         self.CreateToken = channel.unary_unary(
                 '/atoll.v1.Owner/CreateToken',
                 request_serializer=protos_dot_atoll__control__pb2.CreateTokenRequest.SerializeToString,
@@ -451,6 +461,18 @@ class OwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkpoints(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateToken(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -517,6 +539,16 @@ def add_OwnerServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=protos_dot_atoll__control__pb2.JobRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.TraceChunk.SerializeToString,
+            ),
+            'Checkpoints': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpoints,
+                    request_deserializer=protos_dot_atoll__control__pb2.CheckpointsRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.CheckpointList.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=protos_dot_atoll__control__pb2.RestoreRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.SubmitReply.SerializeToString,
             ),
             'CreateToken': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateToken,
@@ -757,6 +789,60 @@ class Owner:
             '/atoll.v1.Owner/Trace',
             protos_dot_atoll__control__pb2.JobRequest.SerializeToString,
             protos_dot_atoll__control__pb2.TraceChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Checkpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/Checkpoints',
+            protos_dot_atoll__control__pb2.CheckpointsRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.CheckpointList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/Restore',
+            protos_dot_atoll__control__pb2.RestoreRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.SubmitReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -187,6 +187,20 @@ class Client:
             update: pb.JobUpdate = self._owner.Cancel(pb.JobRequest(job=job), **self._short())
         return update
 
+    def checkpoints(self, job: str, *, verify: bool = False, step: int | None = None) -> list[pb.Checkpoint]:
+        """The job's kept checkpoints, oldest first; ``verify``: read them to the last byte. UsageError when
+        there is none of ``step``."""
+        request = pb.CheckpointsRequest(job=job, verify=verify, step=step)
+        with calling(self.endpoint.address):
+            timeout_s = 3600.0 if verify else 60.0
+            return list(self._owner.Checkpoints(request, **self._short(timeout_s)).checkpoints)
+
+    def restore(self, job: str, step: int, steps: int | None = None) -> pb.SubmitReply:
+        """Queue a job that goes on from a checkpoint of ``job``; ``steps`` in all, None: the job's own."""
+        request = pb.RestoreRequest(job=job, step=step, steps=steps, submission=uuid.uuid4().hex)
+        reply: pb.SubmitReply = self._patiently(lambda: self._owner.Restore(request, **self._short(60.0)))
+        return reply
+
     def result(self, job: str) -> pb.ResultReply:
         """Names and hashes of the job's newest weights."""
         with calling(self.endpoint.address):

@@ -10,6 +10,7 @@ from atoll.federated import DatasetFacts
 from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Plan
+from coordinator.messages.facts import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,12 +284,14 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job whose blobs are all here and whose DAGs were read; ``ops`` as in JobRead."""
+    """A job whose blobs are all here and whose DAGs were read; ``ops`` as in JobRead. ``start``: the
+    checkpoint to go on from, None: the newest of the job that it continues, if any."""
 
     job: str
     submission: str
     spec: JobSpec
     ops: Mapping[str, int]
+    start: Checkpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

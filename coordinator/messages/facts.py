@@ -253,12 +253,13 @@ class JobRecord:
     @property
     def last_checkpoint(self) -> Checkpoint:
         """The newest complete state; the submitted tensors when nothing was stored yet."""
-        if self.checkpoints:
-            return self.checkpoints[-1]
-        if self.closed:
-            last = self.closed[-1]
-            return Checkpoint(last.round + 1, {STATE: last.state, MODEL: last.model}, last.at_s)
-        return self.start
+        return self.kept[-1] if self.checkpoints or self.closed else self.start
+
+    @property
+    def kept(self) -> tuple[Checkpoint, ...]:
+        """Stored states that can be gone back to, oldest first; of a federated job those after rounds."""
+        rounds = (Checkpoint(r.round + 1, {STATE: r.state, MODEL: r.model}, r.at_s) for r in self.closed)
+        return (*self.checkpoints, *rounds)
 
     @property
     def start(self) -> Checkpoint:

@@ -7,18 +7,20 @@ import itertools
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.dataset_spec import DataSpec
-from atoll.errors import AtollError, JobFailed, NoWorkers, UsageError
+from atoll.errors import AtollError, JobFailed, NoWorkers, StorageError, UsageError
 from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
-from coordinator.messages.facts import STATE, Record
+from coordinator.messages.facts import STATE, Checkpoint, Record
 from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
+from coordinator.services.checkpoints import chosen, described
 from coordinator.services.views import job_update, link_statuses, worker_status
 from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
@@ -75,20 +77,20 @@ class OwnerService(rpc.OwnerServicer):
             await refuse(context, error)
         return pb.SubmitReply(job=job, update=self._update(job))
 
-    async def _submit(self, spec: JobSpec, submission: str) -> str:
+    async def _submit(self, spec: JobSpec, submission: str, start: Checkpoint | None = None) -> str:
         ledger = self._shell.scheduler.ledger
         if submission in ledger.submissions:
             return ledger.submissions[submission]
         known_partitioner(spec.partitioner)
         check_compression(spec.training.compression)
         check_spec(spec)
-        wrong = self._shell.scheduler.refusal(spec)
+        wrong = self._shell.scheduler.refusal(spec, start)
         if wrong is not None:
             raise UsageError(wrong)
         resumed = ledger.jobs[spec.resume_of].submitted.spec if spec.resume_of else None
         graphs = await asyncio.to_thread(self._shell.graphs.check, spec, resumed)
         job = _job_name(spec.name, set(ledger.jobs))
-        await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops))
+        await self._shell.ask(ev.Submitted(job, submission, spec, graphs.flops, start))
         return job
 
     async def MakePlan(self, request: pb.PlanRequest, context: Context) -> pb.PlanReply:  # noqa: N802
@@ -227,6 +229,37 @@ class OwnerService(rpc.OwnerServicer):
         chunks = self._shell.runs.of(request.job).chunks()
         while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
             yield chunk
+
+    async def Checkpoints(self, request: pb.CheckpointsRequest, context: Context) -> pb.CheckpointList:  # noqa: N802
+        """The states of a job that can be gone back to, oldest first, and what is wrong with each."""
+        await self._known(request.job, context)
+        try:
+            step = request.step if request.HasField("step") else None
+            found = chosen(self._shell.scheduler.ledger.jobs[request.job], step)
+            listed = await asyncio.to_thread(
+                described, self._shell, request.job, found, hashes=request.verify
+            )
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.CheckpointList(checkpoints=listed)
+
+    async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.SubmitReply:  # noqa: N802
+        """Queue a job that goes on from a kept checkpoint of another; nothing is uploaded."""
+        await self._known(request.job, context)
+        try:
+            old = self._shell.scheduler.ledger.jobs[request.job]
+            spec = old.submitted.spec
+            steps = request.steps if request.HasField("steps") else spec.training.steps
+            spec = replace(spec, resume_of=request.job, training=replace(spec.training, steps=steps))
+            (start,) = chosen(old, request.step)
+            wrong = await asyncio.to_thread(self._shell.graphs.torn, spec, start.tensors)
+            if wrong:
+                raise StorageError(f"{wrong}; `atoll checkpoints {request.job}` shows the others")
+            async with self._submitting:
+                job = await self._submit(spec, clean(request.submission, 100), start)
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.SubmitReply(job=job, update=self._update(job))
 
     async def _known(self, job: str, context: Context) -> None:
         jobs = self._shell.scheduler.jobs

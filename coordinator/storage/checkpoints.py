@@ -29,8 +29,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def defect(store: BlobStore, name: str, blob: str, state: StateMeta, *, hashes: bool = False) -> str:
-    """Return why a blob is not the tensor ``name`` in a checkpoint, "" when it is.
+def defect(store: BlobStore, name: str, blob: str, state: StateMeta | None, *, hashes: bool = False) -> str:
+    """Return why a blob is not the tensor ``name`` in a checkpoint, "" when it is; of one without a declared
+    ``state`` only whether it is there.
 
     ``hashes``: also read all its bytes. One whose bytes do not hash to its name any more is dropped.
     """
@@ -38,7 +39,7 @@ def defect(store: BlobStore, name: str, blob: str, state: StateMeta, *, hashes: 
         if not store.has(blob):
             return f"the blob {blob[:12]} of {name} is not in the store"
         size, head = store.size(blob), store.head(blob, 8 + MAX_HEADER_BYTES)
-        wrong = _header_defect(head, size, state)
+        wrong = _header_defect(head, size, state) if state is not None else ""
         # One that rotted here would else stand in the way of whoever sends the same bytes again.
         if (wrong or hashes) and store.rotten(blob):
             wrong = "its bytes do not hash to its name; it is dropped"
@@ -63,9 +64,7 @@ def torn(
     if lacking:
         return f"{len(lacking)} tensors have no blob, first {lacking[0]!r}"
     defects = (
-        defect(store, name, blob, states[name], hashes=hashes)
-        for name, blob in sorted(tensors.items())
-        if name in states
+        defect(store, name, blob, states.get(name), hashes=hashes) for name, blob in sorted(tensors.items())
     )
     return next(filter(None, defects), "")
 

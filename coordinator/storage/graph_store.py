@@ -123,7 +123,8 @@ class GraphStore:
     def torn(self, spec: JobSpec, tensors: Mapping[str, str], *, hashes: bool = False) -> str:
         """Return why a checkpoint of this job cannot be loaded, "" when it can (``storage.checkpoints``)."""
         states = self.graphs(spec.dag_hash, spec.eval_dag_hash).states()
-        return torn(self._store, tensors, states, spec.tensors.keys(), hashes=hashes)
+        needed = spec.tensors.keys() if spec.federated is None else ()
+        return torn(self._store, tensors, states, needed, hashes=hashes)
 
     def forged(self, tensors: Mapping[str, str], leaves: Mapping[str, StateMeta]) -> str:
         """Return what is wrong with what a stage says it stored, "" when nothing is; ``leaves``: its own."""

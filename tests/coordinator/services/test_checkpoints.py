@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from safetensors.numpy import save
 
 from benchmarks.commit import WIDTH
 from benchmarks.fake_worker import FakeWorker
+from coordinator.cli.main import app
 from coordinator.config import CoordinatorConfig
 from coordinator.server import serve
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
+from protos.command_line import run
 from tests.coordinator.test_server import FAST, Owner, fleet, stack, start
 
 __all__ = ["stack"]
@@ -28,12 +32,14 @@ class Forger(FakeWorker):
     shape: tuple[int, ...] = (WIDTH, WIDTH)
 
     def _put_state(self, commit: pb.StepCommit) -> None:
-        assert self.assigned is not None
+        assigned = self.assigned
+        if assigned is None:
+            return
         data = save({"value": np.ones(self.shape, np.float32)}, {"of": self.worker})
         blob = hashlib.sha256(data).hexdigest()
         chunks = iter([pb.BlobChunk(hash=blob, size=len(data), data=data)])
         self.blobs().Put(chunks, metadata=self.metadata, timeout=20.0)
-        names = self.assigned.program.parameters if self.names is None else self.names
+        names = assigned.program.parameters if self.names is None else self.names
         tensors = [job_pb.TensorBlob(name=name, blob=blob) for name in names]
         stored = pb.StateStored(
             job=commit.job, plan_version=commit.plan_version, step=commit.step, tensors=tensors
@@ -71,6 +77,7 @@ def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path:
     job = owner.submit(steps=200, checkpoint_every=20)
     owner.watch(job, lambda u: u.checkpoint_step >= 60)
     first.stop()
+    assert first.server is not None
     record = first.server.shell.scheduler.ledger.jobs[job]
     before, newest = record.checkpoints
     path = first.server.blobs.path(newest.tensors["w1"])
@@ -86,3 +93,43 @@ def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path:
     assert all(worker.assigned and worker.assigned.first_step == before.step for worker in workers)
     update = owner.watch(job)
     assert (update.state, update.step) == ("finished", 200)
+
+
+def test_checkpoints_are_listed_verified_and_gone_back_to(
+    stack: ExitStack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = start(stack, tmp_path)
+    workers, owner = fleet(stack, running, 2), Owner(running)
+    job = owner.submit(steps=6, checkpoint_every=2)
+    assert owner.watch(job).state == "finished"
+    here = ["--coordinator", owner.address, "--token", running.started.owner_token, "--json"]
+
+    def said(*command: str) -> Any:
+        assert run(app, ["checkpoints", *command, *here]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    listed = said(job)
+    assert [(c["step"], c["whole"], c["tensors"]) for c in listed] == [(4, True, 4), (6, True, 4)]
+    assert all(c["bytes"] > 4 * WIDTH * WIDTH * 4 and c["at_s"] > 1e9 for c in listed)
+    assert said("verify", job) == listed
+    assert run(app, ["checkpoints", "restore", job, "--step", "5", *here]) == 2
+    assert "kept are: 4, 6" in capsys.readouterr().err
+    assert run(app, ["checkpoints", "restore", job, "--step", "6", *here]) == 2
+    assert "raise --steps" in capsys.readouterr().err
+    restored = said("restore", job, "--step", "4", "--steps", "9")["job"]
+    update = owner.watch(restored)
+    assert (update.state, update.step) == ("finished", 9)
+    assert min(c.step for worker in workers for c in worker.commits if c.job == restored) == 4
+
+    assert running.server is not None
+    newest = running.server.shell.scheduler.ledger.jobs[job].checkpoints[-1]
+    path = running.server.blobs.path(newest.tensors["w2"])
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert all(c["whole"] for c in said(job))  # its header is as it was
+    assert run(app, ["checkpoints", "verify", job, *here]) == 9
+    printed = capsys.readouterr()
+    assert [c["whole"] for c in json.loads(printed.out.splitlines()[-1])] == [True, False]
+    assert f"restore {job} --step 4" in printed.err
+    assert run(app, ["checkpoints", "restore", job, "--step", "6", "--steps", "9", *here]) == 9
+    assert "not in the store" in capsys.readouterr().err

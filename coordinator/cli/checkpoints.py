@@ -1,0 +1,117 @@
+"""`atoll checkpoints`: the stored states of a job, looked at and gone back to."""
+
+from __future__ import annotations
+
+from time import localtime, strftime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from atoll.errors import StorageError
+from coordinator.cli.format import in_bytes
+from coordinator.cli.options import Common
+from protos.command_line import err, out, print_json, with_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import click
+
+    from protos import atoll_control_pb2 as pb
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="As in `atoll status`.")]
+
+
+class _ListsByDefault(TyperGroup):
+    """`checkpoints JOB` is `checkpoints list JOB`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("--help", "-h"):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+checkpoints = typer.Typer(
+    name="checkpoints",
+    cls=_ListsByDefault,
+    no_args_is_help=True,
+    help="List, verify and restore a job's checkpoints; `atoll checkpoints JOB` lists them.",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll` command."""
+    app.add_typer(checkpoints)
+
+
+@checkpoints.command("list", epilog="Example: atoll checkpoints list j-1   (or: atoll checkpoints j-1)")
+@with_groups
+def list_(job: JobName, common: Common) -> None:
+    """List a job's kept checkpoints, oldest first: step, when, bytes, and whether each can be loaded."""
+    with common.client() as client:
+        _show(job, client.checkpoints(job), common.json)
+
+
+@checkpoints.command(epilog="Example: atoll checkpoints verify j-1 --step 400")
+@with_groups
+def verify(
+    job: JobName,
+    step: Annotated[int | None, typer.Option(min=0, help="This checkpoint alone; default: all.")] = None,
+    *,
+    common: Common,
+) -> None:
+    """Read checkpoints to the last byte and compare hashes and headers. Exit code 9 when one is torn."""
+    with common.client() as client:
+        found = client.checkpoints(job, verify=True, step=step)
+    _show(job, found, common.json)
+    torn = [c for c in found if c.torn]
+    if torn:
+        whole = [c.step for c in found if not c.torn]
+        how = f"`atoll checkpoints restore {job} --step {whole[-1]}`" if whole else "submit the job again"
+        raise StorageError(f"{len(torn)} of {len(found)} checkpoints of {job} are torn; {how}")
+
+
+@checkpoints.command(epilog="Example: atoll checkpoints restore j-1 --step 400 --steps 2000")
+@with_groups
+def restore(
+    job: JobName,
+    step: Annotated[int, typer.Option(min=0, help="Checkpoint to go on from, as in `atoll checkpoints`.")],
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps in all, those before the checkpoint too; default: the job's own."),
+    ] = None,
+    *,
+    common: Common,
+) -> None:
+    """Start a new job from a checkpoint, on whatever workers are there now; the old job stays as it is."""
+    with common.client() as client:
+        reply = client.restore(job, step, steps)
+    if common.json:
+        print_json({"job": reply.job, "state": reply.update.state, "reason": reply.update.reason})
+        return
+    out.print(f"{reply.job} {reply.update.state}, from step {step} of {job}", markup=False, soft_wrap=True)
+    err.print(f"watch it with `atoll watch {reply.job}`", markup=False)
+
+
+def _show(job: str, found: Sequence[pb.Checkpoint], json: bool) -> None:
+    if json:
+        print_json(
+            [
+                {"step": c.step, "at_s": c.at_s or None, "bytes": c.bytes, "tensors": c.tensors}
+                | {"whole": not c.torn, "torn": c.torn}
+                for c in found
+            ]
+        )
+        return
+    if not found:
+        out.print(f"{job} has stored no checkpoint yet; --set checkpoint_every=N at submit says how often")
+        return
+    table = Table("step", "when", "size", "tensors", "state", box=None, pad_edge=False)
+    for c in found:
+        when = strftime("%Y-%m-%d %H:%M:%S", localtime(c.at_s)) if c.at_s else "unknown"
+        state = Text(f"torn: {c.torn}", style="red") if c.torn else Text("whole")
+        table.add_row(str(c.step), when, in_bytes(c.bytes), str(c.tensors), state)
+    out.print(table)
