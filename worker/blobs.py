@@ -78,6 +78,8 @@ class BlobCache:
             if _sha256(part) != chunk.hash:
                 part.unlink()
                 raise BadFrame(f"blob {chunk.hash[:12]} arrived damaged: its sha256 differs")
+            with part.open("rb") as file:  # a name outlives a power cut, and so must what it stands for
+                os.fsync(file.fileno())
             part.replace(path)
         except OSError as error:
             raise StorageError(

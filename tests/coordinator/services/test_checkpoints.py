@@ -102,7 +102,7 @@ def test_checkpoints_are_listed_verified_and_gone_back_to(
     workers, owner = fleet(stack, running, 2), Owner(running)
     job = owner.submit(steps=6, checkpoint_every=2)
     assert owner.watch(job).state == "finished"
-    here = ["--coordinator", owner.address, "--token", running.started.owner_token, "--json"]
+    here = ["--coordinator", owner.address, "--token", str(running.started.owner_token), "--json"]
 
     def said(*command: str) -> Any:
         assert run(app, ["checkpoints", *command, *here]) == 0
