@@ -223,6 +223,9 @@ class Scheduler:
         for name in self.roster.silent(effects.now_s):
             if not self.roster.workers[name].member.gone:  # by what became of another one just now
                 effects.move(name, members.Tick())
+        for name in self.roster.readmit(effects.now_s):
+            effects.log(Name.WORKER_READMITTED, worker=name)
+            effects.advance = True
         self.measuring.expire()
         for driver in self.drivers:
             driver.tick()
@@ -266,11 +269,12 @@ class Scheduler:
     def _uploading(self, event: ev.Uploading) -> None:
         worker = self.roster.workers.get(event.worker)
         if worker is not None and not worker.member.gone:
+            worker.uploads += 1
             self.effects.move(event.worker, members.Heard())
 
     def _heartbeat(self, name: str, beat: ev.Heartbeat) -> None:
         worker = self.roster.workers[name]
-        worker.memory_bytes = beat.memory_bytes
+        worker.memory_bytes, worker.beat = beat.memory_bytes, beat
         self.roster.heard(name, beat.worker_time_s, self.effects.now_s)
         held, driver = (beat.job, beat.version), self.driver_of(beat.job)
         stays = beat.job == worker.member.job or (driver is not None and driver.keeps(beat.job))

@@ -485,6 +485,10 @@ class Heartbeat(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    WAITS_S_FIELD_NUMBER: _builtins.int
+    WAITS_WHAT_FIELD_NUMBER: _builtins.int
+    WAITS_STEP_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker_time_s: _builtins.float
     job: _builtins.str
@@ -493,6 +497,13 @@ class Heartbeat(_message.Message):
     progress: _builtins.int
     """actions and chunks done so far: stands still when hung"""
     memory_bytes: _builtins.int
+    waits_for: _builtins.str
+    """peer whose message, or room for one, is awaited; empty: nobody's"""
+    waits_s: _builtins.float
+    """so far"""
+    waits_what: _builtins.str
+    """a message's direction, `room`, or `data` (of the coordinator); empty: nothing is awaited"""
+    waits_step: _builtins.int
     def __init__(
         self,
         *,
@@ -503,10 +514,14 @@ class Heartbeat(_message.Message):
         step: _builtins.int = ...,
         progress: _builtins.int = ...,
         memory_bytes: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
+        waits_s: _builtins.float = ...,
+        waits_what: _builtins.str = ...,
+        waits_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "worker_time_s", b"worker_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker_time_s", b"worker_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2107,6 +2122,10 @@ class WorkerStatus(_message.Message):
     SEEN_S_AGO_FIELD_NUMBER: _builtins.int
     SITE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    WAITS_S_FIELD_NUMBER: _builtins.int
+    WAITS_WHAT_FIELD_NUMBER: _builtins.int
+    WAITS_STEP_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -2117,6 +2136,11 @@ class WorkerStatus(_message.Message):
     seen_s_ago: _builtins.float
     site: _builtins.str
     address: _builtins.str
+    waits_for: _builtins.str
+    """as its last heartbeat has it, while it has a job"""
+    waits_s: _builtins.float
+    waits_what: _builtins.str
+    waits_step: _builtins.int
     @_builtins.property
     def device(self) -> Global___DeviceFacts: ...
     def __init__(
@@ -2133,10 +2157,14 @@ class WorkerStatus(_message.Message):
         seen_s_ago: _builtins.float = ...,
         site: _builtins.str = ...,
         address: _builtins.str = ...,
+        waits_for: _builtins.str = ...,
+        waits_s: _builtins.float = ...,
+        waits_what: _builtins.str = ...,
+        waits_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gflops", b"gflops", "job", b"job", "name", b"name", "reason", b"reason", "seen_s_ago", b"seen_s_ago", "site", b"site", "stage", b"stage", "state", b"state", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gflops", b"gflops", "job", b"job", "name", b"name", "reason", b"reason", "seen_s_ago", b"seen_s_ago", "site", b"site", "stage", b"stage", "state", b"state", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

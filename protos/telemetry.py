@@ -24,6 +24,7 @@ class Event(StrEnum):
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
     WORKER_QUARANTINED = "worker.quarantined"
+    WORKER_READMITTED = "worker.readmitted"
     WORKER_KICKED = "worker.kicked"
     WORKER_LOG = "worker.log"
     SESSION_OPENED = "session.opened"

@@ -39,6 +39,7 @@ from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
 from worker.machine.device import outbound_host
 from worker.machine.malloc import keep_chunk_memory
+from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.wire import PeerExpected
@@ -320,6 +321,7 @@ class Daemon:
                 continue
             silent_s = 0.0
             self._beats += 1
+            waits = self._host.waiting or Waiting("", "", 0, time.monotonic())
             self._send(
                 pb.FromWorker(
                     heartbeat=pb.Heartbeat(
@@ -330,6 +332,10 @@ class Daemon:
                         step=state.step,
                         progress=self._host.progress + self._network.progress(),
                         memory_bytes=self._host.memory_bytes,
+                        waits_for=waits.peer,
+                        waits_s=time.monotonic() - waits.since_s,
+                        waits_what=waits.what,
+                        waits_step=waits.step,
                     )
                 )
             )

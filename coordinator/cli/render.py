@@ -14,6 +14,7 @@ from coordinator.cli.render_federated import federated_parts, federated_words
 from protos import atoll_control_pb2 as pb
 
 Names = Mapping[str, str]  # worker id -> name for people
+SHOWN_WAIT_S = 2.0  # shorter waits are part of every step
 
 
 # ---------------------------------------------------------------- plans
@@ -110,7 +111,7 @@ def status_view(status: pb.StatusReply) -> RenderableType:
     names = worker_names(status.workers)
     parts: list[RenderableType] = [
         Text(f"coordinator atoll {status.version}, up {in_seconds(status.uptime_s)}"),
-        _workers_table(status.workers),
+        _workers_table(status.workers, names),
         jobs_table(status.jobs),
     ]
     if status.links:
@@ -123,7 +124,7 @@ def worker_names(workers: Iterable[pb.WorkerStatus]) -> dict[str, str]:
     return {status.worker: status.name or status.worker for status in workers}
 
 
-def _workers_table(workers: Sequence[pb.WorkerStatus]) -> RenderableType:
+def _workers_table(workers: Sequence[pb.WorkerStatus], names: Names) -> RenderableType:
     if not workers:
         return Text("no workers; start some with `atoll-worker join HOST:PORT --token T`", style=DIM)
     table = _table("worker", "name", "state", "device", "speed", "memory", "job", "seen", "why")
@@ -140,9 +141,18 @@ def _workers_table(workers: Sequence[pb.WorkerStatus]) -> RenderableType:
             in_bytes(worker.device.memory_limit_bytes),
             at,
             f"{worker.seen_s_ago:.1f} s ago",
-            worker.reason,
+            _why(worker, names),
         )
     return table
+
+
+def _why(worker: pb.WorkerStatus, names: Names) -> str:
+    """Why it is in its state, and what it has been waiting for, if that is more than a moment."""
+    if worker.waits_s < SHOWN_WAIT_S:
+        return worker.reason
+    whom = f" from {_name(names, worker.waits_for)}" if worker.waits_for else ""
+    waits = f"waits {in_seconds(worker.waits_s)} for {worker.waits_what}{whom}, step {worker.waits_step + 1}"
+    return f"{worker.reason}; {waits}"
 
 
 def jobs_table(jobs: Sequence[pb.JobUpdate]) -> RenderableType:

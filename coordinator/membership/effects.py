@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from coordinator.membership import member as members
@@ -106,10 +107,11 @@ class Effects:
         """Report where a worker stands to those who lend it to apps."""
         self.emit(do.MemberMoved(member.worker, member.phase, member.job, restarted, member.reason))
 
-    def quarantine(self, worker: str, reason: str) -> None:
-        """Keep a worker out of every plan until its process starts anew; its job goes on without it."""
+    def quarantine(self, worker: str, reason: str, seconds: float = inf) -> None:
+        """Keep a worker out of every plan for so long, or until its process starts anew; its job goes on
+        without it."""
         known = self.roster.workers[worker]
-        self.roster.quarantine(worker, reason)
+        self.roster.quarantine(worker, reason, self.now_s + seconds)
         self.log(Name.WORKER_QUARANTINED, "warning", worker=worker, reason=reason)
         self.advance = True
         if known.member.job:

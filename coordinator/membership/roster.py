@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 
 from atoll.plan import LinkPrediction
 from coordinator.config import Liveness, Probing
@@ -17,7 +17,7 @@ from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.member import Member, Phase
 from coordinator.membership.op_probing import OpProbing
-from coordinator.messages.events import Goodput, Introduction, StepReady
+from coordinator.messages.events import Goodput, Heartbeat, Introduction, StepReady
 from coordinator.messages.instructions import Addresses
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
@@ -69,6 +69,8 @@ class Worker:
     clock_offset_s: float | None = None  # ours minus the worker's
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
+    beat: Heartbeat | None = None  # the newest
+    uploads: int = 0  # signs that bytes of its arrived
 
     @property
     def idle(self) -> bool:
@@ -113,6 +115,7 @@ class Roster:
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
     _fingerprint: frozenset[tuple[str, int, bool]] | None = None  # None: computed anew when asked for
     _watched: Deadlines = field(default_factory=Deadlines)
+    _readmissions: Deadlines = field(default_factory=Deadlines)  # when quarantines end
 
     def __post_init__(self) -> None:
         self.links = LinkProbing(self.probing)
@@ -129,6 +132,7 @@ class Roster:
         before = known.member
         if introduction.incarnation != before.incarnation:
             known.quarantined = ""
+            self._readmissions.drop(worker)
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
         self._list_data(worker, listed=False)
         known.introduction, known.session = introduction, session
@@ -152,10 +156,20 @@ class Roster:
         self.workers[worker].session = None
         self._changed(worker)
 
-    def quarantine(self, worker: str, reason: str) -> None:
-        """Let no plan use a worker until its process starts anew."""
+    def quarantine(self, worker: str, reason: str, until_s: float = inf) -> None:
+        """Let no plan use a worker until then, or until its process starts anew."""
         self.workers[worker].quarantined = reason
+        self._readmissions.drop(worker)
+        if until_s < inf:
+            self._readmissions.at(worker, until_s)
         self._changed(worker)
+
+    def readmit(self, now_s: float) -> list[str]:
+        """End the quarantines whose time is over; returns whose, in join order."""
+        over = self.in_order(self._readmissions.take(now_s))
+        for name in over:
+            self.quarantine(name, "")
+        return over
 
     def _changed(self, worker: str) -> None:
         """Keep what is derived from a worker's state."""

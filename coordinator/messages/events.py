@@ -74,13 +74,24 @@ class Introduction:
 
 
 @dataclass(frozen=True, slots=True)
+class Waits:
+    """A worker's claim of what it waits for; ``peer`` "": for the coordinator."""
+
+    peer: str
+    what: str  # a message's direction, ``room`` for one, or ``data``
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     worker_time_s: float
     job: str
     version: int
     step: int
-    progress: int
+    progress: int  # stands still when the work hangs
     memory_bytes: int
+    waits: Waits | None = None  # None: it computes, or has nothing to do
 
 
 @dataclass(frozen=True, slots=True)

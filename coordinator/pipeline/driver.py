@@ -49,6 +49,7 @@ from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.stuck import Stuck
 from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
@@ -74,11 +75,13 @@ class PipelineDriver:
     returning: dict[str, Returning] = field(default_factory=dict)  # by job, after our restart
     profiling: Profiling = field(init=False)
     adapting: Adapting = field(init=False)
+    stuck: Stuck = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
         self.profiling = Profiling(self.effects, self.measuring)
         self.adapting = Adapting(self.effects, self.config.adaptation)
+        self.stuck = Stuck(self.effects.roster, self.effects.label)
 
     # ------------------------------------------------------------ jobs
 
@@ -323,6 +326,8 @@ class PipelineDriver:
             odd = sorted(message.tensors.keys() - state.spec.tensors.keys())[0]
             self.effects.quarantine(worker, f"{worker} stored {odd!r}, which {state.job} does not have")
             return
+        if isinstance(message, ev.EvalReady) and message.step + 1 == state.awaiting_eval:
+            self.stuck.evaluated(state, rank)
         self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
@@ -337,12 +342,14 @@ class PipelineDriver:
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
-        """Let time pass."""
+        """Let time pass; jobs that stand still lose who is to blame."""
         self.profiling.end_holds()
         for job, back in list(self.returning.items()):
             if self.effects.now_s >= back.until_s:
                 missing = ", ".join(sorted(back.missing))
                 self._step(job, StageLost(f"{missing} did not come back after our restart"))
+        for blamed, seconds in self.stuck.tick(self.jobs, self.effects.now_s):
+            self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""

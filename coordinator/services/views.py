@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from atoll.job import Precision
 from atoll.plan import LinkSpec
@@ -123,7 +123,21 @@ def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerSta
         seen_s_ago=max(0.0, now_s - member.seen_s),
         site=i.site,
         address=next((f"{host}:{port}" for host, port in i.addresses + i.nearby), ""),
+        **_waits(worker),
     )
+
+
+def _waits(worker: Worker) -> dict[str, Any]:
+    """Fields of what a worker with a job waits for."""
+    waits = worker.beat.waits if worker.beat is not None and worker.member.job else None
+    if waits is None:
+        return {}
+    return {
+        "waits_for": waits.peer,
+        "waits_s": waits.seconds,
+        "waits_what": waits.what,
+        "waits_step": waits.step,
+    }
 
 
 def _stage_of(scheduler: Scheduler, member: Member) -> int:

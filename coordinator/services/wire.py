@@ -96,7 +96,9 @@ def tensors_from(messages: Iterable[job_pb.TensorBlob]) -> dict[str, str]:
 
 def _heartbeat(m: pb.Heartbeat) -> ev.Heartbeat:
     job = bounds.text("job", m.job, LIMITS.name_chars)
-    return ev.Heartbeat(m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes)
+    what, seconds = clean(m.waits_what, 24), bounds.number("waits_s", m.waits_s, 0.0, MAX_SECONDS)
+    waits = ev.Waits(clean(m.waits_for, LIMITS.name_chars), what, m.waits_step, seconds) if what else None
+    return ev.Heartbeat(m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes, waits)
 
 
 def _ops_probed(m: pb.OpsProbed) -> ev.OpsProbed:

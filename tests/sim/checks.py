@@ -180,7 +180,7 @@ class Checks:
 
     def _could_go_on(self, spec: JobSpec) -> bool:
         """Whether enough workers are here for a job that has not ended."""
-        here = [worker for worker in self.world.workers.values() if worker.alive]
+        here = [worker for worker in self.world.workers.values() if worker.alive and not worker.hung]
         return len(here) >= (spec.federated.rule.min_clients if spec.federated is not None else 1)
 
     # ------------------------------------------------------------ the end

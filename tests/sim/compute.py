@@ -94,15 +94,17 @@ class Tensors:
 
 @dataclass
 class Machine(Process):
-    """A process that computes; ``hung``: what it computes now never ends."""
+    """A process that computes; ``hung``: what it computes now never ends; ``claims``: the worker that it
+    pretends to wait for."""
 
     slowness: float = field(default=1.0, kw_only=True)
     hung: bool = field(default=False, kw_only=True)
+    claims: str = field(default="", kw_only=True)
 
     def start(self) -> None:
         """Begin a life in which computations end."""
         super().start()
-        self.hung = False
+        self.hung, self.claims = False, ""
 
 
 @dataclass
@@ -119,6 +121,8 @@ class Bench:
     joined: str = ""
     inbox: dict[Key, str] = field(default_factory=dict)
     running: tuple[str, int, int] | None = None
+    progress: int = 0
+    _asked_s: float = 0.0  # when the step under way was asked for
     _sent: dict[Key, str] = field(default_factory=dict)
     _due: bool = False  # the step under way has computed for long enough to send something
     _turn: int = 0
@@ -130,6 +134,7 @@ class Bench:
                 self._load(work)
             case todo.RunStep(job, version, step):
                 self.running, self._due = (job, version, step), False
+                self._asked_s = self.process.clock.now_s
                 self._later(STEP_S / 2, self._begin)
             case todo.ApplyStep(job, version, step, store=store):
                 self._later(APPLY_S, lambda: self._apply(job, version, step, store))
@@ -162,6 +167,7 @@ class Bench:
 
         def done() -> None:
             if turn == self._turn and not self.process.hung:
+                self.progress += 1
                 act()
 
         self.process.after(seconds * self.process.slowness, done)
@@ -174,6 +180,18 @@ class Bench:
         for messages in (self.inbox, self._sent):
             for key in [key for key in messages if which(key)]:
                 del messages[key]
+
+    @property
+    def waits(self) -> ev.Waits | None:
+        """What the step under way waits for; None while it computes, or where there is none."""
+        held, running = self.held, self.running
+        if held is None or running is None or not self._due:
+            return None
+        sent = (*running, True) in self._sent
+        if (sent and held.last) or (not sent and held.stage == 0):
+            return None
+        peer, what = (held.neighbour(+1), "backward") if sent else (held.neighbour(-1), "forward")
+        return ev.Waits(peer, what, running[2], self.process.clock.now_s - self._asked_s)
 
     # ------------------------------------------------------------ stages
 
@@ -199,6 +217,7 @@ class Bench:
     def arrived(self, message: Tensors) -> None:
         """Take in a neighbour's message; it may be early."""
         self.inbox[message.job, message.version, message.step, message.forwards] = message.value
+        self.progress += 1
         self._forward()
         self._backward()
 

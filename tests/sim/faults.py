@@ -12,6 +12,7 @@ from tests.sim.worker import PEER_SILENCE_S
 from worker.session import events
 
 if TYPE_CHECKING:
+    from tests.sim.worker import Worker
     from tests.sim.world import World
 
 SLOW_WRITE_S = 1.0
@@ -75,10 +76,40 @@ class Slow(OnWorker):
 
 @dataclass(frozen=True)
 class Hang(OnWorker):
-    """What it computes never ends; its session goes on as if nothing were wrong."""
+    """What it computes never ends, for ever when ``seconds`` is 0; its session goes on as if nothing were
+    wrong."""
 
     def strike(self, world: World) -> None:
-        world.workers[self.worker].hung = True
+        worker, life = world.workers[self.worker], world.workers[self.worker].life
+        worker.hung = True
+        if self.seconds:
+            world.clock.after(self.seconds, lambda: _heal(worker, life))
+
+
+@dataclass(frozen=True)
+class Lie(Hang):
+    """The same, and it claims to wait for an innocent while its progress goes on."""
+
+    innocent: str = ""
+
+    def strike(self, world: World) -> None:
+        super().strike(world)
+        world.workers[self.worker].claims = self.innocent
+
+
+@dataclass(frozen=True)
+class SilentLink(OnWorker):
+    """What two workers send each other is lost, and neither notices."""
+
+    peer: str = ""
+
+    def strike(self, world: World) -> None:
+        world.network.silence(self.worker, self.peer, self.seconds)
+
+
+def _heal(worker: Worker, life: int) -> None:
+    if worker.life == life:
+        worker.hung, worker.claims = False, ""
 
 
 @dataclass(frozen=True)
@@ -195,8 +226,9 @@ class Repeats(Fault):
 WEIGHTS: dict[type[Fault], int] = {
     Crash: 6, Freeze: 3, Slow: 2, Leave: 1, Partition: 3, CutOff: 3, BreakStreams: 4, KillCoordinator: 3,
     ClockJump: 1, FreezeCoordinator: 1, SlowDisk: 1, FullDisk: 1, LossyWeather: 1, Repeats: 4,
+    Hang: 1, Lie: 1, SilentLink: 1,
 }  # fmt: skip
-"""What a run may draw beside a ``TakeOver``. ``Hang`` is not among it: nothing notices one yet."""
+"""What a run may draw beside a ``TakeOver``."""
 
 
 def drawn(random: Random, workers: list[str], within_s: float, most: int = 6) -> tuple[Fault, ...]:
@@ -210,6 +242,8 @@ def drawn(random: Random, workers: list[str], within_s: float, most: int = 6) ->
         at_s = round(random.random() * max(1.0, within_s - seconds), 2)
         if kind is BreakStreams:
             found.append(BreakStreams(at_s, 0.0, random.choice(workers), random.random() < 0.3))
+        elif kind in (Lie, SilentLink):
+            found.append(kind(at_s, seconds, *random.sample(workers, 2)))
         elif issubclass(kind, OnWorker):
             found.append(kind(at_s, seconds, random.choice(workers)))
         else:

@@ -96,6 +96,7 @@ class Network:
     _streams: dict[str, list[Stream]] = field(default_factory=dict)  # of each process, oldest first
     _tidy_at: dict[str, int] = field(default_factory=dict)  # streams of a process, ended ones included
     _cut: dict[frozenset[str], float] = field(default_factory=dict)
+    _silent: dict[frozenset[str], float] = field(default_factory=dict)
 
     def connect(self, here: End, there: End) -> Stream:
         """Open a stream between two live processes."""
@@ -131,6 +132,14 @@ class Network:
     def partition(self, a: str, b: str, seconds: float) -> None:
         """Let nothing pass between two processes, or between one and ``*``, for a while."""
         self._cut[frozenset((a, b))] = self.clock.now_s + seconds
+
+    def silence(self, a: str, b: str, seconds: float) -> None:
+        """Lose whatever two processes send each other for a while, though both believe in the stream."""
+        self._silent[frozenset((a, b))] = self.clock.now_s + seconds
+
+    def swallows(self, a: str, b: str) -> bool:
+        """Whether what one of two processes sends the other is lost."""
+        return self._silent.get(frozenset((a, b)), 0.0) > self.clock.now_s
 
     def died(self, process: Process) -> None:
         """Have the other ends of a killed process's streams notice."""

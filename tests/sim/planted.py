@@ -15,8 +15,9 @@ from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
 from coordinator.pipeline import machine
+from coordinator.pipeline.stuck import Stuck
 from tests.sim.coordinator import Coordinator, Folder
-from tests.sim.faults import Fault, Repeats, TakeOver
+from tests.sim.faults import Fault, Hang, Repeats, TakeOver
 from worker.session import machine as session
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -94,10 +95,16 @@ def fact_after_consequence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coordinator, "_handle", bug)
 
 
+def nobody_reads_progress(patch: pytest.MonkeyPatch) -> None:
+    """Heartbeats are signs of life, and nobody looks at what they say."""
+    patch.setattr(Stuck, "tick", lambda self, jobs, now_s: [])
+
+
 SHOWN_BY: dict[Plant, type[Fault]] = {
     stale_version_accepted: Repeats,
     stale_term_accepted: TakeOver,
     stale_term_recorded: TakeOver,
+    nobody_reads_progress: Hang,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
 
@@ -109,4 +116,5 @@ PLANTED: tuple[Plant, ...] = (
     stale_term_accepted,
     stale_term_recorded,
     fact_after_consequence,
+    nobody_reads_progress,
 )

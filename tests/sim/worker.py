@@ -152,10 +152,20 @@ class Worker(Machine):
             self.stream.send(
                 1,
                 ev.Heartbeat(
-                    self.clock.now_s + self.clock_off_s, state.job, state.version, state.step, 0, MEMORY
+                    self.clock.now_s + self.clock_off_s, state.job, state.version, state.step,
+                    self._counted(), MEMORY, self._waits(),
                 ),
-            )
+            )  # fmt: skip
         self.after(interval_s, self._beat)
+
+    def _counted(self) -> int:
+        """Return the progress that it reports: a liar's moves whatever it does."""
+        return int(self.clock.now_s) if self.claims else self.bench.progress
+
+    def _waits(self) -> ev.Waits | None:
+        if self.claims:
+            return ev.Waits(self.claims, "forward", self.session.step, 1e6)
+        return None if self.hung else self.bench.waits
 
     # ------------------------------------------------------------ the coordinator
 
@@ -217,6 +227,8 @@ class Worker(Machine):
 
     def _send_tensors(self, peer: str, message: Tensors) -> None:
         other = self.peers(peer)
+        if self.network.swallows(self.name, peer):
+            return
         if other is None or not other.alive:
             self.after(0.1, lambda: self.hear(e.PeerLost(peer, "connection refused")))
             return

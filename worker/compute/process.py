@@ -199,6 +199,7 @@ class ComputeProcess:
         """Thread: what the heartbeat shows."""
         while True:
             self._status.count(self._progress.count, used_memory_bytes(self._device))
+            self._status.wait(self._progress.waits, time.monotonic())
             time.sleep(COUNT_S)
 
 

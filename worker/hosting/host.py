@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from worker.cancel import Cancel
     from worker.config import WorkerConfig
     from worker.hosting.launch import Ending
+    from worker.pipe.status import Waiting
     from worker.session.wire import AssignedStage, LinkRequest
     from worker.stage.assignment import PeerLink
     from worker.stage.batches import Fetch
@@ -188,6 +189,12 @@ class ComputeHost:
         """Signs of life of the computation, counted."""
         now = self._now
         return 0 if now is None else now.child.status.progress
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """What the computation waits for, None: for nothing."""
+        now = self._now
+        return None if now is None else now.child.status.waiting(time.monotonic())
 
     @property
     def memory_bytes(self) -> int:

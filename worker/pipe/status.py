@@ -1,4 +1,5 @@
-"""A page that both processes map: what computes now, how far it is, and what the daemon takes of the cores.
+"""A page that both processes map: what computes now, how far it is, whom it waits for, and what the daemon
+takes of the cores.
 
 The compute process writes the op that it begins, before it begins, so that the daemon can name it when
 the process has died or does not end. Each field has one writer; a torn read shows an op's name beside
@@ -7,17 +8,22 @@ another's number, once in a very long while, in a message for people.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
 from protos.text_limits import clean
 
 NAME_BYTES = 240
+PEER_BYTES, WHAT_BYTES = 96, 24
+STALE_S = 2.0  # a process that has not written for so long waits for nobody: it has stopped
 _OP = struct.Struct(f"=Qdi{NAME_BYTES}s")  # begun, allowed seconds, bytes of name, name
 _BEGUN = struct.Struct("=Q")
 _COUNTS = struct.Struct("=QQ")  # progress, memory bytes
+# Written, since, step, bytes of what and peer, both.
+_WAITS = struct.Struct(f"=ddQBB{WHAT_BYTES}s{PEER_BYTES}s")
 _DAEMON = struct.Struct("=d")
-_OP_AT, _COUNTS_AT, _DAEMON_AT = 0, 512, 1024
+_OP_AT, _COUNTS_AT, _WAITS_AT, _DAEMON_AT = 0, 512, 640, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,17 @@ class Mark:
 
     name: str
     allowed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What is awaited, and since when (``time.monotonic``, which both processes share); ``peer`` "": of the
+    coordinator."""
+
+    peer: str
+    what: str  # a message's direction, "room", or "data"
+    step: int
+    since_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,23 @@ class ComputeStatus:
         """Signs of life so far, and what is held on the device."""
         _COUNTS.pack_into(self._page, _COUNTS_AT, progress, memory_bytes)
 
+    def wait(self, waiting: Waiting | None, now_s: float) -> None:
+        """What is awaited now, None: nothing. Written again and again: see ``STALE_S``."""
+        found = waiting or _NO_WAIT
+        what, peer = found.what.encode()[:WHAT_BYTES], found.peer.encode()[:PEER_BYTES]
+        _WAITS.pack_into(
+            self._page, _WAITS_AT, now_s, found.since_s, found.step, len(what), len(peer), what, peer
+        )
+
     # ------------------------------------------------------------ the daemon
+
+    def waiting(self, now_s: float) -> Waiting | None:
+        """What is awaited, None: nothing, or the process does not say so any more."""
+        written_s, since_s, step, n_what, n_peer, what, peer = _WAITS.unpack_from(self._page, _WAITS_AT)
+        if not n_what or not abs(now_s - written_s) <= STALE_S or not math.isfinite(since_s):
+            return None
+        words = (clean(text.decode(errors="replace"), PEER_BYTES) for text in (peer[:n_peer], what[:n_what]))
+        return Waiting(*words, step, min(since_s, now_s))
 
     def running(self) -> Running:
         """What computes now."""
@@ -98,4 +131,5 @@ class DaemonStatus:
         return float(_DAEMON.unpack_from(self._page, _DAEMON_AT)[0])
 
 
+_NO_WAIT = Waiting("", "", 0, 0.0)
 _NOTHING = ComputeStatus.encoded(Mark("", 0.0))

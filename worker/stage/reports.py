@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from worker.pipe.status import Waiting
 from worker.transport.frames import MessageKey
 
 
@@ -50,10 +53,21 @@ class LongWait:
 
 
 class Progress:
-    """Counts actions and messages, read by the heartbeat: stands still when the work hangs."""
+    """Counts actions and messages, and shows what is awaited, for the heartbeat: stands still when the work
+    hangs."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.waits: Waiting | None = None
 
     def tick(self) -> None:
         self.count += 1
+
+    @contextmanager
+    def waiting(self, peer: str, what: str, step: int) -> Iterator[None]:
+        """Show a wait for as long as it lasts."""
+        self.waits = Waiting(peer, what, step, time.monotonic())
+        try:
+            yield
+        finally:
+            self.waits = None

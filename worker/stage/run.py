@@ -9,6 +9,7 @@ the transport lets gradients pass activations.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from atoll.microbatch import Work
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
 from worker.machine.cpu import CpuMeter
+from worker.pipe.status import Waiting
 from worker.spans import Span, Spans
 from worker.stage.expected import evaluation_arrivals, step_arrivals
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
@@ -173,7 +175,12 @@ class StageRun:
         if program is None or (coded and not lossy(self.at(step).plan.links)):
             return None
         direction = Direction.EVALUATION_CODED if coded else Direction.EVALUATION
-        for micro, inputs in enumerate(self._held_out(cancel)):
+        batches = self._held_out(cancel)
+        for micro in itertools.count():
+            with self._progress.waiting("", "data", step):
+                inputs = next(batches, None)
+            if inputs is None:
+                break
             cancel.check()
             with self.spans.timed("eval", step, micro):
                 self._evaluate_micro(program, direction, step, micro, inputs, cancel)
@@ -310,11 +317,18 @@ class StageRun:
 
     def _take(self, step: int, micro: int, cancel: Cancel) -> dict[str, Tensor]:
         begun_s, started_s = self.spans.now_s(), self._clock()
-        inputs = self._feed.take(step, micro, cancel)
+        with self._progress.waiting("", "data", step):
+            inputs = self._feed.take(step, micro, cancel)
         self._note_wait(step, micro, begun_s, self._clock() - started_s, "")
         return inputs
 
     def _receive(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
+        try:
+            return self._await(key, peer, cancel)
+        finally:
+            self._progress.waits = None
+
+    def _await(self, key: MessageKey, peer: str, cancel: Cancel) -> Tensor | None:
         told_at_s = max(LONG_WAIT_S, 2 * self._step_s)
         begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
         while True:
@@ -329,6 +343,9 @@ class StageRun:
                     begun_s, started_s, computed_s = self.spans.now_s(), self._clock(), self._cpu.computed_s
                     continue
                 waited_s = self._clock() - started_s
+                self._progress.waits = Waiting(
+                    peer, key.direction.name.lower(), key.step, time.monotonic() - waited_s
+                )
                 if waited_s >= told_at_s:
                     told_at_s = 2 * waited_s
                     self._notice(LongWait(key, peer, waited_s))
@@ -351,7 +368,9 @@ class StageRun:
             self._send(stage, key, value, more=any(later == stage for later, *_ in left))
 
     def _send(self, stage: int, key: MessageKey, value: Tensor | None, *, more: bool = False) -> None:
-        self._links.send(self.assignment.worker_of(stage), key, value, more=more)
+        peer = self.assignment.worker_of(stage)
+        with self._progress.waiting(peer, "room", key.step):
+            self._links.send(peer, key, value, more=more)
 
     def _timed(self, work: Work, step: int, micro: int, run: Callable[[], T]) -> T:
         with self.spans.timed(work.value, step, micro), self._cpu.computing() as taken:
