@@ -195,6 +195,8 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
         begun_s=None if state.ready else now_s,
         store_due_s=now_s + CHECKPOINT_EVERY_S,
     )
+    if state.step >= state.steps:  # stopped after the last step was stored
+        return _settle(begun)
     todo: list[Todo] = [ToRanks(StepStart(state.job, state.version, state.step))]
     for rank, report in state.ready.items():
         if begun.phase is Phase.TRAINING:
@@ -449,6 +451,8 @@ def _place(state: JobState, rank: int) -> str:
 
 def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
     """Stop where we are; the next plan version goes on from the last checkpoint."""
+    if state.checkpoint.step >= state.steps:  # the result is stored: no evaluation is worth another plan
+        return _end(state, Phase.FINISHED, f"{state.steps} steps done; not evaluated at the end: {reason}")
     failures = state.failures + 1
     if failures > MAX_FAILURES * (1 if blamed else 4):
         return _end(state, Phase.FAILED, f"{reason}; gave up after {failures} interruptions without a step")
