@@ -7,7 +7,7 @@ import math
 import pytest
 
 from worker.pipe.arena import HEAD_BYTES, Arena
-from worker.pipe.status import NAME_BYTES, ComputeStatus, DaemonStatus, Mark, Running
+from worker.pipe.status import NAME_BYTES, STALE_S, ComputeStatus, DaemonStatus, Mark, Running, Waiting
 
 
 @pytest.fixture
@@ -79,3 +79,19 @@ def test_the_daemons_seconds_stand_beside_the_computes(page: memoryview) -> None
     daemon.write(12.25)
     assert daemon.cpu_s == 12.25
     assert status.running().mark == Mark("op", 1.0)
+
+
+def test_a_wait_counts_as_long_as_it_is_written_again(page: memoryview) -> None:
+    status = ComputeStatus(page)
+    assert status.waiting(100.0) is None
+    status.wait(Waiting("w-1", "forward", 7, 90.0), 100.0)
+    assert status.waiting(100.5) == Waiting("w-1", "forward", 7, 90.0)
+    assert status.waiting(100.0 + 2 * STALE_S) is None
+    status.wait(None, 101.0)
+    assert status.waiting(101.0) is None
+
+
+@pytest.mark.parametrize("junk", [b"\xff", b"\x00\xff", b"\x7f"])
+def test_a_wait_of_junk_is_read_without_an_error(page: memoryview, junk: bytes) -> None:
+    page[:] = (junk * HEAD_BYTES)[:HEAD_BYTES]
+    assert ComputeStatus(page).waiting(100.0) is None
