@@ -98,8 +98,8 @@ class ComputeStatus:
         written_s, since_s, step, n_what, n_peer, what, peer = _WAITS.unpack_from(self._page, _WAITS_AT)
         if not n_what or not abs(now_s - written_s) <= STALE_S or not math.isfinite(since_s):
             return None
-        words = (clean(text.decode(errors="replace"), PEER_BYTES) for text in (peer[:n_peer], what[:n_what]))
-        return Waiting(*words, step, min(since_s, now_s))
+        words = [clean(text.decode(errors="replace"), PEER_BYTES) for text in (peer[:n_peer], what[:n_what])]
+        return Waiting(words[0], words[1], step, min(since_s, now_s))
 
     def running(self) -> Running:
         """What computes now."""
