@@ -348,7 +348,9 @@ class PipelineDriver:
             if self.effects.now_s >= back.until_s:
                 missing = ", ".join(sorted(back.missing))
                 self._step(job, StageLost(f"{missing} did not come back after our restart"))
-        for blamed, seconds in self.stuck.tick(self.jobs, self.effects.now_s):
+        # Who has not come back after our restart has a deadline of its own.
+        here = {job: state for job, state in self.jobs.items() if job not in self.returning}
+        for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
 
     def storage_failed(self, reason: str) -> None:
