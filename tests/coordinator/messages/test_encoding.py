@@ -28,6 +28,7 @@ FACTS: list[facts.Fact] = [
     facts.StepCommitted("j", 3, 8, 1 / 3, 2.5, 0.75, store=True, evaluate=True, coded=True),
     facts.Evaluated("j", 9, 0.25),
     facts.CheckpointStored("j", 9, {"w0": HASH, "w1": HASH}),
+    facts.CheckpointTorn("j", 6, "its blob is gone"),
     facts.RoundClosed(
         "f", 0, HASH, HASH, 10, None, {"w": {"bytes_up": 3}}, {"v": "late"}, {"n": [1]}, 2.0, 3.0
     ),
