@@ -94,6 +94,10 @@ class LoopbackFleet:
                 process.wait()
         self._folder.cleanup()
 
+    def daemons(self) -> list[int]:
+        """Process ids of the workers' daemons, in join order."""
+        return [process.pid for process in self._processes[1:]]
+
     def join_command(self, name: str) -> list[str]:
         """Module and arguments of a worker called ``name``, with a folder and a token of its own."""
         token = self.client.create_token(name).token

@@ -53,7 +53,7 @@ class HostileFleet(LoopbackFleet):
     def daemons(self) -> list[int]:
         """Processes of the workers, the coordinator's left out; all of them live."""
         assert all(process.poll() is None for process in self._processes), self.log("worker0")
-        return [process.pid for process in self._processes[1:]]
+        return super().daemons()
 
     def pool(self) -> dict[str, str]:
         return {worker.name: worker.state for worker in self.client.status().workers}
