@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from worker.links.ports import Network
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
@@ -13,15 +15,13 @@ if TYPE_CHECKING:
     from strategies.layout import Array
     from worker.blobs import BlobStore
     from worker.cancel import Cancel
-    from worker.links.links import Arrival
+    from worker.links.ports import Arrival
     from worker.machine.cpu import CpuMeter
     from worker.machine.device import Device
     from worker.pipe.status import ComputeStatus
     from worker.spans import Spans
     from worker.stage.batches import Fetch
     from worker.stage.reports import Progress
-    from worker.transport.contract import Receiver
-    from worker.transport.frames import MessageKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,8 @@ class ComputeSettings:
     floors: Floors
 
 
-class JobNetwork(Protocol):
+class JobNetwork(Network, Protocol):
     """Links to the neighbours of a plan's stage."""
-
-    def register(self, job: str, receiver: Receiver) -> None: ...
-
-    def unregister(self, job: str, receiver: Receiver) -> None: ...
-
-    def forget(self, job: str, plan_version: int | None = None) -> None: ...
-
-    def send(
-        self,
-        peer: str,
-        key: MessageKey,
-        header: bytes,
-        payload: bytes | bytearray | memoryview,
-        timeout_s: float | None = None,
-        more: bool = False,
-    ) -> None: ...
 
     def announce(self, arrivals: list[tuple[Arrival, int]]) -> None:
         """Take these messages from now on, each of at most so many payload bytes."""

@@ -30,7 +30,7 @@ from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
 from worker.config import WorkerConfig, remember
 from worker.control.enroll import find_work_address, join
-from worker.control.remote_store import data_fetch
+from worker.control.remote_store import batches
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.hosting.connecting import connect_one
@@ -128,7 +128,7 @@ class Daemon:
         ports = HostPorts(
             network,
             BlobFiles(blobs, cache, config.max_upload_bytes_per_s),
-            partial(data_fetch, bulk, member.metadata, member.work_address),
+            partial(batches, bulk, member.metadata, member.work_address),
             self._events.put,
             self._send,
         )

@@ -29,7 +29,7 @@ from worker.stage.batches import Arrived, Fetch
 from worker.transport.contract import PeerLost, Receiver
 
 if TYPE_CHECKING:
-    from worker.links.links import Arrival
+    from worker.links.ports import Arrival
     from worker.transport.frames import MessageKey
 
 POLL_S = 0.1

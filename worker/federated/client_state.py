@@ -29,7 +29,7 @@ from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from atoll.opdag import TensorMeta
 from compressors.container import DenseWriter, dense_metas, read_dense, write_dense
-from protos.private_files import sync_folder
+from protos.private_files import write_private
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 from worker.federated.folders import MAX_BYTES, forget_old, job_folder, size_of
@@ -117,17 +117,7 @@ class ClientStore:
 
     def point(self, name: str, pointer: Pointer) -> None:
         """Replace a pointer atomically, and so that it survives a power cut."""
-        path = self.folder / name
-        scratch = path.with_suffix(".part")
-        try:
-            with scratch.open("w") as file:
-                json.dump(asdict(pointer), file)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-            sync_folder(self.folder)
-        except OSError as error:
-            raise _refused(path, error) from None
+        write_private(self.folder / name, json.dumps(asdict(pointer)).encode())
 
     def propose(self, pointer: Pointer | None) -> None:
         """The draft that counts if its round is taken, instead of an earlier one; None: nothing is kept.

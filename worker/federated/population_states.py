@@ -27,6 +27,7 @@ import structlog
 from atoll.errors import BadFrame, StorageError
 from atoll.federated import residual_counts
 from compressors.container import dense_metas, read_dense, write_dense
+from protos.private_files import write_private
 from strategies.files import client_state_of, slot_arrays
 from strategies.values import ClientState
 
@@ -207,17 +208,8 @@ class PopulationStates:
 
     def _write(self, name: str, clients: Mapping[str, Kept], at_round: int = -1) -> None:
         """Replace a list atomically, and so that it survives a power cut."""
-        path = self.folder / name
-        scratch = path.with_suffix(".part")
-        try:
-            with scratch.open("w") as file:
-                json.dump({"round": at_round, "clients": {c: asdict(k) for c, k in clients.items()}}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.replace(path)
-            _sync_folder(self.folder)
-        except OSError as error:
-            raise _refused(path, error) from None
+        listed = {"round": at_round, "clients": {c: asdict(k) for c, k in clients.items()}}
+        write_private(self.folder / name, json.dumps(listed).encode())
 
     def _listed(self, name: str) -> tuple[int, dict[str, Kept]]:
         """A list of this folder; empty where it is missing or damaged."""
@@ -277,14 +269,6 @@ def _below(prefix: str, arrays: Arrays) -> dict[str, Array]:
 
 def _nbytes(arrays: Arrays) -> int:
     return sum(array.nbytes for array in arrays.values())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _refused(path: Path, error: OSError) -> StorageError:

@@ -39,7 +39,7 @@ from worker.hosting.child import SHARED_BYTES, Child, make_scratch
 from worker.hosting.connecting import connect, connect_one
 from worker.hosting.gate import Gate
 from worker.hosting.limits import descendants
-from worker.hosting.requests import Served
+from worker.hosting.requests import Batches, Served
 from worker.hosting.sandbox import View, chosen
 from worker.hosting.watch import OpWatch
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from worker.pipe.status import Waiting
     from worker.session.wire import AssignedStage, LinkRequest
     from worker.stage.assignment import PeerLink
-    from worker.stage.batches import Fetch
     from worker.transport.network import PeerNetwork
 
 log = structlog.get_logger()
@@ -89,7 +88,7 @@ class HostPorts:
 
     network: PeerNetwork
     blobs: BlobStore
-    fetch_of: Callable[[str], Fetch]
+    batches: Batches
     post: Callable[[events.Event], None]
     send: Callable[[control.FromWorker], None]
 
@@ -386,7 +385,7 @@ class ComputeHost:
 
     def _settle_in(self, now: _Now) -> None:
         """Tell a process who it computes for."""
-        now.served = Served(now.child, self._ports.blobs, self._ports.fetch_of)
+        now.served = Served(now.child, self._ports.blobs, self._ports.batches)
         now.child.send(pb.ToCompute(setup=self._setup(now.child.scratch)))
 
     def _setup(self, scratch: Path) -> pb.ComputeSetup:

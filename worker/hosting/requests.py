@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from worker.cancel import Cancel, Cancelled
 if TYPE_CHECKING:
     from worker.blobs import BlobStore
     from worker.hosting.child import Child
-    from worker.stage.batches import Fetch
 
 log = structlog.get_logger()
 
@@ -30,6 +29,8 @@ REPORT_S = 0.1  # between two signs of life
 MAX_BLOBS = 1 << 20
 ROOM_S = 1.0
 
+Batches = Callable[[control.BatchRequest], Iterable[control.Batch]]
+"""The data provider's answer to a request."""
 Work = Callable[[Cancel, Callable[[int], None]], int]
 """Does what was asked, reports bytes so far, returns the answer's figure."""
 
@@ -37,8 +38,8 @@ Work = Callable[[Cancel, Callable[[int], None]], int]
 class Served:
     """Requests of one compute process that are under way."""
 
-    def __init__(self, child: Child, blobs: BlobStore, fetch_of: Callable[[str], Fetch]) -> None:
-        self._child, self._blobs, self._fetch_of = child, blobs, fetch_of
+    def __init__(self, child: Child, blobs: BlobStore, batches: Batches) -> None:
+        self._child, self._blobs, self._batches = child, blobs, batches
         self._lock = threading.Lock()
         self._open: dict[int, Cancel] = {}
 
@@ -76,17 +77,13 @@ class Served:
 
     def batches(self, m: pb.FetchBatches) -> None:
         """Send micro-batches as they come."""
-        asked, child = m.batches, self._child
-        fetch = self._fetch_of(asked.job)
+        child = self._child
 
         def work(cancel: Cancel, _: Callable[[int], None]) -> int:
-            for b in fetch(asked.evaluation, tuple(asked.inputs), asked.first_step, asked.count):
+            for batch in self._batches(m.batches):
                 while not child.has_room(ROOM_S):
                     cancel.check()
                 cancel.check()
-                batch = control.Batch(
-                    step=b.step, micro=b.micro, input=b.input, dtype=b.dtype, shape=b.shape, data=b.data
-                )
                 child.send(pb.ToCompute(batch=pb.FetchedBatch(request=m.request, batch=batch)))
             return 0
 

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +26,8 @@ from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
 from worker.links.codec_use import CodecUse
 from worker.links.codecs import Coding, StageCodecs
-from worker.transport.contract import PeerLost, Receiver
+from worker.links.ports import Arrival, Network
+from worker.transport.contract import PeerLost
 from worker.transport.frames import MessageKey
 
 FILLING_AT_ONCE = 2
@@ -40,39 +40,6 @@ next is encoded."""
 
 class LinksAborted(Exception):  # not an AtollError: it is shown to no user
     """A wait ended because the links were aborted or closed; the reason is the message."""
-
-
-class Arrival(Protocol):
-    """A message that will come: its key, whom from, and its tensor."""
-
-    @property
-    def key(self) -> MessageKey: ...
-
-    @property
-    def peer(self) -> str: ...
-
-    @property
-    def meta(self) -> TensorMeta: ...
-
-
-class Network(Protocol):
-    """The part of PeerNetwork that links use."""
-
-    def register(self, job: str, receiver: Receiver) -> None: ...
-
-    def unregister(self, job: str, receiver: Receiver) -> None: ...
-
-    def forget(self, job: str, plan_version: int | None = None) -> None: ...
-
-    def send(
-        self,
-        peer: str,
-        key: MessageKey,
-        header: bytes,
-        payload: bytes | bytearray | memoryview,
-        timeout_s: float | None = None,
-        more: bool = False,
-    ) -> None: ...
 
 
 @dataclass(slots=True)

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any
 
+from protos import atoll_control_pb2 as control
 from tests.patience import HUNG_S
 from worker.blobs import BlobFile
 from worker.cancel import Cancel
-from worker.stage.batches import Arrived
 from worker.transport.contract import Goodput, Receiver
 from worker.transport.frames import MessageKey
 
 _BEGIN = """
 import os, sys, time
+from protos import atoll_control_pb2 as control
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
 from protos.child_pipe import Gone, pipe_from
@@ -116,16 +117,13 @@ class Blobs:
         return sum(file.size for file in files)
 
 
-def batches(job: str) -> Any:
-    """``fetch_of`` that has one micro-batch of every step."""
-
-    def fetch(evaluation: bool, inputs: tuple[str, ...], first_step: int, count: int) -> list[Arrived]:
-        return [
-            Arrived(first_step + at, 0, inputs[0], "uint8", (3,), job.encode()[:3].ljust(3))
-            for at in range(count)
-        ]
-
-    return fetch
+def batches(asked: control.BatchRequest) -> list[control.Batch]:
+    """One micro-batch of every step."""
+    data = asked.job.encode()[:3].ljust(3)
+    return [
+        control.Batch(step=asked.first_step + at, input=asked.inputs[0], dtype="uint8", shape=(3,), data=data)
+        for at in range(asked.count)
+    ]
 
 
 def taken(posted: queue.SimpleQueue[Any]) -> Any:
