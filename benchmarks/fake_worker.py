@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ class FakeWorker:
     error: str = ""
     _channel: grpc.Channel | None = None
     _stream: Stream | None = None
+    _stores: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))  # in order, as ours
     work_port: int = 0
 
     def enroll(self) -> None:
@@ -249,7 +251,7 @@ class FakeWorker:
                 )
             )
         if commit.store:
-            threading.Thread(target=self._store, args=(commit,), daemon=True).start()
+            self._stores.submit(self._store, commit)
         if not commit.last:
             self._compute(commit.step + 1)
 

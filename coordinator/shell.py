@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -106,6 +106,7 @@ class Shell:
     changed: dict[str, asyncio.Event] = field(default_factory=dict)  # job -> woken at each change
     logged: asyncio.Event = field(default_factory=asyncio.Event)
     commit_s: dict[str, deque[float]] = field(default_factory=dict)
+    reported: Counter[str] = field(default_factory=Counter)  # blobs of messages that are not handled yet
     inquiries: dict[str, tuple[JobSpec, asyncio.Future[Plan]]] = field(default_factory=dict)
     observe: Callable[[do.Instruction], None] = lambda instruction: None
     moved: Callable[[do.MemberMoved], None] = lambda moved: None

@@ -1,7 +1,7 @@
 """Who may fetch which blobs, and put how much.
 
 A worker fetches what the messages of the job it works for named to it, and puts what that job asks of
-it: an update a round, or its stage's part of two checkpoints. The owner puts what he likes and fetches
+it: an update a round, or its stage's part of a few checkpoints. The owner puts what he likes and fetches
 what a job of his rests on: no single client's update is among that. Whatever is refused, is refused
 alike for blobs that are here and for those that are not.
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from coordinator.scheduler import Scheduler
     from coordinator.storage.graph_store import GraphStore
 
-CHECKPOINTS = 2  # of a stage that may be under way: one that nobody took yet, and the next
+CHECKPOINTS = 4  # of a stage that may be under way: the next, and those whose reports wait to be read
 OPTIMIZER_TENSORS = 3  # beside a checkpoint's value, each float32
 HEADER_BYTES = 64 << 10  # of a tensor's file
 UPDATE_MARGIN = 0.25  # of the dense size: what a codec may need more than the values themselves

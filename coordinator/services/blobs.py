@@ -85,7 +85,7 @@ class WorkerRights(Rights):
             return
         shell, role = self._shell, await self._role(context)
         most = await _guarded(role.allowance, context)
-        settled = shell.scheduler.blobs_in_flight()
+        settled = shell.scheduler.blobs_in_flight() | shell.reported.keys()
         try:
             away = self._accounts.admit(worker, name, size, most, shell.blobs.held, settled)
         except AtollError as error:

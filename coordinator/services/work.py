@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ import grpc
 import structlog
 
 import atoll
-from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
+from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch, StorageError
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
@@ -186,15 +188,31 @@ class WorkService(rpc.WorkServicer):
                     if message is None:
                         self._note(worker, request)
                         continue
-                    if isinstance(message, ev.StateStored):
-                        message = await self._with_blobs_checked(worker, message)
                 except AtollError as error:
                     message = ev.Malformed(f"{worker} sent a malformed message: {error}")
-                shell.post(ev.Arrived(worker, session, message))
+                if isinstance(message, ev.StateStored):
+                    await self._stored(worker, session, message)
+                else:
+                    shell.post(ev.Arrived(worker, session, message))
         except grpc.aio.AioRpcError as error:
             outbox.reason = outbox.reason or str(error.details())
         finally:
             outbox.queue.put_nowait(None)
+
+    async def _stored(self, worker: str, session: int, message: ev.StateStored) -> None:
+        """Check a report and wait until it is handled; its blobs give way to no other upload meanwhile."""
+        shell, names = self._shell, set(message.tensors.values())
+        shell.reported.update(names)
+        try:
+            try:
+                checked: ev.PeerMessage = await self._with_blobs_checked(worker, message)
+            except AtollError as error:
+                checked = ev.Malformed(f"{worker} sent a malformed message: {error}")
+            with contextlib.suppress(StorageError):  # the shell says it, and stops the jobs
+                await shell.ask(ev.Arrived(worker, session, checked))
+        finally:
+            shell.reported.subtract(names)
+            shell.reported += Counter()  # those of count 0 go
 
     async def _with_blobs_checked(self, worker: str, message: ev.StateStored) -> ev.StateStored:
         """A stage's word is not enough: its blobs must be whole in the store, and hold its own tensors."""

@@ -19,7 +19,7 @@ from benchmarks.commit import WIDTH, upload
 from benchmarks.fake_worker import FakeWorker
 from coordinator.messages import events as ev
 from coordinator.server import Running
-from coordinator.services.blob_rights import Accounts, Allowance, ClientRole, StageRole, role_of
+from coordinator.services.blob_rights import CHECKPOINTS, Accounts, Allowance, ClientRole, StageRole, role_of
 from coordinator.services.sweep import sweep
 from protos import atoll_control_pb2 as pb
 from tests.coordinator.federated.test_driver import Fleet, spec
@@ -140,7 +140,7 @@ def test_a_worker_puts_no_more_than_its_job_asks_for(stack: ExitStack, tmp_path:
     assert isinstance(role, StageRole)
     most = running.call(lambda server: role.allowance())
     state = 2 * WIDTH * WIDTH * 4 * 4  # two tensors, each with three of the optimizer
-    assert 2 * state < most.n_bytes < 2 * (state + 200_000)
+    assert CHECKPOINTS * state < most.n_bytes < CHECKPOINTS * (state + 200_000)
     error = refused(lambda: put(worker, b"x", size=most.n_bytes + 1))
     assert isinstance(error, StorageError)
     before = running.call(lambda server: server.blobs.used_bytes)
@@ -149,6 +149,12 @@ def test_a_worker_puts_no_more_than_its_job_asks_for(stack: ExitStack, tmp_path:
         put(worker, b"", size=10)  # counts, but leaves no file
     assert running.call(lambda server: server.blobs.used_bytes) - before == (most.blobs - 1) * 1000
     assert len(list((tmp_path / "blobs" / "partial").iterdir())) == 0
+    put(worker, b"reported, and not yet looked at")
+    reported = name_of(b"reported, and not yet looked at")
+    running.call(lambda server: server.shell.reported.update([reported]))
+    for _ in range(2 * most.blobs):
+        put(worker, os.urandom(1000))
+    assert running.call(lambda server: server.blobs.has(reported))
 
 
 def test_the_owner_fetches_what_jobs_rest_on_and_no_clients_update(stack: ExitStack, tmp_path: Path) -> None:
