@@ -1,4 +1,4 @@
 """Agreements of both ends of a wire: schema, conversions, identities, names."""
 
-PROTOCOL_VERSION = 6  # a welcome carries its coordinator's term; workers refuse a smaller one than they saw
+PROTOCOL_VERSION = 7  # survivors of a loss keep their stage, and who takes over replays what they sent
 """Raised as docs/decisions/023-versions-of-wire-and-disk.md says."""
