@@ -46,7 +46,7 @@ from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S, eventually
 
 FAST = Probing(seconds=0.05, answer_within_s=2.0)
-MEMORY = int(WIDTH * WIDTH * 4 * 4 * 2.4) + 2**21  # two of the chain's layers
+MEMORY = 3 << 20  # two of the chain's layers, of which most jobs here have four: no worker is enough
 
 
 @dataclass
@@ -116,6 +116,7 @@ def start(stack: ExitStack, folder: Path, **changes: Any) -> Running:
 
 
 def fleet(stack: ExitStack, running: Running | Served, n: int, **changes: Any) -> list[FakeWorker]:
+    """Workers that have joined, or were refused."""
     started = running.started
     found = []
     for i in range(n):
@@ -123,7 +124,13 @@ def fleet(stack: ExitStack, running: Running | Served, n: int, **changes: Any) -
         worker = FakeWorker(f"127.0.0.1:{started.entry_port}", started.join_token, **options)
         stack.callback(worker.stop)
         found.append(worker.start())
+    if isinstance(running, Running):
+        eventually(lambda: all(has_joined(running, worker) or worker.ended.is_set() for worker in found))
     return found
+
+
+def has_joined(running: Running, worker: FakeWorker) -> bool:
+    return bool(running.call(lambda server: worker.worker in server.shell.outboxes))
 
 
 class Hold:

@@ -21,7 +21,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
 from tests.coordinator.test_server import FAST, Hold, Owner, fleet, stack, start
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 
 __all__ = ["stack"]
 
@@ -65,10 +65,16 @@ def test_a_forged_snapshot_costs_its_worker_and_not_the_checkpoint(
     forger.names, forger.shape, forger.memory_bytes = names, shape, first.memory_bytes
     stack.callback(forger.stop)
     forger.start()
-    job = owner.submit(steps=2)
+    job = owner.submit(steps=2)  # too large for one of them
+
+    def reason() -> str:
+        status = owner.call("Status", pb.StatusRequest())
+        return next((w.reason for w in status.workers if w.worker == forger.worker), "")
+
+    eventually(lambda: words in reason())
+    fleet(stack, running, 1)
     assert owner.watch(job).state == "finished"
-    status = {w.worker: w for w in owner.call("Status", pb.StatusRequest()).workers}
-    assert words in status[forger.worker].reason, status
+    assert words in reason()
 
 
 def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path: Path) -> None:
