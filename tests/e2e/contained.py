@@ -58,15 +58,18 @@ class HostileFleet(LoopbackFleet):
         return super().daemons()
 
     def pooled(self) -> None:
-        """Wait until all workers are in the pool: whom a busy machine made late is out for a minute."""
-        assert came_about(
-            lambda: {w.state for w in self.client.status().workers} == {"pool"}, self._processes
-        ), self.log("worker0")
+        """Wait until plans may use all workers: one whose process delivered nothing is quarantined."""
 
-    def logged(self, name: str, pattern: str) -> None:
-        """Wait until a daemon has logged this."""
+        def usable() -> bool:
+            workers = self.client.status().workers
+            return all(w.state == "pool" and not w.reason.startswith("quarantined") for w in workers)
+
+        assert came_about(usable, self._processes), self.log("worker0")
+
+    def logged(self, name: str, pattern: str, begun: int) -> None:
+        """Wait until a daemon has logged this after so many characters."""
         found = re.compile(pattern)
-        assert came_about(lambda: found.search(self.whole_log(name)) is not None, self._processes)
+        assert came_about(lambda: found.search(self.whole_log(name)[begun:]) is not None, self._processes)
 
 
 @dataclass
