@@ -13,7 +13,7 @@ import re
 import stat
 import tomllib
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -31,9 +31,13 @@ EXCLUDE = (
     ".*/", "__pycache__/", "*_test.py", "test_*.py", "/build/", "/dist/", "/eggs/", "/lib/", "/lib64/",
     "/parts/", "*.egg", "*.egg-info/", "/env/", "venv/", "/ENV/", "/env.bak/", "venv.bak/",
 )  # fmt: skip
+IGNORED = ".atollignore"
+RESULTS = frozenset({".json", ".jsonl", ".md", ".yaml", ".yml"})
+"""Suffixes of what a run may leave; code that appears during a run is an edit."""
 OURS = frozenset({"atoll", "coordinator", "worker", "protos", "strategies", "compressors"})
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DATE = (1980, 1, 1, 0, 0, 0)
+_GLOB = re.compile(r"[\\*?\[\]! ]")
 _PAIR = re.compile(r"""\s*([^\s=]+)\s*=\s*('[^']*'|"[^"]*"|\S+)""")
 ConfigValue = bool | int | float | str
 
@@ -187,9 +191,7 @@ def make_bundle(folder: Path) -> Bundle:
     """The app's files, chosen as Flower chooses them. UsageError when they are too large or too many."""
     spec = read_app(folder)
     app = tomllib.loads((folder / PROJECT).read_text())["tool"]["flwr"]["app"]
-    wanted = [*INCLUDE, *_patterns(app, "fab-include")]
-    unwanted = [*EXCLUDE, *_patterns(app, "fab-exclude")]
-    files = sorted(_files(folder, wanted, unwanted), key=lambda entry: entry[0])
+    files = sorted(_files(folder, app).items())
     if len(files) > MAX_FILES:
         raise UsageError(
             f"{folder} holds {len(files)} files; an app has at most {MAX_FILES}: use fab-exclude"
@@ -223,35 +225,69 @@ def _patterns(app: Mapping[str, Any], key: str) -> list[str]:
     return found
 
 
-def _files(folder: Path, wanted: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Regular files by their path in the app; links are left out, they may lead anywhere."""
-    keep, drop = [_regex(p) for p in wanted], [_regex(p) for p in unwanted]
+def _files(folder: Path, app: Mapping[str, Any]) -> dict[str, Path]:
+    """Regular files by their path in the app; links are left out, they may lead anywhere.
+
+    What ``.gitignore`` and ``.atollignore`` name stays out, ``fab-include`` narrows, as Flower's does.
+    """
+    from pathspec import GitIgnoreSpec  # comes with flwr, which only some machines have
+
+    spec = GitIgnoreSpec.from_lines
+    unwanted = [*_ignored(folder), *_patterns(app, "fab-exclude"), *EXCLUDE]
+    wanted, narrow = spec(INCLUDE), _patterns(app, "fab-include")
+    drop, only = spec(unwanted), spec(narrow or ["*"])
+    found: dict[str, Path] = {}
     for root, folders, names in os.walk(folder):
         inside = Path(root).relative_to(folder).as_posix()
         prefix = "" if inside == "." else f"{inside}/"
         folders[:] = [
             name
             for name in folders
-            if not any(r.fullmatch(f"{prefix}{name}/") for r in drop)
-            and not (Path(root) / name / "pyvenv.cfg").exists()
+            if not drop.match_file(f"{prefix}{name}/") and not (Path(root) / name / "pyvenv.cfg").exists()
         ]
         for name in names:
             path, relative = Path(root) / name, f"{prefix}{name}"
-            chosen = relative == PROJECT or (
-                any(r.fullmatch(relative) for r in keep) and not any(r.fullmatch(relative) for r in drop)
-            )
+            chosen = wanted.match_file(relative) and only.match_file(relative)
+            chosen = relative == PROJECT or (chosen and not drop.match_file(relative))
             if chosen and path.is_file() and not path.is_symlink():
-                yield relative, path
+                found[relative] = path
+    for pattern in narrow:
+        if not any(spec([pattern]).match_file(name) for name in found):
+            raise UsageError(
+                f"fab-include: no file that an app may hold matches {pattern!r}; an app may hold "
+                f"{', '.join(INCLUDE)}"
+            )
+    return found
 
 
-def _regex(pattern: str) -> re.Pattern[str]:
-    """A pattern as in .gitignore: ``**`` any folders, a leading / (or one inside) ties it to the root."""
-    tied = "/" in pattern.rstrip("/")
-    text = pattern.removeprefix("/")
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", text)
-    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    body = "".join(known.get(part, re.escape(part)) for part in parts)
-    return re.compile(body if tied else f"(?:.*/)?{body}")
+def _ignored(folder: Path) -> list[str]:
+    lines: list[str] = []
+    for name in (".gitignore", IGNORED):
+        try:
+            lines += (folder / name).read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+    return lines
+
+
+def ignore_results(folder: Path, bundle: Bundle) -> list[str]:
+    """Name the files that a run of ``bundle`` wrote into its folder in ``.atollignore``, so that they are no
+    part of the app; returns them. OSError when it cannot be written."""
+    before = {entry.filename for entry in zipfile.ZipFile(BytesIO(bundle.data)).infolist()}
+    app = tomllib.loads((folder / PROJECT).read_text())["tool"]["flwr"]["app"]
+    new = sorted(
+        name for name in _files(folder, app).keys() - before if PurePosixPath(name).suffix in RESULTS
+    )
+    if new:
+        path = folder / IGNORED
+        head = "" if path.exists() else "# Written by runs, so no part of the app: as in .gitignore.\n"
+        with path.open("a") as file:
+            file.write(head + "".join(f"/{_GLOB.sub(_escaped, name)}\n" for name in new))
+    return new
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "\\" + found.group()
 
 
 # ---------------------------------------------------------------- taking one apart

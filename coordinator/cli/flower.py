@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.errors import UsageError
+from atoll.errors import AtollError, UsageError
 from coordinator.cli.options import Common
 from coordinator.flower.launcher import AppCommand, Wish
 from coordinator.flower.progress import Shown
-from protos.app_bundle import make_bundle, with_overrides
+from protos.app_bundle import IGNORED, Bundle, ignore_results, make_bundle, with_overrides
 from protos.command_line import err, print_json, with_groups
 
 if TYPE_CHECKING:
@@ -71,8 +71,23 @@ def run(
         )
     with common.client() as client:
         endpoint = client.endpoint
-    _follow(endpoint, wish, json=common.json)
+    try:
+        _follow(endpoint, wish, json=common.json)
+    finally:
+        _set_aside(folder, bundle)
     return 0
+
+
+def _set_aside(folder: Path, bundle: Bundle) -> None:
+    """What the run left in the app's folder is not the app: its hash, which people accepted, stays."""
+    try:
+        found = ignore_results(folder, bundle)
+    except (OSError, AtollError) as error:
+        err.print(f"{folder}: what the run wrote there counts as the app's: {error}", soft_wrap=True)
+        return
+    if found:
+        named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        err.print(f"{named} in {folder}: results, no part of the app (named in {IGNORED})", soft_wrap=True)
 
 
 def _follow(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:

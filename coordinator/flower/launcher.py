@@ -75,6 +75,7 @@ class AppCommand:
             "run_config": dict(wish.config),
             "nodes": wish.nodes,
             "wait_s": wish.wait_s,
+            "show_log": wish.show_log or "FLWR_LOG_LEVEL" in os.environ,
             "host": endpoint.host,
             "port": endpoint.port,
             "use_proxy": endpoint.use_proxy,

@@ -37,15 +37,18 @@ class Shown:
                 return ["the coordinator was lost and is found again"]
             case "round":
                 self.rounds = int(event["round"])
-                self._head = f"round {event['round']}/{event['rounds']}"
+                of = f"/{event['rounds']}" if event["rounds"] else ""
+                self._head = f"round {event['round']}{of}"
                 return []
             case "sent":
                 self._kind = str(event["kind"])
-                if not self._head and event["group"]:
-                    self._head = f"group {event['group']}"
+                if not self.rounds:  # an app of its own loop: groups are all that it numbers
+                    self._head = f"group {event['group']}" if event["group"] else ""
                 return []
             case "replies":
                 return self._replies(event)
+            case "said":
+                return [f"  {event['line']}"]
             case "metrics":
                 return [f"{self._head or 'start'}  {self._of(event)}: {_metrics(event['metrics'])}"]
         return []
