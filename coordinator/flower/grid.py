@@ -30,6 +30,7 @@ from protos import flower_content as content
 from protos import flower_internals as flower
 
 IDLE_S = 10.0  # so long after the last reply an app that sends nothing is mentioned
+IDLE_LOOKS = 3  # at the nodes: it waits in a loop
 RETURN_S = 15.0  # after the coordinator's restart its nodes have so long to come back
 KEPT_PUSHES = 2  # arrays of the last pushes stay: what is evaluated is often trained on next
 FETCHES = 4
@@ -77,6 +78,7 @@ class CoordinatorGrid(Grid):
         self._epoch = 0
         self._away = False  # the coordinator is, and with it what it knew of the nodes
         self._quiet_s = time.monotonic()  # since when nothing was sent; inf: said already
+        self._looks = 0  # at the nodes since then
         self._pool = ThreadPoolExecutor(FETCHES, "atoll-app-parts")
         self._link: AppLink | None = None
 
@@ -159,7 +161,7 @@ class CoordinatorGrid(Grid):
         with self._changed:
             if self._sent.pop(reply.message, None) is None:
                 return
-            self._quiet_s = time.monotonic()
+            self._quiet_s, self._looks = time.monotonic(), 0
             self._uses.subtract(sent.parts.keys())
             self._replies[reply.message] = message
             traffic = self._traffic.setdefault(reply.message, Traffic())
@@ -248,7 +250,7 @@ class CoordinatorGrid(Grid):
             ids.append(sent.task.message)
         self._recent.append(frozenset(used))
         self._forget()
-        self._quiet_s = time.monotonic()
+        self._quiet_s, self._looks = time.monotonic(), 0
         if ids:
             first = self._sent_task(ids[0])
             self._tell("sent", {"kind": first[0], "group": first[1], "nodes": len(ids)})
@@ -293,8 +295,9 @@ class CoordinatorGrid(Grid):
         word."""
         now_s = time.monotonic()
         with self._changed:
-            since_s, count = self._quiet_s, len(self._nodes)
-            if self._sent or not count or now_s - since_s < IDLE_S:
+            count = len(self._nodes)
+            self._looks += 1
+            if self._sent or not count or self._looks < IDLE_LOOKS or now_s - self._quiet_s < IDLE_S:
                 return
             self._quiet_s = math.inf
         words = (

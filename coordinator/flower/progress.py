@@ -7,6 +7,7 @@ from typing import Any
 
 from protos.text_limits import clean
 
+NODES_SHOWN = 12
 METRICS_SHOWN = 6
 ERRORS_SHOWN = 4
 
@@ -29,8 +30,12 @@ class Shown:
                 said, self._waiting = self._waiting, str(event["reason"])
                 return [] if said == self._waiting else [self._waiting]
             case "nodes":
-                named = ", ".join(f"{n['name']} (partition {n['partition']})" for n in event["nodes"])
-                return [f"{len(event['nodes'])} nodes: {named}"]
+                some = event["nodes"][:NODES_SHOWN]
+                named = ", ".join(f"{n['name']} (partition {n['partition']})" for n in some)
+                more = (
+                    f" and {len(event['nodes']) - len(some)} more" if len(event["nodes"]) > len(some) else ""
+                )
+                return [f"{len(event['nodes'])} nodes: {named}{more}"]
             case "fleet":
                 return [f"{event['nodes']} of {event['partitions']} nodes take part now"]
             case "reconnected":

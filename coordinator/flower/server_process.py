@@ -192,7 +192,8 @@ class Host:
                     raise self._failure
                 verdict = self._verdict
                 left_s = until_s - time.monotonic()
-                if verdict is not None and verdict.settled and not verdict.nodes and left_s <= 0:
+                over = left_s <= 0 or (verdict is not None and verdict.hopeless)
+                if verdict is not None and verdict.settled and not verdict.nodes and over:
                     raise NoWorkers(clean(verdict.reason, MAX_REASON_CHARS, lines=True))
                 waits = verdict is not None and verdict.settled and not verdict.nodes
                 self._changed.wait(left_s if waits else None)
@@ -222,7 +223,7 @@ class Host:
             again = pb.AppBegin()
             again.CopyFrom(self._begin)
             again.keep.extend(self._nodes.nodes if self._nodes is not None else ())
-            if self._nodes is not None or len(fleet.ready) >= again.nodes:
+            if self._nodes is not None or fleet.nodes >= again.nodes:
                 self.link.say(pb.FromApp(begin=again))
             return
         verdict = judge(fleet, self._setup["nodes"], self._identity.hash)

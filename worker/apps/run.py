@@ -231,7 +231,9 @@ class HostedRun:
             return
         took_s = time.monotonic() - started_s
         log.info("app.loaded", run=f"{self.run:x}", app=clean(self._app.name, 200), took_s=round(took_s, 2))
-        self._stand(pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s)))
+        self._stand(
+            pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s, nodes=self._context.config.app_nodes))
+        )
 
     def _fetch_code(self) -> None:
         app, store = self._app, self._context.store
@@ -278,7 +280,7 @@ class HostedRun:
             runs_dir=str(store.runs_dir(self._app.hash)),
             node_config={key: _to_value(value) for key, value in config.node_config},
         )
-        process = self._process = AppProcess(setup, config.threads, self._printed)
+        process = self._process = AppProcess(setup, config.threads, self._printed, config.app_env)
         if self._ended.is_set:
             raise Cancelled("ended")
         try:
@@ -300,7 +302,8 @@ class HostedRun:
         if self._start == start:
             return
         self._start = start
-        log.info("app.started", run=f"{self.run:x}", partition=start.partition, partitions=start.partitions)
+        partitions = [seat.partition for seat in start.seats]
+        log.info("app.started", run=f"{self.run:x}", partition=partitions, partitions=start.partitions)
         if self._process is not None:
             self._process.pipe.send(pb.ToChild(start=start))
 
@@ -415,7 +418,8 @@ class HostedRun:
         with self._lock:
             self._tasks.pop(entry.task.message, None)
         self._kept.setdefault(entry.task.message, _Kept(reply, {}))
-        while len(self._kept) > MAX_KEPT:
+        most = max(MAX_KEPT, len(self._start.seats) if self._start is not None else 0)
+        while len(self._kept) > most:
             self._kept.pop(next(iter(self._kept))).remove()
         self._context.send(pb.FromNode(reply=reply))
 
@@ -442,8 +446,8 @@ class HostedRun:
 
     def _remove_state(self) -> None:
         self._drop_process()
-        if self._start is not None:
-            self._context.store.drop_state(self._app.hash, self.run, self._start.node)
+        for seat in self._start.seats if self._start is not None else ():
+            self._context.store.drop_state(self._app.hash, self.run, seat.node)
 
 
 def _to_value(value: app_bundle.ConfigValue) -> pb.AppValue:
