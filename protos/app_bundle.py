@@ -15,6 +15,7 @@ import tomllib
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,6 +26,7 @@ MAX_BUNDLE_BYTES = 10 << 20  # Flower's own bound for an app
 MAX_FILES = 2000
 MAX_PATH_CHARS = 400
 MAX_CONFIG_KEYS = 1000
+MAX_DEPENDENCIES = 200
 PROJECT = "pyproject.toml"
 INCLUDE = ("*.py", "*.toml", "*.md", "*.yaml", "*.yml", "*.json", "*.jsonl", "/LICENSE")  # as Flower bundles
 EXCLUDE = (
@@ -37,6 +39,8 @@ RESULTS = frozenset({".json", ".jsonl", ".md", ".yaml", ".yml"})
 OURS = frozenset({"atoll", "coordinator", "worker", "protos", "strategies", "compressors"})
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DATE = (1980, 1, 1, 0, 0, 0)
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MARKER = re.compile(r";")  # of an environment: whether it is needed here is not judged
 _GLOB = re.compile(r"[\\*?\[\]! ]")
 _PAIR = re.compile(r"""\s*([^\s=]+)\s*=\s*('[^']*'|"[^"]*"|\S+)""")
 ConfigValue = bool | int | float | str
@@ -52,6 +56,7 @@ class AppSpec:
     server: str  # module:attribute
     client: str
     config: Mapping[str, ConfigValue]
+    dependencies: tuple[str, ...] = ()  # as [project] lists them; nobody installs them
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,31 @@ def parse_app(text: bytes, where: str) -> AppSpec:
         server=_reference(components, "serverapp", where),
         client=_reference(components, "clientapp", where),
         config=flat(_table(app, where, "config")) if "config" in app else {},
+        dependencies=_dependencies(project, where),
     )
+
+
+def _dependencies(project: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    found = project.get("dependencies", [])
+    if not isinstance(found, list) or len(found) > MAX_DEPENDENCIES:
+        raise UsageError(f"{where}: dependencies must be a list of at most {MAX_DEPENDENCIES}")
+    for item in found:
+        if not isinstance(item, str) or len(item) > 200 or not item.isprintable():
+            raise UsageError(f"{where}: {str(item)[:80]!r} is no dependency")
+    return tuple(found)
+
+
+def missing_dependencies(spec: AppSpec) -> list[str]:
+    """Return an app's requirements whose packages are not installed here; versions are not compared."""
+    missing = []
+    for requirement in spec.dependencies:
+        name = _PACKAGE.match(requirement)
+        try:
+            if name is not None and not _MARKER.search(requirement):
+                distribution(name.group())
+        except PackageNotFoundError:
+            missing.append(requirement)
+    return missing
 
 
 def _table(found: Mapping[str, Any], where: str, *names: str) -> Mapping[str, Any]:
@@ -192,6 +221,8 @@ def make_bundle(folder: Path) -> Bundle:
     spec = read_app(folder)
     app = tomllib.loads((folder / PROJECT).read_text())["tool"]["flwr"]["app"]
     files = sorted(_files(folder, app).items())
+    for name, _ in files:
+        _check_root(name, str(folder))
     if len(files) > MAX_FILES:
         raise UsageError(
             f"{folder} holds {len(files)} files; an app has at most {MAX_FILES}: use fab-exclude"
@@ -205,6 +236,14 @@ def make_bundle(folder: Path) -> Bundle:
         )
     data = _zipped(files)
     return Bundle(spec, data, hashlib.sha256(data).hexdigest(), len(files))
+
+
+def _check_root(name: str, where: str) -> None:
+    """Refuse a module at the app's root that Atoll's own would hide. UsageError."""
+    root = PurePosixPath(name).parts[0]
+    module = root.removesuffix(".py") if root == name else root
+    if module in OURS and name.endswith(".py"):
+        raise UsageError(f"{where}: a module {module!r} at its root is hidden by Atoll's own; rename it")
 
 
 def _zipped(files: Sequence[tuple[str, Path]]) -> bytes:
@@ -308,6 +347,8 @@ def opened(data: bytes, expected: str) -> tuple[AppSpec, dict[str, bytes]]:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             entries = _checked(archive)
             contents = {entry.filename: archive.read(entry) for entry in entries}
+            for name in contents:
+                _check_root(name, "the app")
         return parse_app(contents.get(PROJECT, b""), f"the app's {PROJECT}"), contents
     except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError) as error:
         raise BadFrame(f"app bundle {expected[:12]} is no readable zip: {error}") from None

@@ -155,6 +155,8 @@ class AppIdentity(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PUBLISHER_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    SIGNER_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     hash: _builtins.str
     """SHA-256 of the bundle: what a worker's owner accepts"""
     size: _builtins.int
@@ -163,6 +165,10 @@ class AppIdentity(_message.Message):
     publisher: _builtins.str
     client: _builtins.str
     """module:attribute of the ClientApp"""
+    signer: _builtins.bytes
+    """Ed25519 public key of its publisher; empty: unsigned"""
+    signature: _builtins.bytes
+    """of the hash"""
     def __init__(
         self,
         *,
@@ -172,10 +178,12 @@ class AppIdentity(_message.Message):
         version: _builtins.str = ...,
         publisher: _builtins.str = ...,
         client: _builtins.str = ...,
+        signer: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "hash", b"hash", "name", b"name", "publisher", b"publisher", "size", b"size", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "hash", b"hash", "name", b"name", "publisher", b"publisher", "signature", b"signature", "signer", b"signer", "size", b"size", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

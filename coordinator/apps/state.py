@@ -11,6 +11,7 @@ from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
 from protos.app_bundle import MAX_CONFIG_KEYS
+from protos.app_signing import KEY_BYTES, SIGNATURE_BYTES
 from protos.telemetry import Event as Name
 from protos.text_limits import clean, plain
 
@@ -158,6 +159,8 @@ def checked_opening(request: pb.AppOpen) -> pb.AppOpen:
         raise BadFrame("a run without a number or without its app's hash")
     if len(request.key) > MAX_KEY_BYTES:
         raise BadFrame(f"a run's key of {len(request.key)} bytes; at most {MAX_KEY_BYTES} are accepted")
+    if len(app.signer) not in (0, KEY_BYTES) or len(app.signature) not in (0, SIGNATURE_BYTES):
+        raise BadFrame("the app's signature has a length that none has")
     for what, text in (("name", app.name), ("version", app.version), ("publisher", app.publisher)):
         if len(text) > MAX_TEXT_CHARS or not plain(text):
             raise BadFrame(f"the app's {what} {clean(text, 40)!r}; up to {MAX_TEXT_CHARS} plain characters")

@@ -17,8 +17,9 @@ from coordinator.cli.local_fleet import LocalFleet
 from coordinator.cli.options import Common
 from coordinator.flower.launcher import AppCommand, Wish
 from coordinator.flower.progress import Shown
+from protos import app_signing
 from protos.app_bundle import IGNORED, Bundle, ignore_results, make_bundle, parse_pairs, with_overrides
-from protos.command_line import AsJson, err, print_json, with_groups
+from protos.command_line import AsJson, err, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from coordinator.client.endpoint import Endpoint
@@ -64,6 +65,9 @@ def run(
         float,
         typer.Option(min=0.0, max=MAX_WAIT_S, metavar="S", help="Seconds to wait for missing workers."),
     ] = 0.0,
+    sign: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Sign the app with this key (`atoll flower key`).")
+    ] = None,
     log: ShowLog = False,
     *,
     common: Common,
@@ -74,10 +78,21 @@ def run(
     goes to standard error.
     """
     wish = _wish(folder, _nodes(nodes, federation_config), run_config, log)
-    wish = replace(wish, wait_s=wait)
+    signed = app_signing.sign(sign, wish.bundle.hash) if sign is not None else wish.signed
+    wish = replace(wish, wait_s=wait, signed=signed)
     with common.client() as client:
         endpoint = client.endpoint
     _run(endpoint, wish, json=common.json)
+    return 0
+
+
+@flower.command(epilog="Example: atoll flower key lab.key")
+def key(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the new key goes.")]) -> int:
+    """Make a publisher's key; prints what workers' owners may accept instead of every version of an app.
+
+    Whoever has the file can have Python run on their machines: keep it as a password is kept.
+    """
+    out.print(app_signing.make_key(file), soft_wrap=True)
     return 0
 
 

@@ -42,6 +42,7 @@ class Wish:
     nodes: int = 0
     wait_s: float = 0.0
     show_log: bool = False
+    signed: tuple[bytes, bytes] = (b"", b"")  # by whom, and the signature
 
 
 class AppCommand:
@@ -87,6 +88,8 @@ class AppCommand:
                 "version": spec.version,
                 "publisher": spec.publisher,
                 "client": spec.client,
+                "signer": wish.signed[0].hex(),
+                "signature": wish.signed[1].hex(),
             },
         }
 

@@ -130,7 +130,9 @@ class Host:
         self._begin: pb.AppBegin | None = None
         self._nodes: pb.AppNodes | None = None
         self._failure: AtollError | None = None
-        identity = pb.AppIdentity(**setup["app"])
+        app = setup["app"]
+        signed = {name: bytes.fromhex(app[name]) for name in ("signer", "signature")}
+        identity = pb.AppIdentity(**{**app, **signed})
         info = flower.run_of(self._run, identity.name, identity.version, identity.hash, self._config)
         self.grid = CoordinatorGrid(self._run, info, parent.tell)
         token = JoinToken.decode(setup["token"]) if setup["token"] else None

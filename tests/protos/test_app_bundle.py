@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame, UsageError
 from protos import app_bundle
-from protos.app_bundle import IGNORED, ignore_results, make_bundle, parse_pairs, read_app, with_overrides
+from protos.app_bundle import (
+    IGNORED,
+    ignore_results,
+    make_bundle,
+    missing_dependencies,
+    parse_pairs,
+    read_app,
+    with_overrides,
+)
 from worker.apps.code import unpack
 
 PROJECT = """
@@ -129,6 +137,28 @@ def test_what_a_run_wrote_is_no_part_of_the_app(tmp_path: Path) -> None:
     assert make_bundle(app).hash == before.hash
     (app / "config.json").write_text("{ }")
     assert make_bundle(app).hash != before.hash
+
+
+def test_a_module_that_atolls_own_would_hide_is_refused(tmp_path: Path) -> None:
+    app = app_in(tmp_path / "app")
+    (app / "mine" / "worker.py").write_text("")  # not at the root
+    make_bundle(app)
+    (app / "worker.py").write_text("")
+    with pytest.raises(UsageError, match="'worker' at its root"):
+        make_bundle(app)
+    hidden = (("pyproject.toml", PROJECT.encode()), ("protos/a.py", b""))
+    (tmp_path / "un").mkdir()
+    assert "'protos' at its root" in refused(zipped(*hidden), tmp_path / "un")
+
+
+def test_missing_dependencies_are_named_as_pip_takes_them(tmp_path: Path) -> None:
+    app = app_in(tmp_path / "app")
+    text = (app / "pyproject.toml").read_text()
+    wanted = '["numpy>=1", "no-such-package[x]>=2,<3", "other-package; sys_platform == \'win32\'"]'
+    (app / "pyproject.toml").write_text(
+        text.replace("[tool.flwr.app]", f"dependencies = {wanted}\n[tool.flwr.app]", 1)
+    )
+    assert missing_dependencies(read_app(app)) == ["no-such-package[x]>=2,<3"]
 
 
 def test_an_app_that_is_too_large_names_its_largest_file(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import queue
 import secrets
+import shlex
 import shutil
 import threading
 import time
@@ -22,6 +23,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
+from protos.app_signing import signer
 from protos.child_pipe import Gone
 from protos.text_limits import Budget, clean
 from worker.apps.code import AppCode, unpack
@@ -53,7 +55,7 @@ class AppContext:
 
     config: WorkerConfig
     store: AppStore
-    accepts: Callable[[str], bool]  # an app's hash
+    accepts: Callable[[pb.AppIdentity], bool]
     send: Callable[[pb.FromNode], None]
     epoch: Callable[[], int]  # rises with every new stream: what was under way is sent again
     printing: Budget = field(default_factory=lambda: Budget(PRINTED_CHARS, PRINTED_CHARS_PER_S))
@@ -218,7 +220,7 @@ class HostedRun:
         except (AtollError, OSError) as error:
             self._refuse(pb.APP_REFUSAL_OTHER, str(error))
             return
-        if not self._context.accepts(self._app.hash):
+        if not self._context.accepts(self._app):
             self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
             return
         if importlib.util.find_spec("flwr") is None:
@@ -227,7 +229,7 @@ class HostedRun:
         started_s = time.monotonic()
         wrong = self._load()
         if wrong:
-            self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong)
+            self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong + self._how_to_install())
             return
         took_s = time.monotonic() - started_s
         log.info("app.loaded", run=f"{self.run:x}", app=clean(self._app.name, 200), took_s=round(took_s, 2))
@@ -251,15 +253,27 @@ class HostedRun:
         spec = self._code.spec
         if spec.client != app.client:
             raise BadFrame(f"the app's ClientApp is {spec.client}, announced was {app.client[:200]}")
-        store.asked(KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time()))
+        store.asked(
+            KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time(), signer=signer(app))
+        )
 
     def _how_to_accept(self) -> str:
         folder = self._context.config.state_dir
         option = "" if folder == default_state_dir() else f" --state-dir {folder}"
         return (
             "its owner has not accepted this app; read it and accept it there: "
-            f"`atoll-worker apps accept {self._app.hash[:16]}{option}`"
+            f"`atoll-worker apps accept {self._app.hash[:16]}{option}`" + self._or_its_publisher(option)
         )
+
+    def _or_its_publisher(self, option: str) -> str:
+        who = signer(self._app)
+        return f", or all that {who} signs: `atoll-worker apps accept {who}{option}`" if who else ""
+
+    def _how_to_install(self) -> str:
+        lacking = app_bundle.missing_dependencies(self._code.spec) if self._code is not None else []
+        if not lacking:
+            return ""
+        return f"\nnot installed there: `pip install {shlex.join(lacking)}`"[:MAX_REASON_CHARS]
 
     def _load(self) -> str:
         """Start the process and have it import the app; returns what went wrong."""
@@ -308,7 +322,7 @@ class HostedRun:
             self._process.pipe.send(pb.ToChild(start=start))
 
     def _reconsider(self) -> None:
-        accepted = self._context.accepts(self._app.hash)
+        accepted = self._context.accepts(self._app)
         refused = self._standing is not None and self._standing.HasField("refused")
         if accepted and refused:
             self._prepare()
@@ -409,7 +423,7 @@ class HostedRun:
         if self._process is not None and self._process.alive:
             return ""
         prepared = self._standing is not None and self._standing.HasField("ready")
-        if not prepared or not self._context.accepts(self._app.hash):
+        if not prepared or not self._context.accepts(self._app):
             # In whatever order messages come: what the owner has not accepted does not run here.
             return "this app is not accepted there, or could not be loaded"
         return self._load()

@@ -74,7 +74,7 @@ class Hosted:
         config: Any = SimpleNamespace(
             state_dir=folder / "state", threads=0, node_config=(), app_env=(), app_nodes=1
         )
-        context = AppContext(config, self.store, self.store.is_accepted, self._send, lambda: 1)
+        context = AppContext(config, self.store, self.store.accepts, self._send, lambda: 1)
         app = pb.AppIdentity(hash=self.bundle.hash, size=len(self.bundle.data), client="app:client")
         parts: Any = Parts(folder / "parts", self.bundle)
         self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, context)
