@@ -429,7 +429,7 @@ class PipelineDriver:
 
     def _judge_accused(self) -> None:
         for job, accused in list(self._accused.items()):
-            if self.effects.now_s >= accused.until_s:
+            if self.effects.now_s >= accused.until_s and job not in self.returning:
                 del self._accused[job]
                 if self.jobs[job].phase in RUNNING:
                     self._not_gone(self.jobs[job], accused.failed)

@@ -296,7 +296,10 @@ class Bench:
             self._stop()
             self.post(e.StageBroke(held.work.job, held.work.plan.version, held.work.first_step, reason))
             return
-        self.kept[answer.job, answer.version, answer.step, answer.forwards] = answer.value
+        key = (answer.job, answer.version, answer.step, answer.forwards)
+        if key in self.kept:
+            return
+        self.kept[key] = answer.value
         if not self._missing(held):
             self._later(REPEAT_S, self._repeated)
 
