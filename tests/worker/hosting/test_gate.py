@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from protos import atoll_compute_pb2 as pb
 from tests.worker.links.hub import Hub
 from worker.hosting import gate
 from worker.hosting.gate import AT_ONCE, Gate
+from worker.hosting.send_log import SendLog
 from worker.pipe import arena as arenas
 from worker.pipe.arena import HEAD_BYTES, Allocator, Arena
 from worker.pipe.keys import from_key, to_key
@@ -26,7 +29,7 @@ NEXT = MessageKey("j", 1, 5, 1, 0, Direction.FORWARD)
 class Setup:
     """A gate of worker "me" for job "j" with one neighbour, and what the compute process hears."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.hub, self.heard = Hub(), list[pb.ToCompute]()
         self.port = self.hub.port("me")
         arena = Arena.make(ROOM)
@@ -34,9 +37,9 @@ class Setup:
         self.incoming = Allocator(arena)
         network: Any = self.port
         self.ended: list[str] = []
-        self.gate = Gate(
-            "j", frozenset({"peer"}), network, self.incoming, self.heard.append, self.ended.append
-        )
+        log = SendLog(folder, "j", 1 << 20, 0)
+        stages = {"peer": 3}
+        self.gate = Gate("j", 1, stages, network, self.incoming, self.heard.append, log, self.ended.append)
         self.port.register("j", self.gate)
 
     def want(self, *keys: MessageKey, peer: str = "peer", most: int = ROOM) -> None:
@@ -62,8 +65,10 @@ class Setup:
 
 
 @pytest.fixture
-def setup() -> Setup:
-    return Setup()
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    made = Setup(tmp_path / "log")
+    yield made
+    made.gate.close()
 
 
 def test_what_is_wanted_lies_in_the_arena_as_it_was_sent(setup: Setup) -> None:

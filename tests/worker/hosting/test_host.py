@@ -49,10 +49,10 @@ class World:
         self.host.prepare()
         return self.host.start("w-a", self.ports)
 
-    def load(self, job: str = "j", version: int = 1) -> None:
-        work = AssignedStage(
-            control.Assign(job=job, plan_version=version), (PeerLink("w-b", (("192.0.2.1", 1),), True),)
-        )
+    def load(self, job: str = "j", version: int = 1, first_step: int = 0) -> None:
+        peer = control.StagePeer(stage=1, peer=control.PeerAddress(worker="w-b"))
+        assign = control.Assign(job=job, plan_version=version, peers=[peer], first_step=first_step)
+        work = AssignedStage(assign, (PeerLink("w-b", (("192.0.2.1", 1),), True),))
         self.host.do(instructions.LoadStage(job, version, work))
 
     def join(self, job: str = "f") -> None:
