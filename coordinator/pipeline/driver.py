@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
 
-RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
+RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart, ...
+REPLACED_AFTER_S = 4.0  # ... unless others can take over: who holds a stage tries every second
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +293,8 @@ class PipelineDriver:
         """Go on once every worker of the plan is back, or known to be lost; those may be replaced by workers
         that come back later."""
         back, state = self.returning.get(job), self.jobs[job]
-        if back is None or (back.missing and self.effects.now_s < back.until_s):
+        early_s = RESTART_GRACE_S - REPLACED_AFTER_S
+        if back is None or (back.missing and self.effects.now_s < back.until_s - early_s):
             return
         lost = back.gone() | dict.fromkeys(back.missing, "did not come back after our restart")
         if not lost:
@@ -304,7 +306,7 @@ class PipelineDriver:
         if isinstance(chosen, reconfigure.Choice):
             del self.returning[job]
             self._replaced(state, chosen, ranks, words)
-        elif not chosen.for_now or self.effects.now_s >= back.until_s:
+        elif self.effects.now_s >= back.until_s or not (back.missing or chosen.for_now):
             self._step(job, StageLost(f"{words}; {chosen.reason}"))
 
     def _resume(self, job: str) -> None:

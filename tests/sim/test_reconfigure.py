@@ -11,7 +11,7 @@ from tests.sim.faults import Crash, CutOff, Fault, Freeze, Hang, KillCoordinator
 from tests.sim.world import Scenario, World, violation_of
 
 JOB = "job-1"
-LOADED_S = 3.2
+LOADED_S = 5.2
 STEPS = 16
 
 
@@ -45,7 +45,7 @@ def test_at_any_moment_one_after_the_other_and_with_the_coordinator(seed: int) -
         faults.append(random.choice((Crash, Leave))(round(at_s, 3), 0.0, worker))
         if random.random() < 0.4:
             faults.append(KillCoordinator(round(at_s + random.random(), 3), round(0.05 + random.random(), 3)))
-        at_s += 4.5
+        at_s += 6.5
     ran(Scenario(seed=seed, workers=6, faults=tuple(faults)))
 
 

@@ -416,6 +416,7 @@ def test_a_place_of_a_worker_that_is_lost_with_the_coordinator_goes_to_one_that_
     world.restart()
     for worker in "acd":
         back(world, worker, None if worker == "d" else Held(JOB, 1, 2))
-    world.wait(16.0)
-    assert world.holders() == ["a", "d", "c"]
-    assert world.state().version == 2
+    world.wait(3.0)
+    assert world.state().version == 1
+    world.wait(1.5)
+    assert (world.state().version, world.holders()) == (2, ["a", "d", "c"])
