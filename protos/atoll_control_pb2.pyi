@@ -1539,6 +1539,7 @@ class Replay(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     ERAS_FIELD_NUMBER: _builtins.int
     GRADIENT_SCALES_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     @_builtins.property
     def eras(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEra]:
@@ -1548,16 +1549,21 @@ class Replay(_message.Message):
     def gradient_scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """one a step, up to Assign.first_step"""
 
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """numbers of steps after which the state is stored, as the commit before asked: StateStored under that step's version"""
+
     def __init__(
         self,
         *,
         first_step: _builtins.int = ...,
         eras: _abc.Iterable[Global___PlanEra] | None = ...,
         gradient_scales: _abc.Iterable[_builtins.float] | None = ...,
+        stores: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1607,7 +1613,7 @@ class Reconfigure(_message.Message):
     job: _builtins.str
     plan_version: _builtins.int
     base_version: _builtins.int
-    """that its stage was assigned, or last reconfigured, under"""
+    """the oldest that this stage may have been assigned, or last reconfigured, under"""
     step: _builtins.int
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...

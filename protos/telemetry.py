@@ -32,6 +32,7 @@ class Event(StrEnum):
     SESSION_REFUSED = "session.refused"
     LINK_PROBED = "link.probed"
     LINK_CHANGED = "link.changed"
+    RECONFIGURED = "job.reconfigured"
     LINKS_JUDGED = "links.judged"
     OPS_PROBED = "ops.probed"
     JOB_SUBMITTED = "job.submitted"

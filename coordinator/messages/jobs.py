@@ -92,6 +92,22 @@ class StageLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """Other workers take over the ranks in ``newcomers``, the others stay; ``workers`` by rank. ``blamed``: a
+    stage broke by itself."""
+
+    workers: tuple[str, ...]
+    newcomers: frozenset[int]
+    reason: str
+    blamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LogsShort:
+    """Somebody's send log does not reach back to the newest checkpoint any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """After our restart every worker of the plan is back with its stage."""
 
@@ -131,6 +147,8 @@ Event = (
     | Planned
     | FromRank[StageMessage]
     | StageLost
+    | Replaced
+    | LogsShort
     | Resumed
     | Torn
     | Cancelled
@@ -159,6 +177,16 @@ class ToRanks:
 @dataclass(frozen=True, slots=True)
 class AssignAll:
     """Give every rank of the plan what it is to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reassign:
+    """Take the plan's place from those who ``left`` it, give the newcomers theirs, and say to the others who
+    their neighbours are now."""
+
+    left: tuple[str, ...]
+    newcomers: frozenset[int]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +221,7 @@ class LinksDue:
     reason: str
 
 
-Todo = Record | ToRanks | AssignAll | ReleaseAll | Point | Dropped | LinksDue
+Todo = Record | ToRanks | AssignAll | Reassign | ReleaseAll | Point | Dropped | LinksDue
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +237,16 @@ class JobState:
     version: int = 0
     step: int = 0
     plan: Plan | None = None
+    assigned: int = 0  # version under which the plan was adopted, or last reconfigured, ...
+    first_step: int = -1  # ... and the first step under it; -1: not known after a restart
+    moving: bool = False  # reconfigured, and not all have loaded since
+    source: Checkpoint | None = None  # that newcomers begin with while they load
     loaded: frozenset[int] = frozenset()
     ready: Mapping[int, StepReady] = field(default_factory=dict)
     last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running
+    eval_owed: bool = False  # one was dropped: the next commit asks for another
+    store_owed: bool = False  # the next commit asks for a checkpoint
     stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
     eval_loss: float | None = None

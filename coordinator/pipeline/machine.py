@@ -21,7 +21,9 @@ from coordinator.messages.facts import (
     JobEnded,
     LinksChanged,
     PlanAdopted,
+    Reconfigured,
     StepCommitted,
+    began,
 )
 from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import (
@@ -38,14 +40,17 @@ from coordinator.messages.jobs import (
     FromRank,
     JobState,
     LinksDue,
+    LogsShort,
     Phase,
     Picked,
     Planned,
     Point,
     Profiled,
+    Reassign,
     Record,
     ReleaseAll,
     Relinked,
+    Replaced,
     Resumed,
     StageLost,
     Todo,
@@ -76,7 +81,7 @@ def step(state: JobState, event: Event, now_s: float) -> Outcome:
     kind = type(event.message) if isinstance(event, FromRank) else type(event)
     transition = TRANSITIONS.get((state.phase, kind))
     if isinstance(event, FromRank):
-        stale = _stale(state, event)
+        stale = staleness(state, event)
         if stale:
             return state, [Dropped(stale)]
         if transition is None:
@@ -100,10 +105,12 @@ def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
     return min(1.0, clip_norm / (math.sqrt(total) + _CLIP_EPS))
 
 
-def _stale(state: JobState, event: FromRank[StageMessage]) -> str | None:
+def staleness(state: JobState, event: FromRank[StageMessage]) -> str | None:
+    """Return why a stage's message is not of the plan as it is now, None when it is."""
     message = event.message
-    assigned = state.lineage[0][0] if state.lineage else state.version
-    version = assigned if isinstance(message, Loaded) else _version_at(state, message.step)
+    version = (
+        (state.assigned or state.version) if isinstance(message, Loaded) else _version_at(state, message.step)
+    )
     if message.version != version:
         return f"{type(message).__name__} of plan {message.version}, now {version}"
     if not 0 <= event.rank < state.n_ranks:
@@ -165,6 +172,12 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         wanted=None,
         relink=None,
         lineage=((plan.version, first),),
+        assigned=plan.version,
+        first_step=first,
+        moving=False,
+        source=None,
+        eval_owed=False,
+        store_owed=False,
     )
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
 
@@ -183,7 +196,7 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
     loaded = state.loaded | {event.rank}
     waiting = state.n_ranks - len(loaded)
     if waiting:
-        reason = f"{waiting} of {state.n_ranks} stages are loading"
+        reason = state.reason if state.moving else f"{waiting} of {state.n_ranks} stages are loading"
         return replace(state, loaded=loaded, reason=reason), []
     reason = f"training with plan {state.version}"
     begun = replace(
@@ -193,7 +206,9 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
         reason=reason,
         ready={},
         begun_s=None if state.ready else now_s,
-        store_due_s=now_s + CHECKPOINT_EVERY_S,
+        store_due_s=state.store_due_s if state.moving else now_s + CHECKPOINT_EVERY_S,
+        moving=False,
+        source=None,
     )
     if state.step >= state.steps:  # stopped after the last step was stored
         return _settle(begun)
@@ -243,8 +258,8 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     training = state.spec.training
     done = state.step + 1
     last = done >= training.steps
-    evaluate = _can_evaluate(state) and (last or _evaluation_due(state, done))
-    store = last or _store_due(state, done, now_s)
+    evaluate = _can_evaluate(state) and (last or state.eval_owed or _evaluation_due(state, done))
+    store = last or state.store_owed or _store_due(state, done, now_s)
     reports = [ready[rank] for rank in range(state.n_ranks)]
     norms = [square for report in reports for square in report.square_norms]
     scale = clip_scale(norms, training.optimizer.clip_norm)
@@ -252,7 +267,16 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
     commit = StepCommit(
-        state.job, state.version, state.step, scale, store, evaluate, last, change, evaluate_coded=coded
+        state.job,
+        state.version,
+        state.step,
+        scale,
+        store,
+        evaluate,
+        last,
+        change,
+        coded,
+        state.checkpoint.step,
     )
     took_s = now_s - state.begun_s if state.begun_s is not None else None
     committed = replace(
@@ -265,6 +289,8 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         failures=0,
         begun_s=now_s,
         awaiting_eval=done if evaluate else state.awaiting_eval,
+        eval_owed=False,
+        store_owed=False,
         stores={**state.stores, done: {}} if store else state.stores,
         storing_s=now_s if store else state.storing_s,
         step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
@@ -368,7 +394,7 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
     return settled, [Record(Evaluated(state.job, done, report.loss)), *points, *todo]
 
 
-@TRANSITIONS.on(*STEPPING, Phase.STORING)
+@TRANSITIONS.on(Phase.LOADING, *STEPPING, Phase.STORING)
 def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outcome:
     """A checkpoint is one only when every stage's tensors are in the store: manifest last."""
     report = event.message
@@ -392,7 +418,7 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     kept = replace(
         state, stores=rest, checkpoint=Checkpoint(done, tensors, now_s), store_due_s=now_s + wait_s
     )
-    settled, todo = _settle(kept)
+    settled, todo = _settle(kept) if state.phase is not Phase.LOADING else (kept, [])
     return settled, [Record(CheckpointStored(state.job, done, tensors, now_s)), *todo]
 
 
@@ -442,6 +468,56 @@ def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
     return _interrupt(state, event.reason, blamed=False)
 
 
+@TRANSITIONS.on(*RUNNING)
+def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
+    """Everybody keeps what is committed, and the step in flight begins anew with the newcomers."""
+    if state.plan is None or state.checkpoint.step >= state.steps or _too_often(state, event.blamed):
+        return _interrupt(state, event.reason, event.blamed)
+    version = max(state.version, state.relink.version if state.relink is not None else 0) + 1
+    moved = replace(
+        state,
+        phase=Phase.LOADING,
+        reason=event.reason,
+        version=version,
+        plan=state.plan.moved(version, event.workers),
+        assigned=version,
+        first_step=state.step,
+        moving=True,
+        source=state.checkpoint,
+        loaded=frozenset(),
+        ready={},
+        reports={},
+        awaiting_eval=None,
+        eval_owed=state.eval_owed or state.awaiting_eval is not None,
+        failures=state.failures + 1,
+        begun_s=None,
+        wanted=None,
+        relink=None,
+        lineage=began(state.lineage, version, state.step),
+    )
+    left = tuple(place.worker for place in state.plan.places if place.worker not in event.workers)
+    fact = Reconfigured(
+        state.job,
+        version,
+        state.step,
+        state.assigned,
+        event.workers,
+        tuple(sorted(event.newcomers)),
+        event.reason,
+    )
+    return moved, [Record(fact), Reassign(left, event.newcomers, event.reason)]
+
+
+def _too_often(state: JobState, blamed: bool) -> bool:
+    """Whether replacing stages has not helped: the checkpoint is what is left before giving up."""
+    return state.failures >= MAX_FAILURES * (1 if blamed else 4) - 1
+
+
+@TRANSITIONS.on(*STEPPING)
+def _owe_checkpoint(state: JobState, event: LogsShort, now_s: float) -> Outcome:
+    return replace(state, store_owed=not state.stores), []
+
+
 def _place(state: JobState, rank: int) -> str:
     """Name a rank's stage and worker for people."""
     assert state.plan is not None  # noqa: S101 - ranks are a plan's
@@ -465,6 +541,8 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
         stores={},
         awaiting_eval=None,
         begun_s=None,
+        moving=False,
+        source=None,
     )
     paused = relink.dropped(paused)
     return paused, [ReleaseAll(reason)] if state.phase in RUNNING else []
