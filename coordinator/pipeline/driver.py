@@ -45,16 +45,18 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import machine, restart
 from coordinator.pipeline.assigning import assignment
 from coordinator.pipeline.calibration import learn
+from coordinator.pipeline.doubt import avoided
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
 from coordinator.pipeline.stuck import Stuck
+from coordinator.pipeline.suspicion import Suspicion
 from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from atoll.job import JobSpec
     from coordinator.config import CoordinatorConfig
@@ -76,12 +78,14 @@ class PipelineDriver:
     profiling: Profiling = field(init=False)
     adapting: Adapting = field(init=False)
     stuck: Stuck = field(init=False)
+    suspicion: Suspicion = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
         self.profiling = Profiling(self.effects, self.measuring)
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
+        self.suspicion = Suspicion(self.effects, self.stuck)
 
     # ------------------------------------------------------------ jobs
 
@@ -197,6 +201,10 @@ class PipelineDriver:
         self.effects.log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
         if event.hopeless:
             self._step(event.job, Broken(event.reason))
+            return
+        spared = self.profiling.spared(event.job)
+        if spared:  # the fleet suffices only with one more of those that it should do without
+            self._plan(self.jobs[event.job], spared[:-1])
             return
         self.profiling.wait_for_change(event.job)
         self._step(event.job, Waits(f"waits for a fleet that suffices: {event.reason}"))
@@ -339,6 +347,7 @@ class PipelineDriver:
         state, self._committed = self._committed, None
         if state is not None:
             self.adapting.committed(state)
+            self.suspicion.committed(state)
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
@@ -352,6 +361,7 @@ class PipelineDriver:
         here = {job: state for job, state in self.jobs.items() if job not in self.returning}
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
+        self.suspicion.tick(self.jobs)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -418,9 +428,10 @@ class PipelineDriver:
         if not training:
             self.measuring.measure_links(fresh=False)
 
-    def _plan(self, state: JobState) -> None:
+    def _plan(self, state: JobState, avoid: Sequence[str] | None = None) -> None:
         cap = self.effects.ledger.jobs[state.job].cap
-        self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap))
+        without = avoided(state) if avoid is None else avoid
+        self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap), without)
 
     # ------------------------------------------------------------ a job's machine
 
@@ -450,6 +461,7 @@ class PipelineDriver:
             self.profiling.holds.setdefault(job, Hold(back.until_s, back.workers))
         if state.phase in ENDED:
             self.adapting.over(job)
+        self.suspicion.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
