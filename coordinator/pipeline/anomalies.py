@@ -94,12 +94,14 @@ class Alarm:
 
 
 def score(value: float, peers: Sequence[float], spread: float) -> float:
-    """Return by how many MADs ``value`` lies above the median of ``peers``.
+    """Return by how many MADs ``value`` lies above the median of ``peers``, or above 1, the usual, where that
+    is more: peers that become quicker make nobody slow.
 
-    ``spread``: the least MAD, as a share of the median, > 0. Without peers: above 1, the usual.
+    ``spread``: the least MAD, as a share of that, > 0.
     """
     middle = median(peers) if peers else 1.0
     mad = median(abs(peer - middle) for peer in peers) if peers else 0.0
+    middle = max(middle, 1.0)
     return (value - middle) / max(mad, spread * middle)
 
 

@@ -68,12 +68,19 @@ def diverged(doubt: Doubt) -> bool:
     return bool(earlier) and frozenset.intersection(*earlier) == frozenset(doubt.suspects)
 
 
-def avoided(state: JobState) -> tuple[str, ...]:
-    """Return the workers that the job's next plan does without where it can, the most suspect first."""
+def left_out(state: JobState) -> tuple[tuple[str, ...], ...]:
+    """Return sets of workers that the job's next plan is to do without, the best first; the last is empty.
+
+    After one try a single suspect, so that a step which is finite then shows who it was; later as many as
+    the fleet can spare. Workers whose stages fail often are left out as well where it can spare them, too.
+    """
     doubt = state.doubt
-    suspects = () if doubt is None else doubt.suspects[:1] if len(doubt.tries) == 1 else doubt.suspects
-    failed = (worker for worker, times in Counter(state.failed).items() if times >= OFTEN)
-    return tuple(dict.fromkeys((*suspects, *failed)))
+    suspects = doubt.suspects if doubt is not None else ()
+    single = doubt is None or len(doubt.tries) == 1
+    found = [] if single else [suspects[:most] for most in range(len(suspects), 1, -1)]
+    found += [(suspect,) for suspect in suspects]
+    often = tuple(worker for worker, times in Counter(state.failed).items() if times >= OFTEN)
+    return (*((*some, *often) for some in found), *found, often, ())
 
 
 def cleared(doubt: Doubt, plan: Plan) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import machine, restart
 from coordinator.pipeline.assigning import assignment
 from coordinator.pipeline.calibration import learn
-from coordinator.pipeline.doubt import avoided
+from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
@@ -56,7 +56,7 @@ from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from atoll.job import JobSpec
     from coordinator.config import CoordinatorConfig
@@ -202,9 +202,9 @@ class PipelineDriver:
         if event.hopeless:
             self._step(event.job, Broken(event.reason))
             return
-        spared = self.profiling.spared(event.job)
-        if spared:  # the fleet suffices only with one more of those that it should do without
-            self._plan(self.jobs[event.job], spared[:-1])
+        rest = self.profiling.rest(event.job)
+        if rest:  # the fleet cannot spare those that it should do without
+            self._plan(self.jobs[event.job], rest)
             return
         self.profiling.wait_for_change(event.job)
         self._step(event.job, Waits(f"waits for a fleet that suffices: {event.reason}"))
@@ -428,10 +428,9 @@ class PipelineDriver:
         if not training:
             self.measuring.measure_links(fresh=False)
 
-    def _plan(self, state: JobState, avoid: Sequence[str] | None = None) -> None:
-        cap = self.effects.ledger.jobs[state.job].cap
-        without = avoided(state) if avoid is None else avoid
-        self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap), without)
+    def _plan(self, state: JobState, rest: Iterable[Iterable[str]] = ()) -> None:
+        spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
+        self.profiling.plan(state.job, state.version + 1, spec, rest or left_out(state))
 
     # ------------------------------------------------------------ a job's machine
 

@@ -73,9 +73,9 @@ class Suspicion:
         """A step that was not finite is, done again: whoever had no part in that goes."""
         guilty = cleared(doubt, state.plan) if state.plan is not None else ()
         names = " or ".join(map(self.effects.label, guilty))
+        without = "it" if len(guilty) == 1 else "them"
         for worker in guilty:
-            reason = f"{names}: {doubt.said}, and the step was finite without"
-            self._quarantine(Culprit(worker, reason))
+            self._quarantine(Culprit(worker, f"{names}: {doubt.said}, finite without {without}"))
         if not guilty:
             reason = f"{doubt.said}, and was finite when the same workers did it again"
             self._log(state.job, doubt.suspects[0], reason)
