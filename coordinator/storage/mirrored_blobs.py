@@ -139,9 +139,11 @@ class MirroredBlobStore(BlobStore):
     def _kept(self, name: str) -> None:
         """Send a blob that lies in the folder. StorageError where that fails: the store does not have it
         then, and whoever sends its last byte again makes it try again."""
+        if self._reading or name in self._there:
+            return
         with self._wire:
             whole = self._whole(name)
-            if self._reading or name in self._there or not whole.exists():
+            if name in self._there or not whole.exists():
                 return
             size = whole.stat().st_size
             self._objects.put(name, whole, size)

@@ -17,7 +17,7 @@ from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Recor
 from coordinator.pipeline import machine
 from coordinator.pipeline.stuck import Stuck
 from tests.sim.coordinator import Coordinator, Folder
-from tests.sim.faults import Fault, Hang, Repeats, TakeOver
+from tests.sim.faults import Fault, Hang, Poison, Repeats, TakeOver
 from worker.session import machine as session
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -100,11 +100,17 @@ def nobody_reads_progress(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stuck, "tick", lambda self, jobs, now_s: [])
 
 
+def one_word_ends_a_job(patch: pytest.MonkeyPatch) -> None:
+    """What one try found not finite is the model's."""
+    patch.setattr(machine, "diverged", lambda doubt: True)
+
+
 SHOWN_BY: dict[Plant, type[Fault]] = {
     stale_version_accepted: Repeats,
     stale_term_accepted: TakeOver,
     stale_term_recorded: TakeOver,
     nobody_reads_progress: Hang,
+    one_word_ends_a_job: Poison,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
 
@@ -117,4 +123,5 @@ PLANTED: tuple[Plant, ...] = (
     stale_term_recorded,
     fact_after_consequence,
     nobody_reads_progress,
+    one_word_ends_a_job,
 )
