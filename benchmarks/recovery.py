@@ -8,16 +8,20 @@ show what the log costs a step. Every run ends with the losses of the first one,
 
   python -m benchmarks.recovery --seed 0 --json
   python -m benchmarks.recovery --scenario homes --stage 1 --stage 2 --json
+  python -m benchmarks.recovery --log --json    # the log alone: MB/s to this disk, CPU time a GB
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.harness import (
     CommandFailed,
@@ -33,6 +37,8 @@ from benchmarks.harness import (
 from coordinator.client.job_file import load_job
 from coordinator.client.prepare import prepare
 from coordinator.planning.planner import GIVEN_CUT
+from worker.hosting.send_log import SendLog
+from worker.transport.frames import Direction, MessageKey
 
 STAGES = 3
 SETTINGS = ("LENGTH=64", "N_MICRO=4", "eval_batches=0")
@@ -115,6 +121,27 @@ def times(points: Sequence[tuple[int, float, float]], killed_s: float) -> dict[s
     return found
 
 
+def log_rate(seed: int, message_bytes: int = 8 << 20, messages: int = 96) -> dict[str, float]:
+    """Append messages of a large boundary as fast as they are written, and read them again."""
+    payload = memoryview(np.random.default_rng(seed).bytes(message_bytes))
+    with tempfile.TemporaryDirectory(prefix="atoll-send-log-") as folder:
+        log = SendLog(Path(folder) / "log", "job", 64 << 30, 0)
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        for at in range(messages):
+            key = MessageKey("job", 1, at // 8, at % 8, 0, Direction.FORWARD)
+            log.append(1, key, b"", payload, wait=True)
+        read = sum(len(r.payload) for step in range(messages // 8) for r in log.records(step, 1))
+        took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        right = read == messages * message_bytes and log.logged_from == 0
+        log.close()
+    gigabytes = messages * message_bytes / 1e9
+    return {
+        "right": right,
+        "written_and_read_mb_per_s": 1e3 * gigabytes / took_s,
+        "cpu_s_per_gb": cpu_s / gigabytes,
+    }
+
+
 def main() -> int:
     """Command line."""
     made = parser(__doc__, scenario="homes", job="examples/gpt.py")
@@ -124,7 +151,12 @@ def main() -> int:
         "--kill-after", type=int, default=28, help="steps; a checkpoint is to be stored by then"
     )
     made.add_argument("--stage", type=int, action="append", help="that is lost; may repeat (default 1)")
+    made.add_argument("--log", action="store_true", help="measure the send log alone")
     options = made.parse_args()
+    if options.log:
+        figures = log_rate(options.seed)
+        print("  ".join(f"{name} {value:.2f}" for name, value in figures.items()))
+        return conclude(figures, options.json, "" if figures["right"] else "the log lost messages")
     need_lab(options.json)
     more = (f"steps={options.steps}", f"checkpoint_every={options.checkpoint_every}", f"seed={options.seed}")
     settings = [*fitting(SETTINGS, options.job), *more]

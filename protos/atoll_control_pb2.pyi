@@ -2390,11 +2390,15 @@ class StageStatus(_message.Message):
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     FORWARD_S_FIELD_NUMBER: _builtins.int
     BACKWARD_S_FIELD_NUMBER: _builtins.int
+    REPLACE_S_FIELD_NUMBER: _builtins.int
+    REPLACE_WHY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
     busy_share: _builtins.float
     forward_s: _builtins.float
     backward_s: _builtins.float
+    replace_s: _builtins.float
+    replace_why: _builtins.str
     def __init__(
         self,
         *,
@@ -2403,12 +2407,16 @@ class StageStatus(_message.Message):
         busy_share: _builtins.float = ...,
         forward_s: _builtins.float = ...,
         backward_s: _builtins.float = ...,
+        replace_s: _builtins.float | None = ...,
+        replace_why: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "replace_s", b"replace_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replace_s: _TypeAlias = _typing.Literal["replace_s"]  # noqa: Y015
+    _WhichOneofArgType__replace_s: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replace_s) -> _WhichOneofReturnType__replace_s | None: ...
 
 Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015
 

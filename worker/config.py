@@ -40,7 +40,7 @@ _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 _REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
     "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config", "use_proxy", "sandbox",
-    "app_nodes", "app_env", "send_log_bytes",
+    "send_log_bytes", "app_nodes", "app_env",
     *_FLOORS,
 )  # fmt: skip
 

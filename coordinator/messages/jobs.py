@@ -256,6 +256,7 @@ class JobState:
     moving: bool = False  # reconfigured, and not all have loaded since
     source: Checkpoint | None = None  # that newcomers begin with while they load
     loaded: frozenset[int] = frozenset()
+    load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank
     ready: Mapping[int, StepReady] = field(default_factory=dict)
     last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running

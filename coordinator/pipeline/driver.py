@@ -37,7 +37,6 @@ from coordinator.messages.jobs import (
     Reassign,
     Record,
     ReleaseAll,
-    Replaced,
     Resumed,
     StageLost,
     Todo,
@@ -50,6 +49,7 @@ from coordinator.pipeline.assigning import assignment, reconfiguration
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
+from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
@@ -70,14 +70,6 @@ RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after ou
 REPLACED_AFTER_S = 4.0  # ... unless others can take over: who holds a stage tries every second
 
 
-@dataclass(frozen=True, slots=True)
-class _Accused:
-    """A stage failed as it lost a peer, which shows by ``until_s`` whether it is gone."""
-
-    failed: FromRank[ev.StageFailed]
-    until_s: float
-
-
 @dataclass(slots=True)
 class PipelineDriver:
     """All jobs of this kind."""
@@ -90,8 +82,8 @@ class PipelineDriver:
     profiling: Profiling = field(init=False)
     adapting: Adapting = field(init=False)
     stuck: Stuck = field(init=False)
-    _accused: dict[str, _Accused] = field(default_factory=dict)  # by job
     suspicion: Suspicion = field(init=False)
+    losses: Losses = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -99,6 +91,7 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
         self.suspicion = Suspicion(self.effects, self.stuck)
+        self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
 
     # ------------------------------------------------------------ jobs
 
@@ -310,10 +303,10 @@ class PipelineDriver:
             return
         ranks = {rank for worker in lost if (rank := state.rank_of(worker)) is not None}
         words = "; ".join(f"{self.effects.label(worker)} {why}" for worker, why in sorted(lost.items()))
-        chosen = self._choose(state, ranks, tuple(filter(self.effects.roster.is_idle, lost)))
+        chosen = self.losses.choose(state, ranks, tuple(filter(self.effects.roster.is_idle, lost)))
         if isinstance(chosen, reconfigure.Choice):
             del self.returning[job]
-            self._replaced(state, chosen, ranks, words)
+            self.losses.replaced(state, chosen, ranks, words)
         elif self.effects.now_s >= back.until_s or not (back.missing or chosen.for_now):
             self._step(job, StageLost(f"{words}; {chosen.reason}"))
 
@@ -367,45 +360,11 @@ class PipelineDriver:
         if back is not None:
             self._missed(state, back, worker, f"is lost: {reason}")
         else:
-            self._replace(state, rank, reason)
-
-    def _replace(
-        self, state: JobState, rank: int, reason: str, failed: FromRank[ev.StageFailed] | None = None
-    ) -> None:
-        """Have another worker take over a rank, or go back to the checkpoint; ``failed``: its stage broke."""
-        assert state.plan is not None  # noqa: S101 - it has ranks
-        worker = state.plan.places[rank].worker
-        chosen = self._choose(state, {rank}, (worker,) if failed is not None else ())
-        if isinstance(chosen, reconfigure.Choice):
-            self._replaced(state, chosen, {rank}, reason, blamed=failed is not None)
-        elif failed is not None:
-            self._step(state.job, failed)
-        else:
-            why = f"{reason}; {chosen.reason}" if reconfigure.begun(state) else reason
-            self._step(state.job, StageLost(why))
-
-    def _choose(
-        self, state: JobState, ranks: set[int], again: tuple[str, ...] = ()
-    ) -> reconfigure.Choice | reconfigure.Refused:
-        if self.effects.storage:
-            return reconfigure.Refused(self.effects.storage)
-        record = self.effects.ledger.jobs[state.job]
-        return reconfigure.choose(state, record, self.effects.roster, ranks, again)
-
-    def _replaced(
-        self, state: JobState, chosen: reconfigure.Choice, ranks: set[int], reason: str, blamed: bool = False
-    ) -> None:
-        steps = state.step - state.checkpoint.step
-        repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
-        taken = ", ".join(
-            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}" for rank in sorted(ranks)
-        )
-        words = f"{reason}; {taken}{repeating}" if ranks else f"{reason}; all connect anew"
-        self._step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed))
+            self.losses.replace(state, rank, reason)
 
     def _reassign(self, state: JobState, todo: Reassign) -> None:
         self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
-        self._accused.pop(state.job, None)
+        self.losses.forget(state.job)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
         for rank, place in enumerate(state.plan.places if state.plan else ()):
@@ -414,49 +373,12 @@ class PipelineDriver:
             self._give(state, rank)
 
     def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
-        """A stage broke; or it lost a peer, and who is to blame shows when the dead are noticed."""
-        message, back = failed.message, self.returning.get(state.job)
-        until_s = self.effects.now_s + self.config.liveness.dead_after_s
-        if state.phase not in RUNNING or machine.staleness(state, failed) is not None:
-            self._step(state.job, failed)
-        elif not reconfigure.begun(state):
-            if message.lost_peer:
-                self.profiling.holds[state.job] = Hold(until_s, unless_gone=message.lost_peer)
-            else:
-                self.profiling.read_again(state.job)
-            self._step(state.job, failed)
-        elif message.lost_peer and state.rank_of(message.lost_peer) is not None:
-            until_s = max(until_s, back.until_s if back is not None else 0.0)
-            self._accused.setdefault(state.job, _Accused(failed, until_s))
+        """A stage broke: whoever comes back with it after our restart is as good as lost."""
+        back, message = self.returning.get(state.job), failed.message
+        if back is not None and not message.lost_peer and reconfigure.begun(state) and state.plan is not None:
+            self._missed(state, back, state.plan.places[failed.rank].worker, f"failed: {message.reason}")
         else:
-            assert state.plan is not None  # noqa: S101 - it has ranks
-            worker = state.plan.places[failed.rank].worker
-            if back is not None:
-                self._missed(state, back, worker, f"failed: {message.reason}")
-            else:
-                words = f"{self.effects.label(worker)} failed: {message.reason}"
-                self._replace(state, failed.rank, words, failed)
-
-    def _judge_accused(self) -> None:
-        for job, accused in list(self._accused.items()):
-            if self.effects.now_s >= accused.until_s and job not in self.returning:
-                del self._accused[job]
-                if self.jobs[job].phase in RUNNING:
-                    self._not_gone(self.jobs[job], accused.failed)
-
-    def _not_gone(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
-        """Two that are here have lost each other: all connect anew, and where that does not help the one that
-        was named gives up its place."""
-        peer = state.rank_of(failed.message.lost_peer)
-        if peer is None or machine.staleness(state, failed) is not None:
-            return
-        ranks = {peer} if state.failures else set()
-        chosen = self._choose(state, ranks)
-        if isinstance(chosen, reconfigure.Choice):
-            words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
-            self._replaced(state, chosen, ranks, words)
-        else:
-            self._step(state.job, failed)
+            self.losses.failed(state, failed, back.until_s if back is not None else 0.0)
 
     def heard(self, worker: str, message: ev.JobMessage) -> None:
         """Handle a message of a worker about one of these jobs."""
@@ -504,7 +426,7 @@ class PipelineDriver:
     def tick(self) -> None:
         """Let time pass; jobs that stand still lose who is to blame."""
         self.profiling.end_holds()
-        self._judge_accused()
+        self.losses.judge(self.jobs, self.returning)
         for job in list(self.returning):
             self._all_back(job)
         for state in list(self.jobs.values()):
@@ -654,7 +576,7 @@ class PipelineDriver:
             self._give(state, rank)
 
     def _release(self, state: JobState, reason: str) -> None:
-        self._accused.pop(state.job, None)
+        self.losses.forget(state.job)
         for place in state.plan.places if state.plan else ():
             self._let_go(state, place.worker, reason)
 

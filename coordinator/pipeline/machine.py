@@ -195,6 +195,8 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
     if event.rank in state.loaded:
         return state, [Dropped(f"rank {event.rank} reports loading twice")]
     loaded = state.loaded | {event.rank}
+    if not state.moving:  # then it would be connecting alone, or repeating steps as well
+        state = replace(state, load_s={**state.load_s, event.rank: event.message.took_s})
     waiting = state.n_ranks - len(loaded)
     if waiting:
         reason = state.reason if state.moving else f"{waiting} of {state.n_ranks} stages are loading"

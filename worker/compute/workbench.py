@@ -269,7 +269,6 @@ class Workbench:
     def _reconfigure(self, message: pb.Reconfigure, cancel: Cancel) -> None:
         started_s = time.perf_counter()
         run, asked = self._loaded, orders.reconfiguration(message)
-        run.discard()
         later = run.assignment.reconfigured(asked.plan, asked.links, asked.step)
         check(later, self._context.worker)
         # Who is connected may be lost again until then: the new neighbours send when all are loaded.

@@ -34,10 +34,10 @@ FREE_SHARE = 0.25
 SEGMENTS = 16
 """The log's bound is so many files: the oldest goes as a whole."""
 MAX_SEGMENT_BYTES = 64 << 20
-COPIED_BYTES = 16 << 10
+COPIED_BYTES = 64 << 10
 """A shorter payload is copied, so that its block of the arena is free at once."""
 WRITE_BYTES = 256 << 10
-"""So much may wait for the step's end; more is written at once."""
+"""So much waits, of however many steps, until somebody asks: each write costs a thread's wakening."""
 MAX_PENDING_BYTES = 128 << 20
 """Appended and not on disk: a disk that falls so far behind costs the log its steps."""
 MAX_STEPS = 1 << 17
@@ -135,7 +135,6 @@ class SendLog:
                 if key.step < next(reversed(self._steps), -1):
                     return  # of no step that anybody computes now
                 step = self._steps[key.step] = _Step(key.step)
-                self._due = bool(self._pending)
                 if len(self._steps) > MAX_STEPS:
                     self._give_up(next(iter(self._steps)))
             self._pending.append(_Pending(step, head, payload))

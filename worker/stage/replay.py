@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 AHEAD_STEPS = 4
 AHEAD_BYTES = 256 << 20
-"""Messages of so many bytes may come while a step is computed, and always those of the next step."""
+"""Messages of so many bytes may come while a step is computed."""
 AGAIN_S = 2.0
 """A neighbour that does not know of the plan yet does not answer: it is asked again, then ever later."""
 
@@ -32,7 +32,7 @@ class Asks:
         arrivals = list(step_arrivals(assignment, first))
         self._peers = sorted({arrival.peer for arrival in arrivals})
         step_bytes = sum(arrival.meta.nbytes for arrival in arrivals)
-        self.ahead = max(1, min(AHEAD_STEPS, AHEAD_BYTES // max(1, step_bytes)))
+        self.ahead = min(AHEAD_STEPS, AHEAD_BYTES // max(1, step_bytes))
         self._again_s: dict[tuple[str, int], float] = {}
 
     def up_to(self, step: int) -> None:

@@ -302,8 +302,8 @@ def test_what_is_asked_for_while_its_step_lasts_follows_as_it_is_sent(setup: Set
     ids=["a stranger", "of another plan", "with bytes"],
 )
 def test_nobody_else_is_sent_a_step_again(setup: Setup, peer: str, key: MessageKey, data: bytes) -> None:
+    setup.hub.port("peer")
     sent(setup, KEY, b"abc")
-    setup.hub.sent.clear()
     assert not setup.send(key, data, peer)
     if peer != "peer":
         setup.gate.deliver(peer, key, b"", memoryview(data))
@@ -318,7 +318,8 @@ def test_a_peer_may_have_asked_for_so_many_steps_at_a_time(setup: Setup) -> None
 
 
 def test_after_a_reconfiguration_neither_old_messages_nor_lost_peers_pass(setup: Setup) -> None:
-    setup.hub.port("new")
+    for name in ("peer", "new"):
+        setup.hub.port(name)
     setup.want(KEY)
     sent(setup, KEY._replace(step=4), b"kept")
     sent(setup, KEY, b"abc")
