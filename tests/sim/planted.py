@@ -72,7 +72,7 @@ def manifest_written_first(patch: pytest.MonkeyPatch) -> None:
 
 def stale_version_accepted(patch: pytest.MonkeyPatch) -> None:
     """A message counts whatever plan it speaks of."""
-    patch.setattr(machine, "_stale", lambda state, event: None)
+    patch.setattr(machine, "staleness", lambda state, event: None)
 
 
 def stale_term_accepted(patch: pytest.MonkeyPatch) -> None:
