@@ -221,6 +221,20 @@ class LinksDue:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A step that was reported as not finite, and is done again.
+
+    ``tries``: the workers of each plan that computed it; ``suspects``: those of all of them, the likeliest
+    first; ``said``: what the newest try reported, and where.
+    """
+
+    step: int
+    tries: tuple[frozenset[str], ...]
+    suspects: tuple[str, ...]
+    said: str
+
+
 Todo = Record | ToRanks | AssignAll | Reassign | ReleaseAll | Point | Dropped | LinksDue
 
 
@@ -253,6 +267,8 @@ class JobState:
     eval_loss: float | None = None
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step
+    failed: tuple[str, ...] = ()  # workers whose stages failed by themselves since then, once for each time
+    doubt: Doubt | None = None  # of a step that was not finite, until it is committed
     begun_s: float | None = None  # when the step in flight began
     store_due_s: float = 0.0  # when training without ``checkpoint_every`` stores next
     storing_s: float = 0.0  # when the newest checkpoint was asked for

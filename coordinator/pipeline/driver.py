@@ -47,17 +47,19 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import machine, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, reconfiguration
 from coordinator.pipeline.calibration import learn
+from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
 from coordinator.pipeline.stuck import Stuck
+from coordinator.pipeline.suspicion import Suspicion
 from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from atoll.job import JobSpec
     from coordinator.config import CoordinatorConfig
@@ -80,6 +82,7 @@ class PipelineDriver:
     profiling: Profiling = field(init=False)
     adapting: Adapting = field(init=False)
     stuck: Stuck = field(init=False)
+    suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
@@ -87,6 +90,7 @@ class PipelineDriver:
         self.profiling = Profiling(self.effects, self.measuring)
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
+        self.suspicion = Suspicion(self.effects, self.stuck)
         self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
 
     # ------------------------------------------------------------ jobs
@@ -205,6 +209,10 @@ class PipelineDriver:
         self.effects.log(Name.PLAN_FAILED, "warning", job=event.job, reason=event.reason)
         if event.hopeless:
             self._step(event.job, Broken(event.reason))
+            return
+        rest = self.profiling.rest(event.job)
+        if rest:  # the fleet cannot spare those that it should do without
+            self._plan(self.jobs[event.job], rest)
             return
         self.profiling.wait_for_change(event.job)
         self._step(event.job, Waits(f"waits for a fleet that suffices: {event.reason}"))
@@ -412,6 +420,7 @@ class PipelineDriver:
         state, self._committed = self._committed, None
         if state is not None:
             self.adapting.committed(state)
+            self.suspicion.committed(state)
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
@@ -427,6 +436,7 @@ class PipelineDriver:
         here = {job: state for job, state in self.jobs.items() if job not in self.returning}
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
+        self.suspicion.tick(self.jobs)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -493,9 +503,9 @@ class PipelineDriver:
         if not training:
             self.measuring.measure_links(fresh=False)
 
-    def _plan(self, state: JobState) -> None:
-        cap = self.effects.ledger.jobs[state.job].cap
-        self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap))
+    def _plan(self, state: JobState, rest: Iterable[Iterable[str]] = ()) -> None:
+        spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
+        self.profiling.plan(state.job, state.version + 1, spec, rest or left_out(state))
 
     # ------------------------------------------------------------ a job's machine
 
@@ -527,6 +537,7 @@ class PipelineDriver:
             self.profiling.holds.setdefault(job, Hold(back.until_s, back.workers))
         if state.phase in ENDED:
             self.adapting.over(job)
+        self.suspicion.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING

@@ -59,6 +59,7 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import link_policy, relink
+from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
 RECENT = 21  # step times kept for medians
 CHECKPOINT_EVERY_S = 300.0  # where the job does not say: a lost worker costs at most this much work
@@ -241,10 +242,10 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     if event.rank in state.ready:
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
     ready = {**state.ready, event.rank: report}
-    if not report.finite or (report.loss is not None and not math.isfinite(report.loss)):
-        return _diverged(state, event.rank, report)
     if len(ready) < state.n_ranks:
         return replace(state, ready=ready), []
+    if not all(map(finite, ready.values())):
+        return _doubt(state, ready)
     return _commit(state, ready, now_s)
 
 
@@ -289,6 +290,8 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         last_commit=commit,
         loss=loss,
         failures=0,
+        failed=(),
+        doubt=state.doubt if state.doubt is not None and state.doubt.step > state.step else None,
         begun_s=now_s,
         awaiting_eval=done if evaluate else state.awaiting_eval,
         eval_owed=False,
@@ -367,16 +370,21 @@ def _evaluation_due(state: JobState, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _diverged(state: JobState, rank: int, report: StepReady) -> Outcome:
-    what = "loss" if report.loss is not None and not math.isfinite(report.loss) else "a gradient"
-    reason = (
-        f"{what} became {report.loss if what == 'loss' else 'not finite'} at step {state.step + 1} on "
-        f"{_place(state, rank)}; the last good checkpoint is of step {state.checkpoint.step}; "
-        "lower the learning rate or set a clip norm, then submit with --resume"
-    )
-    discard = StepDiscard(state.job, state.version, state.step, reason)
-    ended, todo = _end(state, Phase.FAILED, reason)
-    return ended, [ToRanks(discard), *todo]
+def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
+    """Do a step again that is not finite, by others where there are any; end where it is the model's."""
+    assert state.plan is not None  # noqa: S101 - ranks are a plan's
+    doubt = doubted(state.doubt, state.plan, state.step, ready)
+    discard = ToRanks(StepDiscard(state.job, state.version, state.step, doubt.said))
+    if diverged(doubt):
+        reason = (
+            f"{doubt.said}, and again when it was done anew; the last good checkpoint is of step "
+            f"{state.checkpoint.step}; lower the learning rate or set a clip norm, then submit with --resume"
+        )
+        ended, todo = _end(state, Phase.FAILED, reason)
+    else:
+        reason = f"{doubt.said}; done again, without {doubt.suspects[0]} if the fleet can spare it"
+        ended, todo = _interrupt(replace(state, doubt=doubt), reason, blamed=False)
+    return ended, [discard, *todo]
 
 
 @TRANSITIONS.on(Phase.EVALUATING)
@@ -462,6 +470,8 @@ def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> 
     report = event.message
     lost = f" (lost {report.lost_peer})" if report.lost_peer else ""
     reason = f"{_place(state, event.rank)} failed: {report.reason}{lost}"
+    if not report.lost_peer and state.plan is not None:
+        state = replace(state, failed=(*state.failed, state.plan.places[event.rank].worker))
     return _interrupt(state, reason, blamed=not report.lost_peer)
 
 
@@ -523,8 +533,7 @@ def _owe_checkpoint(state: JobState, event: LogsShort, now_s: float) -> Outcome:
 def _place(state: JobState, rank: int) -> str:
     """Name a rank's stage and worker for people."""
     assert state.plan is not None  # noqa: S101 - ranks are a plan's
-    place = state.plan.places[rank]
-    return f"stage {place.stage} on {place.worker}"
+    return words(state.plan.places[rank])
 
 
 def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:

@@ -226,9 +226,11 @@ class Checks:
         self.finished()
 
     def finished(self) -> None:
-        """Every job that has finished ends as an undisturbed one does."""
+        """Every job that has finished ends as an undisturbed one does, and none has failed on one word."""
         for job, state in self.world.coordinator.scheduler.jobs.items():
             spec = self.world.specs[job]
+            if state.phase is Phase.FAILED and "done anew" in state.reason and state.doubt is None:
+                raise Violation(f"{job} ends as diverged after one try: {state.reason}")
             if state.phase is not Phase.FINISHED:
                 continue
             if spec.federated is not None:

@@ -8,6 +8,7 @@ the next loss, whatever the cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ RECONFIGURE_S = 0.05
 
 def forward(value: str, tensors: Mapping[str, str], names: list[str]) -> str:
     """Return what a stage with these tensors makes of a value."""
-    for name in names:
+    for name in names if value != NAN else ():
         value = digest(value, tensors[name])
     return value
 
@@ -52,9 +53,13 @@ def square_norms(tensors: Mapping[str, str], names: Iterable[str], loss: str) ->
     return tuple(number(digest("norm", tensors[name], loss)) for name in names)
 
 
+NAN = "nan"
+"""A value that is not finite; whatever is computed from it is not either."""
+
+
 def number(value: str) -> float:
     """Return a hash as a loss."""
-    return int(value[:12], 16) / 16**12 + 0.5
+    return math.nan if value == NAN else int(value[:12], 16) / 16**12 + 0.5
 
 
 def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
@@ -115,16 +120,20 @@ class Tensors:
 @dataclass
 class Machine(Process):
     """A process that computes; ``hung``: what it computes now never ends; ``claims``: the worker that it
-    pretends to wait for."""
+    pretends to wait for; ``poison``: what it computes is not finite; ``slanders``: it only says so;
+    ``diverges_at``: the step at which the model itself is not finite any more."""
 
     slowness: float = field(default=1.0, kw_only=True)
     hung: bool = field(default=False, kw_only=True)
     claims: str = field(default="", kw_only=True)
+    poison: bool = field(default=False, kw_only=True)
+    slanders: bool = field(default=False, kw_only=True)
+    diverges_at: float = field(default=math.inf, kw_only=True)
 
     def start(self) -> None:
         """Begin a life in which computations end."""
         super().start()
-        self.hung, self.claims = False, ""
+        self.hung, self.claims, self.poison, self.slanders = False, "", False, False
 
 
 @dataclass
@@ -150,6 +159,7 @@ class Bench:
     _sent: dict[Key, str] = field(default_factory=dict)
     _due: bool = False  # the step under way has computed for long enough to send something
     _turn: int = 0
+    _computed_s: float = 0.0  # since the step under way was asked for
 
     def obey(self, instruction: todo.Instruction) -> None:
         """Carry out one instruction; what takes time answers with an event."""
@@ -158,7 +168,7 @@ class Bench:
                 self._load(work)
             case todo.RunStep(job, version, step):
                 self.running, self._due = (job, version, step), False
-                self._asked_s = self.process.clock.now_s
+                self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(STEP_S / 2, self._begin)
             case todo.ApplyStep(job, version, step, scale, store, replay_from):
                 self.log.trim(replay_from, step)
@@ -190,14 +200,15 @@ class Bench:
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         """Compute for a while, unless what comes first stops it."""
-        turn = self._turn
+        turn, takes_s = self._turn, seconds * self.process.slowness
 
         def done() -> None:
             if turn == self._turn and not self.process.hung:
                 self.progress += 1
+                self._computed_s += takes_s
                 act()
 
-        self.process.after(seconds * self.process.slowness, done)
+        self.process.after(takes_s, done)
 
     def _stop(self) -> None:
         self._turn += 1
@@ -373,7 +384,8 @@ class Bench:
         if given is None:
             return
         assert step == held.step, f"{self.process.name} runs step {step} on the state after {held.step} steps"
-        value = forward(given, held.tensors, sorted(held.tensors))
+        spoiled = self.process.poison or (held.last and step >= self.process.diverges_at)
+        value = NAN if spoiled else forward(given, held.tensors, sorted(held.tensors))
         self._sent[*running, True] = value
         self.log.add(version, step, True, value)
         if held.last:
@@ -400,7 +412,8 @@ class Bench:
             self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
         shown = number(loss) if held.last else None
         norms = square_norms(held.tensors, sorted(held.tensors), loss)
-        message = ev.StepReady(job, version, step, shown, norms, forward_s=STEP_S / 2, backward_s=STEP_S / 2)
+        finite = loss != NAN and not self.process.slanders
+        message = ev.StepReady(job, version, step, shown, norms, finite=finite, forward_s=self._computed_s)
         self.running = None
         self.post(e.StepDone(job, version, step, message))
 

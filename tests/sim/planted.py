@@ -18,7 +18,7 @@ from coordinator.pipeline import machine, reconfigure
 from coordinator.pipeline.stuck import Stuck
 from tests.sim.compute import Bench
 from tests.sim.coordinator import Coordinator, Folder
-from tests.sim.faults import Crash, Fault, Hang, Repeats, TakeOver
+from tests.sim.faults import Crash, Fault, Hang, Poison, Repeats, TakeOver
 from tests.sim.send_log import Kept, SendLog
 from worker.session import machine as session
 
@@ -132,6 +132,11 @@ def scale_forgotten_in_replay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reconfigure, "replay", bug)
 
 
+def one_word_ends_a_job(patch: pytest.MonkeyPatch) -> None:
+    """What one try found not finite is the model's."""
+    patch.setattr(machine, "diverged", lambda doubt: True)
+
+
 SHOWN_BY: dict[Plant, type[Fault]] = {
     stale_version_accepted: Repeats,
     stale_term_accepted: TakeOver,
@@ -140,6 +145,7 @@ SHOWN_BY: dict[Plant, type[Fault]] = {
     log_trimmed_too_early: Crash,
     message_skipped_in_replay: Crash,
     scale_forgotten_in_replay: Crash,
+    one_word_ends_a_job: Poison,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
 
@@ -155,4 +161,5 @@ PLANTED: tuple[Plant, ...] = (
     log_trimmed_too_early,
     message_skipped_in_replay,
     scale_forgotten_in_replay,
+    one_word_ends_a_job,
 )
