@@ -33,7 +33,6 @@ from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import batches
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
-from worker.hosting.connecting import connect_one
 from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
@@ -344,17 +343,7 @@ class Daemon:
         self._events.put(events.PeerLost(peer, reason))
 
     def _expect_peer(self, expected: PeerExpected) -> None:
-        self._network.admit(expected.peer)
-        if not expected.dial:
-            return
-
-        def dial() -> None:
-            try:
-                connect_one(self._network, expected.peer, expected.addresses, True, EXPECTED_DIAL_S)
-            except AtollError as error:
-                log.info("peer.unreachable", peer=expected.peer, reason=str(error))
-
-        threading.Thread(target=dial, name=f"atoll-dial-{expected.peer}", daemon=True).start()
+        self._network.expect(expected.peer, expected.paths, EXPECTED_DIAL_S)
 
     def _catch_signals(self) -> Callable[[], None]:
         """Leave on Ctrl+C or SIGTERM; returns what puts the old handlers back."""

@@ -20,6 +20,7 @@ from worker.links.codec_use import CodecUse
 from worker.session import events, instructions, wire_federated
 from worker.session.state import Session, held
 from worker.stage.assignment import PeerLink
+from worker.transport.contract import Paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -53,8 +54,7 @@ class AssignedStage:
 class LinkRequest:
     """A peer to measure, and for how long."""
 
-    addresses: tuple[tuple[str, int], ...]
-    dial: bool
+    paths: Paths
     seconds: float
     max_bytes: int
 
@@ -64,8 +64,7 @@ class PeerExpected:
     """A peer that may connect to us from now on, to measure; not an event of the session."""
 
     peer: str
-    addresses: tuple[tuple[str, int], ...]
-    dial: bool
+    paths: Paths
 
 
 # ---------------------------------------------------------------- from the coordinator
@@ -119,8 +118,8 @@ def neighbours(m: pb.Assign) -> tuple[PeerLink, ...]:
     """The peers of a stage, each once. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
-        name, addresses = _peer(entry.peer)
-        links[name] = PeerLink(name, addresses, entry.dial)
+        name, paths = _peer(entry)
+        links[name] = PeerLink(name, paths)
     return tuple(links.values())
 
 
@@ -148,24 +147,23 @@ def _ops(m: pb.ProbeOps) -> events.ProbeOps:
 
 
 def _link(m: pb.ProbeLink) -> events.ProbeLink:
-    peer, addresses = _peer(m.peer)
+    peer, paths = _peer(m)
     seconds = bounds.number("probe seconds", m.seconds, 0.0, MAX_PROBE_S)
     max_bytes = bounds.within("probe bytes", m.max_bytes, 0, MAX_PROBE_BYTES)
-    return events.ProbeLink(m.request, peer, LinkRequest(addresses, m.dial, seconds, max_bytes))
+    return events.ProbeLink(m.request, peer, LinkRequest(paths, seconds, max_bytes))
 
 
 def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
-    peer, addresses = _peer(m.peer)
-    return PeerExpected(peer, addresses, m.dial)
+    return PeerExpected(*_peer(m))
 
 
-def _peer(m: pb.PeerAddress) -> tuple[str, tuple[tuple[str, int], ...]]:
-    name = bounds.name("peer", m.worker, DEFAULT_LIMITS)
+def _peer(m: pb.StagePeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
+    name = bounds.name("peer", m.peer.worker, DEFAULT_LIMITS)
     addresses = tuple(
         (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
-        for a in bounds.count("addresses", list(m.addresses), MAX_ADDRESSES)
+        for a in bounds.count("addresses", list(m.peer.addresses), MAX_ADDRESSES)
     )
-    return name, addresses
+    return name, Paths(addresses, m.dial)
 
 
 _READERS: Mapping[str, Any] = {

@@ -17,6 +17,7 @@ import structlog
 
 from atoll.errors import AtollError, BadFrame
 from protos.text_limits import clean
+from worker.transport.contract import Way
 from worker.transport.frames import (
     MAX_CONFIRMED,
     MAX_FRAMES,
@@ -52,10 +53,12 @@ class Connection:
     """Attached to its peer from the start to the end of ``run``. Methods are called on the loop, under the
     peer's lock where it says so."""
 
-    def __init__(self, pipe: Pipe, peer: Peer, *, outbound: bool, summed: bool) -> None:
+    def __init__(
+        self, pipe: Pipe, peer: Peer, *, outbound: bool, summed: bool, way: Way = Way.DIRECT
+    ) -> None:
         """``outbound``: for data of ours, where there are enough connections for each end to have its own.
         ``summed``: payloads too, as no TLS does it."""
-        self.peer, self.outbound = peer, outbound
+        self.peer, self.outbound, self.way = peer, outbound, way
         self.in_flight = 0  # bytes
         self.reason = ""
         self.leaving = False  # the peer said goodbye

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from atoll.errors import ConnectionFailed
@@ -16,6 +17,22 @@ class PeerLost(ConnectionFailed):
         super().__init__(f"lost {peer}: {reason}")
         self.peer = peer
         self.reason = reason
+
+
+class Way(StrEnum):
+    """How this worker is joined with a peer."""
+
+    DIRECT = "direct"  # dialled from here
+    REVERSED = "reversed"  # dialled from there
+    RELAYED = "relayed"  # both dialled a relay
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Ways to a peer. ``dial``: this end tries its ``addresses`` first, the peer tries ours soon after."""
+
+    addresses: tuple[tuple[str, int], ...] = ()
+    dial: bool = False
 
 
 class Receiver(Protocol):

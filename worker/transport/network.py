@@ -22,7 +22,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from worker.transport.connection import Connection
-from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig
+from worker.transport.contract import Goodput, Paths, PeerLost, Receiver, TransportConfig, Way
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import ECHOES, burst, round_trip
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.02, 2.0
+REVERSED_AFTER_S = 1.0
+"""So long the end that is to dial has for itself; then the other one dials as well, where it can."""
 FAR_RTT_S = 0.008
 FAR_STREAMS = 8
 """Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries
@@ -81,6 +83,7 @@ class PeerNetwork:
         self._expected: set[str] = set()
         self._receivers: dict[str, Receiver] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._meetings: dict[str, asyncio.Event] = {}  # set once the peer is connected
         self._closed = False
         self._server: PipeServer | None = None
         self._loop = SHARED.acquire()
@@ -114,30 +117,32 @@ class PeerNetwork:
         try:
             return run(self._loop, self._dial(peer, addresses, timeout_s))
         except AtollError:
-            # A peer that was never connected is not there to be sent to.
-            with self._changed:
-                known = self._peers.get(peer)
-                if known is not None and known.remote_session is None:
-                    del self._peers[peer]
+            self._forget_unmet(peer)
             raise
 
     async def _dial(
         self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
     ) -> tuple[str, int]:
         deadline_s = time.monotonic() + timeout_s
+        first, address = await self._first(peer, addresses, timeout_s)
+        await self._add_streams(first, address, deadline_s)
+        return address
+
+    async def _first(
+        self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
+    ) -> tuple[Connection, tuple[str, int]]:
+        """The first connection, and the address that it goes to. Raises as ``dial``."""
+        deadline_s = time.monotonic() + timeout_s
         backoff_s = FIRST_BACKOFF_S
         reasons: dict[tuple[str, int], AtollError] = {}
         while True:
             for address in addresses:
                 try:
-                    first = await self._connect(peer, address, 0, deadline_s)
+                    return await self._connect(peer, address, 0, deadline_s), address
                 except AtollError as error:
                     # What the deadline cut short says less than an answer that came before.
                     if address not in reasons or time.monotonic() < deadline_s:
                         reasons[address] = error
-                else:
-                    await self._add_streams(first, address, deadline_s)
-                    return address
             if reasons and all(isinstance(why, AccessDenied | ProtocolMismatch) for why in reasons.values()):
                 raise next(iter(reasons.values()))
             if time.monotonic() + backoff_s >= deadline_s or self._closed:
@@ -146,6 +151,82 @@ class PeerNetwork:
                 raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        """Be connected with ``peer``, whichever end can dial the other. Raises ConnectionFailed after
+        ``timeout_s``, ProtocolMismatch at once."""
+        self.admit(peer)
+        try:
+            run(self._loop, self._meet(peer, paths, timeout_s))
+        except AtollError:
+            self._forget_unmet(peer)
+            raise
+
+    def expect(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        """Begin to ``meet`` a peer, and return at once; failing is logged."""
+        self.admit(peer)
+
+        async def meet() -> None:
+            try:
+                await self._meet(peer, paths, timeout_s)
+            except AtollError as error:
+                self._forget_unmet(peer)
+                log.info("peer.unreachable", peer=peer, reason=str(error))
+
+        asyncio.run_coroutine_threadsafe(self._begin(meet()), self._loop)
+
+    async def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._spawn(work)
+
+    async def _meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        """Try every way, each at its time, until the peer is connected by one."""
+        deadline_s = time.monotonic() + timeout_s
+        met = self._meetings.setdefault(peer, asyncio.Event())
+        if self.connected(peer):
+            return
+        met.clear()
+        waits_s = 0.0 if paths.dial else REVERSED_AFTER_S
+        attempts = []
+        if paths.addresses:
+            attempts.append(self._later(waits_s, self._first, peer, paths.addresses, timeout_s - waits_s))
+        tasks = [asyncio.create_task(attempt) for attempt in attempts]
+        arrival = asyncio.create_task(met.wait())
+        reasons: list[str] = []
+        try:
+            pending: set[asyncio.Task[Any]] = {arrival, *tasks}
+            while time.monotonic() < deadline_s and arrival in pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=deadline_s - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done - {arrival}:
+                    error = task.exception()
+                    if error is None:
+                        connection, address = task.result()
+                        await self._add_streams(connection, address, deadline_s)
+                        return
+                    if isinstance(error, ProtocolMismatch):
+                        raise error
+                    reasons.append(str(error))
+        finally:
+            for task in (arrival, *tasks):
+                task.cancel()
+            await asyncio.gather(arrival, *tasks, return_exceptions=True)
+        if not self.connected(peer):
+            nobody = f"{peer} did not connect within {timeout_s:g} s; is its port reachable?"
+            raise ConnectionFailed("; ".join([nobody, *reasons]))
+
+    async def _later(
+        self, after_s: float, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: object
+    ) -> Any:
+        await asyncio.sleep(after_s)
+        return await work(*arguments)
+
+    def _forget_unmet(self, peer: str) -> None:
+        """A peer that was never connected is not there to be sent to."""
+        with self._changed:
+            known = self._peers.get(peer)
+            if known is not None and known.remote_session is None:
+                del self._peers[peer]
 
     async def _add_streams(self, first: Connection, address: tuple[str, int], deadline_s: float) -> None:
         """The other connections to a peer whose first works; the link works without them, too."""
@@ -174,6 +255,11 @@ class PeerNetwork:
 
     def connected(self, peer: str) -> bool:
         return self.connections(peer) > 0
+
+    def ways(self) -> dict[str, Way]:
+        """How each connected peer is joined."""
+        with self._changed:
+            return {peer.name: peer.way for peer in self._peers.values() if peer.way is not None}
 
     def connections(self, peer: str) -> int:
         """How many streams to this peer are open."""
@@ -205,14 +291,18 @@ class PeerNetwork:
             if isinstance(error, BadFrame):
                 raise ConnectionFailed(str(error)) from None
             raise
-        return self._attach(pipe, peer, remote, outbound=stream % 2 == 0, host=address[0])
+        return self._attach(pipe, peer, remote, Way.DIRECT, outbound=stream % 2 == 0, host=address[0])
 
-    def _attach(self, pipe: Pipe, peer: Peer, remote: Hello, *, outbound: bool, host: str = "") -> Connection:
+    def _attach(
+        self, pipe: Pipe, peer: Peer, remote: Hello, way: Way, *, outbound: bool, host: str = ""
+    ) -> Connection:
         if self.shaping is not None:
             pipe = self.shaping.shaped(pipe, remote.label, remote.name, host)
-        connection = Connection(pipe, peer, outbound=outbound, summed=self._identity is None)
+        connection = Connection(pipe, peer, outbound=outbound, summed=self._identity is None, way=way)
         with self._changed:
             self._changed.notify_all()
+        if peer.name in self._meetings:
+            self._meetings[peer.name].set()
         return connection
 
     async def _keep(
@@ -262,7 +352,8 @@ class PeerNetwork:
         peer = self._peer(remote.name, remote.session)
         await pipe.send(encode(self._hello(peer, remote.stream)))
         if not peer.gone and not self._closed:
-            await self._serve(self._attach(pipe, peer, remote, outbound=remote.stream % 2 == 1))
+            outbound = remote.stream % 2 == 1
+            await self._serve(self._attach(pipe, peer, remote, Way.REVERSED, outbound=outbound))
 
     def _checked(self, first: bytes | None, name: str | None) -> Hello:
         """The other side's HELLO; ``name``: who it is, None: whoever it says. Raises BadFrame,

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from worker.transport.busy_time import BusyTime
-from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig
+from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
 from worker.transport.frames import MEASURED, Ack, Data, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
@@ -247,6 +247,11 @@ class Peer:
             return True
 
     # -- figures
+
+    @property
+    def way(self) -> Way | None:
+        """How the peer is joined: by the least distant of its connections; None: not now."""
+        return min((c.way for c in self.connections), key=list(Way).index, default=None)
 
     @property
     def front(self) -> Connection | None:

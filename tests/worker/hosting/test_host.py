@@ -23,6 +23,7 @@ from worker.pipe.keys import from_key
 from worker.session import events, instructions
 from worker.session.wire import AssignedStage
 from worker.stage.assignment import PeerLink
+from worker.transport.contract import Paths
 from worker.transport.frames import Direction, MessageKey
 
 Start = Callable[..., "World"]
@@ -51,7 +52,8 @@ class World:
 
     def load(self, job: str = "j", version: int = 1) -> None:
         work = AssignedStage(
-            control.Assign(job=job, plan_version=version), (PeerLink("w-b", (("192.0.2.1", 1),), True),)
+            control.Assign(job=job, plan_version=version),
+            (PeerLink("w-b", Paths((("192.0.2.1", 1),), dial=True)),),
         )
         self.host.do(instructions.LoadStage(job, version, work))
 

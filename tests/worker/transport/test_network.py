@@ -28,7 +28,7 @@ from protos.credentials import (
     signing_request,
 )
 from tests.patience import HUNG_S
-from worker.transport.contract import PeerLost, TransportConfig
+from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode_all, encode
 from worker.transport.measure import burst_rate_bps
 from worker.transport.network import PeerNetwork
@@ -204,6 +204,45 @@ def test_without_tls_names_are_believed_and_payloads_are_summed() -> None:
     assert b.delivered.get(timeout=HUNG_S)[3] == b"x" * 100_000
     a.network.close()
     b.network.close()
+
+
+# ---------------------------------------------------------------- whichever can be dialled is dialled
+
+
+NOWHERE = ("127.0.0.1", 1)
+
+
+def test_the_other_end_dials_where_the_first_reaches_nobody(host: Make) -> None:
+    a, b = host("w-a"), host("w-b")
+    b.network.expect("w-a", Paths((a.address,)), HUNG_S)
+    a.network.meet("w-b", Paths((NOWHERE,), dial=True), HUNG_S)
+    assert a.network.ways() == {"w-b": Way.REVERSED}
+    b.network.wait_for("w-a", HUNG_S)
+    assert b.network.ways() == {"w-a": Way.DIRECT}
+    a.network.send("w-b", key(), b"", b"there")
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"there"
+
+
+def test_the_end_that_is_to_dial_has_its_time_alone(host: Make) -> None:
+    a, b = host("w-a"), host("w-b")
+    b.network.expect("w-a", Paths((a.address,)), HUNG_S)
+    a.network.meet("w-b", Paths((b.address,), dial=True), HUNG_S)
+    assert a.network.ways() == {"w-b": Way.DIRECT}
+
+
+def test_a_stranger_at_the_first_address_does_not_hinder_the_other_direction(host: Make) -> None:
+    a, b, c = host("w-a"), host("w-b"), host("w-c")
+    b.network.expect("w-a", Paths((a.address,)), HUNG_S)
+    a.network.meet("w-b", Paths((c.address,), dial=True), HUNG_S)
+    assert a.network.ways() == {"w-b": Way.REVERSED}
+
+
+def test_two_that_reach_neither_have_every_reason_said(host: Make) -> None:
+    a = host("w-a")
+    with pytest.raises(ConnectionFailed, match=r"did not connect within 0.3 s.*127.0.0.1:1"):
+        a.network.meet("w-b", Paths((NOWHERE,), dial=True), 0.3)
+    with pytest.raises(PeerLost):
+        a.network.send("w-b", key(), b"", b"x")
 
 
 # ---------------------------------------------------------------- what arrives
