@@ -15,24 +15,35 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from worker.transport.connection import Connection
-from worker.transport.contract import Goodput, Paths, PeerLost, Receiver, TransportConfig, Way
+from worker.transport.contract import (
+    Goodput,
+    Paths,
+    PeerLost,
+    Receiver,
+    RelayOffer,
+    TransportConfig,
+    Way,
+)
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import ECHOES, burst, round_trip
 from worker.transport.peer import Peer
-from worker.transport.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer
+from worker.transport.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer, target_of
+from worker.transport.relaying import RelayTunnel
+from worker.transport.tunnels import LocalEnds, Tunnel
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
 
 log = structlog.get_logger()
+R = TypeVar("R", bound="Road")
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.02, 2.0
 REVERSED_AFTER_S = 1.0
@@ -44,6 +55,8 @@ at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
 CLOSE_S = 5.0
+Road = tuple[str, int] | Tunnel
+"""What leads to a peer: its address, or something that both reach."""
 
 
 class Shaping(Protocol):
@@ -69,11 +82,14 @@ class PeerNetwork:
         config: TransportConfig | None = None,
         *,
         name: str = "",
+        joined: Callable[[str, Way | None, str], None] = lambda peer, way, relay: None,
+        tunnel: Callable[[RelayOffer], Tunnel] | None = None,
     ) -> None:
         """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed.
 
-        ``lost(peer, reason)`` is called before the jobs' receivers hear of it. Raises ConnectionFailed when
-        the port cannot be opened.
+        ``lost(peer, reason)`` is called before the jobs' receivers hear of it, ``joined(peer, way, relay)``
+        on the loop whenever a peer is joined another way, or none; ``tunnel`` makes one of an offer. Raises
+        ConnectionFailed when the port cannot be opened.
         """
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
@@ -84,6 +100,11 @@ class PeerNetwork:
         self._receivers: dict[str, Receiver] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._meetings: dict[str, asyncio.Event] = {}  # set once the peer is connected
+        self._joined, self._make_tunnel = joined, tunnel or self._relay_tunnel
+        self._reported: dict[str, tuple[Way, str]] = {}
+        self._tunnels: dict[str, Tunnel] = {}  # the newest to each peer
+        self._duties: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (what for, peer)
+        self._ends: LocalEnds | None = None
         self._closed = False
         self._server: PipeServer | None = None
         self._loop = SHARED.acquire()
@@ -94,12 +115,21 @@ class PeerNetwork:
             raise
 
     async def _start(self, listen: tuple[str, int] | None) -> int:
-        port = 0
-        if listen is not None:
-            self._server = PipeServer(self._identity, self._accept, self.config.max_connections)
-            port = await self._server.start(listen)
+        with suppress(OSError, AttributeError):  # a system without Unix sockets has no tunnels
+            self._ends = LocalEnds()
+        self._server = PipeServer(self._identity, self._accept, self.config.max_connections)
+        try:
+            port = await self._server.start(listen, self._ends.accepting if self._ends else None)
+        except BaseException:
+            await self._server.close()
+            if self._ends is not None:
+                await self._ends.close()
+            raise
         self._spawn(self._watch())
         return port
+
+    def _relay_tunnel(self, offer: RelayOffer) -> Tunnel:
+        return RelayTunnel(offer, self.config.coordinator)
 
     # ---------------------------------------------------------------- connecting
 
@@ -128,25 +158,23 @@ class PeerNetwork:
         await self._add_streams(first, address, deadline_s)
         return address
 
-    async def _first(
-        self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
-    ) -> tuple[Connection, tuple[str, int]]:
-        """The first connection, and the address that it goes to. Raises as ``dial``."""
+    async def _first(self, peer: str, roads: Sequence[R], timeout_s: float) -> tuple[Connection, R]:
+        """The first connection, and what it goes by. Raises as ``dial``."""
         deadline_s = time.monotonic() + timeout_s
         backoff_s = FIRST_BACKOFF_S
-        reasons: dict[tuple[str, int], AtollError] = {}
+        reasons: dict[Road, AtollError] = {}
         while True:
-            for address in addresses:
+            for road in roads:
                 try:
-                    return await self._connect(peer, address, 0, deadline_s), address
+                    return await self._connect(peer, road, 0, deadline_s), road
                 except AtollError as error:
                     # What the deadline cut short says less than an answer that came before.
-                    if address not in reasons or time.monotonic() < deadline_s:
-                        reasons[address] = error
+                    if road not in reasons or time.monotonic() < deadline_s:
+                        reasons[road] = error
             if reasons and all(isinstance(why, AccessDenied | ProtocolMismatch) for why in reasons.values()):
                 raise next(iter(reasons.values()))
             if time.monotonic() + backoff_s >= deadline_s or self._closed:
-                tried = "; ".join(f"{host}:{port}: {why}" for (host, port), why in reasons.items())
+                tried = "; ".join(f"{_shown(road)}: {why}" for road, why in reasons.items())
                 tried = tried or "no address known"
                 raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})")
             await asyncio.sleep(backoff_s)
@@ -181,6 +209,8 @@ class PeerNetwork:
     async def _meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
         """Try every way, each at its time, until the peer is connected by one."""
         deadline_s = time.monotonic() + timeout_s
+        if paths.relay is not None and self._ends is not None:
+            self._tunnels[peer] = self._make_tunnel(paths.relay)
         met = self._meetings.setdefault(peer, asyncio.Event())
         if self.connected(peer):
             return
@@ -189,6 +219,12 @@ class PeerNetwork:
         attempts = []
         if paths.addresses:
             attempts.append(self._later(waits_s, self._first, peer, paths.addresses, timeout_s - waits_s))
+        tunnel = self._tunnels.get(peer)
+        if tunnel is not None and tunnel.dials:
+            waits_s = tunnel.after_s
+            attempts.append(self._later(waits_s, self._first, peer, (tunnel,), timeout_s - waits_s))
+        elif tunnel is not None:
+            self._do("answer", peer, self._answer(peer, tunnel.after_s))
         tasks = [asyncio.create_task(attempt) for attempt in attempts]
         arrival = asyncio.create_task(met.wait())
         reasons: list[str] = []
@@ -201,8 +237,10 @@ class PeerNetwork:
                 for task in done - {arrival}:
                     error = task.exception()
                     if error is None:
-                        connection, address = task.result()
-                        await self._add_streams(connection, address, deadline_s)
+                        connection, road = task.result()
+                        await self._add_streams(connection, road, deadline_s)
+                        if connection.way is Way.RELAYED and paths.addresses:
+                            self._do("upgrade", peer, self._upgrade(connection.peer, paths.addresses))
                         return
                     if isinstance(error, ProtocolMismatch):
                         raise error
@@ -211,9 +249,59 @@ class PeerNetwork:
             for task in (arrival, *tasks):
                 task.cancel()
             await asyncio.gather(arrival, *tasks, return_exceptions=True)
-        if not self.connected(peer):
+        if self.connected(peer):
+            if self._peers[peer].way is Way.RELAYED and paths.addresses:
+                self._do("upgrade", peer, self._upgrade(self._peers[peer], paths.addresses))
+        else:
             nobody = f"{peer} did not connect within {timeout_s:g} s; is its port reachable?"
             raise ConnectionFailed("; ".join([nobody, *reasons]))
+
+    def _do(self, what: str, peer: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do this for a peer, unless it is being done."""
+        known = self._duties.get((what, peer))
+        if known is not None and not known.done():
+            work.close()
+            return
+        self._duties[what, peer] = self._spawn(work)
+
+    async def _answer(self, peer: str, after_s: float) -> None:
+        """Accept what the peer dials through the tunnel, until it is joined without."""
+        backoff_s = FIRST_BACKOFF_S
+        await asyncio.sleep(after_s)
+        while not self._closed and self._ends is not None:
+            known, tunnel = self._peers.get(peer), self._tunnels[peer]
+            if tunnel.over or (known is not None and known.way not in (None, Way.RELAYED)):
+                return
+            try:
+                self._ends.accepted(await tunnel.open())
+                backoff_s = FIRST_BACKOFF_S
+            except ConnectionFailed as error:
+                log.debug("tunnel.failed", peer=peer, reason=str(error))
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _upgrade(self, peer: Peer, addresses: Sequence[tuple[str, int]]) -> None:
+        """Dial a relayed peer now and then, until it is joined without the relay."""
+        pause_s = self.config.upgrade_s
+        while True:
+            await asyncio.sleep(pause_s)
+            if peer.gone or self._closed or self._peers.get(peer.name) is not peer or not peer.relayed:
+                return
+            deadline_s = time.monotonic() + self.config.handshake_s
+            for address in addresses:
+                with suppress(AtollError):
+                    first = await self._connect(peer.name, address, 0, deadline_s)
+                    await self._add_streams(first, address, deadline_s)
+                    self._leave_relay(peer)
+                    return
+            pause_s = min(2 * pause_s, self.config.upgrade_most_s)
+
+    def _leave_relay(self, peer: Peer) -> None:
+        """Close the connections through the tunnel; what they carried leaves over the others."""
+        log.info("peer.direct_now", peer=peer.name)
+        for connection in list(peer.connections):
+            if connection.way is Way.RELAYED:
+                connection.close("joined without the relay now", leaving=False)
 
     async def _later(
         self, after_s: float, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: object
@@ -228,10 +316,10 @@ class PeerNetwork:
             if known is not None and known.remote_session is None:
                 del self._peers[peer]
 
-    async def _add_streams(self, first: Connection, address: tuple[str, int], deadline_s: float) -> None:
+    async def _add_streams(self, first: Connection, road: Road, deadline_s: float) -> None:
         """The other connections to a peer whose first works; the link works without them, too."""
         peer, streams = first.peer, self.config.streams
-        self._spawn(self._keep(first, peer, address, 0))
+        self._spawn(self._keep(first, peer, road, 0))
         if not streams:
             with suppress(ConnectionFailed):
                 far = await asyncio.to_thread(round_trip, peer, 3) > FAR_RTT_S
@@ -240,8 +328,8 @@ class PeerNetwork:
         async def add(number: int) -> None:
             connection = None
             with suppress(AtollError):
-                connection = await self._connect(peer.name, address, number, deadline_s)
-            self._spawn(self._keep(connection, peer, address, number))
+                connection = await self._connect(peer.name, road, number, deadline_s)
+            self._spawn(self._keep(connection, peer, road, number))
 
         await asyncio.gather(*(add(number) for number in range(1, streams)))
 
@@ -267,12 +355,23 @@ class PeerNetwork:
             known = self._peers.get(peer)
             return len(known.connections) if known else 0
 
-    async def _connect(
-        self, name: str, address: tuple[str, int], stream: int, deadline_s: float
-    ) -> Connection:
+    async def _dialled(self, name: str, road: Road, left_s: float) -> Pipe:
+        """A pipe that nothing was said on. Raises ConnectionFailed."""
+        if isinstance(road, tuple):
+            return DialledPipe(self._identity, name, target_of(road), use_proxy=self.config.use_proxy)
+        if self._ends is None:
+            raise ConnectionFailed("this system has no local sockets for tunnels")
+        try:
+            async with asyncio.timeout(left_s):
+                stream = await road.open()
+        except TimeoutError:
+            raise ConnectionFailed(f"{road.name}: the other end did not come") from None
+        return DialledPipe(self._identity, name, self._ends.dialled(stream), use_proxy=False)
+
+    async def _connect(self, name: str, road: Road, stream: int, deadline_s: float) -> Connection:
         """Dial and greet. Raises AccessDenied, ProtocolMismatch, ConnectionFailed."""
         left_s = max(0.0, min(self.config.handshake_s, deadline_s - time.monotonic()))
-        pipe: Pipe = DialledPipe(self._identity, name, address, use_proxy=self.config.use_proxy)
+        pipe = await self._dialled(name, road, left_s)
         hello = self._hello(self._peer(name), stream)
         try:
             async with asyncio.timeout(left_s):
@@ -291,7 +390,8 @@ class PeerNetwork:
             if isinstance(error, BadFrame):
                 raise ConnectionFailed(str(error)) from None
             raise
-        return self._attach(pipe, peer, remote, Way.DIRECT, outbound=stream % 2 == 0, host=address[0])
+        way, host = (Way.DIRECT, road[0]) if isinstance(road, tuple) else (Way.RELAYED, "")
+        return self._attach(pipe, peer, remote, way, outbound=stream % 2 == 0, host=host)
 
     def _attach(
         self, pipe: Pipe, peer: Peer, remote: Hello, way: Way, *, outbound: bool, host: str = ""
@@ -303,12 +403,22 @@ class PeerNetwork:
             self._changed.notify_all()
         if peer.name in self._meetings:
             self._meetings[peer.name].set()
+        self._report(peer)
         return connection
 
-    async def _keep(
-        self, connection: Connection | None, peer: Peer, address: tuple[str, int], stream: int
-    ) -> None:
-        """Serve a dialled connection, and replace it when it breaks, until the peer is lost."""
+    def _report(self, peer: Peer) -> None:
+        """Report how a peer is joined, where that has changed; on the loop."""
+        tunnel, way = self._tunnels.get(peer.name), peer.way
+        relay = tunnel.name if way is Way.RELAYED and tunnel is not None else ""
+        before = self._reported.pop(peer.name, None)
+        if way is not None:
+            self._reported[peer.name] = (way, relay)
+        if before != self._reported.get(peer.name):
+            self._joined(peer.name, way, relay)
+
+    async def _keep(self, connection: Connection | None, peer: Peer, road: Road, stream: int) -> None:
+        """Serve a dialled connection, and replace it when it breaks, until the peer is lost; one through a
+        tunnel, until the peer is joined without."""
         backoff_s = FIRST_BACKOFF_S
         while not peer.gone and not self._closed:
             if connection is not None:
@@ -319,10 +429,14 @@ class PeerNetwork:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             connection = None
+            if not isinstance(road, tuple):
+                road = self._tunnels.get(peer.name, road)  # a newer ticket
+                if peer.way not in (None, Way.RELAYED):
+                    return
             if self._peers.get(peer.name) is peer:
                 with suppress(AtollError):
                     deadline_s = time.monotonic() + self.config.handshake_s
-                    connection = await self._connect(peer.name, address, stream, deadline_s)
+                    connection = await self._connect(peer.name, road, stream, deadline_s)
         if connection is not None:
             connection.fail("closed")
             await self._serve(connection)
@@ -335,6 +449,12 @@ class PeerNetwork:
             peer = connection.peer
             with self._changed:
                 self._changed.notify_all()
+            if not self._closed:
+                self._report(peer)
+                if peer.relayed and not peer.connections and ("answer", peer.name) in self._duties:
+                    # If our address has changed, what waits at the relay is as dead as what broke.
+                    self._duties.pop(("answer", peer.name)).cancel()
+                    self._do("answer", peer.name, self._answer(peer.name, 0.0))
             if connection.leaving and not peer.connections and not self._closed:
                 self._lose(peer, connection.reason)
 
@@ -352,8 +472,8 @@ class PeerNetwork:
         peer = self._peer(remote.name, remote.session)
         await pipe.send(encode(self._hello(peer, remote.stream)))
         if not peer.gone and not self._closed:
-            outbound = remote.stream % 2 == 1
-            await self._serve(self._attach(pipe, peer, remote, Way.REVERSED, outbound=outbound))
+            way, outbound = Way.RELAYED if pipe.tunnelled else Way.REVERSED, remote.stream % 2 == 1
+            await self._serve(self._attach(pipe, peer, remote, way, outbound=outbound))
 
     def _checked(self, first: bytes | None, name: str | None) -> Hello:
         """The other side's HELLO; ``name``: who it is, None: whoever it says. Raises BadFrame,
@@ -509,8 +629,10 @@ class PeerNetwork:
                     for connection in list(peer.connections):
                         connection.watch(now_s, asleep=asleep)
                 patience_s = max(self.config.reconnect_s, 6 * (peer.window.rtt_s or 0.0))
+                if peer.relayed:
+                    patience_s = max(patience_s, self.config.relay_reconnect_s)
                 since_s = peer.down_since_s
-                if since_s is not None and (peer.down_silent or now_s - since_s > patience_s):
+                if since_s is not None and now_s - since_s > patience_s:
                     self._lose(peer, peer.down_reason)
 
     # ---------------------------------------------------------------- the end
@@ -540,8 +662,15 @@ class PeerNetwork:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ends is not None:
+            await self._ends.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _shown(road: Road) -> str:
+    return f"{road[0]}:{road[1]}" if isinstance(road, tuple) else road.name
