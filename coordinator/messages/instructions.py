@@ -29,6 +29,14 @@ class ProbeOps:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayUse:
+    """Leave to meet a peer at the relays: one end dials there, the other waits for it."""
+
+    dials: bool
+    after_s: float  # other ways have so long before
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeLink:
     request: int
     peer: str
@@ -36,6 +44,7 @@ class ProbeLink:
     dial: bool
     seconds: float
     max_bytes: int
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,7 @@ class ExpectPeer:
     peer: str
     addresses: Addresses
     dial: bool
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,7 @@ class RankPeer:
     worker: str
     addresses: Addresses
     dial: bool
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from protos.relay_tickets import Ticket
 T = TypeVar("T")
 MIB, GIB = 2**20, 2**30
 DAY_S = 86_400.0
+CAUSES = ("ticket", "strangers", "full", "connections", "bytes", "day")
+"""Why a relay refuses somebody."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert_plan
 from protos.bounds import DEFAULT_LIMITS
+from protos.relay_tickets import MAC_BYTES, TICKET_BYTES
 from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
 from worker.session import events, instructions, wire_federated
 from worker.session.state import Session, held
 from worker.stage.assignment import PeerLink
-from worker.transport.contract import Paths
+from worker.transport.contract import Paths, RelayOffer, Way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from worker.stage.reports import LongWait, StepReport
     from worker.transport.contract import Goodput
 
+MAX_RELAY_S = 60.0
 MAX_ADDRESSES = 16
 MAX_PROBES = 20_000
 MAX_PROBE_S = 60.0
@@ -115,11 +117,12 @@ def _assign(m: pb.Assign) -> events.Assign:
 
 
 def neighbours(m: pb.Assign) -> tuple[PeerLink, ...]:
-    """The peers of a stage, each once. Raises BadFrame."""
+    """The peers of a stage, each once; their relays' tickets stay here. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
         name, paths = _peer(entry)
         links[name] = PeerLink(name, paths)
+        entry.peer.ClearField("relay")  # what computes is given no key
     return tuple(links.values())
 
 
@@ -163,7 +166,21 @@ def _peer(m: pb.StagePeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
         (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
         for a in bounds.count("addresses", list(m.peer.addresses), MAX_ADDRESSES)
     )
-    return name, Paths(addresses, m.dial)
+    relay = _relay(m.peer.relay) if m.peer.HasField("relay") else None
+    return name, Paths(addresses, m.dial, relay)
+
+
+def _relay(m: pb.RelayWay) -> RelayOffer:
+    if len(m.ticket) != TICKET_BYTES or len(m.key) != MAC_BYTES:
+        raise BadFrame(f"a relay's ticket of {len(m.ticket)} bytes with a key of {len(m.key)}")
+    addresses = tuple(
+        (a.host and bounds.host("relay's host", a.host), bounds.within("relay's port", a.port, 1, 65535))
+        for a in bounds.count("relays", list(m.addresses), MAX_ADDRESSES)
+    )
+    after_s = bounds.number("seconds before a relay", m.after_s, 0.0, MAX_RELAY_S)
+    return RelayOffer(
+        addresses, m.ticket, m.key, m.dial, after_s, bounds.number("seconds of a ticket", m.lasts_s, 0.0)
+    )
 
 
 _READERS: Mapping[str, Any] = {
@@ -185,6 +202,11 @@ _READERS: Mapping[str, Any] = {
 
 
 # ---------------------------------------------------------------- to the coordinator
+
+
+def peer_joined(peer: str, way: Way | None, relay: str) -> pb.FromWorker:
+    """How a peer is joined; None: not any more."""
+    return pb.FromWorker(peer_joined=pb.PeerJoined(peer=peer, way=way or "", relay=relay))
 
 
 def to_proto(message: object) -> pb.FromWorker:

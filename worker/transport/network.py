@@ -349,6 +349,10 @@ class PeerNetwork:
         with self._changed:
             return {peer.name: peer.way for peer in self._peers.values() if peer.way is not None}
 
+    def reported(self) -> list[tuple[str, Way, str]]:
+        """What ``joined`` was called with for the peers there are."""
+        return [(peer, way, relay) for peer, (way, relay) in list(self._reported.items())]
+
     def connections(self, peer: str) -> int:
         """How many streams to this peer are open."""
         with self._changed:
