@@ -3,7 +3,8 @@
 The relay greets with a nonce; a worker answers with its ticket and a proof that it holds the ticket's key,
 which the coordinator gave it beside the ticket and which never crosses the connection: who overhears a ticket
 cannot use it. The relay checks both with the one key that it shares with the coordinator, and knows no worker
-by name. It then says JOINED once the other end is there, after which all bytes are the two workers' own.
+by name. Once the other end is there it says JOINED to the one that waits, which answers CONFIRMED, then to
+the one that dials; after that all bytes are the two workers' own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NONCE_BYTES = 16
 GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 KEY_BYTES = 32
 MAC_BYTES = 32
-JOINED, REFUSED = b"J", b"R"  # REFUSED is followed by the length of the reason in one byte, and the reason
+JOINED, CONFIRMED = b"J", b"K"
+REFUSED = b"R"  # is followed by the length of the reason in one byte, and the reason
 _BODY = struct.Struct(">16s8sBQQH")
 TICKET_BYTES = _BODY.size + MAC_BYTES
 ANSWER_BYTES = TICKET_BYTES + MAC_BYTES  # the ticket and the proof

@@ -32,6 +32,7 @@ class RelayLimits:
     tickets: int = 65_536  # known at once
     greet_within_s: float = 5.0  # from a connection to its ticket
     dialler_waits_s: float = 10.0  # for the other end
+    confirm_within_s: float = 1.5  # from word that the other end is there to the answer
     idle_s: float = 60.0  # without a byte either way; workers ping every 15 s
     rate_bytes_per_s: float = inf
     burst_s: float = 0.25  # of that rate, at once

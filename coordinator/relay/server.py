@@ -7,6 +7,7 @@ Whoever shows no ticket within seconds is cut off, and so are those that are too
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import socket
 import time
@@ -22,6 +23,7 @@ from atoll.errors import AccessDenied, AtollError, BadFrame, UsageError
 from coordinator.relay.book import Book, RelayLimits
 from protos.relay_tickets import (
     ANSWER_BYTES,
+    CONFIRMED,
     JOINED,
     NONCE_BYTES,
     Ticket,
@@ -43,7 +45,7 @@ class _Guest:
     connection: socket.socket
     ticket: Ticket
     met: asyncio.Future[_Guest | None]  # the end that came; None: a newer connection takes this one's place
-    over: asyncio.Future[None]  # of the one that came: when the copying has ended
+    over: asyncio.Future[bool]  # of the one that came: the copying has ended; False: it never began
 
 
 class Relay:
@@ -141,45 +143,59 @@ class Relay:
             raise
 
     async def _join(self, connection: socket.socket, ticket: Ticket) -> None:
-        """Join the end that waits, or wait for it."""
+        """Join the end that waits, or wait for it; who dials has another try where that was dead."""
         loop = asyncio.get_running_loop()
-        guest = _Guest(connection, ticket, loop.create_future(), loop.create_future())
-        partner, late = self.book.meet(guest, ticket)
-        for one in late:
-            one.met.set_result(None)
-        if partner is None:
-            await self._wait(guest)
-        else:
-            partner.met.set_result(guest)
-            await guest.over
+        until_s = loop.time() + (self.limits.dialler_waits_s if ticket.dials else math.inf)
+        over = False
+        while not over:
+            guest = _Guest(connection, ticket, loop.create_future(), loop.create_future())
+            partner, late = self.book.meet(guest, ticket)
+            for one in late:
+                one.met.set_result(None)
+            if partner is None:
+                over = await self._wait(guest, until_s - loop.time())
+            else:
+                partner.met.set_result(guest)
+                over = await guest.over
+            over = over or not ticket.dials
 
-    async def _wait(self, guest: _Guest) -> None:
-        """Until the other end comes, then copy until both have ended."""
-        ticket = guest.ticket
-        left_s = max(0.0, ticket.expires_s - self._clock())
-        within_s = min(left_s, self.limits.dialler_waits_s) if ticket.dials else left_s
+    async def _wait(self, guest: _Guest, within_s: float) -> bool:
+        """Until the other end comes, then copy until both have ended; False: the end that waits was dead."""
+        within_s = min(within_s, max(0.0, guest.ticket.expires_s - self._clock()))
         # Who waits has nothing to say: its next byte is its end, or a breach.
         early = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(guest.connection, 1))
         either: set[asyncio.Future[Any]] = {early, guest.met}
         try:
             await asyncio.wait(either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self.book.give_up(guest, ticket)
+            self.book.give_up(guest, guest.ticket)
             early.cancel()
             await asyncio.gather(early, return_exceptions=True)
         if not guest.met.done():
             if early.cancelled():
-                raise AccessDenied(f"the other end did not come within {within_s:.0f} s")
+                raise AccessDenied("the other end did not come in time")
             raise OSError("closed while it waited")
         came = guest.met.result()
         if came is None:
             raise AccessDenied("a newer connection of the same end has taken this one's place")
+        joined = False
         try:
-            if not early.cancelled():
-                raise OSError("closed while it waited")
-            await self._splice(guest, came)
+            if early.cancelled() and await self._confirmed(came if guest.ticket.dials else guest):
+                joined = True
+                await self._splice(guest, came)
         finally:
-            came.over.set_result(None)
+            came.over.set_result(joined)
+        return joined
+
+    async def _confirmed(self, waits: _Guest) -> bool:
+        """Ask the end that waited whether it is still there: its address may have changed meanwhile."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.limits.confirm_within_s):
+                await loop.sock_sendall(waits.connection, JOINED)
+                return await loop.sock_recv(waits.connection, 1) == CONFIRMED
+        except (OSError, TimeoutError):
+            return False
 
     async def _splice(self, one: _Guest, other: _Guest) -> None:
         loop, tickets = asyncio.get_running_loop(), (one.ticket, other.ticket)
@@ -190,8 +206,8 @@ class Relay:
             if wait_s > 0.0:
                 await asyncio.sleep(wait_s)
 
-        for guest in (one, other):
-            await loop.sock_sendall(guest.connection, JOINED)
+        dials = one if one.ticket.dials else other
+        await loop.sock_sendall(dials.connection, JOINED)
         with suppress(Idle):
             await splice(one.connection, other.connection, allow, self.limits.idle_s)
 

@@ -12,14 +12,13 @@ from atoll.errors import UsageError
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
 from coordinator.messages.jobs import RUNNING
-from coordinator.relay.book import CAUSES
+from coordinator.relay.book import CAUSES, Book, RelayLimits
 from coordinator.services.views import carried
 from protos import telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from coordinator.relay.book import Book
     from coordinator.shell import Shell
 
 
@@ -55,8 +54,8 @@ class Exporter:
     """Reads the scheduler's state when scraped; a scrape never waits for training."""
 
     def __init__(self, shell: Shell, host: str, port: int, relay: Book[Any] | None = None) -> None:
-        """``relay``: the books of the coordinator's own one."""
-        self._shell, self._relay = shell, relay
+        """``relay``: the books of the coordinator's own one, None where it runs none."""
+        self._shell, self._relay = shell, relay or Book(RelayLimits())
         self._page = Page(self, host, port)
         self.host, self.port = self._page.host, self._page.port
 
@@ -85,8 +84,7 @@ class Exporter:
             rates.add_metric([source, target], link.bandwidth_bps)
         yield rates
         yield self._ratios()
-        if self._relay is not None:
-            yield from relay_metrics(self._relay)
+        yield from relay_metrics(self._relay)
         dropped = CounterMetricFamily(telemetry.DROPPED.name, telemetry.DROPPED.help, labels=["kind"])
         for kind, number in list(scheduler.effects.dropped.items()):
             dropped.add_metric([kind], number)

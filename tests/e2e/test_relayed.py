@@ -22,6 +22,7 @@ def fleet() -> Iterator[LoopbackFleet]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_two_workers_without_inbound_connections_end_in_the_bits_of_one_stage(fleet: LoopbackFleet) -> None:
     case = built_in("branches", TRAINING, 0.1)

@@ -8,7 +8,15 @@ import time
 from collections.abc import Callable
 
 from atoll.errors import BadFrame, ConnectionFailed
-from protos.relay_tickets import GREETING_BYTES, JOINED, MAX_REASON_BYTES, REFUSED, answer, nonce_of
+from protos.relay_tickets import (
+    CONFIRMED,
+    GREETING_BYTES,
+    JOINED,
+    MAX_REASON_BYTES,
+    REFUSED,
+    answer,
+    nonce_of,
+)
 from protos.splice import received, tuned
 from protos.text_limits import clean
 from worker.transport.contract import RelayOffer
@@ -96,6 +104,8 @@ class RelayTunnel:
             word = await received(stream, 1)
             if word != JOINED:
                 raise ConnectionFailed(f"relay {_text(relay)}: {await _refusal(stream, word)}")
+            if not self.dials:
+                await loop.sock_sendall(stream, CONFIRMED)
         except BaseException as error:
             stream.close()
             if isinstance(error, OSError | TimeoutError | BadFrame):

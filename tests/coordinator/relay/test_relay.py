@@ -15,7 +15,7 @@ import pytest
 from coordinator.relay.book import RelayLimits
 from coordinator.relay.server import Relay
 from protos import relay_tickets as tickets
-from protos.relay_tickets import JOINED, REFUSED, Ticket
+from protos.relay_tickets import CONFIRMED, JOINED, REFUSED, Ticket
 from protos.splice import received
 from tests.patience import HUNG_S
 
@@ -76,8 +76,15 @@ async def until(holds: Callable[[], bool]) -> None:
 async def joined(port: int) -> tuple[socket.socket, socket.socket]:
     waits = await enter(port, WAITS)
     dials = await enter(port, DIALS)
-    assert await received(waits, 1) == await received(dials, 1) == JOINED
+    await meet(dials, waits)
     return dials, waits
+
+
+async def meet(dials: socket.socket, waits: socket.socket) -> None:
+    """Do what both ends do once the relay has them."""
+    assert await received(waits, 1) == JOINED
+    await say(waits, CONFIRMED)
+    assert await received(dials, 1) == JOINED
 
 
 @pytest.mark.parametrize("first", [DIALS, WAITS], ids=["dialler first", "dialler last"])
@@ -86,7 +93,7 @@ def test_two_ends_are_joined_whoever_comes_first_and_every_byte_passes(first: Ti
         one = await enter(port, first)
         await until(lambda: relay.book.waiting == 1)
         other = await enter(port, WAITS if first is DIALS else DIALS)
-        assert await received(one, 1) == await received(other, 1) == JOINED
+        await (meet(one, other) if first is DIALS else meet(other, one))
         rng = Random(4711)
         there, back = rng.randbytes(3 << 20), rng.randbytes(2 << 20)
         _, _, got, got_back = await asyncio.gather(
@@ -159,6 +166,21 @@ def test_one_that_left_while_it_waited_is_not_joined_to() -> None:
     with_relay(test)
 
 
+def test_one_that_waits_and_is_dead_without_a_word_costs_its_dialler_a_moment_alone() -> None:
+    async def test(relay: Relay, port: int) -> None:
+        alive = await enter(port, WAITS)
+        await until(lambda: relay.book.waiting == 1)
+        dead = await enter(port, WAITS)  # its address has changed: it answers nothing any more
+        await until(lambda: relay.book.waiting == 2)
+        dials = await enter(port, DIALS)
+        await meet(dials, alive)
+        assert await received(dead, 1) == JOINED
+        assert await last_word(dead) == b""
+        await until(lambda: relay.book.connections == 2)
+
+    with_relay(test, RelayLimits(confirm_within_s=0.1))
+
+
 def test_a_dialler_waits_so_long_and_no_longer() -> None:
     async def test(relay: Relay, port: int) -> None:
         assert b"did not come" in await last_word(await enter(port, DIALS))
@@ -204,8 +226,7 @@ def test_a_ticket_is_cut_off_at_its_bytes_and_no_byte_more_passes() -> None:
     async def test(relay: Relay, port: int) -> None:
         waits = await enter(port, replace(WAITS, **small))
         dials = await enter(port, replace(DIALS, **small))
-        await received(waits, 1)
-        await received(dials, 1)
+        await meet(dials, waits)
 
         async def push() -> None:
             while True:
