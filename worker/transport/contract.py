@@ -75,9 +75,7 @@ class TransportConfig:
     silence_s: float = 1.5  # without any frame: frozen
     idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
     reconnect_s: float = 0.4  # or six round trips, if that is more
-    # The same of a peer behind a relay, which may be started anew; a job that stands still for 5 s costs
-    # somebody a quarantine (decision 032).
-    relay_reconnect_s: float = 4.5
+    relay_reconnect_s: float = 30.0  # the same of a peer behind a relay, which may be started anew
     upgrade_s: float = 10.0  # a relayed peer is dialled again after so long, then twice that, ...
     upgrade_most_s: float = 160.0  # ... up to this
     coordinator: str = ""  # host of a relay that is offered without one

@@ -103,6 +103,7 @@ class PeerNetwork:
         self._joined, self._make_tunnel = joined, tunnel or self._relay_tunnel
         self._reported: dict[str, tuple[Way, str]] = {}
         self._tunnels: dict[str, Tunnel] = {}  # the newest to each peer
+        self._addresses: dict[str, tuple[tuple[str, int], ...]] = {}  # the newest of each
         self._duties: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (what for, peer)
         self._ends: LocalEnds | None = None
         self._closed = False
@@ -211,6 +212,7 @@ class PeerNetwork:
         deadline_s = time.monotonic() + timeout_s
         if paths.relay is not None and self._ends is not None:
             self._tunnels[peer] = self._make_tunnel(paths.relay)
+        self._addresses[peer] = paths.addresses
         met = self._meetings.setdefault(peer, asyncio.Event())
         if self.connected(peer):
             return
@@ -295,6 +297,21 @@ class PeerNetwork:
                     self._leave_relay(peer)
                     return
             pause_s = min(2 * pause_s, self.config.upgrade_most_s)
+
+    def _mend(self, peer: Peer, last: Connection) -> None:
+        """Do our part to be joined again with a peer that dialled us: our address may have changed."""
+        if last.way is Way.REVERSED and self._addresses.get(peer.name):
+            self._do("dial back", peer.name, self._dial_back(peer))
+        if peer.relayed and ("answer", peer.name) in self._duties:
+            # What waits at the relay is perhaps as dead as what broke.
+            self._duties.pop(("answer", peer.name)).cancel()
+            self._do("answer", peer.name, self._answer(peer.name, 0.0))
+
+    async def _dial_back(self, peer: Peer) -> None:
+        deadline_s = time.monotonic() + self.config.handshake_s
+        with suppress(AtollError):
+            first, road = await self._first(peer.name, self._addresses[peer.name], self.config.handshake_s)
+            await self._add_streams(first, road, deadline_s)
 
     def _leave_relay(self, peer: Peer) -> None:
         """Close the connections through the tunnel; what they carried leaves over the others."""
@@ -455,10 +472,8 @@ class PeerNetwork:
                 self._changed.notify_all()
             if not self._closed:
                 self._report(peer)
-                if peer.relayed and not peer.connections and ("answer", peer.name) in self._duties:
-                    # If our address has changed, what waits at the relay is as dead as what broke.
-                    self._duties.pop(("answer", peer.name)).cancel()
-                    self._do("answer", peer.name, self._answer(peer.name, 0.0))
+                if not peer.connections and not connection.leaving and not peer.gone:
+                    self._mend(peer, connection)
             if connection.leaving and not peer.connections and not self._closed:
                 self._lose(peer, connection.reason)
 
@@ -633,9 +648,11 @@ class PeerNetwork:
                     for connection in list(peer.connections):
                         connection.watch(now_s, asleep=asleep)
                 patience_s = max(self.config.reconnect_s, 6 * (peer.window.rtt_s or 0.0))
+                since_s = peer.down_since_s
                 if peer.relayed:
                     patience_s = max(patience_s, self.config.relay_reconnect_s)
-                since_s = peer.down_since_s
+                    # A relay that is away is nobody's fault here (decision 032), for as long as that.
+                    peer.progress += since_s is not None
                 if since_s is not None and now_s - since_s > patience_s:
                     self._lose(peer, peer.down_reason)
 

@@ -213,6 +213,11 @@ class Door:
     def open(self) -> None:
         self._opened = True
 
+    def shut(self) -> None:
+        """Forget the streams, and let nobody in any more."""
+        self._opened = False
+        self.forget()
+
     def forget(self) -> None:
         """Nothing passes any more on the streams there are, and nobody hears of it."""
 
@@ -353,6 +358,24 @@ def test_an_address_that_changes_in_mid_stream_loses_and_doubles_nothing(host: M
         exchange(a, b, range(8, 12))
     finally:
         router.close()
+    assert a.losses.empty()
+    assert b.losses.empty()
+
+
+def test_who_was_dialled_dials_back_when_its_address_has_changed(host: Make) -> None:
+    config = TransportConfig(silence_s=0.6, ping_s=0.1, reconnect_s=HUNG_S)
+    a, b = host("w-a", config, listen=True), host("w-b", config, listen=True)
+    old = Door(b.network.port, opened=True)
+    try:
+        b.network.expect("w-a", Paths((a.address,)), HUNG_S)
+        a.network.meet("w-b", Paths((old.address,), dial=True), HUNG_S)
+        exchange(a, b, range(4))
+        assert a.network.ways() == {"w-b": Way.DIRECT}
+        old.shut()
+        exchange(a, b, range(4, 8))
+        assert a.network.ways() == {"w-b": Way.REVERSED}
+    finally:
+        old.close()
     assert a.losses.empty()
     assert b.losses.empty()
 
