@@ -34,15 +34,22 @@ ROOT = Path(__file__).resolve().parents[2]
 PREFIX = f"atoll-nat-{os.getpid()}-"
 PUBLIC = "192.0.2.1"
 RULES = """
-table ip nat { chain out { type nat hook postrouting priority 100; oifname "out" masquerade; } }
+table ip nat {
+  chain out {
+    type nat hook postrouting priority 100;
+    oifname "out" masquerade;
+  }
+}
 table ip filter {
   chain input {
     type filter hook input priority 0; policy drop;
-    ct state established accept; iifname "in" accept;
+    ct state established accept;
+    iifname "in" accept;
   }
   chain forward {
     type filter hook forward priority 0; policy drop;
-    ct state established,related accept; iifname "in" accept;
+    ct state established,related accept;
+    iifname "in" accept;
   }
 }
 """
