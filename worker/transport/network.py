@@ -130,7 +130,7 @@ class PeerNetwork:
         return port
 
     def _relay_tunnel(self, offer: RelayOffer) -> Tunnel:
-        return RelayTunnel(offer, self.config.coordinator)
+        return RelayTunnel(offer, self.config.coordinator, use_proxy=self.config.use_proxy)
 
     # ---------------------------------------------------------------- connecting
 

@@ -7,7 +7,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from atoll.errors import BadFrame, ConnectionFailed
+from atoll.errors import BadFrame, ConnectionFailed, UsageError
+from protos.proxies import MAX_HEAD_BYTES, Proxy, connected, proxy_for
 from protos.relay_tickets import (
     CONFIRMED,
     GREETING_BYTES,
@@ -30,9 +31,15 @@ class RelayTunnel:
     """Streams to one peer through the relays of one offer."""
 
     def __init__(
-        self, offer: RelayOffer, coordinator: str = "", clock: Callable[[], float] = time.monotonic
+        self,
+        offer: RelayOffer,
+        coordinator: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        use_proxy: bool = False,
     ) -> None:
         """``coordinator``: the host of a relay whose address has none."""
+        self._use_proxy = use_proxy
         self.dials, self.after_s = offer.dials, offer.after_s
         self._offer, self._clock = offer, clock
         self._relays = [(host or coordinator, port) for host, port in offer.addresses]
@@ -94,8 +101,9 @@ class RelayTunnel:
         loop, offer = asyncio.get_running_loop(), self._offer
         try:
             async with asyncio.timeout(GREET_WITHIN_S):
-                stream = await _dialled(relay)
-        except (OSError, TimeoutError) as error:
+                proxy = proxy_for(relay[0]) if self._use_proxy else None
+                stream = await (_dialled(relay) if proxy is None else _through(proxy, relay))
+        except (OSError, TimeoutError, UsageError) as error:
             raise ConnectionFailed(f"relay {_text(relay)}: {_why(error)}") from None
         try:
             async with asyncio.timeout(GREET_WITHIN_S):
@@ -132,6 +140,27 @@ async def _dialled(relay: Address) -> socket.socket:
         else:
             return stream
     raise error
+
+
+async def _through(proxy: Proxy, relay: Address) -> socket.socket:
+    """A stream by way of a proxy that allows CONNECT."""
+    stream = await _dialled((proxy.host, proxy.port))
+    try:
+        await asyncio.get_running_loop().sock_sendall(stream, proxy.request(*relay))
+        head = b""
+        # Byte by byte: what follows the head is the relay's.
+        while not head.endswith(b"\r\n\r\n") and len(head) < MAX_HEAD_BYTES:
+            more = await received(stream, 1)
+            if not more:
+                break
+            head += more
+        if not connected(head):
+            said = clean(head.split(b"\r\n", 1)[0].decode(errors="replace"), 80)
+            raise OSError(f"the proxy {proxy.host}:{proxy.port} does not connect: {said or 'closed'}")
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 async def _refusal(stream: socket.socket, word: bytes) -> str:
