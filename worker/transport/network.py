@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -34,6 +34,7 @@ from worker.transport.contract import (
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import ECHOES, burst, round_trip
+from worker.transport.meeting import FIRST_BACKOFF_S, MAX_BACKOFF_S, Meetings, Road
 from worker.transport.peer import Peer
 from worker.transport.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer, target_of
 from worker.transport.relaying import RelayTunnel
@@ -43,11 +44,7 @@ if TYPE_CHECKING:
     from protos.credentials import Identity
 
 log = structlog.get_logger()
-R = TypeVar("R", bound="Road")
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.02, 2.0
-REVERSED_AFTER_S = 1.0
-"""So long the end that is to dial has for itself; then the other one dials as well, where it can."""
 FAR_RTT_S = 0.008
 FAR_STREAMS = 8
 """Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries
@@ -55,8 +52,6 @@ at most 1.22 * MSS / (RTT * sqrt(loss)) (papers/peers.md 7.4), and gRPC does not
 MAX_STREAMS = 32
 """Open connections of one peer, with those that broke unnoticed."""
 CLOSE_S = 5.0
-Road = tuple[str, int] | Tunnel
-"""What leads to a peer: its address, or something that both reach."""
 
 
 class Shaping(Protocol):
@@ -99,13 +94,10 @@ class PeerNetwork:
         self._expected: set[str] = set()
         self._receivers: dict[str, Receiver] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._meetings: dict[str, asyncio.Event] = {}  # set once the peer is connected
-        self._joined, self._make_tunnel = joined, tunnel or self._relay_tunnel
-        self._reported: dict[str, tuple[Way, str]] = {}
-        self._tunnels: dict[str, Tunnel] = {}  # the newest to each peer
-        self._addresses: dict[str, tuple[tuple[str, int], ...]] = {}  # the newest of each
-        self._duties: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (what for, peer)
         self._ends: LocalEnds | None = None
+        with suppress(OSError, AttributeError):  # a system without Unix sockets has no tunnels
+            self._ends = LocalEnds()
+        self._meetings = Meetings(self, self._ends, tunnel or self._relay_tunnel, joined)
         self._closed = False
         self._server: PipeServer | None = None
         self._loop = SHARED.acquire()
@@ -116,8 +108,6 @@ class PeerNetwork:
             raise
 
     async def _start(self, listen: tuple[str, int] | None) -> int:
-        with suppress(OSError, AttributeError):  # a system without Unix sockets has no tunnels
-            self._ends = LocalEnds()
         self._server = PipeServer(self._identity, self._accept, self.config.max_connections)
         try:
             port = await self._server.start(listen, self._ends.accepting if self._ends else None)
@@ -126,7 +116,7 @@ class PeerNetwork:
             if self._ends is not None:
                 await self._ends.close()
             raise
-        self._spawn(self._watch())
+        self.spawn(self._watch())
         return port
 
     def _relay_tunnel(self, offer: RelayOffer) -> Tunnel:
@@ -155,12 +145,12 @@ class PeerNetwork:
         self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
     ) -> tuple[str, int]:
         deadline_s = time.monotonic() + timeout_s
-        first, address = await self._first(peer, addresses, timeout_s)
-        await self._add_streams(first, address, deadline_s)
-        return address
+        first, road = await self.first(peer, addresses, timeout_s)
+        await self.add_streams(first, road, deadline_s)
+        return next(address for address in addresses if address == road)
 
-    async def _first(self, peer: str, roads: Sequence[R], timeout_s: float) -> tuple[Connection, R]:
-        """The first connection, and what it goes by. Raises as ``dial``."""
+    async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> tuple[Connection, Road]:
+        """The first connection, and what it goes by; on the loop. Raises as ``dial``."""
         deadline_s = time.monotonic() + timeout_s
         backoff_s = FIRST_BACKOFF_S
         reasons: dict[Road, AtollError] = {}
@@ -186,7 +176,7 @@ class PeerNetwork:
         ``timeout_s``, ProtocolMismatch at once."""
         self.admit(peer)
         try:
-            run(self._loop, self._meet(peer, paths, timeout_s))
+            run(self._loop, self._meetings.meet(peer, paths, timeout_s))
         except AtollError:
             self._forget_unmet(peer)
             raise
@@ -197,7 +187,7 @@ class PeerNetwork:
 
         async def meet() -> None:
             try:
-                await self._meet(peer, paths, timeout_s)
+                await self._meetings.meet(peer, paths, timeout_s)
             except AtollError as error:
                 self._forget_unmet(peer)
                 log.info("peer.unreachable", peer=peer, reason=str(error))
@@ -205,126 +195,7 @@ class PeerNetwork:
         asyncio.run_coroutine_threadsafe(self._begin(meet()), self._loop)
 
     async def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        self._spawn(work)
-
-    async def _meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
-        """Try every way, each at its time, until the peer is connected by one."""
-        deadline_s = time.monotonic() + timeout_s
-        if paths.relay is not None and self._ends is not None:
-            self._tunnels[peer] = self._make_tunnel(paths.relay)
-        self._addresses[peer] = paths.addresses
-        met = self._meetings.setdefault(peer, asyncio.Event())
-        if self.connected(peer):
-            return
-        met.clear()
-        waits_s = 0.0 if paths.dial else REVERSED_AFTER_S
-        attempts = []
-        if paths.addresses:
-            attempts.append(self._later(waits_s, self._first, peer, paths.addresses, timeout_s - waits_s))
-        tunnel = self._tunnels.get(peer)
-        if tunnel is not None and tunnel.dials:
-            waits_s = tunnel.after_s
-            attempts.append(self._later(waits_s, self._first, peer, (tunnel,), timeout_s - waits_s))
-        elif tunnel is not None:
-            self._do("answer", peer, self._answer(peer, tunnel.after_s))
-        tasks = [asyncio.create_task(attempt) for attempt in attempts]
-        arrival = asyncio.create_task(met.wait())
-        reasons: list[str] = []
-        try:
-            pending: set[asyncio.Task[Any]] = {arrival, *tasks}
-            while time.monotonic() < deadline_s and arrival in pending:
-                done, pending = await asyncio.wait(
-                    pending, timeout=deadline_s - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done - {arrival}:
-                    error = task.exception()
-                    if error is None:
-                        connection, road = task.result()
-                        await self._add_streams(connection, road, deadline_s)
-                        if connection.way is Way.RELAYED and paths.addresses:
-                            self._do("upgrade", peer, self._upgrade(connection.peer, paths.addresses))
-                        return
-                    if isinstance(error, ProtocolMismatch):
-                        raise error
-                    reasons.append(str(error))
-        finally:
-            for task in (arrival, *tasks):
-                task.cancel()
-            await asyncio.gather(arrival, *tasks, return_exceptions=True)
-        if self.connected(peer):
-            if self._peers[peer].way is Way.RELAYED and paths.addresses:
-                self._do("upgrade", peer, self._upgrade(self._peers[peer], paths.addresses))
-        else:
-            nobody = f"{peer} did not connect within {timeout_s:g} s; is its port reachable?"
-            raise ConnectionFailed("; ".join([nobody, *reasons]))
-
-    def _do(self, what: str, peer: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do this for a peer, unless it is being done."""
-        known = self._duties.get((what, peer))
-        if known is not None and not known.done():
-            work.close()
-            return
-        self._duties[what, peer] = self._spawn(work)
-
-    async def _answer(self, peer: str, after_s: float) -> None:
-        """Accept what the peer dials through the tunnel, until it is joined without."""
-        backoff_s = FIRST_BACKOFF_S
-        await asyncio.sleep(after_s)
-        while not self._closed and self._ends is not None:
-            known, tunnel = self._peers.get(peer), self._tunnels[peer]
-            if tunnel.over or (known is not None and known.way not in (None, Way.RELAYED)):
-                return
-            try:
-                self._ends.accepted(await tunnel.open())
-                backoff_s = FIRST_BACKOFF_S
-            except ConnectionFailed as error:
-                log.debug("tunnel.failed", peer=peer, reason=str(error))
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-
-    async def _upgrade(self, peer: Peer, addresses: Sequence[tuple[str, int]]) -> None:
-        """Dial a relayed peer now and then, until it is joined without the relay."""
-        pause_s = self.config.upgrade_s
-        while True:
-            await asyncio.sleep(pause_s)
-            if peer.gone or self._closed or self._peers.get(peer.name) is not peer or not peer.relayed:
-                return
-            deadline_s = time.monotonic() + self.config.handshake_s
-            for address in addresses:
-                with suppress(AtollError):
-                    first = await self._connect(peer.name, address, 0, deadline_s)
-                    await self._add_streams(first, address, deadline_s)
-                    self._leave_relay(peer)
-                    return
-            pause_s = min(2 * pause_s, self.config.upgrade_most_s)
-
-    def _mend(self, peer: Peer, last: Connection) -> None:
-        """Do our part to be joined again with a peer that dialled us: our address may have changed."""
-        if last.way is Way.REVERSED and self._addresses.get(peer.name):
-            self._do("dial back", peer.name, self._dial_back(peer))
-        if peer.relayed and ("answer", peer.name) in self._duties:
-            # What waits at the relay is perhaps as dead as what broke.
-            self._duties.pop(("answer", peer.name)).cancel()
-            self._do("answer", peer.name, self._answer(peer.name, 0.0))
-
-    async def _dial_back(self, peer: Peer) -> None:
-        deadline_s = time.monotonic() + self.config.handshake_s
-        with suppress(AtollError):
-            first, road = await self._first(peer.name, self._addresses[peer.name], self.config.handshake_s)
-            await self._add_streams(first, road, deadline_s)
-
-    def _leave_relay(self, peer: Peer) -> None:
-        """Close the connections through the tunnel; what they carried leaves over the others."""
-        log.info("peer.direct_now", peer=peer.name)
-        for connection in list(peer.connections):
-            if connection.way is Way.RELAYED:
-                connection.close("joined without the relay now", leaving=False)
-
-    async def _later(
-        self, after_s: float, work: Callable[..., Coroutine[Any, Any, Any]], *arguments: object
-    ) -> Any:
-        await asyncio.sleep(after_s)
-        return await work(*arguments)
+        self.spawn(work)
 
     def _forget_unmet(self, peer: str) -> None:
         """A peer that was never connected is not there to be sent to."""
@@ -333,10 +204,19 @@ class PeerNetwork:
             if known is not None and known.remote_session is None:
                 del self._peers[peer]
 
-    async def _add_streams(self, first: Connection, road: Road, deadline_s: float) -> None:
-        """The other connections to a peer whose first works; the link works without them, too."""
-        peer, streams = first.peer, self.config.streams
-        self._spawn(self._keep(first, peer, road, 0))
+    def keep(self, connection: Connection, road: Road) -> None:
+        """Serve a connection that was dialled, and replace it when it breaks; on the loop."""
+        self.spawn(self._keep(connection, connection.peer, road, 0))
+
+    def known(self, peer: str) -> Peer | None:
+        """Return the peer's state, None where it was never met or is lost."""
+        return self._peers.get(peer)
+
+    async def add_streams(self, connection: Connection, road: Road, deadline_s: float) -> None:
+        """The other connections to a peer whose first works; the link works without them, too. On the
+        loop."""
+        peer, streams = connection.peer, self.config.streams
+        self.keep(connection, road)
         if not streams:
             with suppress(ConnectionFailed):
                 far = await asyncio.to_thread(round_trip, peer, 3) > FAR_RTT_S
@@ -346,7 +226,7 @@ class PeerNetwork:
             connection = None
             with suppress(AtollError):
                 connection = await self._connect(peer.name, road, number, deadline_s)
-            self._spawn(self._keep(connection, peer, road, number))
+            self.spawn(self._keep(connection, peer, road, number))
 
         await asyncio.gather(*(add(number) for number in range(1, streams)))
 
@@ -368,7 +248,7 @@ class PeerNetwork:
 
     def reported(self) -> list[tuple[str, Way, str]]:
         """What ``joined`` was called with for the peers there are."""
-        return [(peer, way, relay) for peer, (way, relay) in list(self._reported.items())]
+        return self._meetings.reported()
 
     def connections(self, peer: str) -> int:
         """How many streams to this peer are open."""
@@ -422,20 +302,8 @@ class PeerNetwork:
         connection = Connection(pipe, peer, outbound=outbound, summed=self._identity is None, way=way)
         with self._changed:
             self._changed.notify_all()
-        if peer.name in self._meetings:
-            self._meetings[peer.name].set()
-        self._report(peer)
+        self._meetings.attached(peer)
         return connection
-
-    def _report(self, peer: Peer) -> None:
-        """Report how a peer is joined, where that has changed; on the loop."""
-        tunnel, way = self._tunnels.get(peer.name), peer.way
-        relay = tunnel.name if way is Way.RELAYED and tunnel is not None else ""
-        before = self._reported.pop(peer.name, None)
-        if way is not None:
-            self._reported[peer.name] = (way, relay)
-        if before != self._reported.get(peer.name):
-            self._joined(peer.name, way, relay)
 
     async def _keep(self, connection: Connection | None, peer: Peer, road: Road, stream: int) -> None:
         """Serve a dialled connection, and replace it when it breaks, until the peer is lost; one through a
@@ -450,10 +318,9 @@ class PeerNetwork:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             connection = None
-            if not isinstance(road, tuple):
-                road = self._tunnels.get(peer.name, road)  # a newer ticket
-                if peer.way not in (None, Way.RELAYED):
-                    return
+            road = self._meetings.newest(peer.name, road)
+            if not isinstance(road, tuple) and peer.way not in (None, Way.RELAYED):
+                return
             if self._peers.get(peer.name) is peer:
                 with suppress(AtollError):
                     deadline_s = time.monotonic() + self.config.handshake_s
@@ -471,9 +338,7 @@ class PeerNetwork:
             with self._changed:
                 self._changed.notify_all()
             if not self._closed:
-                self._report(peer)
-                if not peer.connections and not connection.leaving and not peer.gone:
-                    self._mend(peer, connection)
+                self._meetings.detached(peer, connection)
             if connection.leaving and not peer.connections and not self._closed:
                 self._lose(peer, connection.reason)
 
@@ -686,7 +551,7 @@ class PeerNetwork:
         if self._ends is not None:
             await self._ends.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -134,6 +134,20 @@ def test_a_way_that_works_before_the_tunnels_time_leaves_the_tunnel_unused(host:
     assert board.opened == []
 
 
+def test_ways_that_work_at_the_same_moment_all_serve(host: Make) -> None:
+    board = Switchboard()
+    a, b = (host(name, listen=True, tunnel=board.end) for name in ("w-a", "w-b"))
+    b.network.expect("w-a", Paths((a.address,), True, offer(dials=False)), HUNG_S)
+    a.network.meet("w-b", Paths((b.address,), True, offer(dials=True)), HUNG_S)
+    b.network.wait_for("w-a", HUNG_S)
+    for first in range(0, 12, 4):
+        exchange(a, b, range(first, first + 4))
+    assert a.network.flush("w-b", HUNG_S)
+    assert b.network.flush("w-a", HUNG_S)
+    a.network.close()
+    assert b.losses.get(timeout=HUNG_S) == ("w-a", "left: worker is leaving")
+
+
 def test_a_broken_stream_is_replaced_and_nothing_is_lost_or_doubled(host: Make) -> None:
     board = Switchboard()
     a, b = met(host, board)
