@@ -11,7 +11,7 @@ from worker.transport.contract import TransportConfig, Way
 from worker.transport.frames import Direction, MessageKey
 from worker.transport.network import PeerNetwork
 
-PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
+PATIENT = TransportConfig(silence_s=60.0, reconnect_s=60.0)
 """For tests that are not about patience, on a busy machine."""
 
 

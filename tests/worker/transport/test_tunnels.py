@@ -29,7 +29,7 @@ from worker.transport.loop import SHARED
 from worker.transport.tunnels import Tunnel
 
 KEY = tickets.new_key()
-CONFIG = TransportConfig(silence_s=20.0, reconnect_s=0.4, upgrade_s=0.1, handshake_s=2.0)
+CONFIG = TransportConfig(silence_s=60.0, reconnect_s=0.4, upgrade_s=0.1)
 Make = Callable[..., Host]
 
 
