@@ -57,6 +57,12 @@ def serve(
     database: Annotated[
         str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
     ] = "",
+    blobs: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="Folder of the blobs, or s3://BUCKET/PREFIX; default: in the state folder."
+        ),
+    ] = "",
     insecure: Insecure = False,
     json: AsJson = False,
     *,
@@ -80,6 +86,7 @@ def serve(
         **_metrics(metrics),
         relaying=relays.relaying(insecure=insecure),
         database_url=database,
+        blobs_url=blobs,
         max_workers=max_workers,
     )
 
