@@ -115,16 +115,21 @@ Global___HelloRequest: _TypeAlias = HelloRequest  # noqa: Y015
 
 @_typing.final
 class HelloReply(_message.Message):
+    """relays: as of RelayWay."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     TIME_S_FIELD_NUMBER: _builtins.int
     WORK_PORT_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     time_s: _builtins.float
     work_port: _builtins.int
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
     def __init__(
         self,
         *,
@@ -132,10 +137,11 @@ class HelloReply(_message.Message):
         version: _builtins.str = ...,
         time_s: _builtins.float = ...,
         work_port: _builtins.int = ...,
+        relays: _abc.Iterable[Global___Address] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "relays", b"relays", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -918,6 +924,35 @@ class Spans(_message.Message):
 Global___Spans: _TypeAlias = Spans  # noqa: Y015
 
 @_typing.final
+class PeerJoined(_message.Message):
+    """How this worker is joined with a peer: direct (it dialled) | reversed (the peer did) | relayed; empty: not any
+    more. relay: HOST:PORT of the one that both dialled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    way: _builtins.str
+    relay: _builtins.str
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        way: _builtins.str = ...,
+        relay: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "relay", b"relay", "way", b"way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerJoined: _TypeAlias = PeerJoined  # noqa: Y015
+
+@_typing.final
 class WorkerLog(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1188,6 +1223,7 @@ class FromWorker(_message.Message):
     CLIENT_EVALUATED_FIELD_NUMBER: _builtins.int
     CLIENT_FAILED_FIELD_NUMBER: _builtins.int
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
+    PEER_JOINED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -1220,6 +1256,8 @@ class FromWorker(_message.Message):
     def client_failed(self) -> Global___ClientFailed: ...
     @_builtins.property
     def codec_speeds(self) -> Global___CodecSpeeds: ...
+    @_builtins.property
+    def peer_joined(self) -> Global___PeerJoined: ...
     def __init__(
         self,
         *,
@@ -1239,12 +1277,13 @@ class FromWorker(_message.Message):
         client_evaluated: Global___ClientEvaluated | None = ...,
         client_failed: Global___ClientFailed | None = ...,
         codec_speeds: Global___CodecSpeeds | None = ...,
+        peer_joined: Global___PeerJoined | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1346,23 +1385,67 @@ class ProbeOps(_message.Message):
 Global___ProbeOps: _TypeAlias = ProbeOps  # noqa: Y015
 
 @_typing.final
-class PeerAddress(_message.Message):
+class RelayWay(_message.Message):
+    """The way by relays, for two of which neither can be dialled. Either end goes to ``addresses`` (an empty host is
+    the coordinator's own), shows ``ticket`` and proves with ``key`` that it is its own; one of them dials there,
+    the other waits for it. after_s: other ways have so long before. An end that gets a new one uses it from then on.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
-    worker: _builtins.str
+    TICKET_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    DIAL_FIELD_NUMBER: _builtins.int
+    AFTER_S_FIELD_NUMBER: _builtins.int
+    LASTS_S_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    key: _builtins.bytes
+    dial: _builtins.bool
+    after_s: _builtins.float
+    lasts_s: _builtins.float
     @_builtins.property
     def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
     def __init__(
         self,
         *,
-        worker: _builtins.str = ...,
         addresses: _abc.Iterable[Global___Address] | None = ...,
+        ticket: _builtins.bytes = ...,
+        key: _builtins.bytes = ...,
+        dial: _builtins.bool = ...,
+        after_s: _builtins.float = ...,
+        lasts_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "after_s", b"after_s", "dial", b"dial", "key", b"key", "lasts_s", b"lasts_s", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayWay: _TypeAlias = RelayWay  # noqa: Y015
+
+@_typing.final
+class PeerAddress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
+    @_builtins.property
+    def relay(self) -> Global___RelayWay: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        addresses: _abc.Iterable[Global___Address] | None = ...,
+        relay: Global___RelayWay | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relay", b"relay"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "relay", b"relay", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1404,8 +1487,8 @@ Global___ProbeLink: _TypeAlias = ProbeLink  # noqa: Y015
 
 @_typing.final
 class ExpectPeer(_message.Message):
-    """Accept connections of this peer from now on; dial it where
-    it accepts none itself. Workers refuse peers that nobody announced.
+    """Accept connections of this peer from now on; dial it at once where it accepts none itself, else where it
+    does not come within a second. Workers refuse peers that nobody announced.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -2299,6 +2382,8 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class LinkStatus(_message.Message):
+    """way: direct (the source dialled) | reversed | relayed; empty: not joined now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
@@ -2306,11 +2391,13 @@ class LinkStatus(_message.Message):
     BANDWIDTH_BPS_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     target: _builtins.str
     bandwidth_bps: _builtins.float
     latency_s: _builtins.float
     shared: _builtins.str
+    way: _builtins.str
     def __init__(
         self,
         *,
@@ -2319,10 +2406,11 @@ class LinkStatus(_message.Message):
         bandwidth_bps: _builtins.float = ...,
         latency_s: _builtins.float = ...,
         shared: _builtins.str = ...,
+        way: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bandwidth_bps", b"bandwidth_bps", "latency_s", b"latency_s", "shared", b"shared", "source", b"source", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bandwidth_bps", b"bandwidth_bps", "latency_s", b"latency_s", "shared", b"shared", "source", b"source", "target", b"target", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,6 +119,15 @@ class LinkProbed:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """``way``: direct | reversed | relayed, "" when the worker is not joined with the peer any more."""
+
+    peer: str
+    way: str
+    relay: str = ""  # HOST:PORT
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     job: str
     version: int
@@ -241,6 +250,7 @@ PeerMessage = (
     | CodecSpeeds
     | OpsProbed
     | LinkProbed
+    | PeerJoined
     | Loaded
     | StepReady
     | EvalReady

@@ -37,6 +37,14 @@ class ProbeOps:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayUse:
+    """Leave to meet a peer at the relays: one end dials there, the other waits for it."""
+
+    dials: bool
+    after_s: float  # other ways have so long before
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeLink:
     request: int
     peer: str
@@ -44,6 +52,7 @@ class ProbeLink:
     dial: bool
     seconds: float
     max_bytes: int
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class ExpectPeer:
     peer: str
     addresses: Addresses
     dial: bool
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,7 @@ class RankPeer:
     worker: str
     addresses: Addresses
     dial: bool
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from protos.text_limits import clean
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096
 MAX_CODECS = 100
+MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
 MAX_MOVED_BYTES = 1 << 44
 
@@ -115,6 +116,12 @@ def _ops_probed(m: pb.OpsProbed) -> ev.OpsProbed:
 def _link_probed(m: pb.LinkProbed) -> ev.LinkProbed:
     peer = bounds.name("peer", m.peer, LIMITS)
     return ev.LinkProbed(m.request, peer, m.rtt_s, m.bandwidth_bps, clean(m.error, MAX_REASON_CHARS))
+
+
+def _peer_joined(m: pb.PeerJoined) -> ev.PeerJoined:
+    if m.way not in ("", "direct", "reversed", "relayed"):
+        raise BadFrame(f"joined {m.way[:40]!r}; possible are direct, reversed, relayed")
+    return ev.PeerJoined(bounds.name("peer", m.peer, LIMITS), m.way, clean(m.relay, MAX_RELAY_CHARS))
 
 
 def _ready(m: pb.StepReady) -> ev.StepReady:
@@ -214,6 +221,7 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "codec_speeds": lambda m: ev.CodecSpeeds(_speeds(m.speeds)),
     "ops_probed": _ops_probed,
     "link_probed": _link_probed,
+    "peer_joined": _peer_joined,
     "loaded": lambda m: ev.Loaded(m.job, m.plan_version, m.took_s),
     "failed": _failed,
     "ready": _ready,
@@ -228,7 +236,15 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
 # ---------------------------------------------------------------- to a worker
 
 
-def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
+Way = Callable[[str, do.RelayUse], pb.RelayWay | None]
+"""Makes a worker's way to a peer by relays."""
+
+
+def no_way(peer: str, use: do.RelayUse) -> None:
+    """Return that there is no relay."""
+
+
+def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.ToWorker:
     """The pb2 form of what the scheduler wants said. Reads DAGs for Assign and ProbeOps."""
     match message:
         case do.StepCommit():
@@ -268,18 +284,19 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
         case do.ProbeLink():
             probe = pb.ProbeLink(
                 request=message.request,
-                peer=_peer(message.peer, message.addresses),
+                peer=_peer(message.peer, message, way),
                 seconds=message.seconds,
                 max_bytes=message.max_bytes,
                 dial=message.dial,
             )
             return pb.ToWorker(probe_link=probe)
-        case do.ExpectPeer(peer, addresses, dial):
-            return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=_peer(peer, addresses), dial=dial))
+        case do.ExpectPeer():
+            expected = _peer(message.peer, message, way)
+            return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))
         case do.Assign():
-            return pb.ToWorker(assign=_assign(message, graphs))
+            return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
-            return pb.ToWorker(reconfigure=_reconfigure(message))
+            return pb.ToWorker(reconfigure=_reconfigure(message, way))
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 
@@ -323,7 +340,7 @@ def _commit(message: do.StepCommit) -> pb.StepCommit:
     return commit
 
 
-def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
+def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
     plan = message.plan
     stage = plan.places[message.rank].stage
     both = graphs.programs(plan)
@@ -336,7 +353,7 @@ def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
         training=to_proto(message.spec.training),
         program=to_proto(both.train[stage]),
         plan=to_proto(plan),
-        peers=_peers(plan, message.peers),
+        peers=_peers(plan, message.peers, way),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         metas=state_to_proto(states),
         data=to_proto(message.spec.data),
@@ -365,22 +382,21 @@ def _replay(replay: do.Replay) -> pb.Replay:
     )
 
 
-def _reconfigure(message: do.Reconfigure) -> pb.Reconfigure:
+def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
     return pb.Reconfigure(
         job=message.job,
         plan_version=message.plan.version,
         base_version=message.base,
         step=message.step,
         plan=to_proto(message.plan),
-        peers=_peers(message.plan, message.peers),
+        peers=_peers(message.plan, message.peers, way),
     )
 
 
-def _peers(plan: Plan, peers: Iterable[do.RankPeer]) -> list[pb.StagePeer]:
+def _peers(plan: Plan, peers: Iterable[do.RankPeer], way: Way) -> list[pb.StagePeer]:
     places = plan.places
     return [
-        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p.addresses), dial=p.dial)
-        for p in peers
+        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers
     ]
 
 
@@ -414,7 +430,7 @@ def _model(model: do.Model) -> pb.Model:
     return sent
 
 
-def _peer(worker: str, addresses: do.Addresses) -> pb.PeerAddress:
-    return pb.PeerAddress(
-        worker=worker, addresses=[pb.Address(host=host, port=port) for host, port in addresses]
-    )
+def _peer(worker: str, paths: do.ProbeLink | do.ExpectPeer | do.RankPeer, way: Way) -> pb.PeerAddress:
+    addresses = [pb.Address(host=host, port=port) for host, port in paths.addresses]
+    relay = way(worker, paths.relay) if paths.relay is not None else None
+    return pb.PeerAddress(worker=worker, addresses=addresses, relay=relay)

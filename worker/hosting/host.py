@@ -663,7 +663,7 @@ class ComputeHost:
         error = ""
         network = self._ports.network
         try:
-            connect_one(network, peer, target.addresses, target.dial, CONNECT_S)
+            connect_one(network, peer, target.paths, CONNECT_S)
             rtt_s = network.rtt(peer)
             if target.max_bytes:  # 0 asks for the round trip alone
                 rate_bps = network.bandwidth(peer, target.seconds, max(target.max_bytes, MIN_PROBE_BYTES))

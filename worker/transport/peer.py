@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from worker.transport.busy_time import BusyTime
-from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig
+from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
 from worker.transport.frames import MEASURED, Ack, Data, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
@@ -48,7 +48,7 @@ class Peer:
         self.gone = ""  # why, once lost
         self.down_since_s: float | None = None
         self.down_reason = ""
-        self.down_silent = False  # frozen, not cut: dialling again would only wait
+        self.relayed = False  # by its last connection
         self.acks: list[tuple[int, int]] | None = None  # (peer's clock ns, bytes), while somebody measures
         self.echoes: dict[int, float] = {}  # ping -> round trip; 0 = awaited
         self.used_s = time.monotonic()  # the last chunk either way
@@ -215,6 +215,7 @@ class Peer:
         """One more connection."""
         with self.lock:
             self.connections.append(connection)
+            self.relayed = self.way is Way.RELAYED
             self.down_since_s = None
             self.outbox.ask_again(self.window.chunk)
             self.nudge()
@@ -234,7 +235,6 @@ class Peer:
                 self.nudge()
             else:
                 self.down_since_s, self.down_reason = now_s, connection.reason
-                self.down_silent = connection.silent
 
     def lose(self, reason: str) -> bool:
         """Forget what waits; True the first time."""
@@ -247,6 +247,11 @@ class Peer:
             return True
 
     # -- figures
+
+    @property
+    def way(self) -> Way | None:
+        """How the peer is joined: by the least distant of its connections; None: not now."""
+        return min((c.way for c in self.connections), key=list(Way).index, default=None)
 
     @property
     def front(self) -> Connection | None:
