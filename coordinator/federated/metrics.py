@@ -116,7 +116,8 @@ def over_clients(at_round: int, told: Mapping[str, ClientEvaluated]) -> Evaluati
         if finite:
             metrics[name] = weighted(finite)
     loss = weighted((r.n_samples, r.loss) for r in reports)
-    return Evaluation(at_round, loss, metrics, sum(r.n_samples for r in reports), len(reports))
+    clients = sum(len(r.rows) or 1 for r in reports)
+    return Evaluation(at_round, loss, metrics, sum(r.n_samples for r in reports), clients)
 
 
 def fact_of(job: str, where: str, found: Evaluation) -> RoundEvaluated:

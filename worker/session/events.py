@@ -80,9 +80,12 @@ class Participate:
 
 @dataclass(frozen=True, slots=True)
 class TrainRound:
+    """``key``: names the clients of a population that are to be trained; "": our own data."""
+
     job: str
     round: int
     order: Any = field(repr=False, compare=False)
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +97,13 @@ class EvaluateRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """Outcome of our update of ``round``."""
+    """Outcome of our update of ``round``; ``clients``: those of a population that are counted."""
 
     job: str
     round: int
     taken: bool
     reason: str
+    clients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +197,12 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStored:
-    """A round is trained, and its update in the blob store."""
+    """A round is trained, and its update in the blob store; ``key``: TrainRound's."""
 
     job: str
     round: int
     message: Any = field(repr=False, compare=False)
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def test_asked_again_for_a_round_it_answers_without_training_twice() -> None:
     state, todo = told(state, trained(0), train(0))
     assert todo == [do.Send("update 0"), do.Send("update 0")]
     state, todo = told(state, *AGAIN, e.Participate("f", 1, "work"), train(0))
-    assert todo[1:] == [do.Send("update 0"), do.Send(do.StillHeld("f", 1)), do.Send("update 0")]
+    assert todo[1:] == [do.Send("update 0"), do.Send("loaded"), do.Send("update 0")]
     state, todo = told(state, settled(0), evaluate(1), assessed(1), evaluate(1))
     assert todo[-2:] == [do.Send("tested 1"), do.Send("tested 1")]
 
