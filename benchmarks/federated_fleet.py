@@ -23,6 +23,8 @@ from safetensors.numpy import save_file
 from atoll.errors import AtollError, JobFailed
 from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
+from coordinator.messages.facts import RoundClosed, from_record
+from coordinator.storage.journal import StoredJournal
 from worker.data.registry import add_dataset
 
 if TYPE_CHECKING:
@@ -138,6 +140,14 @@ class FederatedFleet:
         if last is None or last.state != "finished":
             reason = "" if last is None else f"{last.state}: {last.reason}"
             raise JobFailed(f"{job} {reason}\n{self.log(COORDINATOR)}\n{self.log('worker0')}")
+
+    def closed_rounds(self, job: str) -> list[RoundClosed]:
+        """Closed rounds of a job, from the coordinator's journal."""
+        with contextlib.closing(
+            StoredJournal(f"sqlite:///{self.folder / COORDINATOR / 'journal.sqlite'}")
+        ) as journal:
+            facts = map(from_record, journal.replay())
+            return [fact for fact in facts if isinstance(fact, RoundClosed) and fact.job == job]
 
     def _answers(self) -> bool:
         with contextlib.suppress(AtollError):

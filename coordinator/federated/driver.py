@@ -360,7 +360,7 @@ class FederatedDriver:
             Name.ROUND_CLOSED,
             job=fact.job,
             round=fact.round,
-            arrived=len(told),
+            arrived=sum(len(t.get("clients", [t])) for t in told.values()),
             lost=len(fact.dropped),
             loss=fact.loss,
             took_s=round(fact.took_s, 4),

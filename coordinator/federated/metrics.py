@@ -137,7 +137,7 @@ def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
     points = {
         "learning_rate": state.spec.training.learning_rate(fact.round),
         "round_s": fact.took_s,
-        "participants": float(len(told)),
+        "participants": float(sum(len(t.get("clients", [t])) for t in told.values())),
         "dropped": float(len(fact.dropped)),
         "bytes_up": float(sum(t["bytes_up"] for t in told.values())),
         "bytes_down": float(sum(t["bytes_down"] for t in told.values())),

@@ -121,8 +121,10 @@ def even_coding(rule: Federated) -> tuple[str, float]:
 def strayed(state: FederationState) -> float:
     """How much wider the round's finish times came than planned, smoothed; one laggard counts as no more
     than what is allowed."""
+    if state.spread is None:
+        return state.strayed
     took = [state.clients[name].took_s for name in state.updates]
-    if state.spread is None or len(took) < len(state.chosen) or min(took) <= 0.0:
+    if len(took) < len(state.chosen) or min(took) <= 0.0:
         return state.strayed
     wider = spread(took) - state.spread
     return smoothed(state.strayed, max(0.0, min(EVEN, wider)))

@@ -1,11 +1,12 @@
-"""Populations on real workers over loopback: hosts that train many clients, and what becomes of a killed one."""
+"""Populations on real workers over loopback: hosts train many clients, and some are killed with kill -9."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,38 +18,85 @@ from tests.e2e.test_federated import job, samples
 from worker.data.population import name_owner, part_dataset
 
 CLIENTS, DRAWN, ROUNDS = 20, 8, 3
-FLOORS = ("--min-samples", "1", "--min-steps", "1", "--min-batch", "1")
+FLOORS = ("--min-samples", "1", "--min-steps", "1", "--min-batch", "1", "--min-clients", "1")
+DATA = samples(800, 1)
 
 
-def parted(state_dir: Path, worker: str) -> None:
-    part_dataset(state_dir, "digits", "dirichlet:1.0", CLIENTS, seed=5, field="label")
+def parted(state_dir: Path, worker: str = "") -> Mapping[str, Any]:
+    return part_dataset(state_dir, "digits", "dirichlet:1.0", CLIENTS, seed=5, field="label").rows_of()
 
 
 def hosts(count: int) -> FederatedFleet:
     """So many workers that each speak for the same population."""
-    return FederatedFleet([samples(800, 1)] * count, parted=parted, options=FLOORS)
+    return FederatedFleet([DATA] * count, parted=parted, options=FLOORS)
 
 
-def trained(fleet: FederatedFleet, strategy: str, name: str, **options: Any) -> Mapping[str, Tensor]:
-    wanted = job(ROUNDS, name, strategy=strategy, clients=DRAWN, local_steps=3, **options)
+def trained(
+    fleet: FederatedFleet, name: str, kills: Collection[int] = (), back: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """Weights after ``ROUNDS`` rounds; the last worker is killed in the rounds ``kills``, and started again
+    where it comes ``back``."""
+    wanted = job(ROUNDS, name, **{"clients": DRAWN, "local_steps": 3, "evaluate_every": 0, **options})
     started = fleet.client.submit(prepare(wanted)).job
-    for last in fleet.watch(started):
-        pass
-    assert last.step == ROUNDS
+    left, victim = set(kills), f"worker{len(fleet.clients) - 1}"
+    for update in fleet.watch(started):
+        if update.state == "training" and update.step in left:
+            left.discard(update.step)
+            fleet.kill(victim)
+            if back:
+                fleet.join(victim)
+    assert not left
+    counted_once(fleet, started, options.get("clients", DRAWN))
     path = fleet.folder / f"{name}.safetensors"
     fleet.client.export(started, path)
     return load_file(path)
+
+
+def counted_once(fleet: FederatedFleet, started: str, drawn: int) -> None:
+    """Every client that a round drew is in exactly one sum of it."""
+    closed = fleet.closed_rounds(started)
+    assert [fact.round for fact in closed] == list(range(ROUNDS))
+    for fact in closed:
+        everybody = [client for entry in fact.participants.values() for client in entry["clients"]]
+        assert len(everybody) == len(set(everybody)) == drawn
+        assert not fact.dropped
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_population_has_the_same_bits_on_one_host_and_on_two() -> None:
-    found = []
+def test_a_population_has_the_same_bits_on_two_hosts_and_where_one_is_killed() -> None:
     with hosts(2) as fleet:
-        found.append(trained(fleet, "fedavg", "two"))
-        fleet.kill("worker1")
+        undisturbed = trained(fleet, "two", strategy="fedavg")
+        assert same(trained(fleet, "killed", kills=(1,), back=False, strategy="fedavg"), undisturbed)
         fleet.wait_until(lambda: len(fleet.states("pool")) == 1, "one host to be left")
-        found.append(trained(fleet, "fedavg", "one"))
-    assert same(*found)
+        assert same(trained(fleet, "one", strategy="fedavg"), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fedavg", "scaffold"])
+def test_twenty_clients_of_a_host_and_twenty_workers_give_the_same_bits(strategy: str) -> None:
+    with hosts(1) as fleet:
+        virtual = trained(fleet, "virtual", strategy=strategy, clients=CLIENTS)
+        rows = parted(fleet.folder / "worker0")
+    clients = [{name: np.asarray(array)[rows[client]] for name, array in DATA.items()} for client in rows]
+    names = {f"worker{n}": client for n, client in enumerate(rows)}
+
+    def named(state_dir: Path, worker: str) -> None:
+        name_owner(state_dir, "digits", names[worker])
+
+    with FederatedFleet(clients, parted=named, options=FLOORS) as fleet:
+        real = trained(fleet, "real", strategy=strategy, clients=CLIENTS, min_clients=CLIENTS)
+    assert same(real, virtual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["off", "topk:4"])
+def test_states_survive_a_host_that_is_killed_and_comes_back(codec: str) -> None:
+    options = {"strategy": "scaffold", "clients": CLIENTS, "uplink": codec}
+    with hosts(3) as fleet:
+        undisturbed = trained(fleet, "three", **options)
+        assert same(trained(fleet, "killed", kills=(1, 2), **options), undisturbed)
+    with hosts(1) as fleet:
+        assert same(trained(fleet, "one", **options), undisturbed)

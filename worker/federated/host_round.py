@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,33 +34,42 @@ if TYPE_CHECKING:
     from worker.federated.trainer import LocalTrainer
 
 
+@dataclass(frozen=True)
+class HostRound:
+    """A round on a host. ``path``: of the sum's file; ``noise_seed``: of what the strategy draws on a
+    client."""
+
+    broadcast: Broadcast
+    grid: Grid
+    coding: Coding
+    path: Path
+    noise_seed: Callable[[str], int] = lambda client: 0
+
+
 def train_clients(
     trainer: LocalTrainer,
     clients: Iterable[Client],
-    broadcast: Broadcast,
-    grid: Grid,
-    coding: Coding,
+    asked: HostRound,
     states: PopulationStates,
-    path: Path,
     cancel: Cancel | None = None,
-    noise_seed: Callable[[str], int] = lambda client: 0,
 ) -> HostAnswer:
-    """Train ``clients`` one after another; their sum is written to ``path``, their states are proposed.
+    """Train ``clients`` one after another; their sum is written, their states are proposed.
 
-    A client whose training fails, or whose update the grid does not hold, is refused alone. ``noise_seed``:
-    of what the strategy draws on a client. UsageError for a strategy that needs each update apart; Cancelled.
+    A client whose training fails, or whose update the grid does not hold, is refused alone. UsageError for a
+    strategy that needs each update apart; Cancelled.
     """
     core = trainer.rule.core
     if not isinstance(core, Linear):
         raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
-    held, rows, refused = Accumulator(grid), [], {}
+    broadcast, coding, path = asked.broadcast, asked.coding, asked.path
+    held, rows, refused = Accumulator(asked.grid), [], {}
     with states.begin(broadcast.round, coding.codec) as drafts:
         for client in clients:
             began_s = time.perf_counter()
             before = states.load(client.name, broadcast.round, coding.codec)
             try:
                 found = trainer.train(
-                    client, broadcast, before.state, cancel, noise_seed=noise_seed(client.name)
+                    client, broadcast, before.state, cancel, noise_seed=asked.noise_seed(client.name)
                 )
                 update, size, left = _coded(trainer, client.name, found.update, coding, before, path)
                 held.add(core.contribute(trainer.layout, update))

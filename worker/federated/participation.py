@@ -31,7 +31,7 @@ from worker.blobs import BlobFile, most_bytes
 from worker.federated.broadcasts import Models
 from worker.federated.client_state import ClientStore
 from worker.federated.floors import check_held_out, check_job
-from worker.federated.host_round import train_clients
+from worker.federated.host_round import HostRound, train_clients
 from worker.federated.local_model import LocalModel
 from worker.federated.members import Members
 from worker.federated.orders import Assessment, Evaluated, EvaluateOrder, Joining, TrainOrder, Update
@@ -180,13 +180,15 @@ class Participation:
         return train_clients(
             self._trainer,
             map(self.members.client, order.clients),
-            broadcast_of(order.round, fetched.arrays),
-            core.grid(order.drawn, order.drawn_samples),
-            coding,
+            HostRound(
+                broadcast_of(order.round, fetched.arrays),
+                core.grid(order.drawn, order.drawn_samples),
+                coding,
+                path,
+                lambda client: self._noise_seed(client_key(f"{client}/{order.round}")),
+            ),
             self._states(),
-            path,
             cancel,
-            lambda client: self._noise_seed(client_key(f"{client}/{order.round}")),
         )
 
     def evaluate(self, order: EvaluateOrder, cancel: Cancel) -> Assessment:

@@ -17,7 +17,7 @@ from strategies.files import sums_metas, sums_slots
 from strategies.fixed import Accumulator, FixedSums, check_sums, real
 from strategies.linear import Linear
 from strategies.selection import Outcome
-from worker.federated.host_round import train_clients
+from worker.federated.host_round import HostRound, train_clients
 from worker.federated.orders import HostAnswer, Row
 from worker.federated.population_states import PopulationStates
 from worker.inprocess.federation import nbytes
@@ -124,11 +124,8 @@ class LocalPopulation:
                     answer = train_clients(
                         self.federation.trainer,
                         self._until(names, lost.pop(host, None)),
-                        broadcast,
-                        grid,
-                        self.federation.coding(),
+                        HostRound(broadcast, grid, self.federation.coding(), path),
                         self.states[host],
-                        path,
                     )
                 except _Lost:
                     left += names
