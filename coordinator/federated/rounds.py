@@ -21,6 +21,7 @@ from coordinator.federated.metrics import (
     over_clients,
     round_points,
     shown,
+    spread_points,
 )
 from coordinator.federated.population import books
 from coordinator.federated.selection import chosen, coding, learnt, selector_to_json, strayed, to_ask
@@ -407,6 +408,7 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
             Record(fact_of(state.job, CLIENTS, found)),
             *evaluation_points(CLIENTS, found),
             *client_points(state.round, state.told),
+            *spread_points(state.round, state.told),
         ]
     if state.round >= state.rounds:
         after, more = end(state, Phase.FINISHED, f"{state.round} rounds done")

@@ -58,6 +58,7 @@ def part_dataset(
     """Part a registered data set among ``clients``, as ``strategies.partition_data`` draws it by ``seed``.
 
     ``field``: whose values are labels, for splits by label, or clients, for natural ones; whole numbers.
+    The only one that fits where none is given.
     Clients without a sample are left out. UsageError for a split that does not work out.
     """
     dataset, arrays = load_dataset(state_dir, name), open_dataset(state_dir, name)
@@ -65,8 +66,9 @@ def part_dataset(
         raise UsageError(f"--how {how[:40]} changes or needs files; part a population by its samples' labels")
     values = np.zeros(dataset.n_samples, np.int64)
     if how != "iid" and not how.startswith("quantity"):
-        if field not in arrays or arrays[field].ndim != 1 or arrays[field].dtype.kind not in "iu":
-            fitting = [n for n, a in arrays.items() if a.ndim == 1 and a.dtype.kind in "iu"]
+        fitting = [n for n, a in arrays.items() if a.ndim == 1 and a.dtype.kind in "iu"]
+        field = fitting[0] if not field and len(fitting) == 1 else field
+        if field not in fitting:
             raise UsageError(
                 f"--how {how[:40]} needs --by FIELD, a whole number a sample; {name} has {fitting or 'none'}"
             )
