@@ -3,7 +3,7 @@
     head   on the broadcast's body, which stays as it is; begins as the client left it
     body   under that head, which stays as it is; its change goes up, averaged as FedAvg does
 
-The head are the tensors that ``Federated(local=...)`` names; they never leave their client. Each part is
+Without a head it is FedAvg. The head are the tensors that ``Federated(local=...)`` names; they never leave their client. Each part is
 trained for the round's local epochs, so a round computes twice what FedAvg's does. Normalisation statistics
 are those of the second part. Source: Collins 2021, Alg. 1; papers/federated.md 4.
 """
@@ -37,6 +37,8 @@ class FedRep(FedAvg):
     def begin(self, layout: Layout, broadcast: Broadcast, state: ClientState) -> tuple[Phase, ...]:
         (start,) = super().begin(layout, broadcast, state)
         head, body = layout.names(Role.LOCAL), layout.names(Role.TRAINED)
+        if not head:
+            return (start,)
         common = {name: array for name, array in start.start.items() if name not in head}
         return (
             replace(start, frozen=body),
