@@ -3,9 +3,9 @@
     head   on the broadcast's body, which stays as it is; begins as the client left it
     body   under that head, which stays as it is; its change goes up, averaged as FedAvg does
 
-Without a head it is FedAvg. The head are the tensors that ``Federated(local=...)`` names; they never leave their client. Each part is
-trained for the round's local epochs, so a round computes twice what FedAvg's does. Normalisation statistics
-are those of the second part. Source: Collins 2021, Alg. 1; papers/federated.md 4.
+Without a head it is FedAvg. The head are the tensors that ``Federated(local=...)`` names; they never leave
+their client. Each part is trained for the round's local epochs, so a round computes twice what FedAvg's does.
+Normalisation statistics are those of the second part. Source: Collins 2021, Alg. 1; papers/federated.md 4.
 """
 
 from __future__ import annotations

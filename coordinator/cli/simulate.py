@@ -10,24 +10,19 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import shutil
-import tempfile
-import threading
 import time
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import structlog
 import typer
 from rich.table import Table
 
-from atoll.errors import AtollError, StorageError, UsageError
+from atoll.errors import StorageError, UsageError
 from atoll.federated import Registered
 from coordinator.cli.format import DIM, in_bytes, in_seconds
 from coordinator.cli.jobs import JobFile, follow
 from coordinator.cli.options import JobOptions, telling
-from coordinator.cli.submit import wait_for_workers
 from protos.command_line import AsJson, out, print_json, with_groups
 
 if TYPE_CHECKING:
@@ -37,12 +32,8 @@ if TYPE_CHECKING:
     from coordinator.cli.demo.processes import Processes
     from protos import atoll_control_pb2 as pb
 
-COORDINATOR, HERE = "coordinator", "here"
+HERE = "here"
 FLOORS = ("--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1")
-LOOK_S = 0.5
-MAX_STARTS = 20  # of one host
-
-log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +105,13 @@ def simulate(
     if job.federated is None or not isinstance(job.data, Registered):
         raise UsageError(f"{job.name} is not federated; give Job(federated=..., data=Registered(...))")
     parted = Parted(job.data.name, data, tuple(schema or ()), how, population, by, seed)
-    with ExitStack() as stack:
-        folder = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-simulate-")))
+    if keep is not None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            keep.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot write {folder}: {error.strerror}; give another --keep") from None
-        shown = _run(stack, folder.resolve(), job, parted, hosts, output, json)
+            raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
+        keep = keep.resolve()
+    shown = _run(job, parted, hosts, output, keep, json)
     if json:
         print_json(shown)
     else:
@@ -128,40 +119,30 @@ def simulate(
 
 
 def _run(
-    stack: ExitStack, folder: Path, job: Job, parted: Parted, hosts: int, output: Path | None, json: bool
+    job: Job, parted: Parted, hosts: int, output: Path | None, keep: Path | None, json: bool
 ) -> dict[str, Any]:
-    from coordinator.cli.demo.processes import Processes, ended_by_signals
-    from coordinator.client.client import connect
+    from coordinator.cli.demo.processes import ended_by_signals
+    from coordinator.cli.local_fleet import LocalFleet
     from coordinator.client.prepare import prepare
 
-    stack.enter_context(ended_by_signals())
-    processes = stack.enter_context(Processes(folder))
-    tell = stack.enter_context(telling(json))
-    names = [f"host-{at}" for at in range(hosts)]
-    clients = _register(processes, names, parted, tell)
-    tell(f"{clients:,} clients ({parted.how}, seed {parted.seed}); starting {hosts} hosts")
-    serve = ["-m", "coordinator.cli", "serve", "--listen", "127.0.0.1:0", "--json"]
-    processes.daemon(COORDINATOR, HERE, [*serve, "--state-dir", str(folder / COORDINATOR)])
-    started = jsonlib.loads(processes.first_line(COORDINATOR))
-    commands = {name: _join(folder, name, started, hosts) for name in names}
-    for name, command in commands.items():
-        processes.daemon(name, HERE, command)
-    over = threading.Event()
-    tending = threading.Thread(target=_tend, args=(processes, commands, over), daemon=True)
-    tending.start()
-    stack.callback(tending.join)
-    stack.callback(over.set)
-    prepared = prepare(job, tell=tell)
-    begun_s = time.perf_counter()
-    with closing(connect(state_dir=folder / COORDINATOR)) as client:
-        wait_for_workers(client, hosts, tell)
-        made = client.submit(prepared).job
-        follow(client, made, json)
-        took_s = time.perf_counter() - begun_s
-        update = next(each for each in client.status().jobs if each.job == made)
-        if output is not None:
-            client.export(made, output)
-    return _figures(update, clients, hosts, took_s)
+    clients: list[int] = []
+    threads = ["--threads", str(max(1, (os.cpu_count() or 1) // hosts))]
+    with ended_by_signals(), telling(json) as tell:
+
+        def registered(processes: Processes, states: Sequence[Path]) -> None:
+            clients.append(_register(processes, states, parted, tell))
+            tell(f"{clients[0]:,} clients ({parted.how}, seed {parted.seed}); starting {hosts} hosts")
+
+        prepared = prepare(job, tell=tell)
+        with LocalFleet(hosts, [*FLOORS, *threads], keep=keep, before=registered, again=True) as fleet:
+            begun_s, client = time.perf_counter(), fleet.client
+            made = client.submit(prepared).job
+            follow(client, made, json)
+            took_s = time.perf_counter() - begun_s
+            update = next(each for each in client.status().jobs if each.job == made)
+            if output is not None:
+                client.export(made, output)
+    return _figures(update, clients[0], hosts, took_s)
 
 
 def _register(processes: Processes, hosts: Sequence[str], parted: Parted, tell: Callable[[str], None]) -> int:
@@ -217,27 +198,6 @@ def _linked(source: Path, target: Path) -> None:
         shutil.copytree(source, target, copy_function=link)
     except (OSError, shutil.Error) as error:
         raise StorageError(f"cannot copy {source} to {target}: {error}; free some space") from None
-
-
-def _join(folder: Path, name: str, started: dict[str, Any], hosts: int) -> list[str]:
-    threads = max(1, (os.cpu_count() or 1) // hosts)
-    options = ["--token", started["join_token"], "--name", name, "--threads", str(threads), *FLOORS]
-    options += ["--listen", "127.0.0.1:0", "--state-dir", str(folder / name)]
-    return ["-m", "worker.cli", "join", started["address"], *options]
-
-
-def _tend(processes: Processes, commands: dict[str, list[str]], over: threading.Event) -> None:
-    """Thread: start hosts again that have ended."""
-    starts = dict.fromkeys(commands, 1)
-    while not over.wait(LOOK_S):
-        for name in processes.ended():
-            if name in commands and starts[name] < MAX_STARTS and not over.is_set():
-                starts[name] += 1
-                log.warning("host.started_again", host=name, log=str(processes.log_path(name)))
-                try:
-                    processes.daemon(name, HERE, commands[name])
-                except (OSError, AtollError):
-                    log.exception("host.not_started", host=name)
 
 
 def _figures(update: pb.JobUpdate, clients: int, hosts: int, took_s: float) -> dict[str, Any]:
