@@ -145,9 +145,11 @@ def _run(
     return _figures(update, clients[0], hosts, took_s)
 
 
-def _register(processes: Processes, hosts: Sequence[str], parted: Parted, tell: Callable[[str], None]) -> int:
+def _register(
+    processes: Processes, states: Sequence[Path], parted: Parted, tell: Callable[[str], None]
+) -> int:
     """Give every host the data and the population; how many clients have some."""
-    first, *others = (processes.folder / host for host in hosts)
+    first, *others = states
     state = ["--state-dir", str(first)]
     source, schema = parted.source, parted.schema
     registered = Path.home() / ".local" / "state" / "atoll-worker" / "data" / parted.name

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.federated_fleet import FederatedFleet
+from benchmarks.federated_fleet import ROOT, FederatedFleet
 from coordinator.client.prepare import prepare
 from tests.e2e.test_federated import job, samples
 from worker.data.population import name_owner, part_dataset
@@ -100,3 +105,31 @@ def test_states_survive_a_host_that_is_killed_and_comes_back(codec: str) -> None
         assert same(trained(fleet, "killed", kills=(1, 2), **options), undisturbed)
     with hosts(1) as fleet:
         assert same(trained(fleet, "one", **options), undisturbed)
+
+
+SIMULATED = """
+from tests.e2e.test_federated import job as made
+
+def job():
+    return made(3, "simulated", strategy="scaffold", clients=8, local_steps=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_simulation_has_the_same_bits_on_one_host_and_on_two_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SIMULATED)
+    save_file(DATA, tmp_path / "data.safetensors")
+    found = []
+    for count in (1, 2):
+        weights = tmp_path / f"{count}.safetensors"
+        command = [sys.executable, "-m", "coordinator.cli", "simulate", str(tmp_path / "job.py")]
+        command += ["--population", str(CLIENTS), "--how", "dirichlet:1.0", "--hosts", str(count), "--json"]
+        command += ["--data", str(tmp_path / "data.safetensors"), "-o", str(weights)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout.splitlines()[-1])
+        assert (shown["rounds"], shown["clients"], shown["hosts"]) == (3, CLIENTS, count)
+        assert not list(tmp_path.glob("atoll-*"))
+        found.append(load_file(weights))
+    assert same(*found)
