@@ -51,8 +51,8 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
 class Size:
     """Images in all, rounds, and local steps of a round at most."""
 
-    images: int = 4000
-    rounds: int = 20
+    images: int = 3000
+    rounds: int = 10
     steps: int = 10
 
 

@@ -9,7 +9,8 @@ images, two labels a client, 100 clients a round, 10 rounds, a LeNet-size net, s
   bits     the exported weights on 1, 2 and 3 hosts, and on 3 of which one is killed and started again at
            three random moments
   rows     clients that a closed round does not have exactly once, by the coordinator's journal
-  upload   a round's bytes of all hosts over K x 1.1 dense updates + 200 bytes a client
+  upload   a round's bytes of all hosts over K x 1.1 dense updates + 200 bytes a client; where a host is
+           killed its clients come as further sums
   memory   peak PSS of a host's processes with 1,000 clients over that with 10 that hold as many images
 """
 
@@ -213,7 +214,8 @@ def run(size: Size, seed: int, rules: Collection[str]) -> list[dict[str, Any]]:
                 for killed in kills:
                     name = f"{rule}-{hosts}-{clients}" + ("-killed" if killed else "")
                     done = trained(fleet, job(rule, here, seed, data, name), killed)
-                    found.append({**done, "rule": rule, "hosts": hosts, "clients": clients})
+                    where = {"rule": rule, "hosts": hosts, "clients": clients, "killed": len(killed)}
+                    found.append({**done, **where})
                     print(
                         f"{name:<24} {done['bits'][:12]}, {done['odd_rows']} odd rows, upload "
                         f"{done['upload_share']:.2f} of what is allowed, {done['pss_bytes'] / 1e6:.0f} MB, "
@@ -232,7 +234,8 @@ def figures(runs: list[dict[str, Any]], rule: str, clients: int) -> dict[str, An
     return {
         "different_bits": len({r["bits"] for r in many}) - 1,
         "odd_rows": sum(r["odd_rows"] for r in many),
-        "upload_share": max(r["upload_share"] for r in many),
+        "upload_share": max(r["upload_share"] for r in many if not r["killed"]),
+        "upload_share_killed": max(r["upload_share"] for r in many if r["killed"]),
         "memory_over_few": many[0]["pss_bytes"] / few["pss_bytes"],
         "accuracy": many[0]["accuracy"],
         "clients_per_s": many[0]["clients_per_s"],
