@@ -187,8 +187,11 @@ def arrived(state: FederationState) -> int:
 
 
 def size(state: FederationState) -> int:
-    """Return how many clients the job knows, here or not."""
-    return len({name for client in state.clients.values() for name in client.members})
+    """Return how many clients the job knows, here or not. Whom a host speaks for shows once it has loaded."""
+    if state.cohort is None:
+        return len(state.clients)
+    known = (client for client in state.clients.values() if client.roster or client.loaded)
+    return len({name for client in known for name in client.members})
 
 
 def steps_of(state: FederationState, names: Collection[str]) -> dict[str, int]:

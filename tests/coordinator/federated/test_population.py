@@ -120,6 +120,13 @@ def test_a_host_that_comes_back_trains_the_clients_whose_states_it_has() -> None
     assert counted(made.facts(RoundClosed)[-1]) == sorted(ROSTER)
 
 
+def test_a_host_that_still_loads_is_no_client_of_the_population() -> None:
+    made = world("a")
+    made.step(fed.Invited("b", 1000))
+    asked = [item for item in made.says("a", answer(made, "a")) if isinstance(item, fed.Aggregate)]
+    assert [item.n_clients for item in asked] == [len(ROSTER)]
+
+
 def test_one_clients_name_with_other_data_turns_a_host_out() -> None:
     made = world("a")
     made.step(fed.Invited("b", 1000))
