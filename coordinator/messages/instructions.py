@@ -176,7 +176,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class TrainRound:
-    """Train, and put the update into the store coded with ``codec`` at ``ratio``."""
+    """Train, and put the update into the store coded with ``codec`` at ``ratio``.
+
+    ``clients``: of a population, to be trained in turn, ``order`` the name of their set; ``drawn`` and
+    ``drawn_samples``: how many the round has, and what they have registered together.
+    """
 
     job: str
     round: int
@@ -185,6 +189,10 @@ class TrainRound:
     ratio: float
     deadline_s: float  # from now
     seed: int
+    order: str = ""
+    clients: tuple[str, ...] = ()
+    drawn: int = 0
+    drawn_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +201,18 @@ class EvaluateRound:
     round: int
     model: Model
     deadline_s: float
+    clients: tuple[str, ...] = ()  # of a population
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """Result of a client's update."""
+    """Result of a client's update; ``clients``: of a population, those that are counted."""
 
     job: str
     round: int
     taken: bool
     reason: str = ""
+    clients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

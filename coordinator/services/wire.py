@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from atoll.errors import BadFrame
+from atoll.federated import MAX_SAMPLES, checked_name
 from atoll.opdag import op_refs
 from atoll.plan import Plan
 from atoll.program import stage_programs
@@ -21,6 +22,7 @@ from protos.convert import metas_to_proto, state_to_proto, to_proto
 from protos.convert_federated import datasets_from_proto, figures
 from protos.convert_plan import link_to_proto
 from protos.text_limits import clean
+from strategies.partition_data import MAX_CLIENTS
 
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096
@@ -28,6 +30,9 @@ MAX_CODECS = 100
 MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
 MAX_MOVED_BYTES = 1 << 44
+MAX_DRAWN = 4096  # clients of a round
+MAX_TERMS = 64  # of a host's sums
+MAX_WHY_CHARS = 200  # a client
 
 # ---------------------------------------------------------------- from a worker
 
@@ -171,10 +176,11 @@ def _failed(m: pb.StageFailed) -> ev.StageFailed:
 
 
 def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:
+    host = _host_rows(m) if m.order else None
     return ev.UpdateReady(
         job=bounds.name("job", m.job, LIMITS),
         round=m.round,
-        update=bounds.blob_hash("update", m.update.hash),
+        update=bounds.blob_hash("update", m.update.hash) if host is None or host.rows else "",
         update_bytes=m.update.size,
         n_samples=m.n_samples,
         steps=m.steps,
@@ -186,7 +192,29 @@ def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:
         upload_s=_seconds("upload_s", m.upload_s),
         download_bytes=_moved("download_bytes", m.download_bytes),
         download_s=_seconds("download_s", m.download_s),
+        host=host,
     )
+
+
+def _host_rows(m: pb.UpdateReady) -> ev.HostRows:
+    rows = {
+        checked_name("client", r.client): ev.Row(
+            r.n_samples, r.steps, r.loss, r.square_loss, _seconds("seconds", r.seconds)
+        )
+        for r in bounds.count("clients", m.rows, MAX_DRAWN)
+    }
+    bounds.count("refused clients", m.refused, MAX_DRAWN)
+    refused = {checked_name("client", who): clean(why, MAX_WHY_CHARS) for who, why in m.refused.items()}
+    loads, sums = (dict(bounds.count("bounds of sums", held, MAX_TERMS)) for held in (m.loads, m.sums))
+    return ev.HostRows(rows, refused, loads, sums, m.stateful)
+
+
+def _loaded(m: pb.Loaded) -> ev.Loaded:
+    clients = {
+        checked_name("client", e.client): bounds.within("samples of a client", e.n_samples, 1, MAX_SAMPLES)
+        for e in bounds.count("clients of a population", m.clients, MAX_CLIENTS)
+    }
+    return ev.Loaded(m.job, m.plan_version, m.took_s, clean(m.population, 64), clients)
 
 
 def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
@@ -199,6 +227,12 @@ def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
         took_s=_seconds("took_s", m.took_s),
         download_bytes=_moved("download_bytes", m.download_bytes),
         download_s=_seconds("download_s", m.download_s),
+        rows={
+            checked_name("client", r.client): ev.EvaluatedRow(
+                r.n_samples, r.loss, figures("metrics", r.metrics, LIMITS)
+            )
+            for r in bounds.count("clients", m.rows, MAX_CLIENTS)
+        },
     )
 
 
@@ -222,7 +256,7 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "ops_probed": _ops_probed,
     "link_probed": _link_probed,
     "peer_joined": _peer_joined,
-    "loaded": lambda m: ev.Loaded(m.job, m.plan_version, m.took_s),
+    "loaded": _loaded,
     "failed": _failed,
     "ready": _ready,
     "eval_ready": _eval_ready,
@@ -272,13 +306,20 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
                 ratio=message.ratio,
                 deadline_s=message.deadline_s,
                 seed=message.seed,
+                order=message.order,
+                clients=message.clients,
+                drawn=message.drawn,
+                drawn_samples=message.drawn_samples,
             )
             return pb.ToWorker(train_round=train)
-        case do.EvaluateRound(job, at_round, model, deadline_s):
-            evaluate = pb.EvaluateRound(job=job, round=at_round, model=_model(model), deadline_s=deadline_s)
+        case do.EvaluateRound(job, at_round, model, deadline_s, clients):
+            evaluate = pb.EvaluateRound(
+                job=job, round=at_round, model=_model(model), deadline_s=deadline_s, clients=clients
+            )
             return pb.ToWorker(evaluate_round=evaluate)
-        case do.RoundTaken(job, at_round, taken, reason):
-            return pb.ToWorker(round_taken=pb.RoundTaken(job=job, round=at_round, taken=taken, reason=reason))
+        case do.RoundTaken(job, at_round, taken, reason, clients):
+            verdict = pb.RoundTaken(job=job, round=at_round, taken=taken, reason=reason, clients=clients)
+            return pb.ToWorker(round_taken=verdict)
         case do.Dismiss(reason, for_good):
             return pb.ToWorker(dismiss=pb.Dismiss(reason=reason, for_good=for_good))
         case do.ProbeLink():

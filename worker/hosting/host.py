@@ -268,8 +268,9 @@ class ComputeHost:
                 self._turn(job, at_round, "train", pb.ToCompute(train=order))
             case instructions.EvaluateLocally(job, at_round, order):
                 self._turn(job, at_round, "evaluate", pb.ToCompute(evaluate_round=order))
-            case instructions.SettleRound(job, at_round, taken):
-                self._tell(pb.ToCompute(settle=pb.ComputeRound(job=job, round=at_round, taken=taken)))
+            case instructions.SettleRound(job, at_round, taken, clients):
+                settle = pb.ComputeRound(job=job, round=at_round, taken=taken, clients=clients)
+                self._tell(pb.ToCompute(settle=settle))
             case instructions.TimeOps(request, ops) if not ops.ops:
                 # The coordinator times the way here: nothing that computes may stand in it.
                 self._ports.post(events.Probed(wire.ops_probed(request, {}, "")))

@@ -256,7 +256,7 @@ _READERS: Mapping[str, Any] = {
     "participate": wire_federated.invited,
     "train_round": wire_federated.train_asked,
     "evaluate_round": wire_federated.evaluation_asked,
-    "round_taken": lambda m: events.RoundTaken(m.job, m.round, m.taken, clean(m.reason, MAX_REASON_CHARS)),
+    "round_taken": wire_federated.round_taken,
 }
 
 
@@ -285,8 +285,6 @@ def to_proto(message: object) -> pb.FromWorker:
         case instructions.ClientFailed(job, at_round, reason, during):
             turn = pb.ClientFailed(job=job, round=at_round, reason=reason[:MAX_REASON_CHARS], during=during)
             return pb.FromWorker(client_failed=turn)
-        case instructions.StillHeld(job, version):
-            return loaded(job, version, 0.0)
         case instructions.Refused(request, "", reason):
             return pb.FromWorker(ops_probed=pb.OpsProbed(request=request, error=reason))
         case instructions.Refused(request, peer, reason):
@@ -383,9 +381,15 @@ def eval_ready(
     return pb.FromWorker(eval_ready=ready)
 
 
-def loaded(job: str, version: int, took_s: float) -> pb.FromWorker:
-    """The stage is loaded and its neighbours are connected."""
-    return pb.FromWorker(loaded=pb.Loaded(job=job, plan_version=version, took_s=took_s))
+def loaded(
+    job: str, version: int, took_s: float, population: str = "", clients: Mapping[str, int] | None = None
+) -> pb.FromWorker:
+    """The stage is loaded and its neighbours are connected; or a federated job is, for these clients of a
+    population."""
+    roster = [pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()]
+    return pb.FromWorker(
+        loaded=pb.Loaded(job=job, plan_version=version, took_s=took_s, population=population, clients=roster)
+    )
 
 
 def state_stored(
