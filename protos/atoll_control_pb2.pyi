@@ -1165,6 +1165,42 @@ class ClientFailed(_message.Message):
 Global___ClientFailed: _TypeAlias = ClientFailed  # noqa: Y015
 
 @_typing.final
+class Consent(_message.Message):
+    """A data owner's word on a job that named its data. word: awaited | given | refused. After ``awaited`` and
+    ``refused`` this worker takes no part and is free for other work; after ``given`` it may be invited anew.
+    graph: sha256 of what the job would run here; empty where it was not looked at.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WORD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    GRAPH_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    version: _builtins.int
+    word: _builtins.str
+    reason: _builtins.str
+    graph: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        version: _builtins.int = ...,
+        word: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        graph: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["graph", b"graph", "job", b"job", "reason", b"reason", "version", b"version", "word", b"word"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Consent: _TypeAlias = Consent  # noqa: Y015
+
+@_typing.final
 class FromWorker(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1184,6 +1220,7 @@ class FromWorker(_message.Message):
     CLIENT_EVALUATED_FIELD_NUMBER: _builtins.int
     CLIENT_FAILED_FIELD_NUMBER: _builtins.int
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
+    CONSENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -1216,6 +1253,8 @@ class FromWorker(_message.Message):
     def client_failed(self) -> Global___ClientFailed: ...
     @_builtins.property
     def codec_speeds(self) -> Global___CodecSpeeds: ...
+    @_builtins.property
+    def consent(self) -> Global___Consent: ...
     def __init__(
         self,
         *,
@@ -1235,12 +1274,13 @@ class FromWorker(_message.Message):
         client_evaluated: Global___ClientEvaluated | None = ...,
         client_failed: Global___ClientFailed | None = ...,
         codec_speeds: Global___CodecSpeeds | None = ...,
+        consent: Global___Consent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "consent", b"consent", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "consent"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1684,7 +1724,7 @@ Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class Participate(_message.Message):
-    """Federated training. Answered by Loaded (or ClientFailed), at once where (job, version) is held already,
+    """Federated training. Answered by Loaded (or ClientFailed, or Consent), at once where (job, version) is held already,
     as after a reconnection; ended by Release. ``tensors`` are the initial ones.
     """
 
@@ -1699,10 +1739,13 @@ class Participate(_message.Message):
     METAS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     version: _builtins.int
     batch: _builtins.int
     """samples of a micro-batch"""
+    owner: _builtins.str
+    """who submitted the job, as the coordinator knows it"""
     @_builtins.property
     def training(self) -> _atoll_job_pb2.TrainingSpec: ...
     @_builtins.property
@@ -1731,10 +1774,11 @@ class Participate(_message.Message):
         metas: _abc.Iterable[_atoll_job_pb2.NamedMeta] | None = ...,
         tensors: _abc.Iterable[_atoll_job_pb2.TensorBlob] | None = ...,
         batch: _builtins.int = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eval_program", b"eval_program", "federated", b"federated", "program", b"program", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "eval_program", b"eval_program", "federated", b"federated", "job", b"job", "metas", b"metas", "program", b"program", "tensors", b"tensors", "training", b"training", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "eval_program", b"eval_program", "federated", b"federated", "job", b"job", "metas", b"metas", "owner", b"owner", "program", b"program", "tensors", b"tensors", "training", b"training", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -822,6 +822,7 @@ class FederatedSpec(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     MAX_SAMPLES_FIELD_NUMBER: _builtins.int
+    CONSENT_S_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -844,6 +845,8 @@ class FederatedSpec(_message.Message):
     """name of the registered data set"""
     max_samples: _builtins.int
     """that a client may register; 0: sent before there was a bound"""
+    consent_s: _builtins.float
+    """for data owners' consent, while too few take part; 0: sent before there was a bound"""
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
     @_builtins.property
@@ -870,10 +873,11 @@ class FederatedSpec(_message.Message):
         data: _builtins.str = ...,
         inputs: _abc.Iterable[Global___FieldOfInput] | None = ...,
         max_samples: _builtins.int = ...,
+        consent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

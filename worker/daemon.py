@@ -32,7 +32,9 @@ from worker.config import WorkerConfig, remember
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import batches
 from worker.control.stream import Stream
+from worker.data.policy import Word
 from worker.data.registry import known_facts
+from worker.federated.consent import Consent
 from worker.hosting.connecting import connect_one
 from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
@@ -42,6 +44,7 @@ from worker.machine.malloc import keep_chunk_memory
 from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
+from worker.session.state import WELCOMED
 from worker.session.wire import PeerExpected
 from worker.transport.contract import TransportConfig
 from worker.transport.network import PeerNetwork
@@ -63,7 +66,7 @@ STEP_PHASES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ConsentChanged:
-    """Event: this machine's owner accepted or revoked an app."""
+    """Event: this machine's owner has given its word on an app, a job or a data set."""
 
 
 Inner = events.Event | PeerExpected | ConsentChanged
@@ -88,7 +91,8 @@ class Daemon:
         self._device = pb.DeviceFacts()
         self._membership: Membership
         self._network: PeerNetwork
-        self._host = ComputeHost(config)
+        self._consent = Consent(config.state_dir)
+        self._host = ComputeHost(config, self._consent)
 
     # ---------------------------------------------------------------- the life of the process
 
@@ -158,6 +162,9 @@ class Daemon:
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:
                     self._apps.consent_changed()
+                self._say_consent()
+                continue
+            if isinstance(event, events.Participate) and not self._consents(event):
                 continue
             before = self._state
             self._state, todo = machine.handle(before, event)
@@ -169,6 +176,9 @@ class Daemon:
                 if self._apps is not None:
                     self._apps.attend(self._membership)
                 self._host.report_codecs()
+                self._say_consent()
+            if isinstance(event, events.Release):
+                self._consent.close(event.job, event.reason)
             for instruction in todo:
                 self._perform(instruction)
 
@@ -270,6 +280,7 @@ class Daemon:
         self._events.put(events.Dismiss(str(error), for_good=True))
 
     def _send(self, message: pb.FromWorker) -> None:
+        self._consent.sends(message)
         stream = self._stream
         if stream is not None and not stream.send(message):
             log.warning("session.congested", queued=self._config.outgoing_messages)
@@ -282,7 +293,7 @@ class Daemon:
             listening = config.listen_host
             host = own if listening in ("0.0.0.0", "::", "") else listening  # noqa: S104
             addresses = tuple((h, p or port) for h, p in config.advertise) or ((host, port),)
-        return pb.FromWorker(
+        message = pb.FromWorker(
             introduction=pb.Introduction(
                 protocol=PROTOCOL_VERSION,
                 name=config.shown_name,
@@ -296,6 +307,8 @@ class Daemon:
                 held=messages.held_stage(self._state),
             )
         )
+        self._consent.sends(message)
+        return message
 
     def _datasets(self) -> list[pb.DatasetFacts]:
         """Facts of registered data sets; a damaged folder must not keep the worker out."""
@@ -304,6 +317,44 @@ class Daemon:
         except AtollError as error:
             log.error("data.unreadable", reason=str(error))
             return []
+
+    # ---------------------------------------------------------------- consent
+
+    def _consents(self, event: events.Participate) -> bool:
+        """True where the session may take up an invitation; else the coordinator hears why not."""
+        if self._state.outdated or self._state.phase not in WELCOMED:
+            return True  # the session ignores it
+        try:
+            answer = self._consent.judge(event.work)
+        except AtollError as error:
+            failed = instructions.ClientFailed(event.job, 0, str(error), "load")
+            self._send(messages.to_proto(failed))
+            return False
+        if answer is not None:
+            self._withdraw(answer)
+            self._send(pb.FromWorker(consent=answer))
+        return answer is None
+
+    def _say_consent(self) -> None:
+        """Tell the coordinator the owner's word on every job that is open here, and obey it."""
+        try:
+            answers = self._consent.changed()
+        except AtollError as error:
+            log.error("consent.unreadable", reason=str(error))
+            return
+        for answer in answers:
+            self._withdraw(answer)
+            if answer.job != self._state.job:
+                self._send(pb.FromWorker(consent=answer))
+
+    def _withdraw(self, answer: pb.Consent) -> None:
+        """Stop a job that runs here without its consent, whatever the coordinator says."""
+        if answer.word != Word.GIVEN and answer.job == self._state.job:
+            self._state, todo = machine.handle(
+                self._state, events.Release(answer.job, self._state.version, answer.reason)
+            )
+            for instruction in todo:
+                self._perform(instruction)
 
     # ---------------------------------------------------------------- threads around the work
 

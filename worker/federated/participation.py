@@ -11,15 +11,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from atoll.errors import BadFrame, JobFailed
+from atoll.errors import BadFrame, JobFailed, UsageError
 from atoll.rehearse import OpCost, rehearse
 from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
 from strategies import make_strategy
 from strategies.checking import check_feedback
+from strategies.clipping import UNCLIPPED, Clipping, unclippable
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.returned import check_returned
 from worker.blobs import BlobFile, most_bytes
@@ -48,10 +50,17 @@ MODELS = "models"
 class Participation:
     """One federated job on this machine, from Participate to Release; not thread-safe."""
 
-    def __init__(self, joining: Joining, context: ComputeContext, cancel: Cancel, noise_key: bytes) -> None:
-        """Check, fetch, build. ``noise_key``: this machine's own; nobody else can guess it. Raises the error
-        that the coordinator is told: BadFrame, UnsupportedOp or UsageError for what cannot run here,
-        StorageError, ConnectionFailed."""
+    def __init__(
+        self,
+        joining: Joining,
+        context: ComputeContext,
+        cancel: Cancel,
+        noise_key: bytes,
+        clipping: Clipping = UNCLIPPED,
+    ) -> None:
+        """Check, fetch, build. ``noise_key``: this machine's own; nobody else can guess it. ``clipping``: of
+        every update. Raises the error that the coordinator is told: BadFrame, UnsupportedOp or UsageError for
+        what cannot run here, StorageError, ConnectionFailed."""
         check(joining)
         self.joining, self._context = joining, context
         config, device, spec = context.config, torch_device(context.device), joining.federated.rule
@@ -84,6 +93,9 @@ class Participation:
         if spec.evaluate_every:
             check_held_out(len(self._client.split.held_out), joining.batch, config.floors)
         layout = self._trainer.layout
+        if clipping.norm and (why := unclippable(strategy, layout)):
+            raise UsageError(f"this data owner clips updates, and {why}")
+        self._clipping = clipping
         self._up, self._lossy = update_metas(strategy, layout), lossy_names(layout)
         self._store = ClientStore(config.state_dir, joining.job, config.kept_bytes)
         self._models = Models(
@@ -115,7 +127,7 @@ class Participation:
         coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
         path = self._store.folder / UPDATE
         with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
-            arrays = update_arrays(trained.update)
+            arrays = self._clipping.applied(update_arrays(trained.update), self._secret(order))
             stored = write_update(path, arrays, coding, order.seed, left.get, draft.keep)
             draft.finish(trained.state)
         answer, square_loss = replace(trained.update, delta={}, extra={}), trained.square_loss
@@ -127,7 +139,7 @@ class Participation:
         context, new = self._context, self._last_sent is not None and order.round > self._last_sent
         self._last_sent = order.round
         file = BlobFile(path, stored.hash, stored.size)
-        sent = context.blobs.store([file], cancel, context.progress.tick, new=new)
+        sent = context.blobs.store([file], cancel, lambda _: context.progress.tick(), new=new)
         upload_s = time.perf_counter() - began_s
         path.unlink(missing_ok=True)
         return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
@@ -154,6 +166,12 @@ class Participation:
     def close(self) -> None:
         """The job is over here, or another takes its place; what the rule keeps stays on disk."""
         self._models.clear()
+
+    def _secret(self, order: TrainOrder) -> bytes:
+        """Seed of the noise in an update: another model, round or job draws other noise, and the same order
+        again the same, so that no two answers differ by what they hide."""
+        words = f"{self.joining.job}/{order.round}/{order.model.full}".encode()
+        return blake2b(words, key=self._noise_key, digest_size=32).digest()
 
     def _noise_seed(self, order: TrainOrder) -> int:
         """Not to be guessed by whoever knows the order: noise that can be subtracted hides nothing."""
