@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from atoll.errors import AtollError, JobFailed
 from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
+from worker.data.policy import OPEN, Policy
 from worker.data.registry import add_dataset
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ COORDINATOR = "coordinator"
 class FederatedFleet:
     """One worker for each of ``clients``, which holds its arrays as data set ``data``."""
 
-    def __init__(self, clients: Sequence[Arrays], data: str = "digits", threads: int = 1) -> None:
-        self.clients, self.data, self.threads = clients, data, threads
+    def __init__(
+        self, clients: Sequence[Arrays], data: str = "digits", threads: int = 1, policy: Policy = OPEN
+    ) -> None:
+        self.clients, self.data, self.threads, self.policy = clients, data, threads, policy
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._temporary = tempfile.TemporaryDirectory(prefix="atoll-federation-")
         self.folder = Path(self._temporary.name)
@@ -82,10 +85,10 @@ class FederatedFleet:
         self.wait_until(self._answers, "the coordinator to answer")
 
     def register(self, worker: str, arrays: Arrays) -> None:
-        """Keep ``arrays`` as a data set of this worker, as `atoll-worker data add` does."""
+        """Keep ``arrays`` as a data set of this worker, as `atoll-worker data add` does with its policy."""
         path = self.folder / f"{worker}.safetensors"
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
-        add_dataset(self.folder / worker, self.data, path, [])
+        add_dataset(self.folder / worker, self.data, path, [], policy=self.policy)
 
     def join(self, worker: str) -> None:
         """Start a worker."""

@@ -2523,7 +2523,7 @@ class ClientStatus(_message.Message):
     BYTES_DOWN_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     state: _builtins.str
-    """training | trained | evaluating | ready | loading | left out | gone"""
+    """training | trained | evaluating | ready | loading | awaiting consent | refused | left out | gone"""
     reason: _builtins.str
     """why the last round closed without it, or why it takes no part"""
     n_samples: _builtins.int

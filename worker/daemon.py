@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMismatch
+from atoll.federated import ConsentWord as Word
 from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
@@ -32,7 +33,6 @@ from worker.config import WorkerConfig, remember
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import batches
 from worker.control.stream import Stream
-from worker.data.policy import Word
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
 from worker.hosting.connecting import connect_one
@@ -416,7 +416,7 @@ class Daemon:
             self.leave(f"stopped by {signal.Signals(number).name}")
 
         old = {n: signal.signal(n, leave) for n in (signal.SIGINT, signal.SIGTERM)}
-        # `atoll-worker apps accept` tells a running daemon that its list has changed.
+        # `atoll-worker apps` and `jobs` tell a running daemon that its owner has spoken.
         old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: self._events.put(ConsentChanged()))
 
         def restore() -> None:

@@ -47,6 +47,10 @@ class CoordinatorStarted:
     term: int  # from 1, rising
 
 
+OWNER = "owner"
+"""Name of who holds the coordinator's first owner token, which alone there was before there were others."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobSubmitted:
     job: str
@@ -55,6 +59,7 @@ class JobSubmitted:
     start_step: int
     start_tensors: Mapping[str, str]  # empty: the spec's own
     created_s: float
+    owner: str = OWNER  # who submitted it
 
 
 @dataclass(frozen=True, slots=True)

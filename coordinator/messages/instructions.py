@@ -118,6 +118,7 @@ class Participate:
     version: int
     spec: JobSpec
     tensors: Mapping[str, str]
+    owner: str = ""  # who submitted the job
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import UsageError
+from atoll.federated import ConsentWord as Word
 from protos.locked_json import changing, read_object
 from worker.config import make_state_dir
-from worker.data.policy import Policy, Terms, Verdict, Word, judge
+from worker.data.policy import Policy, Terms, Verdict, judge
 from worker.data.registry import load_dataset
 
 FOLDER, FILE = "consent", "requests.json"

@@ -9,23 +9,15 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any
 
 from atoll.errors import UsageError
+from atoll.federated import ConsentWord as Word
 
 ASK, ANY, OWNER, GRAPH = "ask", "any", "owner", "graph"
 HASH = re.compile(r"[0-9a-f]{64}")
 MAX_RULES = 64
 MAX_OWNER_CHARS = 100
-
-
-class Word(StrEnum):
-    """A data owner's word on a job, as the coordinator hears it."""
-
-    AWAITED = "awaited"
-    GIVEN = "given"
-    REFUSED = "refused"
 
 
 def _check_rule(rule: str) -> None:
@@ -102,6 +94,10 @@ class Policy:
 
 UNSTATED = Policy()
 """Policy of who gave none, and of registrations from before there were any: each job asks."""
+
+
+OPEN = Policy((ANY,))
+"""Policy of data for experiments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from atoll.errors import AtollError
+from atoll.federated import ConsentWord as Word
 from protos import atoll_control_pb2 as pb
 from strategies.clipping import Clipping
 from worker.data.consent import ConsentStore, Request
 from worker.data.departures import FACTS, MESSAGE, UPDATE, UPDATE_BEGINS, DepartureLog
-from worker.data.policy import Word
 from worker.data.registry import load_dataset
 from worker.federated.terms import Asked
 
