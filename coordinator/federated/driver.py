@@ -375,14 +375,15 @@ class FederatedDriver:
 
     def _consent_news(self, state: FederationState, news: fed.ConsentNews) -> None:
         """Give back a worker whose data owner has not agreed, invite one whose owner has."""
-        job, worker = state.job, news.worker
-        name = {
-            ConsentWord.AWAITED: Name.CONSENT_AWAITED,
-            ConsentWord.GIVEN: Name.CONSENT_GIVEN,
-            ConsentWord.REFUSED: Name.CONSENT_REFUSED,
-        }[news.word]
-        level = "warning" if news.word is ConsentWord.REFUSED else "info"
-        self.effects.log(name, level, job=job, worker=worker, reason=news.reason, graph=news.graph)
+        job, worker, log = state.job, news.worker, self.effects.log
+        said = {"job": job, "worker": worker, "reason": news.reason, "graph": news.graph}
+        match news.word:
+            case ConsentWord.AWAITED:
+                log(Name.CONSENT_AWAITED, **said)
+            case ConsentWord.GIVEN:
+                log(Name.CONSENT_GIVEN, **said)
+            case ConsentWord.REFUSED:
+                log(Name.CONSENT_REFUSED, "warning", **said)
         known = self.effects.roster.workers[worker]
         if news.word is ConsentWord.GIVEN:
             self._let.pop((job, worker), None)

@@ -83,7 +83,7 @@ class Asked:
             ("buffers", self._buffer_words()),
             ("numbers", self._number_words()),
             ("evaluation", self._evaluation_words(n_samples)),
-            ("rounds", f"{self.training.steps}, with {clients} each"),
+            ("rounds", f"{self.training.steps}, each with {clients}"),
             ("strategy", f"{rule.strategy}: {self.strategy.facts.summary}"),
             ("summed with", f"at least {rule.min_clients - 1} other updates, by the coordinator"),
             ("local steps", self._step_words(n_samples)),
