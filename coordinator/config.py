@@ -125,6 +125,7 @@ class CoordinatorConfig:
     max_blob_bytes: int = 64 * GIB
     unneeded_blob_s: float = 86_400.0  # so long an upload may wait for its job, or for its rest
     outgoing_messages: int = 1024  # queued for one worker; beyond it the session is closed
+    certificate_lifetime_s: float = 365 * 86_400.0  # of workers' and the coordinator's own certificates
     max_workers: int = 4096  # enrolled, those that left included
     max_jobs: int = 10_000
     wrong_token_delay_s: float = 0.5
@@ -147,6 +148,7 @@ class CoordinatorConfig:
             ("work_port", self.work_port, 0, 65535),
             ("metrics_port", self.metrics_port or 0, 0, 65535),
             ("concurrent_jobs", self.concurrent_jobs, 1, 1000),
+            ("certificate_lifetime_s", self.certificate_lifetime_s, 3600, 10 * 365 * 86_400),
             ("concurrent_federations", self.concurrent_federations, 1, 1000),
             ("keep_checkpoints", self.keep_checkpoints, 1, 1000),
             ("max_message_bytes", self.max_message_bytes, MIB, 2 * GIB - 1),

@@ -8,6 +8,7 @@ for an optional client certificate, hence two. torch is never imported here.
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import gc
 import logging
 import os
@@ -49,7 +50,14 @@ from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.run_log import Logs, RunLogs
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
-from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
+from protos.credentials import (
+    Authority,
+    CurrentIdentity,
+    JoinToken,
+    new_token,
+    secret_hash,
+    server_credentials,
+)
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
 from protos.private_files import state_folder, write_private
@@ -65,6 +73,8 @@ SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners,
 GRACE_S = 0.3  # for calls in progress when the server stops
 COMMAND_CHECK_S = 2.0  # a coordinator that nobody uses notices so late that another commands
 COMMAND_ANSWER_S = 30.0
+RENEWAL_CHECK_S = 3600.0
+RENEW_AFTER = dt.timedelta(days=7)  # of the coordinator's own certificate
 FOLD_CHECK_S = 1.0
 FOLD_AGAIN_S = 60.0  # after one that could not be written
 FULL_COLLECTION_AFTER = 100  # collections of the middle generation
@@ -123,7 +133,8 @@ class Server:
         else:
             self.journal.unfolded = folded.records
         self.blobs = BlobStore(config.blob_dir, config.max_blob_bytes, config.blob_quota_bytes)
-        self.authority = None if config.insecure else Authority.open(config.state_dir / "ca")
+        lifetime = dt.timedelta(seconds=config.certificate_lifetime_s)
+        self.authority = None if config.insecure else Authority.open(config.state_dir / "ca", lifetime)
         self.shell = Shell(
             config,
             scheduler_for(config, self.ledger, self._clock()),
@@ -134,6 +145,8 @@ class Server:
             Logs(config.log_lines),
             RunLogs(config.runs_dir, config.trace_bytes),
         )
+        made = self.authority.server_identity() if self.authority is not None else None
+        self.identity = CurrentIdentity(made) if made is not None else None
         self.shell.restored(folded.records)
         self.desk = AppDesk(self.shell)
         self.exporter: Exporter | None = None
@@ -150,7 +163,7 @@ class Server:
 
     async def _start(self) -> Started:
         config = self.config
-        identity = self.authority.server_identity() if self.authority is not None else None
+        identity = self.identity
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
         owner = OwnerService(self.shell, self.register, self.authority, work_port)
@@ -163,6 +176,7 @@ class Server:
                 self.shell.tick(),
                 self._command(),
                 self._fold_now_and_then(),
+                self._renew_now_and_then(),
                 sweep_for_ever(self.shell),
             )
         ]
@@ -219,6 +233,20 @@ class Server:
                 log.warning(Event.STORAGE_FAILED.value, reason=str(error))
                 await asyncio.sleep(FOLD_AGAIN_S)
 
+    async def _renew_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(RENEWAL_CHECK_S)
+            self.renew(dt.datetime.now(dt.UTC))
+
+    def renew(self, now: dt.datetime) -> None:
+        """Show new connections a new certificate once a week, and in time before a short one ends."""
+        if self.authority is None or self.identity is None:
+            return
+        shown = self.identity.now
+        if now >= min(shown.renewal_due(), shown.issued() + RENEW_AFTER):
+            self.identity.replace(self.authority.server_identity(now))
+            log.info(Event.CERTIFICATE_RENEWED.value, worker="", until=str(self.identity.now.expires()))
+
     async def stop(self) -> None:
         """Stop listening and write what is left; within ``stop_within_s``."""
         for outbox in list(self.shell.outboxes.values()):
@@ -238,11 +266,11 @@ class Server:
 
     # ------------------------------------------------------------ ports
 
-    async def _serve_work(self, port: int, identity: Identity | None) -> int:
+    async def _serve_work(self, port: int, identity: CurrentIdentity | None) -> int:
         insecure = identity is None
         calls = Calls(self.config.calls_per_worker, "worker")
         server = self._new_server(WorkerAccess(self.register, insecure, calls))
-        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure, calls), server)
+        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, self.authority, calls), server)
         rights = WorkerRights(self.shell, insecure)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
@@ -252,7 +280,7 @@ class Server:
     async def _serve_entry(
         self,
         port: int,
-        identity: Identity | None,
+        identity: CurrentIdentity | None,
         owner: OwnerService,
         owner_token: str | None,
         work_port: int,
@@ -304,7 +332,7 @@ class Server:
         return server
 
     async def _listen(
-        self, server: grpc.aio.Server, port: int, identity: Identity | None, *, mutual: bool
+        self, server: grpc.aio.Server, port: int, identity: CurrentIdentity | None, *, mutual: bool
     ) -> int:
         address = address_text(self.config.host, port)
         try:

@@ -259,6 +259,11 @@ class WorkStub:
                 request_serializer=protos_dot_atoll__control__pb2.FromWorker.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.ToWorker.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/atoll.v1.Work/Renew',
+                request_serializer=protos_dot_atoll__control__pb2.RenewRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.RenewReply.FromString,
+                _registered_method=True)
 
 
 class WorkServicer:
@@ -274,6 +279,13 @@ class WorkServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """A new certificate for a new key, under the one that is still valid.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -281,6 +293,11 @@ def add_WorkServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=protos_dot_atoll__control__pb2.FromWorker.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.ToWorker.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=protos_dot_atoll__control__pb2.RenewRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.RenewReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -314,6 +331,33 @@ class Work:
             '/atoll.v1.Work/Session',
             protos_dot_atoll__control__pb2.FromWorker.SerializeToString,
             protos_dot_atoll__control__pb2.ToWorker.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Work/Renew',
+            protos_dot_atoll__control__pb2.RenewRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.RenewReply.FromString,
             options,
             channel_credentials,
             insecure,

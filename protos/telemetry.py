@@ -21,6 +21,7 @@ class Event(StrEnum):
     TOKEN_CREATED = "token.created"  # noqa: S105 - a name
     TOKEN_REVOKED = "token.revoked"  # noqa: S105 - a name
     TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
+    CERTIFICATE_RENEWED = "certificate.renewed"
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
     WORKER_QUARANTINED = "worker.quarantined"

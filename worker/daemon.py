@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,13 +25,13 @@ from atoll.federated import ConsentWord as Word
 from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
-from protos.blob_calls import BlobsOverGrpc
 from protos.convert_federated import dataset_to_proto
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
 from worker.config import WorkerConfig, remember
+from worker.control.bulk import Bulk
 from worker.control.enroll import find_work_address, join
-from worker.control.remote_store import batches
+from worker.control.renewal import keep_renewed
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
@@ -50,8 +50,7 @@ from worker.transport.contract import TransportConfig
 from worker.transport.network import PeerNetwork
 
 if TYPE_CHECKING:
-    import grpc
-
+    from protos.credentials import Identity
     from worker.control.enroll import Membership
 
 log = structlog.get_logger()
@@ -90,6 +89,7 @@ class Daemon:
         self._apps: AppHost | None = None
         self._device = pb.DeviceFacts()
         self._membership: Membership
+        self._renewing = threading.Lock()
         self._network: PeerNetwork
         self._consent = Consent(config.state_dir)
         self._host = ComputeHost(config, self._consent)
@@ -125,14 +125,13 @@ class Daemon:
         network = PeerNetwork(
             member.identity, config.listen, lost=self._peer_lost, config=transport, name=member.worker
         )
-        bulk = member.channel(config)  # of its own: an upload must not hold up a commit
+        bulk = Bulk(lambda member: member.channel(config), member)
         self._network = network
         cache = BlobCache(config.blob_dir, config.cache_bytes)
-        blobs = BlobsOverGrpc(bulk, member.metadata, member.work_address)
         ports = HostPorts(
             network,
-            BlobFiles(blobs, cache, config.max_upload_bytes_per_s),
-            partial(batches, bulk, member.metadata, member.work_address),
+            BlobFiles(bulk, cache, config.max_upload_bytes_per_s),
+            bulk.batches,
             self._events.put,
             self._send,
         )
@@ -141,6 +140,8 @@ class Daemon:
             self._device = self._host.start(member.worker, ports, self._stopping.is_set)
             remember(config)
             threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
+            renewing = (config, lambda: self._membership, partial(self._renewed, bulk), self._stopping.wait)
+            threading.Thread(target=keep_renewed, args=renewing, name="atoll-renewal", daemon=True).start()
             log.info(
                 "worker.joined",
                 worker=member.worker,
@@ -214,7 +215,14 @@ class Daemon:
             case _:
                 self._host.do(instruction)
 
-    def _shut_down(self, network: PeerNetwork, bulk: grpc.Channel) -> None:
+    def _renewed(self, bulk: Bulk, identity: Identity) -> None:
+        """Use a new identity for every connection from now on; those that are open stay."""
+        with self._renewing:
+            self._membership = replace(self._membership, identity=identity)
+        self._network.renew(identity)
+        bulk.renewed(self._membership)
+
+    def _shut_down(self, network: PeerNetwork, bulk: Bulk) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
         if self._apps is not None:
             self._apps.stop()
@@ -247,7 +255,9 @@ class Daemon:
         if self._stopping.wait(after_s):
             return
         try:
-            self._membership = find_work_address(self._config, self._membership)
+            found = find_work_address(self._config, self._membership)
+            with self._renewing:
+                self._membership = replace(found, identity=self._membership.identity)
         except FATAL as error:
             self._refused(error)
         except AtollError as error:

@@ -14,7 +14,15 @@ import grpc
 import structlog
 
 import atoll
-from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch, StorageError
+from atoll.errors import (
+    AccessDenied,
+    AtollError,
+    BadFrame,
+    ConnectionFailed,
+    ProtocolMismatch,
+    StorageError,
+    UsageError,
+)
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
@@ -34,6 +42,7 @@ from protos.text_limits import Budget, clean
 if TYPE_CHECKING:
     from coordinator.services.access import Calls
     from coordinator.services.register import Register
+    from protos.credentials import Authority
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -78,10 +87,12 @@ def host_of(context: Context) -> str:
 class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
-    def __init__(self, shell: Shell, register: Register, insecure: bool, calls: Calls) -> None:
+    def __init__(self, shell: Shell, register: Register, authority: Authority | None, calls: Calls) -> None:
+        """``authority`` None: the coordinator runs without TLS, and workers say who they are."""
         self._shell = shell
         self._register = register
-        self._insecure = insecure
+        self._authority = authority
+        self._insecure = authority is None
         self._calls = calls
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
@@ -98,6 +109,15 @@ class WorkService(rpc.WorkServicer):
         except AtollError as error:
             self._say_refused(context, error)
             await refuse(context, error)
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:  # noqa: N802
+        """A new certificate for an enrolled worker's new key; that it may call at all was checked before."""
+        worker, authority = worker_of(context, self._insecure), self._authority
+        if authority is None:
+            raise UsageError("this coordinator runs with --insecure: there are no certificates")
+        certificate = authority.sign(request.csr_pem, worker)
+        log.info(Event.CERTIFICATE_RENEWED.value, worker=worker)
+        return pb.RenewReply(certificate_pem=certificate, ca_pem=authority.certificate_pem)
 
     async def _serve(
         self,

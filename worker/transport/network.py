@@ -21,6 +21,7 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
+from protos.credentials import CurrentIdentity
 from worker.transport.connection import Connection
 from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
@@ -75,7 +76,8 @@ class PeerNetwork:
         """
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
-        self._identity, self._lost = identity, lost
+        self._identity = CurrentIdentity(identity) if identity is not None else None
+        self._lost = lost
         self._changed = threading.Condition(threading.RLock())
         self._peers: dict[str, Peer] = {}
         self._expected: set[str] = set()
@@ -99,6 +101,11 @@ class PeerNetwork:
         return port
 
     # ---------------------------------------------------------------- connecting
+
+    def renew(self, identity: Identity) -> None:
+        """Show new connections ``identity``; those that are open stay."""
+        if self._identity is not None:
+            self._identity.replace(identity)
 
     def admit(self, peer: str) -> None:
         """Accept connections of this peer from now on."""
@@ -186,7 +193,8 @@ class PeerNetwork:
     ) -> Connection:
         """Dial and greet. Raises AccessDenied, ProtocolMismatch, ConnectionFailed."""
         left_s = max(0.0, min(self.config.handshake_s, deadline_s - time.monotonic()))
-        pipe: Pipe = DialledPipe(self._identity, name, address, use_proxy=self.config.use_proxy)
+        identity = self._identity.now if self._identity is not None else None
+        pipe: Pipe = DialledPipe(identity, name, address, use_proxy=self.config.use_proxy)
         hello = self._hello(self._peer(name), stream)
         try:
             async with asyncio.timeout(left_s):
