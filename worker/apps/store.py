@@ -10,6 +10,7 @@ none, whatever number its run has).
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import secrets
 import shutil
