@@ -269,8 +269,11 @@ class Server:
     async def _serve_work(self, port: int, identity: CurrentIdentity | None) -> int:
         insecure = identity is None
         calls = Calls(self.config.calls_per_worker, "worker")
+        sessions = Calls(self.config.sessions_per_address, "address")
         server = self._new_server(WorkerAccess(self.register, insecure, calls))
-        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, self.authority, calls), server)
+        rpc.add_WorkServicer_to_server(
+            WorkService(self.shell, self.register, self.authority, calls, sessions), server
+        )
         rights = WorkerRights(self.shell, insecure)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
@@ -378,7 +381,8 @@ class Server:
             if kept is not None and kept.refusal(self._clock()) is None:
                 return token.encode()
         token = new_token(self.authority, work_port)
-        owner.create_token(token, FIRST_TOKEN, 0.0, 0)
+        config = self.config
+        owner.create_token(token, FIRST_TOKEN, config.join_token_lifetime_s, config.join_token_uses)
         write_private(path, token.encode().encode() + b"\n")
         return token.encode()
 

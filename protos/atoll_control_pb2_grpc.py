@@ -450,6 +450,11 @@ class OwnerStub:
                 request_serializer=protos_dot_atoll__control__pb2.KickRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/atoll.v1.Owner/Forget',
+                request_serializer=protos_dot_atoll__control__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                _registered_method=True)
 
 
 class OwnerServicer:
@@ -541,6 +546,12 @@ class OwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OwnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -612,6 +623,11 @@ def add_OwnerServicer_to_server(servicer, server):
             'Kick': grpc.unary_unary_rpc_method_handler(
                     servicer.Kick,
                     request_deserializer=protos_dot_atoll__control__pb2.KickRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=protos_dot_atoll__control__pb2.ForgetRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
             ),
     }
@@ -994,6 +1010,33 @@ class Owner:
             target,
             '/atoll.v1.Owner/Kick',
             protos_dot_atoll__control__pb2.KickRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/Forget',
+            protos_dot_atoll__control__pb2.ForgetRequest.SerializeToString,
             protos_dot_atoll__control__pb2.Empty.FromString,
             options,
             channel_credentials,

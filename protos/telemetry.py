@@ -26,6 +26,7 @@ class Event(StrEnum):
     WORKER_STATE = "worker.state"
     WORKER_QUARANTINED = "worker.quarantined"
     WORKER_READMITTED = "worker.readmitted"
+    WORKER_FORGOTTEN = "worker.forgotten"
     WORKER_KICKED = "worker.kicked"
     WORKER_LOG = "worker.log"
     SESSION_OPENED = "session.opened"

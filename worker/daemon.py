@@ -45,7 +45,7 @@ from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
-from worker.session.wire import PeerExpected
+from worker.session.wire import PeerExpected, PeerRevoked
 from worker.transport.contract import TransportConfig
 from worker.transport.network import PeerNetwork
 
@@ -68,7 +68,7 @@ class ConsentChanged:
     """Event: this machine's owner has given its word on an app, a job or a data set."""
 
 
-Inner = events.Event | PeerExpected | ConsentChanged
+Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged
 
 
 class Daemon:
@@ -159,6 +159,10 @@ class Daemon:
             event = self._events.get()
             if isinstance(event, PeerExpected):
                 self._expect_peer(event)
+                continue
+            if isinstance(event, PeerRevoked):
+                log.warning("peer.revoked", peer=event.peer, reason=event.reason)
+                self._network.bar(event.peer, f"its certificate was revoked: {event.reason}")
                 continue
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:

@@ -262,6 +262,11 @@ class Client:
             request = pb.KickRequest(worker=worker, reason=reason, for_good=for_good)
             self._owner.Kick(request, **self._short())
 
+    def forget(self, worker: str) -> None:
+        """Strike a worker, by id or name, that is gone for good. UsageError while it is connected."""
+        with calling(self.endpoint.address):
+            self._owner.Forget(pb.ForgetRequest(worker=worker), **self._short())
+
     # ------------------------------------------------------------ helpers
 
     def _short(self, timeout_s: float | None = None) -> dict[str, object]:

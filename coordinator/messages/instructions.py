@@ -39,6 +39,14 @@ class ProbeLink:
 
 
 @dataclass(frozen=True, slots=True)
+class Revoked:
+    """A worker's certificate opens nothing any more: end its connections, accept none of it."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExpectPeer:
     """Accept this peer's connections, or dial it where it accepts none of ours."""
 
@@ -173,6 +181,7 @@ Message = (
     ProbeOps
     | ProbeLink
     | ExpectPeer
+    | Revoked
     | Assign
     | StepStart
     | StepCommit

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
-from coordinator.services.work import host_of, worker_of
+from coordinator.services.work import network_of, worker_of
 from protos.credentials import presented_in, secret_hash
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
@@ -139,7 +138,7 @@ class EntryAccess(_Interceptor):
                 await self._slow_down(context, refusal)
                 raise refusal
 
-        return _guarded(handler, _Rule(self._calls, _network_of, check, MAX_ENTRY_BYTES))
+        return _guarded(handler, _Rule(self._calls, network_of, check, MAX_ENTRY_BYTES))
 
     async def _slow_down(self, context: Context, refusal: AccessDenied) -> None:
         if self._noted.take(self._clock()):
@@ -180,18 +179,6 @@ class WorkerAccess(_Interceptor):
 
     def _name(self, context: Context) -> str:
         return worker_of(context, self._insecure)
-
-
-def _network_of(context: Context) -> str:
-    """The caller's address; of IPv6 the /64, which one customer has whole."""
-    host = host_of(context)
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if address.version == 6:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return host
 
 
 # ---------------------------------------------------------------- handlers that read nothing at first

@@ -327,6 +327,21 @@ class OwnerService(rpc.OwnerServicer):
             await refuse(context, error)
         return pb.Empty()
 
+    async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.Empty:  # noqa: N802
+        """Strike a worker that is not here from the register: its certificate opens nothing any more."""
+        try:
+            worker = self._register.named(request.worker)
+            if worker in self._shell.outboxes:
+                raise UsageError(f"{worker} is connected; `atoll kick {worker}` makes it leave first")
+            payload = {"worker": worker, "reason": "forgotten", "for_good": True, "forgotten": True}
+            self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
+            self._say(Event.WORKER_FORGOTTEN, worker=worker)
+            # Peers may hold its certificate for good until they hear of it.
+            await self._shell.ask(ev.KickAsked(worker, "forgotten by the owner", True))
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.Empty()
+
     def _write(self, record: Record) -> None:
         self._shell.journal.append([record])
         self._register.apply(record)

@@ -279,6 +279,8 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
                 dial=message.dial,
             )
             return pb.ToWorker(probe_link=probe)
+        case do.Revoked(worker, reason):
+            return pb.ToWorker(revoked=pb.Revoked(worker=worker, reason=reason))
         case do.ExpectPeer(peer, addresses, dial):
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=_peer(peer, addresses), dial=dial))
         case do.Assign():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -84,16 +85,41 @@ def host_of(context: Context) -> str:
     return ""
 
 
+def network_of(context: Context) -> str:
+    """The caller's address; of IPv6 the /64, which one customer has whole."""
+    host = host_of(context)
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 6:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return host
+
+
+def _place(context: Context) -> str:
+    """What a worker's sessions are counted by: its address; on this machine each caller by itself."""
+    host = host_of(context)
+    try:
+        near = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        near = True
+    return context.peer() or "" if near else network_of(context)
+
+
 class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
-    def __init__(self, shell: Shell, register: Register, authority: Authority | None, calls: Calls) -> None:
-        """``authority`` None: the coordinator runs without TLS, and workers say who they are."""
+    def __init__(
+        self, shell: Shell, register: Register, authority: Authority | None, calls: Calls, sessions: Calls
+    ) -> None:
+        """``authority`` None: the coordinator runs without TLS, and workers say who they are. ``calls`` are
+        counted by worker, ``sessions`` by address."""
         self._shell = shell
         self._register = register
         self._authority = authority
         self._insecure = authority is None
-        self._calls = calls
+        self._calls, self._sessions = calls, sessions
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
@@ -103,7 +129,7 @@ class WorkService(rpc.WorkServicer):
         """A worker's stream, from its introduction until either side ends it."""
         try:
             worker = worker_of(context, self._insecure)
-            with self._calls.one_of(worker):
+            with self._calls.one_of(worker), self._sessions.one_of(_place(context)):
                 introduction = await self._admit(worker, request_iterator, context)
                 await self._serve(worker, introduction, request_iterator, context)
         except AtollError as error:

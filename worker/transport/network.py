@@ -111,6 +111,12 @@ class PeerNetwork:
         """Accept connections of this peer from now on."""
         self._expected.add(peer)
 
+    def bar(self, peer: str, reason: str) -> None:
+        """End this peer's connections and accept none, until it is admitted again."""
+        self._expected.discard(peer)
+        if (known := self._peers.get(peer)) is not None:
+            self._loop.call_soon_threadsafe(self._lose, known, reason)
+
     def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
         """Connect to ``peer`` at the first address that answers as it; returns that address.
 

@@ -17,7 +17,7 @@ from atoll.errors import AccessDenied, BadFrame, ConnectionFailed, UsageError
 from benchmarks.fake_worker import FakeWorker
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running
-from coordinator.services import access
+from coordinator.services import access, work
 from coordinator.services.access import Calls, EntryThrottle
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
@@ -273,7 +273,30 @@ def test_a_caller_has_so_many_calls_and_others_have_theirs() -> None:
 )
 def test_an_address_is_counted_as_what_one_customer_has(peer: str, network: str) -> None:
     context: Any = type("Context", (), {"peer": lambda self: peer})()
-    assert access._network_of(context) == network
+    assert work.network_of(context) == network
+
+
+@pytest.mark.parametrize(
+    ("peers", "open_at_once"),
+    [
+        (["ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv4:192.0.2.7:3"], 2),
+        (["ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv4:192.0.2.8:3"], 3),
+        (["ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2", "ipv4:127.0.0.1:3"], 3),
+        (["unix:a", "unix:b", "unix:c"], 3),
+    ],
+)
+def test_one_address_has_so_many_sessions_whatever_certificates_they_show(
+    peers: list[str], open_at_once: int
+) -> None:
+    sessions = Calls(2, "address")
+    with ExitStack() as held:
+        opened = 0
+        for peer in peers:
+            context: Any = type("Context", (), {"peer": lambda self, peer=peer: peer})()
+            with suppress(ConnectionFailed):
+                held.enter_context(sessions.one_of(work._place(context)))
+                opened += 1
+    assert opened == open_at_once
 
 
 def never(ending: threading.Event) -> Iterator[Any]:
