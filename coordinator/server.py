@@ -38,6 +38,7 @@ from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
 from coordinator.services.descriptors import raise_limit
 from coordinator.services.doors import Door, StageData
 from coordinator.services.owner import OwnerService
+from coordinator.services.owners import Owners
 from coordinator.services.prometheus import Exporter
 from coordinator.services.recovery import SNAPSHOT_EVERY, Folded, recover
 from coordinator.services.sweep import sweep_for_ever
@@ -166,9 +167,11 @@ class Server:
         identity = self.identity
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
-        owner = OwnerService(self.shell, self.register, self.authority, work_port)
         owner_token = self._owner_token(work_port)
-        entry_port = await self._serve_entry(config.entry_port, identity, owner, owner_token, work_port)
+        first = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
+        owners = Owners(config.state_dir, first, self._clock)
+        owner = OwnerService(self.shell, self.register, self.authority, work_port, owners)
+        entry_port = await self._serve_entry(config.entry_port, identity, owner, owners, work_port)
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -285,16 +288,15 @@ class Server:
         port: int,
         identity: CurrentIdentity | None,
         owner: OwnerService,
-        owner_token: str | None,
+        owners: Owners,
         work_port: int,
     ) -> int:
         config = self.config
-        owner_hash = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
         rules = EntryThrottle(
             config.wrong_token_delay_s, config.wrong_tokens_at_once, config.calls_per_address
         )
         server = self._new_server(
-            EntryAccess(owner_hash, self.register, rules, self._clock),
+            EntryAccess(owners if identity is not None else None, self.register, rules, self._clock),
             # A stranger's stream has a window of 64 KiB, and it must not grow with what he sends. A call
             # that may send large messages gets 1 MiB a round trip once it is being read.
             ("grpc.http2.bdp_probe", 0),
@@ -304,7 +306,7 @@ class Server:
         door = Door(self.register, self.journal, self.authority, work_port, config.max_workers, self._clock)
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
-        apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk), server)
+        apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk, owners), server)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, OwnerRights(self.shell)), server)
         return await self._listen(server, port, identity, mutual=False)
 

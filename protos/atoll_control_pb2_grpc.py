@@ -455,6 +455,21 @@ class OwnerStub:
                 request_serializer=protos_dot_atoll__control__pb2.ForgetRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
                 _registered_method=True)
+        self.CreateOwner = channel.unary_unary(
+                '/atoll.v1.Owner/CreateOwner',
+                request_serializer=protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.OwnerReply.FromString,
+                _registered_method=True)
+        self.ListOwners = channel.unary_unary(
+                '/atoll.v1.Owner/ListOwners',
+                request_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.OwnerList.FromString,
+                _registered_method=True)
+        self.RevokeOwner = channel.unary_unary(
+                '/atoll.v1.Owner/RevokeOwner',
+                request_serializer=protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                _registered_method=True)
 
 
 class OwnerServicer:
@@ -552,6 +567,24 @@ class OwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreateOwner(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOwners(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeOwner(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OwnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -628,6 +661,21 @@ def add_OwnerServicer_to_server(servicer, server):
             'Forget': grpc.unary_unary_rpc_method_handler(
                     servicer.Forget,
                     request_deserializer=protos_dot_atoll__control__pb2.ForgetRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            ),
+            'CreateOwner': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateOwner,
+                    request_deserializer=protos_dot_atoll__control__pb2.OwnerRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.OwnerReply.SerializeToString,
+            ),
+            'ListOwners': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOwners,
+                    request_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.OwnerList.SerializeToString,
+            ),
+            'RevokeOwner': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeOwner,
+                    request_deserializer=protos_dot_atoll__control__pb2.OwnerRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
             ),
     }
@@ -1037,6 +1085,87 @@ class Owner:
             target,
             '/atoll.v1.Owner/Forget',
             protos_dot_atoll__control__pb2.ForgetRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateOwner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/CreateOwner',
+            protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.OwnerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOwners(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/ListOwners',
+            protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            protos_dot_atoll__control__pb2.OwnerList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeOwner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/RevokeOwner',
+            protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
             protos_dot_atoll__control__pb2.Empty.FromString,
             options,
             channel_credentials,

@@ -697,6 +697,7 @@ class JobSpec(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     RESUME_OF_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     FEDERATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dag_hash: _builtins.str
@@ -704,6 +705,8 @@ class JobSpec(_message.Message):
     partitioner: _builtins.str
     schedule: _builtins.str
     resume_of: _builtins.str
+    owner: _builtins.str
+    """who submitted it, as the coordinator found by the token"""
     @_builtins.property
     def training(self) -> Global___TrainingSpec: ...
     @_builtins.property
@@ -734,11 +737,12 @@ class JobSpec(_message.Message):
         schedule: _builtins.str = ...,
         resume_of: _builtins.str = ...,
         hidden: _abc.Iterable[_builtins.str] | None = ...,
+        owner: _builtins.str = ...,
         federated: Global___FederatedSpec | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "federated", b"federated", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "owner", b"owner", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

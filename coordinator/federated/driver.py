@@ -21,7 +21,7 @@ from coordinator.federated.state import VERSION, FederationState
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import STATE, JobRecord, RoundClosed
+from coordinator.messages.facts import OWNER, STATE, JobRecord, RoundClosed
 from coordinator.messages.jobs import (
     PREPARING,
     Broken,
@@ -79,7 +79,6 @@ class FederatedDriver:
             submitted.job,
             submitted.spec,
             submitted.created_s,
-            owner=submitted.owner,
             round=submitted.start_step,
             state=submitted.start_tensors.get(STATE, ""),
             loss=record.loss,
@@ -297,7 +296,9 @@ class FederatedDriver:
                 effects.send(worker, message)
             case fed.Invite(worker):
                 tensors = dict(state.spec.tensors)
-                effects.send(worker, do.Participate(job, VERSION, state.spec, tensors, state.owner))
+                effects.send(
+                    worker, do.Participate(job, VERSION, state.spec, tensors, state.spec.owner or OWNER)
+                )
             case fed.Let(worker, reason):
                 self._release(state, worker, reason)
             case fed.ConsentNews():

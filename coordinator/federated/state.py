@@ -259,7 +259,6 @@ class FederationState:
     job: str
     spec: JobSpec
     created_s: float
-    owner: str = ""  # who submitted it
     phase: Phase = Phase.QUEUED
     reason: str = "just submitted"
     round: int = 0

@@ -59,7 +59,6 @@ class JobSubmitted:
     start_step: int
     start_tensors: Mapping[str, str]  # empty: the spec's own
     created_s: float
-    owner: str = OWNER  # who submitted it
 
 
 @dataclass(frozen=True, slots=True)

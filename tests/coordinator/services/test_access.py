@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -19,6 +20,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.server import Running
 from coordinator.services import access, work
 from coordinator.services.access import Calls, EntryThrottle
+from coordinator.services.owners import Owners
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -30,6 +32,7 @@ from protos.credentials import (
     name_options,
     new_token,
     presented_in,
+    secret_hash,
 )
 from tests.coordinator.test_server import Owner, refused, stack, start
 from tests.patience import HUNG_S, eventually
@@ -161,9 +164,9 @@ class Recorder:
 async def asked(shape: str, service: str, metadata: Any, *messages: bytes) -> tuple[Any, list[int]]:
     """What a call of that shape is answered by a port with tokens, and the sizes of what was parsed."""
     owner = new_token(AUTHORITY)
-    gate = access.EntryAccess(
-        access.secret_hash(owner.presented), REGISTER, EntryThrottle(0.0), clock=lambda: 0.0
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        owners = Owners(Path(folder), secret_hash(owner.presented), lambda: 0.0)
+    gate = access.EntryAccess(owners, REGISTER, EntryThrottle(0.0), clock=lambda: 0.0)
     server, recorder = grpc.aio.server(interceptors=[gate]), Recorder()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, recorder.handlers()),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -11,8 +11,9 @@ import pytest
 
 from atoll.errors import StorageError, UsageError
 from atoll.federated import ConsentWord as Word
+from protos.bounded_log import FILES
 from worker.data.consent import ConsentStore
-from worker.data.departures import FILES, DepartureLog, read_departures
+from worker.data.departures import DepartureLog, read_departures
 from worker.data.policy import OPEN, UNSTATED, Policy, Terms, judge, rules_of
 from worker.data.registry import MANIFEST, add_dataset, load_dataset, set_policy
 
