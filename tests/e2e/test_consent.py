@@ -138,6 +138,7 @@ def test_a_first_job_waits_for_consent_and_what_leaves_afterwards_is_logged_to_t
     assert facts[0]["data"] == ["digits"]
 
 
+@pytest.mark.slow
 def test_the_same_job_under_other_terms_asks_again_and_a_refusal_says_who_and_why(fleet: AskingFleet) -> None:
     name = submitted(fleet, job(4, "second", min_clients=1, local_steps=3))
     fleet.wait_for(name, lambda u: u.state == "awaiting consent" and len(u.federated.clients) == 2)
@@ -153,6 +154,7 @@ def test_the_same_job_under_other_terms_asks_again_and_a_refusal_says_who_and_wh
     fleet.client.cancel(name)
 
 
+@pytest.mark.slow
 def test_without_an_answer_in_time_the_job_fails_in_words(fleet: AskingFleet) -> None:
     name = submitted(fleet, job(2, "silent", min_clients=1, consent_s=1.0))
     last = list(fleet.client.watch(name))[-1]

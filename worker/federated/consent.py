@@ -32,6 +32,7 @@ log = structlog.get_logger()
 MAX_REPEATED = 64  # words that are said again after a reconnection, the newest first
 LOGGED = frozenset({"loaded", "update_ready", "client_evaluated", "client_failed", "consent", "log", "spans"})
 """Messages to the coordinator that are logged when they are about a federated job."""
+MAX_JOBS = 4096  # whose messages are logged, more than are remembered
 VERSION = 1  # of every invitation
 
 
@@ -50,6 +51,8 @@ class Consent:
         Raises BadFrame or UsageError for one that cannot be judged, StorageError.
         """
         asked = Asked(m)
+        if len(self._jobs) >= MAX_JOBS:
+            self._jobs = {request.job for request in self._store.known()}
         self._jobs.add(m.job)
         samples = load_dataset(self._state_dir, asked.federated.data).n_samples
         request = self._store.asked(asked.terms(), asked.facts(samples), self._clock())
