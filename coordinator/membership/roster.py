@@ -63,6 +63,7 @@ class Worker:
     session: int | None
     number: int = 0  # in join order
     quarantined: str = ""  # why no plan uses it; a new process starts clean
+    suspected: str = ""  # what is odd about it, though plans go on using it
     computing: Ratio = field(default_factory=Ratio)  # forwards, backwards, optimizer
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
     handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
@@ -78,7 +79,9 @@ class Worker:
 
     @property
     def reason(self) -> str:
-        return f"quarantined: {self.quarantined}" if self.quarantined else self.member.reason
+        if self.quarantined:
+            return f"quarantined: {self.quarantined}"
+        return f"{self.member.reason}; {self.suspected}" if self.suspected else self.member.reason
 
 
 @dataclass(frozen=True, slots=True)

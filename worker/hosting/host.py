@@ -8,11 +8,11 @@ breaks a rule, crashes, hangs or takes too much memory is ended with its reason;
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import re
+import shutil
 import threading
 import time
 import weakref
@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import structlog
 
 from atoll.errors import AtollError, BadFrame, StorageError, UsageError
@@ -38,9 +37,10 @@ from worker.federated.folders import make_job_folder, noise_key
 from worker.hosting.child import SHARED_BYTES, Child, make_scratch
 from worker.hosting.connecting import connect, connect_one
 from worker.hosting.gate import Gate
-from worker.hosting.limits import descendants
+from worker.hosting.limits import computed_s
 from worker.hosting.requests import Batches, Served, unlogged
 from worker.hosting.sandbox import View, chosen
+from worker.hosting.send_log import NOTHING, SendLog
 from worker.hosting.watch import OpWatch
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from worker.federated.consent import Consent
     from worker.hosting.launch import Ending
     from worker.pipe.status import Waiting
-    from worker.session.wire import AssignedStage, LinkRequest
+    from worker.session.wire import AssignedStage, LinkRequest, ReconfiguredStage
     from worker.stage.assignment import PeerLink
     from worker.transport.network import PeerNetwork
 
@@ -154,6 +154,7 @@ class ComputeHost:
         config = self._config
         make_state_dir(config.state_dir)
         private_folder(config.blob_dir)
+        shutil.rmtree(config.send_log_dir, ignore_errors=True)  # of an earlier life, whose stage is gone
         with self._lock:
             self._launch(self._pool_view())
 
@@ -197,6 +198,12 @@ class ComputeHost:
         return None if now is None else now.child.status.waiting(time.monotonic())
 
     @property
+    def logged_from(self) -> int:
+        """First step from which on the send log holds all that the held stage sent."""
+        now = self._now
+        return NOTHING if now is None or now.gate is None else now.gate.logged_from
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes held on the device."""
         now = self._now
@@ -233,8 +240,12 @@ class ComputeHost:
                     if self._now.gate is not None:
                         self._now.gate.step_over(step)
                 self._tell(pb.ToCompute(run_step=_step(job, version, step)))
-            case instructions.ApplyStep(job, version, step, scale, store):
+            case instructions.Reconfigure(job, version, step, work):
+                self._reconfigure(version, step, work)
+            case instructions.ApplyStep(job, version, step, scale, store, replay_from):
                 self._at(version, step)
+                if self._now is not None and self._now.gate is not None:
+                    self._now.gate.trim_log(replay_from)
                 message = _step(job, version, step, gradient_scale=scale, store=store)
                 self._tell(pb.ToCompute(apply_step=message))
             case instructions.Evaluate(job, version, step, coded):
@@ -288,12 +299,25 @@ class ComputeHost:
         assert now is not None  # noqa: S101 - launched
         self._leave_gate(now)
         child = now.child
-        peers = frozenset(link.worker for link in work.links)
-        now.gate = Gate(job, peers, self._ports.network, child.incoming, child.send, child.end)
+        assigned = work.message
+        first_step = assigned.replay.first_step if assigned.HasField("replay") else assigned.first_step
+        folder = self._config.send_log_dir / str(next(self._numbers))
+        sent = SendLog(folder, job, self._config.send_log_bytes, first_step)
+        network = self._ports.network
+        now.gate = Gate(job, version, _stages(assigned), network, child.incoming, child.send, sent, child.end)
         now.watch = OpWatch()
         self._links = work.links
-        self._ports.network.register(job, now.gate)
-        child.send(pb.ToCompute(load=work.message))
+        network.register(job, now.gate)
+        child.send(pb.ToCompute(load=assigned))
+
+    def _reconfigure(self, version: int, step: int, work: ReconfiguredStage) -> None:
+        now = self._now
+        if now is None or now.gate is None:
+            raise StorageError(f"the stage is gone: {self._last_death}")
+        self._at(version, step)
+        self._links = work.links
+        now.gate.reconfigure(_stages(work.message), version, step)
+        now.child.send(pb.ToCompute(reconfigure=work.message))
 
     def _join(self, joining: instructions.JoinFederation) -> None:
         invitation: control.Participate = joining.work
@@ -504,7 +528,7 @@ class ComputeHost:
             if now_s - pinged_s > PING_S:
                 pinged_s = now_s
                 child.send(pb.ToCompute(ping=1))
-            late = now.watch.overdue(child.status.running(), now_s, partial(_cpu_s, child))
+            late = now.watch.overdue(child.status.running(), now_s, partial(computed_s, child.launched.pid))
             silent_s = now_s - now.answered_s
             if late is None and silent_s > (PONG_S if now.ready else READY_S):
                 late = f"it has not answered for {silent_s:.0f} s"
@@ -665,15 +689,10 @@ def _turn_over(event: events.Event) -> str | None:
     return None
 
 
+def _stages(message: control.Assign | control.Reconfigure) -> dict[str, int]:
+    """Stages of the neighbours, by their workers."""
+    return {entry.peer.worker: entry.stage for entry in message.peers}
+
+
 def _step(job: str, version: int, step: int, **more: Any) -> pb.ComputeStep:
     return pb.ComputeStep(job=job, plan_version=version, step=step, **more)
-
-
-def _cpu_s(child: Child) -> float:
-    """Seconds that a process and all below it have computed."""
-    total = 0.0
-    for pid in descendants(child.launched.pid):
-        with contextlib.suppress(psutil.Error):
-            times = psutil.Process(pid).cpu_times()
-            total += times.user + times.system
-    return total

@@ -201,5 +201,5 @@ class Quit:
 Instruction = (
     LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
     | TimeOps | TimeLink | Send | Reconnect | HangUp | Quit | JoinFederation | TrainLocally | EvaluateLocally
-    | SettleRound
+    | SettleRound | Reconfigure
 )  # fmt: skip
