@@ -45,12 +45,22 @@ COUNTED_SAMPLES = 1_000_000
 a small federation lowers it."""
 MOST_COUNTED = 10**9
 """The highest ``max_samples``: weighted sums of the largest deltas allowed still are finite in float32."""
+CONSENT_S = 3 * 86_400.0
+"""Default of ``consent_s``: a data owner asked on a Friday answers on the Monday."""
 MAX_RESIDUAL_ROUNDS = 10
 """A client drawn for half of the rounds misses so many in a row once in 1,000 times; ``bandwidth_aware``, as
 it comes, lets nobody wait longer."""
 MIN_BATCH = 3
 """Smallest micro-batch by default: mean and variance of two samples reveal both, those of three do not."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+
+
+class ConsentWord(StrEnum):
+    """A data owner's word on a job that names its data."""
+
+    AWAITED = "awaited"
+    GIVEN = "given"
+    REFUSED = "refused"
 
 
 class Downlink(StrEnum):
@@ -84,6 +94,7 @@ class Federated:
     downlink: str = Downlink.OFF.value
     max_samples: int = COUNTED_SAMPLES  # that a client may register: no claim weighs more
     local: tuple[str, ...] = ()  # tensors that each client keeps for itself, by shell wildcards: ("head.*",)
+    consent_s: float = CONSENT_S  # for data owners' consent, while too few take part; then the job fails
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -97,6 +108,7 @@ class Federated:
             if type(value) is not int or not low <= value <= high:
                 raise UsageError(f"{name} = {value!r}; give a whole number from {low} to {high}")
         _within("deadline_s", self.deadline_s, 0.1, 7 * 86_400.0)
+        _within("consent_s", self.consent_s, 1.0, 90 * 86_400.0)
         _within("held_out", self.held_out, 0.0, 0.9)
         if self.clients and self.clients < self.min_clients:
             raise UsageError(

@@ -196,6 +196,9 @@ class JobSpec:
     resume_of: str = ""  # job whose last checkpoint it continues
     hidden: tuple[str, ...] = ()  # of ``tensors``: no part of the state dict, so never exported
     federated: FederatedSpec | None = None
+    owner: str = (
+        ""  # who submitted it, as the coordinator found by the token; "": from before there were names
+    )
 
 
 def stepwise_groups(names: Sequence[str], optimizer: Optimizer) -> dict[str, ParamGroup]:

@@ -26,6 +26,7 @@ from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
 from coordinator.messages.facts import RoundClosed, from_record
 from coordinator.storage.journal import StoredJournal
+from worker.data.policy import OPEN, Policy
 from worker.data.registry import add_dataset
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class FederatedFleet:
     """One worker for each of ``clients``, which holds its arrays as data set ``data``.
 
     ``parted(state_dir, worker)`` may part them among a population. ``options``: of `atoll-worker join`.
+    ``policy``: of the data set.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class FederatedFleet:
         threads: int = 1,
         parted: Callable[[Path, str], object] = lambda state_dir, worker: None,
         options: Sequence[str] = (),
+        policy: Policy = OPEN,
     ) -> None:
-        self.clients, self.data, self.threads = clients, data, threads
+        self.clients, self.data, self.threads, self.policy = clients, data, threads, policy
         self._parted, self._options = parted, options
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._temporary = tempfile.TemporaryDirectory(prefix="atoll-federation-")
@@ -96,10 +99,10 @@ class FederatedFleet:
         self.wait_until(self._answers, "the coordinator to answer")
 
     def register(self, worker: str, arrays: Arrays) -> None:
-        """Keep ``arrays`` as a data set of this worker, as `atoll-worker data add` does."""
+        """Keep ``arrays`` as a data set of this worker, as `atoll-worker data add` does with its policy."""
         path = self.folder / f"{worker}.safetensors"
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
-        add_dataset(self.folder / worker, self.data, path, [])
+        add_dataset(self.folder / worker, self.data, path, [], policy=self.policy)
         self._parted(self.folder / worker, worker)
 
     def join(self, worker: str) -> None:

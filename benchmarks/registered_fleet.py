@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import CommandFailed, LabFleet, settings_options
+from worker.data.policy import OPEN
 from worker.data.registry import add_dataset
 
 Row = Mapping[str, str]
@@ -26,7 +27,7 @@ class RegisteredFleet(LabFleet):
     def _prestarted(self) -> dict[str, subprocess.Popen[bytes]]:
         for name, paths in self._datasets.items():
             for host, path in zip(self.scenario.join_order, paths, strict=True):
-                add_dataset(self.folder / host, name, path, [])
+                add_dataset(self.folder / host, name, path, [], policy=OPEN)
         return super()._prestarted()
 
     def federate(self, job: str, settings: Mapping[str, Any]) -> Sequence[Row]:

@@ -171,7 +171,10 @@ class Fleet:
 
     def register(self, worker: str, name: str, path: Path) -> None:
         """Add a safetensors file to a worker's data sets."""
-        self.tree.run("worker.cli", "data", "add", name, str(path), *self._state_dir(worker))
+        # A tree from before there was a policy accepts any job.
+        policy = (self.tree.folder / "worker" / "data" / "policy.py").exists()
+        options = ["--accept", "any"] if policy else []
+        self.tree.run("worker.cli", "data", "add", name, str(path), *options, *self._state_dir(worker))
 
     def submit(self, job: Path, *options: str) -> str:
         """Submit a job file; return the job's name."""

@@ -161,12 +161,16 @@ class CoordinatorConfig:
     max_blob_bytes: int = 64 * GIB
     unneeded_blob_s: float = 86_400.0  # so long an upload may wait for its job, or for its rest
     outgoing_messages: int = 1024  # queued for one worker; beyond it the session is closed
+    join_token_lifetime_s: float = 7 * 86_400.0  # of the one in the printed join command; 0: no end
+    join_token_uses: int = 100  # of the same; 0: any number
+    certificate_lifetime_s: float = 365 * 86_400.0  # of workers' and the coordinator's own certificates
     max_workers: int = 4096  # enrolled, those that left included
     max_jobs: int = 10_000
     wrong_token_delay_s: float = 0.5
     wrong_tokens_at_once: int = 16  # that are answered late; further ones are refused at once
     calls_per_address: int = 64  # at once on the entry port, without the owner's token
     calls_per_worker: int = 64  # at once on the work port
+    sessions_per_address: int = 512  # of workers; of IPv6 a /64; on this machine as many as there are
     handshake_within_s: float = 30.0  # from a connection to its TLS session
     idle_connection_s: float = 60.0  # so long the entry port keeps a connection without a call
     trace_bytes: int = 64 * MIB  # of spans kept for one job
@@ -183,6 +187,10 @@ class CoordinatorConfig:
             ("work_port", self.work_port, 0, 65535),
             ("metrics_port", self.metrics_port or 0, 0, 65535),
             ("concurrent_jobs", self.concurrent_jobs, 1, 1000),
+            ("join_token_lifetime_s", self.join_token_lifetime_s, 0, 10 * 365 * 86_400),
+            ("join_token_uses", self.join_token_uses, 0, 10**6),
+            ("sessions_per_address", self.sessions_per_address, 1, 10**6),
+            ("certificate_lifetime_s", self.certificate_lifetime_s, 3600, 10 * 365 * 86_400),
             ("concurrent_federations", self.concurrent_federations, 1, 1000),
             ("keep_checkpoints", self.keep_checkpoints, 1, 1000),
             ("max_message_bytes", self.max_message_bytes, MIB, 2 * GIB - 1),

@@ -353,9 +353,12 @@ class Scheduler:
             self.effects.move(event.worker, members.Released(event.reason))
 
     def _kick(self, event: ev.KickAsked) -> None:
+        reason = event.reason or "asked by the owner"
+        for peer in self.roster.workers if event.for_good else ():
+            if peer != event.worker:  # peers hold a certificate for as long as it lasts
+                self.effects.send(peer, do.Revoked(event.worker, reason))
         if event.worker not in self.roster.workers:
             return
-        reason = event.reason or "asked by the owner"
         self.effects.send(event.worker, do.Dismiss(reason, event.for_good))
         self.effects.log(
             Name.WORKER_KICKED, "warning", worker=event.worker, reason=reason, for_good=event.for_good

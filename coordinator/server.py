@@ -8,6 +8,7 @@ for an optional client certificate, hence two. torch is never imported here.
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import gc
 import logging
 import math
@@ -41,6 +42,7 @@ from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
 from coordinator.services.descriptors import raise_limit
 from coordinator.services.doors import Door, StageData
 from coordinator.services.owner import OwnerService
+from coordinator.services.owners import Owners
 from coordinator.services.prometheus import Exporter
 from coordinator.services.recovery import SNAPSHOT_EVERY, Folded, recover
 from coordinator.services.relay_ways import RelayWays
@@ -54,7 +56,14 @@ from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.run_log import Logs, RunLogs
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
-from protos.credentials import Authority, Identity, JoinToken, new_token, secret_hash, server_credentials
+from protos.credentials import (
+    Authority,
+    CurrentIdentity,
+    JoinToken,
+    new_token,
+    secret_hash,
+    server_credentials,
+)
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
 from protos.private_files import state_folder, write_private
@@ -72,6 +81,8 @@ MAX_PORT = 65535
 GRACE_S = 0.3  # for calls in progress when the server stops
 COMMAND_CHECK_S = 2.0  # a coordinator that nobody uses notices so late that another commands
 COMMAND_ANSWER_S = 30.0
+RENEWAL_CHECK_S = 3600.0
+RENEW_AFTER = dt.timedelta(days=7)  # of the coordinator's own certificate
 FOLD_CHECK_S = 1.0
 FOLD_AGAIN_S = 60.0  # after one that could not be written
 FULL_COLLECTION_AFTER = 100  # collections of the middle generation
@@ -133,7 +144,8 @@ class Server:
         self.blobs = blob_store(
             config.blob_dir, config.blobs_url, config.max_blob_bytes, config.blob_quota_bytes
         )
-        self.authority = None if config.insecure else Authority.open(config.state_dir / "ca")
+        lifetime = dt.timedelta(seconds=config.certificate_lifetime_s)
+        self.authority = None if config.insecure else Authority.open(config.state_dir / "ca", lifetime)
         self.shell = Shell(
             config,
             scheduler_for(config, self.ledger, self._clock()),
@@ -144,6 +156,8 @@ class Server:
             Logs(config.log_lines),
             RunLogs(config.runs_dir, config.trace_bytes),
         )
+        made = self.authority.server_identity() if self.authority is not None else None
+        self.identity = CurrentIdentity(made) if made is not None else None
         self.shell.restored(folded.records)
         self.desk = AppDesk(self.shell)
         self.exporter: Exporter | None = None
@@ -162,13 +176,15 @@ class Server:
 
     async def _start(self) -> Started:
         config = self.config
-        identity = self.authority.server_identity() if self.authority is not None else None
+        identity = self.identity
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
         relay_port = await self._serve_relays(work_port)
-        owner = OwnerService(self.shell, self.register, self.authority, work_port)
         owner_token = self._owner_token(work_port)
-        entry_port = await self._serve_entry(config.entry_port, identity, owner, owner_token, work_port)
+        first = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
+        owners = Owners(config.state_dir, first, self._clock)
+        owner = OwnerService(self.shell, self.register, self.authority, work_port, owners)
+        entry_port = await self._serve_entry(config.entry_port, identity, owner, owners, work_port)
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -176,6 +192,7 @@ class Server:
                 self.shell.tick(),
                 self._command(),
                 self._fold_now_and_then(),
+                self._renew_now_and_then(),
                 sweep_for_ever(self.shell),
             )
         ]
@@ -238,6 +255,20 @@ class Server:
                 log.warning(Event.STORAGE_FAILED.value, reason=str(error))
                 await asyncio.sleep(FOLD_AGAIN_S)
 
+    async def _renew_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(RENEWAL_CHECK_S)
+            self.renew(dt.datetime.now(dt.UTC))
+
+    def renew(self, now: dt.datetime) -> None:
+        """Show new connections a new certificate once a week, and in time before a short one ends."""
+        if self.authority is None or self.identity is None:
+            return
+        shown = self.identity.now
+        if now >= min(shown.renewal_due(), shown.issued() + RENEW_AFTER):
+            self.identity.replace(self.authority.server_identity(now))
+            log.info(Event.CERTIFICATE_RENEWED.value, worker="", until=str(self.identity.now.expires()))
+
     async def stop(self) -> None:
         """Stop listening and write what is left; within ``stop_within_s``."""
         for outbox in list(self.shell.outboxes.values()):
@@ -259,11 +290,14 @@ class Server:
 
     # ------------------------------------------------------------ ports
 
-    async def _serve_work(self, port: int, identity: Identity | None) -> int:
+    async def _serve_work(self, port: int, identity: CurrentIdentity | None) -> int:
         insecure = identity is None
         calls = Calls(self.config.calls_per_worker, "worker")
+        sessions = Calls(self.config.sessions_per_address, "address")
         server = self._new_server(WorkerAccess(self.register, insecure, calls))
-        rpc.add_WorkServicer_to_server(WorkService(self.shell, self.register, insecure, calls), server)
+        rpc.add_WorkServicer_to_server(
+            WorkService(self.shell, self.register, self.authority, calls, sessions), server
+        )
         rights = WorkerRights(self.shell, insecure)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, rights), server)
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
@@ -300,18 +334,17 @@ class Server:
     async def _serve_entry(
         self,
         port: int,
-        identity: Identity | None,
+        identity: CurrentIdentity | None,
         owner: OwnerService,
-        owner_token: str | None,
+        owners: Owners,
         work_port: int,
     ) -> int:
         config = self.config
-        owner_hash = secret_hash(JoinToken.decode(owner_token).presented) if owner_token else None
         rules = EntryThrottle(
             config.wrong_token_delay_s, config.wrong_tokens_at_once, config.calls_per_address
         )
         server = self._new_server(
-            EntryAccess(owner_hash, self.register, rules, self._clock),
+            EntryAccess(owners if identity is not None else None, self.register, rules, self._clock),
             # A stranger's stream has a window of 64 KiB, and it must not grow with what he sends. A call
             # that may send large messages gets 1 MiB a round trip once it is being read.
             ("grpc.http2.bdp_probe", 0),
@@ -329,7 +362,7 @@ class Server:
         )
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
-        apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk), server)
+        apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk, owners), server)
         rpc.add_BlobsServicer_to_server(BlobService(self.blobs, OwnerRights(self.shell)), server)
         return await self._listen(server, port, identity, mutual=False)
 
@@ -360,7 +393,7 @@ class Server:
         return server
 
     async def _listen(
-        self, server: grpc.aio.Server, port: int, identity: Identity | None, *, mutual: bool
+        self, server: grpc.aio.Server, port: int, identity: CurrentIdentity | None, *, mutual: bool
     ) -> int:
         address = address_text(self.config.host, port)
         try:
@@ -406,7 +439,8 @@ class Server:
             if kept is not None and kept.refusal(self._clock()) is None:
                 return token.encode()
         token = new_token(self.authority, work_port)
-        owner.create_token(token, FIRST_TOKEN, 0.0, 0)
+        config = self.config
+        owner.create_token(token, FIRST_TOKEN, config.join_token_lifetime_s, config.join_token_uses)
         write_private(path, token.encode().encode() + b"\n")
         return token.encode()
 

@@ -2,7 +2,7 @@
 
     atoll data fetch brown
     atoll data split brown --out clients                 # one file a genre
-    atoll-worker data add brown clients/client-news.txt --schema-file clients/schema.txt
+    atoll-worker data add brown clients/client-news.txt --schema-file clients/schema.txt --accept any
     atoll submit examples/federated_brown.py --watch
 
 The data set "brown" has one field, tokens:int64[128], windows of bytes; any text registered so will do. The

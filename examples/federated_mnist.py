@@ -2,7 +2,7 @@
 
 On each data owner's machine (docs/federated.md leads through it step by step):
 
-    atoll-worker data add mnist FILE --schema-file schema.txt
+    atoll-worker data add mnist FILE --schema-file schema.txt --accept any
     atoll-worker join HOST:PORT --token TOKEN
 
 On the model owner's machine:

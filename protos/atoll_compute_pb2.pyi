@@ -101,11 +101,17 @@ Global___ComputeSetup: _TypeAlias = ComputeSetup  # noqa: Y015
 
 @_typing.final
 class ComputeJoin(_message.Message):
+    """clip: bound of an update's L2 norm, 0 without; noise: standard deviation, times clip, of what is added to it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INVITATION_FIELD_NUMBER: _builtins.int
     NOISE_KEY_FIELD_NUMBER: _builtins.int
+    CLIP_FIELD_NUMBER: _builtins.int
+    NOISE_FIELD_NUMBER: _builtins.int
     noise_key: _builtins.bytes
+    clip: _builtins.float
+    noise: _builtins.float
     @_builtins.property
     def invitation(self) -> _atoll_control_pb2.Participate: ...
     def __init__(
@@ -113,10 +119,12 @@ class ComputeJoin(_message.Message):
         *,
         invitation: _atoll_control_pb2.Participate | None = ...,
         noise_key: _builtins.bytes = ...,
+        clip: _builtins.float = ...,
+        noise: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["invitation", b"invitation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["invitation", b"invitation", "noise_key", b"noise_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clip", b"clip", "invitation", b"invitation", "noise", b"noise", "noise_key", b"noise_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

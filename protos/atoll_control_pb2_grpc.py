@@ -259,6 +259,11 @@ class WorkStub:
                 request_serializer=protos_dot_atoll__control__pb2.FromWorker.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.ToWorker.FromString,
                 _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/atoll.v1.Work/Renew',
+                request_serializer=protos_dot_atoll__control__pb2.RenewRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.RenewReply.FromString,
+                _registered_method=True)
 
 
 class WorkServicer:
@@ -274,6 +279,13 @@ class WorkServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Renew(self, request, context):
+        """A new certificate for a new key, under the one that is still valid.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -281,6 +293,11 @@ def add_WorkServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=protos_dot_atoll__control__pb2.FromWorker.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.ToWorker.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=protos_dot_atoll__control__pb2.RenewRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.RenewReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -314,6 +331,33 @@ class Work:
             '/atoll.v1.Work/Session',
             protos_dot_atoll__control__pb2.FromWorker.SerializeToString,
             protos_dot_atoll__control__pb2.ToWorker.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Work/Renew',
+            protos_dot_atoll__control__pb2.RenewRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.RenewReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -404,6 +448,26 @@ class OwnerStub:
         self.Kick = channel.unary_unary(
                 '/atoll.v1.Owner/Kick',
                 request_serializer=protos_dot_atoll__control__pb2.KickRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/atoll.v1.Owner/Forget',
+                request_serializer=protos_dot_atoll__control__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                _registered_method=True)
+        self.CreateOwner = channel.unary_unary(
+                '/atoll.v1.Owner/CreateOwner',
+                request_serializer=protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.OwnerReply.FromString,
+                _registered_method=True)
+        self.ListOwners = channel.unary_unary(
+                '/atoll.v1.Owner/ListOwners',
+                request_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+                response_deserializer=protos_dot_atoll__control__pb2.OwnerList.FromString,
+                _registered_method=True)
+        self.RevokeOwner = channel.unary_unary(
+                '/atoll.v1.Owner/RevokeOwner',
+                request_serializer=protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
                 response_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
                 _registered_method=True)
 
@@ -497,6 +561,30 @@ class OwnerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateOwner(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOwners(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeOwner(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OwnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -568,6 +656,26 @@ def add_OwnerServicer_to_server(servicer, server):
             'Kick': grpc.unary_unary_rpc_method_handler(
                     servicer.Kick,
                     request_deserializer=protos_dot_atoll__control__pb2.KickRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=protos_dot_atoll__control__pb2.ForgetRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            ),
+            'CreateOwner': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateOwner,
+                    request_deserializer=protos_dot_atoll__control__pb2.OwnerRequest.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.OwnerReply.SerializeToString,
+            ),
+            'ListOwners': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOwners,
+                    request_deserializer=protos_dot_atoll__control__pb2.Empty.FromString,
+                    response_serializer=protos_dot_atoll__control__pb2.OwnerList.SerializeToString,
+            ),
+            'RevokeOwner': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeOwner,
+                    request_deserializer=protos_dot_atoll__control__pb2.OwnerRequest.FromString,
                     response_serializer=protos_dot_atoll__control__pb2.Empty.SerializeToString,
             ),
     }
@@ -950,6 +1058,114 @@ class Owner:
             target,
             '/atoll.v1.Owner/Kick',
             protos_dot_atoll__control__pb2.KickRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/Forget',
+            protos_dot_atoll__control__pb2.ForgetRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateOwner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/CreateOwner',
+            protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
+            protos_dot_atoll__control__pb2.OwnerReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOwners(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/ListOwners',
+            protos_dot_atoll__control__pb2.Empty.SerializeToString,
+            protos_dot_atoll__control__pb2.OwnerList.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeOwner(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/atoll.v1.Owner/RevokeOwner',
+            protos_dot_atoll__control__pb2.OwnerRequest.SerializeToString,
             protos_dot_atoll__control__pb2.Empty.FromString,
             options,
             channel_credentials,

@@ -697,6 +697,7 @@ class JobSpec(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     RESUME_OF_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     FEDERATED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dag_hash: _builtins.str
@@ -704,6 +705,8 @@ class JobSpec(_message.Message):
     partitioner: _builtins.str
     schedule: _builtins.str
     resume_of: _builtins.str
+    owner: _builtins.str
+    """who submitted it, as the coordinator found by the token"""
     @_builtins.property
     def training(self) -> Global___TrainingSpec: ...
     @_builtins.property
@@ -734,11 +737,12 @@ class JobSpec(_message.Message):
         schedule: _builtins.str = ...,
         resume_of: _builtins.str = ...,
         hidden: _abc.Iterable[_builtins.str] | None = ...,
+        owner: _builtins.str = ...,
         federated: Global___FederatedSpec | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "federated", b"federated", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dag_hash", b"dag_hash", "data", b"data", "eval_dag_hash", b"eval_dag_hash", "eval_data", b"eval_data", "federated", b"federated", "hidden", b"hidden", "name", b"name", "owner", b"owner", "partitioner", b"partitioner", "resume_of", b"resume_of", "schedule", b"schedule", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,6 +827,7 @@ class FederatedSpec(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     MAX_SAMPLES_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
+    CONSENT_S_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -845,6 +850,8 @@ class FederatedSpec(_message.Message):
     """name of the registered data set"""
     max_samples: _builtins.int
     """that a client may register; 0: sent before there was a bound"""
+    consent_s: _builtins.float
+    """for data owners' consent, while too few take part; 0: sent before there was a bound"""
     @_builtins.property
     def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
     @_builtins.property
@@ -876,10 +883,11 @@ class FederatedSpec(_message.Message):
         inputs: _abc.Iterable[Global___FieldOfInput] | None = ...,
         max_samples: _builtins.int = ...,
         local: _abc.Iterable[_builtins.str] | None = ...,
+        consent_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "consent_s", b"consent_s", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -43,6 +43,14 @@ def own_refusal(certificate: x509.Certificate, now: dt.datetime) -> str:
     return f"this machine's certificate {why}: join again with a new token, or set the clock if it is wrong"
 
 
+def clock_words(offset_s: float) -> str:
+    """How far this machine's clock is off; ``offset_s``: the coordinator's clock minus ours."""
+    units = (("days", 86_400.0), ("hours", 3600.0), ("seconds", 1.0))
+    name, unit = next((u for u in units if abs(offset_s) >= u[1]), units[-1])
+    side = "behind" if offset_s > 0 else "ahead of"
+    return f"this machine's clock is {abs(offset_s) / unit:.1f} {name} {side} the coordinator's"
+
+
 def server_refusal(address: str, shown_pem: bytes, ca_pem: bytes, now: dt.datetime) -> str:
     """Explain why the certificate of ``address`` is not accepted under ``ca_pem``, with what to do."""
     shown, ca = x509.load_pem_x509_certificate(shown_pem), x509.load_pem_x509_certificate(ca_pem)

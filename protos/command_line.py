@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import click
@@ -18,18 +19,47 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, UsageError
 from protos import leaving
 from protos.installation import check_installation
 
 INTERRUPTED = 130
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        allow_dash=True,
+        help="File that holds the token, - for standard input: what stands on a command line, others see.",
+    ),
+]
+MAX_TOKEN_FILE_BYTES = 64 << 10
 BytesDone = Callable[[int, int], None]  # bytes done, bytes in all
 Result = TypeVar("Result")
 
 # Much of what is shown was written elsewhere: no text is markup.
 out = Console(highlight=False, markup=False, emoji=False)
 err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def given_token(token: str | None, file: Path | None) -> str | None:
+    """Return the token in ``file``, or on standard input where that is ``-``; without a file, ``token``.
+
+    UsageError for a file that cannot be read or is too large to hold one.
+    """
+    if file is None:
+        return token
+    try:
+        if str(file) == "-":
+            text = sys.stdin.read(MAX_TOKEN_FILE_BYTES + 1)
+        else:
+            with file.expanduser().open() as opened:
+                text = opened.read(MAX_TOKEN_FILE_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the token in {file}: {error}") from None
+    if not text.strip() or len(text) > MAX_TOKEN_FILE_BYTES:
+        raise UsageError(f"{file} holds {len(text)} characters; give a file with one token")
+    return text.strip()
 
 
 def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from atoll.errors import BadFrame
 from atoll.federated import (
+    CONSENT_S,
     COUNTED_SAMPLES,
     MAX_DIMS,
     MAX_FIELDS,
@@ -67,6 +68,7 @@ def federated_to_proto(spec: FederatedSpec) -> pb.FederatedSpec:
         downlink=rule.downlink,
         max_samples=rule.max_samples,
         local=rule.local,
+        consent_s=rule.consent_s,
         data=spec.data,
         inputs=[pb.FieldOfInput(input=name, field=spec.inputs[name]) for name in sorted(spec.inputs)],
     )
@@ -96,6 +98,7 @@ def federated_from_proto(message: pb.FederatedSpec, limits: Limits) -> Federated
         downlink=message.downlink,
         max_samples=message.max_samples or COUNTED_SAMPLES,  # a job journalled before there was a bound
         local=tuple(bounds.count("local", message.local, MAX_OPTIONS)),
+        consent_s=message.consent_s or CONSENT_S,
     )
     return FederatedSpec(rule, message.data, inputs)
 

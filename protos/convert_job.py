@@ -194,6 +194,7 @@ def job_to_proto(spec: JobSpec) -> pb.JobSpec:
         partitioner=spec.partitioner,
         schedule=spec.schedule,
         resume_of=spec.resume_of,
+        owner=spec.owner,
         hidden=sorted(spec.hidden),
     )
     if spec.eval_data is not None:
@@ -228,6 +229,7 @@ def job_from_proto(message: pb.JobSpec, limits: Limits) -> JobSpec:
         partitioner=bounds.name("partitioner", message.partitioner, limits),
         schedule=bounds.name("schedule", message.schedule, limits),
         resume_of=bounds.text("resume_of", message.resume_of, limits.name_chars),
+        owner=bounds.text("owner", message.owner, limits.name_chars),
         hidden=tuple(
             bounds.text("hidden tensor", name, limits.name_chars)
             for name in bounds.count("hidden tensors", message.hidden, limits.items)

@@ -20,7 +20,7 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from cryptography import x509
@@ -44,6 +44,7 @@ WORKER_ID_BYTES = 8
 CA_LIFETIME = dt.timedelta(days=3650)
 CERTIFICATE_LIFETIME = dt.timedelta(days=365)
 RENEW_BEFORE = dt.timedelta(days=30)
+RENEW_SHARE = 3  # a short certificate is renewed a third of its time ahead
 CLOCK_SKEW = dt.timedelta(days=1)
 """Tolerated lag of a volunteer's clock, in which a fresh certificate would look not yet valid."""
 
@@ -75,6 +76,16 @@ class Identity:
     def expires(self) -> dt.datetime:
         return _certificate(self.certificate_pem).not_valid_after_utc
 
+    def issued(self) -> dt.datetime:
+        """Moment at which the certificate was made."""
+        return _certificate(self.certificate_pem).not_valid_before_utc + CLOCK_SKEW
+
+    def renewal_due(self) -> dt.datetime:
+        """Moment from which the certificate is to be renewed."""
+        certificate = _certificate(self.certificate_pem)
+        ends = certificate.not_valid_after_utc
+        return ends - min(RENEW_BEFORE, (ends - certificate.not_valid_before_utc) / RENEW_SHARE)
+
     def save(self, directory: Path) -> None:
         """Write key, certificate and CA with mode 0600 into ``directory`` (0700).
 
@@ -99,12 +110,30 @@ class Identity:
         return identity_from(key, certificate, ca)
 
 
-def identity_from(key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> Identity:
-    """Check that key, certificate and CA belong together; the name is the certificate's.
+class CurrentIdentity:
+    """The identity that new connections of a process show; connections that are open keep theirs. From any
+    thread."""
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+
+    @property
+    def now(self) -> Identity:
+        return self._identity
+
+    def replace(self, identity: Identity) -> None:
+        """Show ``identity`` from now on."""
+        self._identity = identity
+
+
+def identity_from(
+    key_pem: bytes, certificate_pem: bytes, ca_pem: bytes, now: dt.datetime | None = None
+) -> Identity:
+    """Check that key, certificate and CA belong together at ``now``; the name is the certificate's.
 
     Raises AccessDenied.
     """
-    name = verify_certificate(certificate_pem, ca_pem)
+    name = verify_certificate(certificate_pem, ca_pem, now)
     public = _certificate(certificate_pem).public_key()
     if _spki(_private_key(key_pem).public_key()) != _spki(public):
         raise AccessDenied(f"the private key does not belong to the certificate of {name}; join again")
@@ -156,10 +185,11 @@ class Authority:
 
     key_pem: bytes = field(repr=False)
     certificate_pem: bytes = field(repr=False)
+    lifetime: dt.timedelta | None = None  # of the certificates that it issues; None: CERTIFICATE_LIFETIME
 
     @classmethod
-    def open(cls, directory: Path) -> Authority:
-        """Load the CA in ``directory``, or create it there once.
+    def open(cls, directory: Path, lifetime: dt.timedelta | None = None) -> Authority:
+        """Load the CA in ``directory``, or create it there once; it issues certificates of ``lifetime``.
 
         Raises StorageError when the disk refuses or only half of a CA is there.
         """
@@ -167,41 +197,41 @@ class Authority:
         if certificate_path.exists():
             if not key_path.exists():
                 raise StorageError(f"{key_path} is missing beside ca.pem; restore it from a backup")
-            return cls(_read(key_path), _read(certificate_path))
+            return cls(_read(key_path), _read(certificate_path), lifetime)
         private_folder(directory)
-        made = cls._create()
+        made = cls._create(lifetime)
         write_private(key_path, made.key_pem)
         # Certificate last and by rename: a crash in between leaves no CA, not half of one.
         write_private(certificate_path, made.certificate_pem)
         return made
 
     @classmethod
-    def _create(cls) -> Authority:
+    def _create(cls, lifetime: dt.timedelta | None) -> Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"atoll {secrets.token_hex(4)}")])
         builder = (
-            _builder(key.public_key(), name, name, CA_LIFETIME)
+            _builder(key.public_key(), name, name, CA_LIFETIME, None)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(ca=True), critical=True)
         )
         certificate = builder.sign(key, hashes.SHA256())
-        return cls(_key_pem(key), certificate.public_bytes(serialization.Encoding.PEM))
+        return cls(_key_pem(key), certificate.public_bytes(serialization.Encoding.PEM), lifetime)
 
     @property
     def certificate_der(self) -> bytes:
         return _certificate(self.certificate_pem).public_bytes(serialization.Encoding.DER)
 
-    def server_identity(self) -> Identity:
-        """A fresh key and certificate for the coordinator's own ports; made at every start."""
+    def server_identity(self, now: dt.datetime | None = None) -> Identity:
+        """A fresh key and certificate for the coordinator's own ports; made at every start and each week."""
         key_pem = new_key()
         return Identity(
             COORDINATOR,
             key_pem,
-            self._issue(_private_key(key_pem).public_key(), COORDINATOR),
+            self._issue(_private_key(key_pem).public_key(), COORDINATOR, now),
             self.certificate_pem,
         )
 
-    def sign(self, csr_pem: bytes, worker_id: str) -> bytes:
+    def sign(self, csr_pem: bytes, worker_id: str, now: dt.datetime | None = None) -> bytes:
         """Certificate (PEM) that binds the CSR's key to ``worker_id``; the CSR's own names are ignored.
 
         Raises AccessDenied for a malformed request or id.
@@ -220,14 +250,14 @@ class Authority:
             raise AccessDenied("certificate request must hold a P-256 key; update this worker")
         if not valid:
             raise AccessDenied("certificate request is not signed by its own key")
-        return self._issue(key, worker_id)
+        return self._issue(key, worker_id, now)
 
-    def _issue(self, public: ec.EllipticCurvePublicKey, name: str) -> bytes:
+    def _issue(self, public: ec.EllipticCurvePublicKey, name: str, now: dt.datetime | None) -> bytes:
         ca = _certificate(self.certificate_pem)
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = (
-            _builder(public, subject, ca.subject, CERTIFICATE_LIFETIME)
+            _builder(public, subject, ca.subject, self.lifetime or CERTIFICATE_LIFETIME, now)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(ca=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
@@ -340,13 +370,27 @@ def matching_hash(presented: str, stored: Iterable[str]) -> str | None:
 # ---------------------------------------------------------------- gRPC credentials
 
 
-def server_credentials(identity: Identity, *, mutual: bool) -> grpc.ServerCredentials:
-    """``mutual``: work and peer ports ask for a certificate; the entry port cannot."""
-    return grpc.ssl_server_credentials(
-        [(identity.key_pem, identity.certificate_pem)],
-        root_certificates=identity.ca_pem if mutual else None,
-        require_client_auth=mutual,
-    )
+def server_credentials(identity: Identity | CurrentIdentity, *, mutual: bool) -> grpc.ServerCredentials:
+    """Credentials of a port, which shows each new connection what is current. ``mutual``: work and peer
+    ports ask for a certificate; the entry port cannot."""
+    current = identity if isinstance(identity, CurrentIdentity) else CurrentIdentity(identity)
+    shown = current.now
+
+    def certificates(identity: Identity) -> grpc.ServerCertificateConfiguration:
+        chain = [(identity.key_pem, identity.certificate_pem)]
+        return grpc.ssl_server_certificate_configuration(
+            chain, root_certificates=identity.ca_pem if mutual else None
+        )
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        if (newest := current.now) is shown:
+            return None
+        shown = newest
+        return certificates(newest)
+
+    fetch: Any = renewed  # grpc-stubs lacks the None that its documentation asks for
+    return grpc.dynamic_ssl_server_credentials(certificates(shown), fetch, mutual)
 
 
 def channel_credentials(ca_pem: bytes, identity: Identity | None = None) -> grpc.ChannelCredentials:
@@ -383,9 +427,13 @@ def _values(auth_context: Mapping[str, object], key: str) -> list[bytes]:
 
 
 def _builder(
-    public: ec.EllipticCurvePublicKey, subject: x509.Name, issuer: x509.Name, lifetime: dt.timedelta
+    public: ec.EllipticCurvePublicKey,
+    subject: x509.Name,
+    issuer: x509.Name,
+    lifetime: dt.timedelta,
+    now: dt.datetime | None,
 ) -> x509.CertificateBuilder:
-    now = dt.datetime.now(dt.UTC)
+    now = now or dt.datetime.now(dt.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

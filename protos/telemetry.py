@@ -21,11 +21,13 @@ class Event(StrEnum):
     TOKEN_CREATED = "token.created"  # noqa: S105 - a name
     TOKEN_REVOKED = "token.revoked"  # noqa: S105 - a name
     TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
+    CERTIFICATE_RENEWED = "certificate.renewed"
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
     WORKER_SUSPECTED = "worker.suspected"
     WORKER_QUARANTINED = "worker.quarantined"
     WORKER_READMITTED = "worker.readmitted"
+    WORKER_FORGOTTEN = "worker.forgotten"
     WORKER_KICKED = "worker.kicked"
     WORKER_LOG = "worker.log"
     SESSION_OPENED = "session.opened"
@@ -47,6 +49,9 @@ class Event(StrEnum):
     ROUND_CLOSED = "round.closed"
     CLIENT_DROPPED = "client.dropped"
     CLIENT_UNFIT = "client.unfit"
+    CONSENT_AWAITED = "consent.awaited"
+    CONSENT_GIVEN = "consent.given"
+    CONSENT_REFUSED = "consent.refused"
     CHECKPOINT_STORED = "checkpoint.stored"
     CHECKPOINT_TORN = "checkpoint.torn"
     BLOBS_DELETED = "blobs.deleted"

@@ -134,12 +134,13 @@ class BlobStore(Protocol):
         self,
         files: Sequence[BlobFile],
         cancel: Cancel,
-        progress: Callable[[], None] = lambda: None,
+        progress: Callable[[int], None] = lambda nbytes: None,
         *,
         new: bool = False,
     ) -> int:
-        """Store files; returns the bytes that travelled. ``new``: the store cannot have any of them, so that
-        question's round trip is saved. StorageError (a full store), ConnectionFailed, Cancelled."""
+        """Store files; returns the bytes that travelled, which ``progress`` hears of piece by piece. ``new``:
+        the store cannot have any of them, so that question's round trip is saved. StorageError (a full
+        store), ConnectionFailed, Cancelled."""
 
 
 class BlobFiles:
@@ -169,16 +170,21 @@ class BlobFiles:
         self,
         files: Sequence[BlobFile],
         cancel: Cancel,
-        progress: Callable[[], None] = lambda: None,
+        progress: Callable[[int], None] = lambda nbytes: None,
         *,
         new: bool = False,
     ) -> int:
+        pace = _paced(cancel, self._rate)
+
+        def before(nbytes: int) -> None:
+            pace(nbytes)
+            progress(nbytes)
+
         return upload(
             self._port,
             [LocalBlob(file.hash, file.size, partial(_pieces, file.path)) for file in files],
             attempts(cancel),
-            lambda done, total: progress(),
-            before=_paced(cancel, self._rate),
+            before=before,
             new=new,
         )
 

@@ -34,7 +34,7 @@ FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md 
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = (
     "identity", MEMORY_FILE, "running", "blobs", "compute", "data", "apps", "federated", "codec_speed.json",
-    "send_log",
+    "consent", "departures", "send_log",
 )  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 _REMEMBERED = (

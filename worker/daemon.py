@@ -14,25 +14,27 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
 
 from atoll.errors import AccessDenied, AtollError, ConnectionFailed, ProtocolMismatch
+from atoll.federated import ConsentWord as Word
 from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
-from protos.blob_calls import BlobsOverGrpc
 from protos.convert_federated import dataset_to_proto
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
 from worker.config import WorkerConfig, remember
+from worker.control.bulk import Bulk
 from worker.control.enroll import find_work_address, join
-from worker.control.remote_store import batches
+from worker.control.renewal import keep_renewed
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
+from worker.federated.consent import Consent
 from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
@@ -41,13 +43,13 @@ from worker.machine.malloc import keep_chunk_memory
 from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
-from worker.session.wire import PeerExpected
+from worker.session.state import WELCOMED
+from worker.session.wire import PeerExpected, PeerRevoked
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.network import PeerNetwork
 
 if TYPE_CHECKING:
-    import grpc
-
+    from protos.credentials import Identity
     from worker.control.enroll import Membership
 
 log = structlog.get_logger()
@@ -62,10 +64,10 @@ STEP_PHASES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ConsentChanged:
-    """Event: this machine's owner accepted or revoked an app."""
+    """Event: this machine's owner has given its word on an app, a job or a data set."""
 
 
-Inner = events.Event | PeerExpected | ConsentChanged
+Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged
 
 
 class Daemon:
@@ -86,8 +88,10 @@ class Daemon:
         self._apps: AppHost | None = None
         self._device = pb.DeviceFacts()
         self._membership: Membership
+        self._renewing = threading.Lock()
         self._network: PeerNetwork
-        self._host = ComputeHost(config)
+        self._consent = Consent(config.state_dir)
+        self._host = ComputeHost(config, self._consent)
 
     # ---------------------------------------------------------------- the life of the process
 
@@ -125,14 +129,13 @@ class Daemon:
             name=member.worker,
             joined=self._peer_joined,
         )
-        bulk = member.channel(config)  # of its own: an upload must not hold up a commit
+        bulk = Bulk(lambda member: member.channel(config), member)
         self._network = network
         cache = BlobCache(config.blob_dir, config.cache_bytes)
-        blobs = BlobsOverGrpc(bulk, member.metadata, member.work_address)
         ports = HostPorts(
             network,
-            BlobFiles(blobs, cache, config.max_upload_bytes_per_s),
-            partial(batches, bulk, member.metadata, member.work_address),
+            BlobFiles(bulk, cache, config.max_upload_bytes_per_s),
+            bulk.batches,
             self._events.put,
             self._send,
         )
@@ -141,6 +144,8 @@ class Daemon:
             self._device = self._host.start(member.worker, ports, self._stopping.is_set)
             remember(config)
             threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
+            renewing = (config, lambda: self._membership, partial(self._renewed, bulk), self._stopping.wait)
+            threading.Thread(target=keep_renewed, args=renewing, name="atoll-renewal", daemon=True).start()
             log.info(
                 "worker.joined",
                 worker=member.worker,
@@ -159,9 +164,16 @@ class Daemon:
             if isinstance(event, PeerExpected):
                 self._expect_peer(event)
                 continue
+            if isinstance(event, PeerRevoked):
+                log.warning("peer.revoked", peer=event.peer, reason=event.reason)
+                self._network.bar(event.peer, f"its certificate was revoked: {event.reason}")
+                continue
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:
                     self._apps.consent_changed()
+                self._say_consent()
+                continue
+            if isinstance(event, events.Participate) and not self._consents(event):
                 continue
             before = self._state
             self._state, todo = machine.handle(before, event)
@@ -175,6 +187,9 @@ class Daemon:
                 self._host.report_codecs()
                 for joined in self._network.reported():
                     self._send(messages.peer_joined(*joined))
+                self._say_consent()
+            if isinstance(event, events.Release):
+                self._consent.close(event.job, event.reason)
             for instruction in todo:
                 self._perform(instruction)
 
@@ -210,7 +225,14 @@ class Daemon:
             case _:
                 self._host.do(instruction)
 
-    def _shut_down(self, network: PeerNetwork, bulk: grpc.Channel) -> None:
+    def _renewed(self, bulk: Bulk, identity: Identity) -> None:
+        """Use a new identity for every connection from now on; those that are open stay."""
+        with self._renewing:
+            self._membership = replace(self._membership, identity=identity)
+        self._network.renew(identity)
+        bulk.renewed(self._membership)
+
+    def _shut_down(self, network: PeerNetwork, bulk: Bulk) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
         if self._apps is not None:
             self._apps.stop()
@@ -243,7 +265,9 @@ class Daemon:
         if self._stopping.wait(after_s):
             return
         try:
-            self._membership = find_work_address(self._config, self._membership)
+            found = find_work_address(self._config, self._membership)
+            with self._renewing:
+                self._membership = replace(found, identity=self._membership.identity)
         except FATAL as error:
             self._refused(error)
         except AtollError as error:
@@ -276,6 +300,7 @@ class Daemon:
         self._events.put(events.Dismiss(str(error), for_good=True))
 
     def _send(self, message: pb.FromWorker) -> None:
+        self._consent.sends(message)
         stream = self._stream
         if stream is not None and not stream.send(message):
             log.warning("session.congested", queued=self._config.outgoing_messages)
@@ -288,7 +313,7 @@ class Daemon:
             listening = config.listen_host
             host = own if listening in ("0.0.0.0", "::", "") else listening  # noqa: S104
             addresses = tuple((h, p or port) for h, p in config.advertise) or ((host, port),)
-        return pb.FromWorker(
+        message = pb.FromWorker(
             introduction=pb.Introduction(
                 protocol=PROTOCOL_VERSION,
                 name=config.shown_name,
@@ -302,6 +327,8 @@ class Daemon:
                 held=messages.held_stage(self._state),
             )
         )
+        self._consent.sends(message)
+        return message
 
     def _datasets(self) -> list[pb.DatasetFacts]:
         """Facts of registered data sets; a damaged folder must not keep the worker out."""
@@ -310,6 +337,44 @@ class Daemon:
         except AtollError as error:
             log.error("data.unreadable", reason=str(error))
             return []
+
+    # ---------------------------------------------------------------- consent
+
+    def _consents(self, event: events.Participate) -> bool:
+        """True where the session may take up an invitation; else the coordinator hears why not."""
+        if self._state.outdated or self._state.phase not in WELCOMED:
+            return True  # the session ignores it
+        try:
+            answer = self._consent.judge(event.work)
+        except AtollError as error:
+            failed = instructions.ClientFailed(event.job, 0, str(error), "load")
+            self._send(messages.to_proto(failed))
+            return False
+        if answer is not None:
+            self._withdraw(answer)
+            self._send(pb.FromWorker(consent=answer))
+        return answer is None
+
+    def _say_consent(self) -> None:
+        """Tell the coordinator the owner's word on every job that is open here, and obey it."""
+        try:
+            answers = self._consent.changed()
+        except AtollError as error:
+            log.error("consent.unreadable", reason=str(error))
+            return
+        for answer in answers:
+            self._withdraw(answer)
+            if answer.job != self._state.job:
+                self._send(pb.FromWorker(consent=answer))
+
+    def _withdraw(self, answer: pb.Consent) -> None:
+        """Stop a job that runs here without its consent, whatever the coordinator says."""
+        if answer.word != Word.GIVEN and answer.job == self._state.job:
+            self._state, todo = machine.handle(
+                self._state, events.Release(answer.job, self._state.version, answer.reason)
+            )
+            for instruction in todo:
+                self._perform(instruction)
 
     # ---------------------------------------------------------------- threads around the work
 
@@ -367,7 +432,7 @@ class Daemon:
             self.leave(f"stopped by {signal.Signals(number).name}")
 
         old = {n: signal.signal(n, leave) for n in (signal.SIGINT, signal.SIGTERM)}
-        # `atoll-worker apps accept` tells a running daemon that its list has changed.
+        # `atoll-worker apps` and `jobs` tell a running daemon that its owner has spoken.
         old[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, lambda *_: self._events.put(ConsentChanged()))
 
         def restore() -> None:

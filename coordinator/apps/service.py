@@ -15,11 +15,13 @@ from coordinator.apps.hub import AppDesk
 from coordinator.apps.mailbox import Mailbox
 from coordinator.apps.parts import OWNER
 from coordinator.services.blobs import MAX_BLOBS_A_REQUEST
+from coordinator.services.owners import Owners
 from coordinator.services.work import worker_of
 from protos import atoll_apps_pb2 as pb
 from protos import atoll_apps_pb2_grpc as rpc
 from protos import bounds
 from protos.grpc_errors import refuse
+from protos.text_limits import clean
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -32,8 +34,8 @@ log = structlog.get_logger()
 class OwnerApps(rpc.AppsServicer):
     """What the owner of an app may ask; the caller's right was checked before."""
 
-    def __init__(self, desk: AppDesk) -> None:
-        self._desk = desk
+    def __init__(self, desk: AppDesk, owners: Owners) -> None:
+        self._desk, self._owners = desk, owners
 
     async def Run(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.FromApp], context: Context
@@ -44,6 +46,8 @@ class OwnerApps(rpc.AppsServicer):
             first = await _first(request_iterator)
             if not first.HasField("open"):
                 raise BadFrame("the first message of a run opens it")
+            owner = self._owners.calling(context.invocation_metadata())
+            self._owners.did(owner, "flower run", clean(context.peer() or "", 100), run=f"{first.open.run:x}")
             box = desk.owner_comes(first.open)
         except AtollError as error:
             await refuse(context, error)

@@ -22,6 +22,8 @@ from coordinator.client.endpoint import Endpoint, default_state_dir, parse_addre
 from protos.command_line import AsJson, out, print_json, with_groups
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+DEFAULT_EXPIRES, DEFAULT_USES = "7d", 100
+worker_app = typer.Typer(no_args_is_help=True, help="Enrolled workers.")
 token_app = typer.Typer(
     no_args_is_help=True, help="Create, list and revoke the tokens that workers join with."
 )
@@ -33,6 +35,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: atoll status --json | jq '.workers[].state'")(status)
     app.command(epilog="Example: atoll kick w-7f3a2c9e05b1d846 --for-good --reason 'wrong results'")(kick)
     app.add_typer(token_app, name="token")
+    app.add_typer(worker_app, name="worker")
 
 
 @with_groups
@@ -153,20 +156,38 @@ def kick(
         out.print(f"{found[0]} was asked to leave{' for good' if for_good else ''}")
 
 
+@worker_app.command("forget", epilog="Example: atoll worker forget w-7f3a2c9e05b1d846")
+@with_groups
+def worker_forget(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id, or a name that one worker has.")],
+    common: Common,
+) -> None:
+    """Strike a worker that will not come back: its certificate opens nothing any more, and it does not count
+    towards --max-workers. To come back it joins with a token, as a new worker."""
+    with common.client() as client:
+        client.forget(worker)
+    if common.json:
+        print_json({"worker": worker, "forgotten": True})
+    else:
+        out.print(f"{worker} is forgotten")
+
+
 @token_app.command("create", epilog="Example: atoll token create --name lab --expires 24h --uses 10")
 @with_groups
 def token_create(
     name: Annotated[str, typer.Option(help="Name in the list.")] = "",
     expires: Annotated[
-        str, typer.Option(metavar="TIME", help="Lifetime such as 30m, 24h or 7d; default: unlimited.")
-    ] = "",
-    uses: Annotated[int, typer.Option(min=0, help="Most workers that may join with it; 0: any number.")] = 0,
+        str, typer.Option(metavar="TIME", help="Lifetime such as 30m, 24h or 7d; never: unlimited.")
+    ] = DEFAULT_EXPIRES,
+    uses: Annotated[
+        int, typer.Option(min=0, help="Most workers that may join with it; 0: any number.")
+    ] = DEFAULT_USES,
     host: Annotated[str, typer.Option(help="Address in the join command.")] = "",
     *,
     common: Common,
 ) -> None:
     """Create a token with which workers join, and print the join command."""
-    lifetime_s = parse_duration(expires) if expires else 0.0
+    lifetime_s = 0.0 if expires == "never" else parse_duration(expires)
     with common.client() as client:
         reply = client.create_token(name, lifetime_s, uses, host)
         address = client.endpoint.address

@@ -95,6 +95,6 @@ def split(
     out.print(f"map {made.fingerprint[:16]} in {target}", soft_wrap=True)
     first, schema = target / made.clients[0].file, target / splitting.SCHEMA
     err.print(
-        f"each client: atoll-worker data add {name} {first} --schema-file {schema}",
+        f"each client: atoll-worker data add {name} {first} --schema-file {schema} --accept any",
         soft_wrap=True,
     )

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from coordinator.client.client import Client, connect
-from protos.command_line import AsJson, err
+from protos.command_line import AsJson, TokenFile, err, given_token
 
 if TYPE_CHECKING:
     from atoll.job import Job
@@ -51,6 +51,7 @@ class Common:
         str | None,
         typer.Option(envvar="ATOLL_TOKEN", help="The owner's token, when the state folder does not hold it."),
     ] = None
+    token_file: TokenFile = None
     state_dir: StateDir = None
     insecure: Insecure = False
     json: AsJson = False
@@ -59,9 +60,8 @@ class Common:
         """The client that the options name; close it, or use it in ``with``."""
         root = click.get_current_context().find_root()
         use_proxy = bool(root.params.get("use_proxy"))
-        return connect(
-            self.coordinator, self.token, self.state_dir, insecure=self.insecure, use_proxy=use_proxy
-        )
+        token = given_token(self.token, self.token_file)
+        return connect(self.coordinator, token, self.state_dir, insecure=self.insecure, use_proxy=use_proxy)
 
 
 @dataclass(frozen=True)

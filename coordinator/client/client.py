@@ -262,6 +262,28 @@ class Client:
             request = pb.KickRequest(worker=worker, reason=reason, for_good=for_good)
             self._owner.Kick(request, **self._short())
 
+    def forget(self, worker: str) -> None:
+        """Strike a worker, by id or name, that is gone for good. UsageError while it is connected."""
+        with calling(self.endpoint.address):
+            self._owner.Forget(pb.ForgetRequest(worker=worker), **self._short())
+
+    def create_owner(self, name: str, role: str) -> pb.OwnerReply:
+        """Make a token for another owner that may ``watch``, ``submit`` or ``administer``."""
+        with calling(self.endpoint.address):
+            request = pb.OwnerRequest(name=name, role=role)
+            reply: pb.OwnerReply = self._owner.CreateOwner(request, **self._short())
+        return reply
+
+    def owners(self) -> list[pb.OwnerInfo]:
+        """Every owner, without secrets."""
+        with calling(self.endpoint.address):
+            return list(self._owner.ListOwners(pb.Empty(), **self._short()).owners)
+
+    def revoke_owner(self, name: str) -> None:
+        """End an owner's rights; its jobs stay."""
+        with calling(self.endpoint.address):
+            self._owner.RevokeOwner(pb.OwnerRequest(name=name), **self._short())
+
     # ------------------------------------------------------------ helpers
 
     def _short(self, timeout_s: float | None = None) -> dict[str, object]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from atoll.federated import ConsentWord
 from coordinator.federated import machine
 from coordinator.federated import state as fed
 from coordinator.federated.metrics import CENTRAL, CLIENTS, evaluation_of
@@ -20,7 +21,7 @@ from coordinator.federated.state import VERSION, FederationState
 from coordinator.membership import member as members
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import STATE, JobRecord, RoundClosed
+from coordinator.messages.facts import OWNER, STATE, JobRecord, RoundClosed
 from coordinator.messages.jobs import (
     PREPARING,
     Broken,
@@ -203,7 +204,7 @@ class FederatedDriver:
     def heard(self, worker: str, message: ev.JobMessage) -> None:
         """Handle a message of a worker about one of these jobs."""
         member = self.effects.roster.workers[worker].member
-        if member.job != message.job and not isinstance(message, ev.UpdateReady):
+        if member.job != message.job and not isinstance(message, ev.UpdateReady | ev.ConsentSaid):
             self.effects.drop(type(message).__name__, f"of {worker}, which takes no part in it", message.job)
             return
         if isinstance(message, ev.Loaded) and message.version != VERSION:
@@ -302,9 +303,14 @@ class FederatedDriver:
             case fed.Say(worker, message):
                 effects.send(worker, message)
             case fed.Invite(worker):
-                effects.send(worker, do.Participate(job, VERSION, state.spec, dict(state.spec.tensors)))
+                tensors = dict(state.spec.tensors)
+                effects.send(
+                    worker, do.Participate(job, VERSION, state.spec, tensors, state.spec.owner or OWNER)
+                )
             case fed.Let(worker, reason):
                 self._release(state, worker, reason)
+            case fed.ConsentNews():
+                self._consent_news(state, todo)
             case fed.Open(at_round, blob):
                 effects.emit(do.OpenAggregator(job, state.spec, at_round, blob, max(1, len(state.clients))))
             case fed.Aggregate():
@@ -377,6 +383,26 @@ class FederatedDriver:
             if worker:
                 self._let[state.job, name] = known.member.incarnation
             self._free(state, name, reason)
+
+    def _consent_news(self, state: FederationState, news: fed.ConsentNews) -> None:
+        """Give back a worker whose data owner has not agreed, invite one whose owner has."""
+        job, worker, log = state.job, news.worker, self.effects.log
+        said = {"job": job, "worker": worker, "reason": news.reason, "graph": news.graph}
+        match news.word:
+            case ConsentWord.AWAITED:
+                log(Name.CONSENT_AWAITED, **said)
+            case ConsentWord.GIVEN:
+                log(Name.CONSENT_GIVEN, **said)
+            case ConsentWord.REFUSED:
+                log(Name.CONSENT_REFUSED, "warning", **said)
+        known = self.effects.roster.workers[worker]
+        if news.word is ConsentWord.GIVEN:
+            self._let.pop((job, worker), None)
+            self.effects.advance = True
+            return
+        self._let[job, worker] = known.member.incarnation
+        if known.member.job == job:
+            self.effects.move(worker, members.Released(f"{job} has no consent there"))
 
     def _free(self, state: FederationState, worker: str, reason: str) -> None:
         self.effects.send(worker, do.Release(state.job, VERSION, reason))

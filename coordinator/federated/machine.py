@@ -5,8 +5,8 @@ clients, sends each the model, and closes when each has answered, failed, or is 
 deadline has passed; it is summed from what arrived, where that is enough, and repeated where not.
 RoundClosed is journalled with the server's state before anybody hears of it, so that a coordinator
 killed at any moment goes on at the round in flight; what became of an update is said again to a
-client that may not have heard it. A client's message that the phase does not know is dropped with its
-reason.
+client that may not have heard it. With too few clients while data owners were asked the job awaits their
+consent, up to its deadline. A client's message that the phase does not know is dropped with its reason.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from atoll.federated import ConsentWord as Word
 from atoll.transitions import Transitions
 from coordinator.federated import population
 from coordinator.federated.cohorts import expired
@@ -42,12 +43,14 @@ from coordinator.federated.rounds import (
     verdict,
     waits_for_owner,
     with_client,
+    without_consent,
 )
 from coordinator.federated.state import (
     Begin,
     Client,
     ClientBack,
     ClientLost,
+    ConsentNews,
     EvaluateCentrally,
     Evaluation,
     Event,
@@ -73,11 +76,22 @@ from coordinator.messages.events import (
     ClientEvaluated,
     ClientFailed,
     ClientMessage,
+    ConsentSaid,
     Loaded,
     UpdateReady,
 )
 from coordinator.messages.instructions import Model, RoundTaken
-from coordinator.messages.jobs import ENDED, FEDERATING, Broken, Cancelled, Dropped, Phase, Record, Waits
+from coordinator.messages.jobs import (
+    ENDED,
+    FEDERATING,
+    GATHERS,
+    Broken,
+    Cancelled,
+    Dropped,
+    Phase,
+    Record,
+    Waits,
+)
 
 MAX_FIGURE = 1e100  # a loss or metric; times the most samples, summed over all clients, it stays finite
 MAX_FAILURES = 3  # of the aggregator, without a closed round in between
@@ -99,7 +113,8 @@ def step(state: FederationState, event: Event, now_s: float) -> Outcome:
     transition = TRANSITIONS.get((state.phase, kind))
     if isinstance(event, FromClient):
         client = state.clients.get(event.worker)
-        if transition is None or client is None or not client.present:
+        heard = client is not None and (client.present or kind is ConsentSaid)
+        if transition is None or not heard:
             return _unheard(state, event, kind.__name__)
     elif transition is None and isinstance(event, AggregatorEvent):
         return state, [Dropped(f"{kind.__name__} while {state.phase.value}")]
@@ -128,7 +143,7 @@ def _opened(state: FederationState, event: AggregatorOpened, now_s: float) -> Ou
     after: Outcome = here, []
     if state.phase is Phase.AGGREGATING:
         after = aggregate(here)
-    elif state.phase is Phase.GATHERING:
+    elif state.phase in GATHERS:
         held = max(here.hold_until_s, now_s + min(GATHER_S, here.federated.rule.deadline_s))
         after = gather(replace(here, hold_until_s=held), now_s)
     return after[0], [*before, *after[1]]
@@ -186,6 +201,7 @@ def _invite(state: FederationState, event: Invited, now_s: float) -> Outcome:
         present=True,
         loaded=False,
         out=known.out if known.barred else "",
+        consent=None,
         model="",
     )
     most = state.federated.rule.max_samples
@@ -231,7 +247,7 @@ def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> 
             todo.append(Say(worker, train_message(here, worker, now_s)))
     elif here.phase is Phase.EVALUATING and worker in here.asked:
         todo.append(Say(worker, evaluate_message(here, worker, now_s)))
-    elif here.phase is Phase.GATHERING:
+    elif here.phase in GATHERS:
         gathered, more = gather(here, now_s)
         return gathered, [*todo, *more]
     return here, todo
@@ -283,9 +299,37 @@ def _without(state: FederationState, worker: str, reason: str, now_s: float) -> 
         less = replace(state, asked=state.asked - {worker})
         after, more = evaluated_if_complete(less, now_s)
         return after, [Without(state.round, worker, f"evaluation: {reason}"), *more]
-    if state.phase is Phase.GATHERING:
+    if state.phase in GATHERS:
         return gather(state, now_s)
     return state, []
+
+
+# ---------------------------------------------------------------- consent
+
+
+@TRANSITIONS.on(*_ALIVE)
+def _consent(state: FederationState, event: FromClient[ConsentSaid], now_s: float) -> Outcome:
+    """Go on without a client whose data owner has not agreed: it is not available, and not lost."""
+    worker, said = event.worker, event.message
+    client = state.clients[worker]
+    news = ConsentNews(worker, said.word, said.reason, said.graph)
+    if said.word is Word.GIVEN:
+        if client.consent is None:
+            return state, []
+        return with_client(state, replace(client, consent=None, out="")), [news]
+    told = replace(
+        client,
+        present=False,
+        loaded=False,
+        model="",
+        consent=said.word,
+        out=client.out if client.barred else said.reason,
+    )
+    if not client.present and client.consent is said.word:  # said again, after a reconnection
+        return with_client(state, told), []
+    why = "its data owner was asked" if said.word is Word.AWAITED else said.reason
+    after, todo = _without(with_client(state, told), worker, why, now_s)
+    return after, [news, *todo]
 
 
 # ---------------------------------------------------------------- updates
@@ -468,7 +512,9 @@ def _centrally_evaluated(state: FederationState, event: CentrallyEvaluated, now_
 
 @TRANSITIONS.on(*FEDERATING)
 def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
-    if state.phase is Phase.GATHERING:
+    if state.phase is Phase.CONSENTING and now_s >= state.consent_due_s:
+        return without_consent(state)
+    if state.phase in GATHERS:
         return gather(state, now_s) if state.opened else (state, [])
     if now_s < state.due_s:
         waits = state.phase is Phase.TRAINING and state.cohort is not None and state.cohort.waiting
@@ -492,7 +538,7 @@ def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
     return state, []
 
 
-@TRANSITIONS.on(*_WAITING, Phase.GATHERING)
+@TRANSITIONS.on(*_WAITING, *sorted(GATHERS))
 def _wait(state: FederationState, event: Waits, now_s: float) -> Outcome:
     return replace(state, reason=event.reason), []
 

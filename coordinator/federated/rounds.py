@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 
+from atoll.federated import ConsentWord as Word
 from coordinator.federated import population
 from coordinator.federated.metrics import (
     CLIENTS,
@@ -47,6 +49,7 @@ from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, 
 from coordinator.messages.jobs import Phase, Record
 from strategies import make_strategy
 
+SHOWN = 4  # names in a reason
 RECENT = 21  # round times kept for medians
 MAX_REPEATS = 3  # of one round
 BESIDE_BYTES = 32 * 2**20
@@ -96,19 +99,57 @@ def gather(state: FederationState, now_s: float) -> Outcome:
     """Begin the round once there are enough clients, and those that still load were waited for."""
     need, ready = least(state), state.members
     loading = [c.worker for c in state.clients.values() if c.present and not c.loaded and not c.out]
-    absent = state.awaited - {c.worker for c in state.clients.values() if c.present}
+    absent = state.awaited - {c.worker for c in state.clients.values() if c.present or c.consent}
     waits = bool(loading or absent) and now_s < state.hold_until_s
     summed = state.round >= state.rounds  # and interrupted before it had ended: what is left is to evaluate
     if not state.opened or (len(ready) < need and not summed) or waits:
         what = f"{len(ready)} clients are ready, {need} are needed"
+        if state.opened and len(ready) < need and not loading and state.of_consent(Word.AWAITED):
+            due_s = state.consent_due_s or now_s + state.federated.rule.consent_s
+            reason = f"{what}; {_consent_words(state, due_s)}"
+            return replace(state, phase=Phase.CONSENTING, reason=reason, consent_due_s=due_s), []
         if len(ready) >= need:
             names = sorted({*loading, *absent})
             what = f"{len(ready)} clients are ready; waits for {', '.join(names[:4])}"
         elif not loading:
-            what += f"; more must register data set {state.federated.data!r} and join"
+            what += f"; more must register data set {state.federated.data!r} and join{_refusal_words(state)}"
         reason = what if state.opened else "starting the aggregator"
         return replace(state, phase=Phase.GATHERING, reason=reason), []
     return evaluate(state, now_s) if summed else begin_round(state, now_s)
+
+
+def without_consent(state: FederationState) -> Outcome:
+    """End a job to which too few data owners agreed in time."""
+    silent = ", ".join(state.of_consent(Word.AWAITED)[:SHOWN])
+    within = words_of_seconds(state.federated.rule.consent_s)
+    reason = (
+        f"{len(state.ready)} clients take part, {least(state)} are needed; within {within} no consent came "
+        f"from the data owners of {silent}{_refusal_words(state)}"
+    )
+    return end(state, Phase.FAILED, reason)
+
+
+def _consent_words(state: FederationState, due_s: float) -> str:
+    asked = ", ".join(state.of_consent(Word.AWAITED)[:SHOWN])
+    until = f"{datetime.fromtimestamp(due_s, UTC):%Y-%m-%d %H:%M} UTC"
+    return (
+        f"waits until {until} for the consent of the data owners of {asked}, who see it by "
+        f"`atoll-worker jobs`{_refusal_words(state)}"
+    )
+
+
+def _refusal_words(state: FederationState) -> str:
+    refused = state.of_consent(Word.REFUSED)
+    told = [f"{name}: {state.clients[name].out}" for name in refused[:SHOWN]]
+    return f"; refused by {'; '.join(told)}" if told else ""
+
+
+def words_of_seconds(seconds: float) -> str:
+    """A deadline for people: in days, hours, minutes or seconds, the largest that it is whole in."""
+    for name, unit in (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= unit and seconds % unit == 0:
+            return f"{seconds / unit:g} {name}"
+    return f"{seconds:g} s"
 
 
 def begin_round(state: FederationState, now_s: float) -> Outcome:
@@ -119,6 +160,7 @@ def begin_round(state: FederationState, now_s: float) -> Outcome:
         dropped={},
         chosen=(),
         awaited=frozenset(),
+        consent_due_s=0.0,
         begun_s=now_s,
         due_s=now_s + state.federated.rule.deadline_s,
         attempt=state.attempt + 1,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from atoll.federated import ConsentWord as Word
 from atoll.federated import FederatedSpec
 from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
@@ -44,6 +45,7 @@ class Client:
     out: str = ""  # why it takes no part: until it joins anew, or with ``barred`` ever again
     strikes: int = 0  # rounds in a row in which it failed; those of its certificate, not of its process
     barred: bool = False  # too many of them
+    consent: Word | None = None  # its data owner's, where that is asked or has refused
     model: str = ""  # the broadcast it surely holds, by its full blob's hash
     latency_s: float = 0.0  # one way, from the coordinator's own round trips
     uplink_bps: float = 0.0  # over ``uplink_s`` of uploads, the older the less; 0: not measured
@@ -225,6 +227,16 @@ class Let:
 
 
 @dataclass(frozen=True, slots=True)
+class ConsentNews:
+    """A client's data owner was asked, agreed or refused. Until it agrees its worker is free for others."""
+
+    worker: str
+    word: Word
+    reason: str
+    graph: str
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Blobs of updates that were counted or refused."""
 
@@ -256,6 +268,7 @@ Todo = (
     | Invite
     | Say
     | Let
+    | ConsentNews
     | Forget
     | Without
     | Closed
@@ -314,6 +327,7 @@ class FederationState:
     selector: Any = None
     awaited: frozenset[str] = frozenset()  # after a restart: clients of the last round
     hold_until_s: float = 0.0
+    consent_due_s: float = 0.0  # when waiting for data owners ends; 0: no round waits for them
     failures: int = 0  # of the aggregator, without a closed round in between
     not_before_s: float = 0.0  # a paused job goes on then at the earliest
     # for people
@@ -348,6 +362,10 @@ class FederationState:
         """Registered samples of all that could train now, by client."""
         ready = (self.clients[name] for name in self.ready)
         return {name: samples for client in ready for name, samples in client.members.items()}
+
+    def of_consent(self, word: Word) -> tuple[str, ...]:
+        """Clients whose data owners said this last."""
+        return tuple(sorted(name for name, client in self.clients.items() if client.consent is word))
 
     def bars(self, worker: str) -> bool:
         """Whether this client may not take part any more, whatever process speaks for it."""

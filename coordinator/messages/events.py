@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from atoll.device_class import DeviceClass
-from atoll.federated import DatasetFacts
+from atoll.federated import ConsentWord, DatasetFacts
 from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
 from atoll.plan import LinkSpec, Plan
@@ -275,6 +275,16 @@ class ClientFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ConsentSaid:
+    """A worker's data owner, or the policy it set, has spoken; ``graph``: hash of what would run there."""
+
+    job: str
+    word: ConsentWord
+    reason: str
+    graph: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     reason: str
 
@@ -300,10 +310,11 @@ PeerMessage = (
     | UpdateReady
     | ClientEvaluated
     | ClientFailed
+    | ConsentSaid
     | Leaving
     | Malformed
 )
-ClientMessage = UpdateReady | ClientEvaluated | ClientFailed
+ClientMessage = UpdateReady | ClientEvaluated | ClientFailed | ConsentSaid
 StageMessage = Loaded | StepReady | EvalReady | StateStored | StageFailed
 JobMessage = StageMessage | ClientMessage
 

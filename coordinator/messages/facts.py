@@ -48,6 +48,10 @@ class CoordinatorStarted:
     term: int  # from 1, rising
 
 
+OWNER = "owner"
+"""Name of who holds the coordinator's first owner token, which alone there was before there were others."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobSubmitted:
     job: str

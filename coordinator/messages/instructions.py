@@ -56,6 +56,14 @@ class ProbeLink:
 
 
 @dataclass(frozen=True, slots=True)
+class Revoked:
+    """A worker's certificate opens nothing any more: end its connections, accept none of it."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExpectPeer:
     """Accept this peer's connections, or dial it where it accepts none of ours."""
 
@@ -163,6 +171,7 @@ class Participate:
     version: int
     spec: JobSpec
     tensors: Mapping[str, str]
+    owner: str = ""  # who submitted the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +236,7 @@ Message = (
     ProbeOps
     | ProbeLink
     | ExpectPeer
+    | Revoked
     | Assign
     | Reconfigure
     | StepStart

@@ -27,6 +27,7 @@ class Phase(StrEnum):
     EVALUATING = "evaluating"
     STORING = "storing"
     GATHERING = "gathering"  # federated: clients load, or too few are here
+    CONSENTING = "awaiting consent"  # federated: too few are here, and data owners were asked
     AGGREGATING = "aggregating"  # federated: updates are being summed
     PAUSED = "paused"
     FINISHED = "finished"
@@ -37,7 +38,8 @@ class Phase(StrEnum):
 WAITING = frozenset({Phase.QUEUED, Phase.PAUSED})
 PREPARING = frozenset({Phase.PROFILING, Phase.PLANNING})
 RUNNING = frozenset({Phase.LOADING, Phase.TRAINING, Phase.EVALUATING, Phase.STORING})
-FEDERATING = frozenset({Phase.GATHERING, Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING})
+GATHERS = frozenset({Phase.GATHERING, Phase.CONSENTING})
+FEDERATING = GATHERS | {Phase.TRAINING, Phase.AGGREGATING, Phase.EVALUATING}
 STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 

@@ -490,7 +490,7 @@ class PipelineDriver:
     @property
     def _training(self) -> bool:
         """Whether a job runs whose links must not be disturbed."""
-        return any(s.phase in RUNNING | FEDERATING for s in self.effects.jobs.values())
+        return any(s.phase in (RUNNING | FEDERATING) - {Phase.CONSENTING} for s in self.effects.jobs.values())
 
     def _prepare(self) -> None:
         training = self._training

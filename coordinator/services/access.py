@@ -8,8 +8,6 @@ waits at his own end, but for the 64 KiB of a stream's window, and none of it is
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -21,13 +19,15 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed
-from coordinator.services.work import host_of, worker_of
-from protos.credentials import presented_in, secret_hash
+from coordinator.services.owners import needed_role
+from coordinator.services.work import network_of, worker_of
+from protos.credentials import presented_in
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
 from protos.text_limits import Budget
 
 if TYPE_CHECKING:
+    from coordinator.services.owners import Owners
     from coordinator.services.register import Register
 
     Context = grpc.aio.ServicerContext[Any, Any]
@@ -89,12 +89,12 @@ class _Rule:
 
 class EntryAccess(_Interceptor):
     """Access to the entry port: an owner's calls need the owner's token, enrolment a valid join token, a
-    greeting nothing. Without TLS there are no tokens (``owner_hash`` None) and everybody has access."""
+    greeting nothing. Without TLS there are no tokens (``owners`` None) and everybody has access."""
 
     def __init__(
-        self, owner_hash: str | None, register: Register, rules: EntryThrottle, clock: Callable[[], float]
+        self, owners: Owners | None, register: Register, rules: EntryThrottle, clock: Callable[[], float]
     ) -> None:
-        self._owner_hash = owner_hash
+        self._owners = owners
         self._register = register
         self._rules = rules
         self._clock = clock
@@ -116,15 +116,21 @@ class EntryAccess(_Interceptor):
         return self._newcomers(handler, refusal)
 
     def _refusal(self, method: str, secret: str) -> AccessDenied | None:
-        if self._owner_hash is None:
+        if self._owners is None:
             return None
         if method.startswith(OWNERS):
-            if secret and hmac.compare_digest(secret_hash(secret), self._owner_hash):
-                return None
-            return AccessDenied(
-                "this is not the owner's token of this coordinator; give --token, or run the command on the "
-                "machine of `atoll serve`"
-            )
+            owner, needed = self._owners.presenting(secret), needed_role(method)
+            if owner is None:
+                return AccessDenied(
+                    "this is not an owner's token of this coordinator; give --token, or run the command on "
+                    "the machine of `atoll serve`"
+                )
+            if not owner.may(needed):
+                return AccessDenied(
+                    f"the token of {owner.name} opens what {owner.role} may, this needs {needed}; ask for "
+                    f"another by `atoll owner create NAME --role {needed}`"
+                )
+            return None
         try:
             self._register.admit(secret, self._clock())
         except AccessDenied as error:
@@ -139,7 +145,7 @@ class EntryAccess(_Interceptor):
                 await self._slow_down(context, refusal)
                 raise refusal
 
-        return _guarded(handler, _Rule(self._calls, _network_of, check, MAX_ENTRY_BYTES))
+        return _guarded(handler, _Rule(self._calls, network_of, check, MAX_ENTRY_BYTES))
 
     async def _slow_down(self, context: Context, refusal: AccessDenied) -> None:
         if self._noted.take(self._clock()):
@@ -180,18 +186,6 @@ class WorkerAccess(_Interceptor):
 
     def _name(self, context: Context) -> str:
         return worker_of(context, self._insecure)
-
-
-def _network_of(context: Context) -> str:
-    """The caller's address; of IPv6 the /64, which one customer has whole."""
-    host = host_of(context)
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if address.version == 6:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return host
 
 
 # ---------------------------------------------------------------- handlers that read nothing at first

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import atoll
 from atoll.dataset_spec import DataSpec
-from atoll.errors import AtollError, JobFailed, NoWorkers, StorageError, UsageError
+from atoll.errors import AccessDenied, AtollError, JobFailed, NoWorkers, StorageError, UsageError
 from atoll.job import JobSpec, TrainingSpec
 from coordinator.federated.checks import check_spec, exported_prefix
 from coordinator.messages import events as ev
@@ -21,13 +21,15 @@ from coordinator.messages.jobs import ENDED
 from coordinator.planning.planner import known_partitioner
 from coordinator.planning.ratios import check_compression
 from coordinator.services.checkpoints import chosen, described
+from coordinator.services.owners import Owner, Owners, Role
 from coordinator.services.views import job_update, link_statuses, worker_status
 from coordinator.shell import Shell
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos import atoll_job_pb2 as job_pb
+from protos import bounds
 from protos.convert import from_proto, to_proto
-from protos.credentials import Authority, JoinToken, new_token
+from protos.credentials import Authority, JoinToken, new_token, token_id
 from protos.grpc_errors import refuse
 from protos.telemetry import Event
 from protos.text_limits import clean
@@ -56,11 +58,13 @@ class OwnerService(rpc.OwnerServicer):
         register: Register,
         authority: Authority | None,
         work_port: int,
+        owners: Owners,
     ) -> None:
         self._shell = shell
         self._register = register
         self._authority = authority
         self._work_port = work_port
+        self._owners = owners
         self._started_s = time.monotonic()
         self._inquiry = itertools.count(1)
         self._submitting = asyncio.Lock()
@@ -70,7 +74,8 @@ class OwnerService(rpc.OwnerServicer):
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:  # noqa: N802
         """Queue a job whose blobs are all here; the same ``submission`` again is the same job."""
         try:
-            spec = from_proto(request.spec)
+            spec = replace(from_proto(request.spec), owner=self._caller(context).name)
+            self._did(context, "submit", name=clean(spec.name, 100), dag=spec.dag_hash)
             # One at a time, so that a repeated call cannot race its first.
             async with self._submitting:
                 job = await self._submit(spec, clean(request.submission, 100))
@@ -188,6 +193,13 @@ class OwnerService(rpc.OwnerServicer):
         """Stop a job; its last checkpoint stays."""
         await self._known(request.job, context)
         try:
+            caller, owner = self._caller(context), self._shell.scheduler.jobs[request.job].spec.owner
+            if not caller.may(Role.ADMINISTER) and owner != caller.name:
+                raise AccessDenied(
+                    f"{request.job} is a job of {owner or 'the first owner'}, and {caller.name} is not; who "
+                    "may administer can cancel it"
+                )
+            self._did(context, "cancel", job=request.job)
             await self._shell.ask(ev.CancelAsked(request.job))
         except AtollError as error:
             await refuse(context, error)
@@ -199,6 +211,7 @@ class OwnerService(rpc.OwnerServicer):
         shell = self._shell
         state = shell.scheduler.jobs[request.job]
         try:
+            self._did(context, "result", job=request.job)
             if not shell.scheduler.ledger.jobs[request.job].has_result:
                 raise JobFailed(
                     f"{request.job} has stored no checkpoint yet (step {state.step} of {state.steps}, "
@@ -254,7 +267,10 @@ class OwnerService(rpc.OwnerServicer):
             old = self._shell.scheduler.ledger.jobs[request.job]
             spec = old.submitted.spec
             steps = request.steps if request.HasField("steps") else spec.training.steps
-            spec = replace(spec, resume_of=request.job, training=replace(spec.training, steps=steps))
+            training = replace(spec.training, steps=steps)
+            owner = self._caller(context).name
+            spec = replace(spec, resume_of=request.job, training=training, owner=owner)
+            self._did(context, "restore", job=request.job, step=request.step)
             (start,) = chosen(old, request.step)
             wrong = await asyncio.to_thread(self._shell.graphs.torn, spec, start.tensors)
             if wrong:
@@ -293,6 +309,7 @@ class OwnerService(rpc.OwnerServicer):
             if self._authority is None:
                 raise UsageError("this coordinator runs with --insecure: workers join without a token")
             token = new_token(self._authority, self._work_port)
+            self._did(context, "create token", token=token_id(token.presented))
             info = self.create_token(token, clean(request.name, 100), request.lifetime_s, request.max_uses)
         except AtollError as error:
             await refuse(context, error)
@@ -315,6 +332,7 @@ class OwnerService(rpc.OwnerServicer):
         try:
             if request.id not in self._register.tokens:
                 raise UsageError(f"no token {request.id[:80]!r}; `atoll token list` shows them")
+            self._did(context, "revoke token", token=request.id)
             self._write(Record(Event.TOKEN_REVOKED, self._shell.clock(), {"id": request.id}))
             self._say(Event.TOKEN_REVOKED, token=request.id)
         except AtollError as error:
@@ -327,12 +345,64 @@ class OwnerService(rpc.OwnerServicer):
         try:
             if request.worker not in self._register.workers:
                 raise UsageError(f"no worker {request.worker[:80]!r}; `atoll status` lists them")
+            self._did(context, "kick", worker=request.worker, for_good=request.for_good, reason=reason)
             payload = {"worker": request.worker, "reason": reason, "for_good": request.for_good}
             self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
             await self._shell.ask(ev.KickAsked(request.worker, reason, request.for_good))
         except AtollError as error:
             await refuse(context, error)
         return pb.Empty()
+
+    async def Forget(self, request: pb.ForgetRequest, context: Context) -> pb.Empty:  # noqa: N802
+        """Strike a worker that is not here from the register: its certificate opens nothing any more."""
+        try:
+            worker = self._register.named(request.worker)
+            if worker in self._shell.outboxes:
+                raise UsageError(f"{worker} is connected; `atoll kick {worker}` makes it leave first")
+            self._did(context, "forget", worker=worker)
+            payload = {"worker": worker, "reason": "forgotten", "for_good": True, "forgotten": True}
+            self._write(Record(Event.WORKER_KICKED, self._shell.clock(), payload))
+            self._say(Event.WORKER_FORGOTTEN, worker=worker)
+            # Peers may hold its certificate for good until they hear of it.
+            await self._shell.ask(ev.KickAsked(worker, "forgotten by the owner", True))
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.Empty()
+
+    # ------------------------------------------------------------ owners
+
+    async def CreateOwner(self, request: pb.OwnerRequest, context: Context) -> pb.OwnerReply:  # noqa: N802
+        """A token of its own for another owner."""
+        try:
+            if self._authority is None:
+                raise UsageError("this coordinator runs with --insecure: there are no tokens, nor owners")
+            role = bounds.one_of("role", request.role, Role)
+            token = new_token(self._authority, self._work_port)
+            self._did(context, "create owner", name=clean(request.name, 60), role=role)
+            made = self._owners.create(clean(request.name, 60), role, token.presented)
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.OwnerReply(info=_owner_info(made), token=token.encode())
+
+    async def ListOwners(self, request: pb.Empty, context: Context) -> pb.OwnerList:  # noqa: N802
+        """Every owner, without secrets."""
+        return pb.OwnerList(owners=[_owner_info(owner) for owner in self._owners.all()])
+
+    async def RevokeOwner(self, request: pb.OwnerRequest, context: Context) -> pb.Empty:  # noqa: N802
+        """An owner's token opens nothing any more; its jobs stay."""
+        try:
+            self._did(context, "revoke owner", name=clean(request.name, 60))
+            self._owners.revoke(request.name)
+        except AtollError as error:
+            await refuse(context, error)
+        return pb.Empty()
+
+    def _caller(self, context: Context) -> Owner:
+        return self._owners.calling(context.invocation_metadata())
+
+    def _did(self, context: Context, what: str, **facts: Any) -> None:
+        """Log a call that changes or takes something, before it does. Raises StorageError."""
+        self._owners.did(self._caller(context), what, clean(context.peer() or "", 100), **facts)
 
     def _write(self, record: Record) -> None:
         self._shell.journal.append([record])
@@ -364,6 +434,10 @@ def _inquiry_spec(request: pb.PlanRequest, training: TrainingSpec) -> JobSpec:
         partitioner,
         request.schedule or "auto",
     )
+
+
+def _owner_info(owner: Owner) -> pb.OwnerInfo:
+    return pb.OwnerInfo(name=owner.name, role=owner.role, created_s=owner.created_s)
 
 
 def _token_info(token: Token) -> pb.TokenInfo:

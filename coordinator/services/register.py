@@ -101,6 +101,16 @@ class Register:
             raise AccessDenied(refusal)
         return by_hash[found]
 
+    def named(self, worker: str) -> str:
+        """Return the id of an enrolled worker, given it or a name that one alone has; else UsageError."""
+        if worker in self.workers:
+            return worker
+        found = [known.worker for known in self.workers.values() if known.name == worker]
+        if len(found) != 1:
+            shown = f" ({', '.join(found[:8])}); give the id" if found else ""
+            raise UsageError(f"{worker[:80]!r} names {len(found)} of the enrolled workers{shown}")
+        return found[0]
+
     def refusal(self, worker: str) -> str | None:
         """Why this worker may not open a session, None when it may."""
         known = self.workers.get(worker)
@@ -130,7 +140,9 @@ def _worker_enrolled(register: Register, payload: Mapping[str, Any], at_s: float
 
 def _worker_kicked(register: Register, payload: Mapping[str, Any], at_s: float) -> None:
     known = register.workers.get(payload["worker"])
-    if known is not None and payload["for_good"]:
+    if payload.get("forgotten"):  # a coordinator that does not know the word bars it
+        register.workers.pop(payload["worker"], None)
+    elif known is not None and payload["for_good"]:
         register.workers[known.worker] = replace(known, barred=payload["reason"] or "kicked by the owner")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from atoll.federated import ConsentWord as Word
 from coordinator.federated.population import arrived
 from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from coordinator.federated.state import Client, Evaluation, FederationState
 
 GONE, OUT, LOADING, READY = "gone", "left out", "loading", "ready"
+CONSENTING, REFUSED = "awaiting consent", "refused"
 TRAINING, TRAINED, EVALUATING, DROPPED, UNFIT = "training", "trained", "evaluating", "dropped", "unfit"
 
 
@@ -76,6 +78,8 @@ def _client(state: FederationState, client: Client) -> pb.ClientStatus:
 def standing(state: FederationState, client: Client) -> str:
     """What a client is doing, in a word."""
     name = client.worker
+    if client.consent is not None:
+        return CONSENTING if client.consent is Word.AWAITED else REFUSED
     if client.out:
         return OUT
     if not client.present:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from atoll.errors import BadFrame
-from atoll.federated import MAX_SAMPLES, checked_name
+from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
 from atoll.opdag import op_refs
 from atoll.plan import Plan
 from atoll.program import stage_programs
@@ -241,6 +241,12 @@ def _client_failed(m: pb.ClientFailed) -> ev.ClientFailed:
     return ev.ClientFailed(job, m.round, clean(m.reason, MAX_REASON_CHARS), clean(m.during, 16))
 
 
+def _consent(m: pb.Consent) -> ev.ConsentSaid:
+    word = bounds.one_of("consent", m.word, ConsentWord)
+    graph = bounds.blob_hash("graph", m.graph) if m.graph else ""
+    return ev.ConsentSaid(bounds.name("job", m.job, LIMITS), word, clean(m.reason, MAX_REASON_CHARS), graph)
+
+
 def _moved(what: str, value: int) -> int:
     """Bytes of one round: a job's sums of them must go into the 64 bits that its owner is shown."""
     return bounds.within(what, value, 0, MAX_MOVED_BYTES)
@@ -264,6 +270,7 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "update_ready": _update_ready,
     "client_evaluated": _client_evaluated,
     "client_failed": _client_failed,
+    "consent": _consent,
     "leaving": lambda m: ev.Leaving(clean(m.reason, MAX_REASON_CHARS)),
 }
 
@@ -331,6 +338,8 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
                 dial=message.dial,
             )
             return pb.ToWorker(probe_link=probe)
+        case do.Revoked(worker, reason):
+            return pb.ToWorker(revoked=pb.Revoked(worker=worker, reason=reason))
         case do.ExpectPeer():
             expected = _peer(message.peer, message, way)
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))
@@ -458,6 +467,7 @@ def _participate(message: do.Participate, graphs: GraphStore) -> pb.Participate:
         metas=state_to_proto(states),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         batch=spec.data.batch,
+        owner=message.owner,
     )
     if len(programs) > 1:
         sent.eval_program.CopyFrom(to_proto(programs[1]))

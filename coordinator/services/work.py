@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -15,7 +16,15 @@ import grpc
 import structlog
 
 import atoll
-from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch, StorageError
+from atoll.errors import (
+    AccessDenied,
+    AtollError,
+    BadFrame,
+    ConnectionFailed,
+    ProtocolMismatch,
+    StorageError,
+    UsageError,
+)
 from coordinator.membership.addresses import passed_on
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
@@ -41,6 +50,7 @@ from protos.text_limits import Budget, clean
 if TYPE_CHECKING:
     from coordinator.services.access import Calls
     from coordinator.services.register import Register
+    from protos.credentials import Authority
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -82,14 +92,41 @@ def host_of(context: Context) -> str:
     return ""
 
 
+def network_of(context: Context) -> str:
+    """The caller's address; of IPv6 the /64, which one customer has whole."""
+    host = host_of(context)
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 6:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return host
+
+
+def _place(context: Context) -> str:
+    """What a worker's sessions are counted by: its address; on this machine each caller by itself."""
+    host = host_of(context)
+    try:
+        near = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        near = True
+    return context.peer() or "" if near else network_of(context)
+
+
 class WorkService(rpc.WorkServicer):
     """Sessions of enrolled workers."""
 
-    def __init__(self, shell: Shell, register: Register, insecure: bool, calls: Calls) -> None:
+    def __init__(
+        self, shell: Shell, register: Register, authority: Authority | None, calls: Calls, sessions: Calls
+    ) -> None:
+        """``authority`` None: the coordinator runs without TLS, and workers say who they are. ``calls`` are
+        counted by worker, ``sessions`` by address."""
         self._shell = shell
         self._register = register
-        self._insecure = insecure
-        self._calls = calls
+        self._authority = authority
+        self._insecure = authority is None
+        self._calls, self._sessions = calls, sessions
         self._lines: dict[str, Budget] = {}  # of every worker that ever came
         self._refusals = Budget(REFUSALS, REFUSALS_PER_S)
 
@@ -99,12 +136,21 @@ class WorkService(rpc.WorkServicer):
         """A worker's stream, from its introduction until either side ends it."""
         try:
             worker = worker_of(context, self._insecure)
-            with self._calls.one_of(worker):
+            with self._calls.one_of(worker), self._sessions.one_of(_place(context)):
                 introduction = await self._admit(worker, request_iterator, context)
                 await self._serve(worker, introduction, request_iterator, context)
         except AtollError as error:
             self._say_refused(context, error)
             await refuse(context, error)
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.RenewReply:  # noqa: N802
+        """A new certificate for an enrolled worker's new key; that it may call at all was checked before."""
+        worker, authority = worker_of(context, self._insecure), self._authority
+        if authority is None:
+            raise UsageError("this coordinator runs with --insecure: there are no certificates")
+        certificate = authority.sign(request.csr_pem, worker)
+        log.info(Event.CERTIFICATE_RENEWED.value, worker=worker)
+        return pb.RenewReply(certificate_pem=certificate, ca_pem=authority.certificate_pem)
 
     async def _serve(
         self,

@@ -46,6 +46,8 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 
 def _below(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
     if isinstance(command, click.Group):
+        if command.invoke_without_command:
+            yield path, command
         for name, inner in command.commands.items():
             yield from _below(f"{path} {name}", inner)
     else:

@@ -22,7 +22,8 @@ from protos.folder_version import VERSION_FILE
 from tests.fixtures.make import DATA, FEDERATED, KINDS, PIPELINE, SAMPLES, WORKERS
 from tests.patience import HUNG_S
 from worker.config import make_config
-from worker.data.registry import verify_dataset
+from worker.data.policy import OPEN, UNSTATED
+from worker.data.registry import set_policy, verify_dataset
 from worker.federated.client_state import ClientStore
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
@@ -107,7 +108,8 @@ def test_a_worker_finds_its_settings(folder: Path) -> None:
 @pytest.mark.parametrize("kind", [FEDERATED], indirect=True)
 @pytest.mark.parametrize("worker", WORKERS)
 def test_a_worker_finds_its_data_and_what_it_kept_of_its_rounds(worker: str, folder: Path) -> None:
-    assert verify_dataset(folder / worker, DATA).n_samples == SAMPLES[worker]
+    found = verify_dataset(folder / worker, DATA)
+    assert (found.n_samples, found.policy) == (SAMPLES[worker], UNSTATED), "what was registered before asks"
     ledger, _ = opened(folder)
     closed = ledger.jobs[JOBS[FEDERATED]].steps
     state, residual = ClientStore(folder / worker, JOBS[FEDERATED]).load(closed, "topk")
@@ -138,6 +140,8 @@ def test_the_job_trains_on_from_where_it_was_to_the_weights_of_an_undisturbed_ru
 ) -> None:
     begun = opened(folder)[0].jobs[JOBS[kind]].last_checkpoint.step
     admit(folder)
+    for worker in WORKERS if kind == FEDERATED else ():
+        set_policy(folder / worker, DATA, OPEN)
     with Fleet(THIS, folder) as fleet:
         fleet.serve()
         for worker in WORKERS:

@@ -232,6 +232,16 @@ def test_a_kicked_worker_is_dismissed_and_replaced() -> None:
     world.handle(ev.KickAsked("b", "wrong results", True))
     assert world.to("b", do.Dismiss) == [do.Dismiss("wrong results", True)]
     assert world.holders() == ["a", "c"]
+    for peer in ("a", "c"):
+        assert world.to(peer, do.Revoked) == [do.Revoked("b", "wrong results")]
+    assert world.to("b", do.Revoked) == []
+
+
+def test_peers_hear_of_a_revocation_of_who_is_not_here_and_not_of_a_mere_kick() -> None:
+    world = Scripted().training()
+    world.handle(ev.KickAsked("w-gone", "forgotten by the owner", True))
+    world.handle(ev.KickAsked("b", "for now", False))
+    assert [m.worker for m in world.to("a", do.Revoked)] == ["w-gone"]
 
 
 def test_a_worker_whose_bytes_arrive_is_not_lost_though_its_heartbeats_are_late() -> None:

@@ -28,6 +28,8 @@ DOCS = ROOT / "docs"
 
 def _commands(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
     if isinstance(command, click.Group):
+        if command.invoke_without_command:
+            yield path, command
         for name, inner in command.commands.items():
             yield from _commands(inner, f"{path} {name}")
     else:

@@ -10,7 +10,6 @@ none, whatever number its run has).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import re
 import secrets
@@ -21,8 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.errors import StorageError, UsageError
+from atoll.errors import UsageError
 from protos.app_signing import checked_publisher, signer
+from protos.locked_json import changing, read_object
 from protos.private_files import write_private
 from worker.config import make_state_dir
 
@@ -126,14 +126,10 @@ class AppStore:
 
     def publishers(self) -> dict[str, float]:
         """Publishers whose signed apps are accepted here, with the time (Unix) since when."""
-        path = self.root / "publishers.json"
+        found = read_object(self.root / "publishers.json", MAX_FILE_BYTES)
         try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                return {}
-            return {
-                checked_publisher(name): float(at_s) for name, at_s in json.loads(path.read_text()).items()
-            }
-        except (OSError, ValueError, TypeError, AttributeError, UsageError):
+            return {checked_publisher(name): float(at_s) for name, at_s in found.items()}
+        except (ValueError, TypeError, AttributeError, UsageError):
             # Nobody is trusted by a file that cannot be read.
             return {}
 
@@ -170,38 +166,18 @@ class AppStore:
         return matches[0]
 
     def _read(self) -> dict[str, KnownApp]:
-        path = self.root / "apps.json"
-        try:
-            if path.stat().st_size > MAX_FILE_BYTES:
-                return {}
-            items = json.loads(path.read_text())
-            return {name: KnownApp(**{**_facts(item), "hash": name}) for name, item in items.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, AttributeError):
-            # Nothing is accepted by a file that cannot be read.
-            return {}
+        return _apps(read_object(self.root / "apps.json", MAX_FILE_BYTES))
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, KnownApp]]:
         """The apps to change, written back afterwards; the command and the daemon take turns."""
-        path = self.root / "apps.json"
-        scratch = path.with_name(f".apps.{secrets.token_hex(4)}")
         make_state_dir(self.root.parent)
-        try:
-            self.root.mkdir(mode=0o700, exist_ok=True)
-            with (self.root / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                found = self._read()
-                yield found
-                newest = sorted(found.values(), key=lambda a: (a.accepted, a.asked_s), reverse=True)[
-                    :MAX_APPS
-                ]
-                scratch.write_text(json.dumps({app.hash: asdict(app) for app in newest}, indent=1) + "\n")
-                scratch.replace(path)
-        except OSError as error:
-            scratch.unlink(missing_ok=True)
-            raise StorageError(f"cannot write {path}: {error.strerror}; free space there") from None
+        with changing(self.root / "apps.json", MAX_FILE_BYTES) as items:
+            found = _apps(items)
+            yield found
+            newest = sorted(found.values(), key=lambda a: (a.accepted, a.asked_s), reverse=True)[:MAX_APPS]
+            items.clear()
+            items.update({app.hash: asdict(app) for app in newest})
 
     # ------------------------------------------------------------ states of runs
 
@@ -220,6 +196,14 @@ class AppStore:
 
 def _folders(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def _apps(items: Mapping[str, Any]) -> dict[str, KnownApp]:
+    """Nothing is accepted by a file that cannot be read."""
+    try:
+        return {name: KnownApp(**{**_facts(item), "hash": name}) for name, item in items.items()}
+    except (ValueError, TypeError):
+        return {}
 
 
 def _facts(item: Any) -> dict[str, Any]:

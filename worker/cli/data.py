@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from worker.cli.options import StateDir
 from worker.config import default_state_dir
 
 if TYPE_CHECKING:
+    from worker.data.policy import Policy
     from worker.data.registry import Dataset
 
 MAX_SCHEMA_BYTES = 1 << 20
@@ -24,6 +26,27 @@ data = typer.Typer(
     no_args_is_help=True,
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the data set in jobs.")]
+Accept = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="RULE",
+        help="Jobs that may train: ask (each waits for `jobs accept`; default), any, owner:NAME, graph:HASH; "
+        "may repeat.",
+    ),
+]
+MinClients = Annotated[
+    int | None, typer.Option(metavar="N", help="Updates in each round of a job, at least.")
+]
+MaxRounds = Annotated[
+    int | None, typer.Option(metavar="N", help="Rounds of a job, and updates to it, at most.")
+]
+Clip = Annotated[float | None, typer.Option(metavar="C", help="Clip each update to this L2 norm.")]
+Noise = Annotated[
+    float | None,
+    typer.Option(
+        metavar="Z", help="Add Gaussian noise to each update, of standard deviation Z times --clip."
+    ),
+]
 
 
 @data.command(
@@ -54,6 +77,11 @@ def add(
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace an older data set of this name.")
     ] = False,
+    accept: Accept = None,
+    min_clients: MinClients = None,
+    max_rounds: MaxRounds = None,
+    clip: Clip = None,
+    noise: Noise = None,
     state_dir: StateDir = None,
     json: AsJson = False,
 ) -> int:
@@ -61,7 +89,9 @@ def add(
 
     Sources: safetensors, a tensor's name; IDX, a file's name in the folder; CSV, columns by name, range
     (x1..x9), number (#3) or the rest (*); text, windows:LENGTH[,STRIDE], documents:LENGTH or document.
+    Without --accept each job that names the data set waits for `atoll-worker jobs accept`.
     """
+    from worker.data.policy import UNSTATED
     from worker.data.registry import add_dataset
     from worker.data.sources import Form
 
@@ -72,6 +102,7 @@ def add(
             path,
             [*(schema or []), *_lines(schema_file)],
             Form(format_name, delimiter, not no_header),
+            policy=_policy(UNSTATED, accept, min_clients, max_rounds, clip, noise),
             replace=replace,
             progress=done,
         )
@@ -171,6 +202,39 @@ def part(
     return 0
 
 
+@data.command(epilog="Example: atoll-worker data policy mnist --accept owner:research --max-rounds 200")
+def policy(
+    name: Name,
+    accept: Accept = None,
+    min_clients: MinClients = None,
+    max_rounds: MaxRounds = None,
+    clip: Clip = None,
+    noise: Noise = None,
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> int:
+    """Show a data set's policy, or change what is given of it; a running worker obeys at once.
+
+    A job that runs and is no longer accepted is left; a changed bound on updates or their norm and noise
+    counts from the next job, or the next time that this one is taken up.
+    """
+    from worker.cli.running import signal_consent_changed
+    from worker.data.registry import load_dataset, set_policy
+
+    folder = state_dir or default_state_dir()
+    found = load_dataset(folder, name)
+    wanted = _policy(found.policy, accept, min_clients, max_rounds, clip, noise)
+    if wanted != found.policy:
+        found = set_policy(folder, name, wanted)
+        signal_consent_changed(folder)
+    if json:
+        print_json({"name": name, **found.policy.as_json()})
+        return 0
+    out.print(f"{'accepts':10} {found.policy.accept_words}", soft_wrap=True, markup=False)
+    out.print(f"{'bounds':10} {found.policy.bound_words or 'those of the worker alone'}", soft_wrap=True)
+    return 0
+
+
 @data.command(epilog="Example: atoll-worker data remove mnist")
 def remove(name: Name, state_dir: StateDir = None) -> int:
     """Remove a data set and the worker's copy of it; your own files stay."""
@@ -184,6 +248,24 @@ def remove(name: Name, state_dir: StateDir = None) -> int:
 def register(app: typer.Typer) -> None:
     """Add this module's commands to the `atoll-worker` command."""
     app.add_typer(data)
+
+
+def _policy(
+    before: Policy,
+    accept: list[str] | None,
+    min_clients: int | None,
+    max_rounds: int | None,
+    clip: float | None,
+    noise: float | None,
+) -> Policy:
+    """``before`` with what was given; UsageError for what is no policy."""
+    from worker.data.policy import rules_of
+
+    given = {"min_clients": min_clients, "max_rounds": max_rounds, "clip": clip, "noise": noise}
+    changes: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+    if accept:
+        changes["accept"] = rules_of(accept)
+    return replace_fields(before, **changes)
 
 
 def _lines(path: Path | None) -> list[str]:
@@ -204,6 +286,8 @@ def _show(found: Dataset) -> None:
         ("size", _size(found.n_bytes)),
         ("from", f"{found.path} ({found.format})"),
         ("sha256", found.sha256),
+        ("accepts", found.policy.accept_words),
+        *((("bounds", found.policy.bound_words),) if found.policy.bound_words else ()),
     )
     for key, value in facts:
         out.print(f"{key:10} {value}", soft_wrap=True)
@@ -230,4 +314,5 @@ def _as_json(found: Dataset) -> dict[str, Any]:
         "format": found.format,
         "sha256": found.sha256,
         "fields": [{"name": f.name, "dtype": f.dtype, "shape": list(f.shape)} for f in found.fields],
+        "policy": found.policy.as_json(),
     }

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from protos.app_bundle import parse_pairs
+from protos.command_line import TokenFile, given_token
 from worker.config import parse_address, parse_size
 
 StateDir = Annotated[
@@ -31,6 +32,7 @@ class Joining:
             metavar="T", help="Join token as `atoll serve` prints it; or ATOLL_TOKEN. First join only."
         ),
     ] = None
+    token_file: TokenFile = None
     device: Annotated[str | None, typer.Option(metavar="D", help="auto, cpu, cuda or cuda:N.")] = None
     threads: Annotated[
         int | None,
@@ -69,8 +71,9 @@ class Joining:
 
     def given(self) -> dict[str, Any]:
         """Fields of the configuration; None where nothing was given."""
-        names = ("token", "device", "threads", "sandbox", "state_dir", "insecure", "use_proxy")
+        names = ("device", "threads", "sandbox", "state_dir", "insecure", "use_proxy")
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
+        found["token"] = given_token(self.token, self.token_file)
         if self.memory:
             found["memory_bytes"] = parse_size(self.memory)
         if self.coordinator is not None:

@@ -53,7 +53,7 @@ def ask_to_leave(state_dir: Path) -> int:
 
 
 def signal_consent_changed(state_dir: Path) -> bool:
-    """Have the daemon of this folder, if one runs, look at its list of accepted apps again."""
+    """Have the daemon of this folder, if one runs, look at what its owner accepts again."""
     process = running_process(state_dir)
     if process is None:
         return False

@@ -166,7 +166,7 @@ class DaemonBlobs:
         self,
         files: Sequence[BlobFile],
         cancel: Cancel,
-        progress: Callable[[], None] = lambda: None,
+        progress: Callable[[int], None] = lambda nbytes: None,
         *,
         new: bool = False,
     ) -> int:
@@ -175,7 +175,7 @@ class DaemonBlobs:
         def make(number: int) -> pb.FromCompute:
             return pb.FromCompute(store=pb.StoreFiles(request=number, files=found, new=new))
 
-        return self._requests.ask(make, cancel, lambda _: progress())
+        return self._requests.ask(make, cancel, progress)
 
 
 def daemon_batches(requests: Requests, job: str) -> Fetch:

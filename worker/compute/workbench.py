@@ -17,6 +17,7 @@ import structlog
 import torch
 
 from atoll.errors import AtollError
+from strategies.clipping import Clipping
 from worker.cancel import Cancel, Cancelled
 from worker.compute import orders
 from worker.compute.loading import load
@@ -341,7 +342,8 @@ class Workbench:
         started_s = time.perf_counter()
         self._drop()
         work = orders.joining(invitation.invitation)
-        self._part = Participation(work, self._context, cancel, invitation.noise_key)
+        clipping = Clipping(invitation.clip, invitation.noise)
+        self._part = Participation(work, self._context, cancel, invitation.noise_key, clipping)
         took_s = time.perf_counter() - started_s
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
         members = self._part.members

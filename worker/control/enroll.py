@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import structlog
 
 import atoll
 from atoll.errors import AccessDenied, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
+from protos.certificate_words import clock_words
 from protos.credentials import (
-    RENEW_BEFORE,
     Identity,
     JoinToken,
     identity_from,
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CALL_TIMEOUT_S = 5.0
+CLOCK_OFF_S = 3600.0  # an hour: certificates bear a day, and last a third of their time beyond their renewal
+
+log = structlog.get_logger()
 RETRY_S = 0.4
 
 
@@ -135,6 +138,13 @@ def greet(
     return reply, took_s
 
 
+def note_clock(offset_s: float) -> None:
+    """Log a clock that is off by so much that certificates would soon, or do, look invalid. ``offset_s``: the
+    coordinator's clock minus ours."""
+    if abs(offset_s) > CLOCK_OFF_S:
+        log.warning("clock.wrong", reason=f"{clock_words(offset_s)}: set the clock, or the coordinator's")
+
+
 def _credentials(config: WorkerConfig) -> tuple[Identity | None, JoinToken | None]:
     """The stored identity where it fits the token, and the token. Raises AccessDenied without both."""
     if config.insecure:
@@ -145,8 +155,6 @@ def _credentials(config: WorkerConfig) -> tuple[Identity | None, JoinToken | Non
     except AccessDenied:
         if token is None:
             raise
-        identity = None
-    if identity is not None and identity.expires() - RENEW_BEFORE < dt.datetime.now(dt.UTC) and token:
         identity = None
     if identity is not None and token is not None and identity.ca_pem != token.ca_pem:
         identity = None  # a token of another coordinator: enroll there
@@ -174,6 +182,7 @@ def _enter(
 ) -> Membership:
     reply, took_s = greet(stub, config.entry_address, ca, stopped=stopped)
     offset_s = reply.time_s + took_s / 2 - time.time()
+    note_clock(offset_s)
     if identity is not None:
         address = join_address(config.host, reply.work_port)
         return Membership(identity.name, identity, address, offset_s)

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -25,8 +25,9 @@ import numpy as np
 
 from atoll.errors import AtollError, StorageError, UsageError
 from atoll.federated import DatasetFacts, FieldFacts, checked_name
-from protos.private_files import private_folder
+from protos.private_files import private_folder, write_private
 from worker.config import make_state_dir
+from worker.data.policy import UNSTATED, Policy, policy_from_json
 from worker.data.schema import FieldSchema, parse_schema, sources_of
 from worker.data.sources import AS_FOUND, Form, Piece, SafetensorsSource, Source, open_source
 from worker.data.transforms import BadValue, settle
@@ -68,6 +69,7 @@ class Dataset:
     fields: tuple[StoredField, ...]
     path: str  # of what was registered
     format: str
+    policy: Policy = UNSTATED
 
     @property
     def n_bytes(self) -> int:
@@ -93,11 +95,12 @@ def add_dataset(
     schema: Sequence[str],
     form: Form = AS_FOUND,
     *,
+    policy: Policy = UNSTATED,
     replace: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Dataset:
-    """Read ``path`` through ``schema`` and keep it as ``name``; an empty schema takes a safetensors
-    file's tensors as they are.
+    """Read ``path`` through ``schema`` and keep it as ``name`` under ``policy``; an empty schema takes a
+    safetensors file's tensors as they are.
 
     UsageError names the line, row or column that cannot be used; StorageError for a full disk. Nothing
     is left behind by a registration that fails.
@@ -119,7 +122,7 @@ def add_dataset(
     try:
         scratch.mkdir(mode=0o700, parents=True)
         stored = _Writer(scratch, fields, name).write(source, progress)
-        dataset = Dataset(name, stored[0], stored[1], str(path.resolve()), source.format)
+        dataset = Dataset(name, stored[0], stored[1], str(path.resolve()), source.format, policy)
         (scratch / MANIFEST).write_text(_to_json(dataset))
         if target.exists():
             remove_dataset(state_dir, name)
@@ -193,6 +196,13 @@ def open_dataset(state_dir: Path, name: str) -> dict[str, Array]:
         )
         for field in dataset.fields
     }
+
+
+def set_policy(state_dir: Path, name: str, policy: Policy) -> Dataset:
+    """Put another policy in force for ``name``. Raises as ``load_dataset``."""
+    dataset = replace(load_dataset(state_dir, name), policy=policy)
+    write_private(state_dir / FOLDER / name / MANIFEST, _to_json(dataset).encode())
+    return dataset
 
 
 def remove_dataset(state_dir: Path, name: str) -> None:
@@ -300,7 +310,8 @@ def _own_schema(source: Source) -> tuple[FieldSchema, ...]:
 
 
 def _to_json(dataset: Dataset) -> str:
-    return json.dumps({"version": VERSION, **asdict(dataset), "sha256": dataset.sha256}, indent=1) + "\n"
+    facts = {**asdict(dataset), "policy": dataset.policy.as_json()}
+    return json.dumps({"version": VERSION, **facts, "sha256": dataset.sha256}, indent=1) + "\n"
 
 
 def _from_json(text: str, name: str) -> Dataset:
@@ -314,7 +325,8 @@ def _from_json(text: str, name: str) -> Dataset:
         )
         for f in found["fields"]
     )
-    dataset = Dataset(name, int(found["n_samples"]), fields, str(found["path"]), str(found["format"]))
+    policy = policy_from_json(found["policy"]) if "policy" in found else UNSTATED
+    dataset = Dataset(name, int(found["n_samples"]), fields, str(found["path"]), str(found["format"]), policy)
     if found["sha256"] != dataset.sha256:
         raise ValueError("its manifest was changed")
     return dataset

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
 from strategies import make_strategy
 from strategies.checking import check_feedback
+from strategies.clipping import UNCLIPPED, Clipping, unclippable
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
 from strategies.linear import Linear
 from strategies.returned import check_returned
@@ -63,10 +65,17 @@ CLIENTS = "clients"
 class Participation:
     """One federated job on this machine, from Participate to Release; not thread-safe."""
 
-    def __init__(self, joining: Joining, context: ComputeContext, cancel: Cancel, noise_key: bytes) -> None:
-        """Check, fetch, build. ``noise_key``: this machine's own; nobody else can guess it. Raises the error
-        that the coordinator is told: BadFrame, UnsupportedOp or UsageError for what cannot run here,
-        StorageError, ConnectionFailed."""
+    def __init__(
+        self,
+        joining: Joining,
+        context: ComputeContext,
+        cancel: Cancel,
+        noise_key: bytes,
+        clipping: Clipping = UNCLIPPED,
+    ) -> None:
+        """Check, fetch, build. ``noise_key``: this machine's own; nobody else can guess it. ``clipping``: of
+        every update. Raises the error that the coordinator is told: BadFrame, UnsupportedOp or UsageError for
+        what cannot run here, StorageError, ConnectionFailed."""
         check(joining)
         self.joining, self._context = joining, context
         config, device, spec = context.config, torch_device(context.device), joining.federated.rule
@@ -106,6 +115,11 @@ class Participation:
         if spec.evaluate_every and not self.members.hash:
             check_held_out(len(self.members.owner.split.held_out), joining.batch, config.floors)
         layout = self._trainer.layout
+        if clipping.norm and (why := unclippable(strategy, layout)):
+            raise UsageError(f"this data owner clips updates, and {why}")
+        if clipping.norm and self.members.hash:
+            raise UsageError("this data owner clips updates, and a population sends one sum of many")
+        self._clipping = clipping
         self._up, self._lossy = update_metas(strategy, layout), lossy_names(layout)
         self._store = ClientStore(config.state_dir, joining.job, config.kept_bytes)
         self._models = Models(
@@ -143,7 +157,7 @@ class Participation:
         sent = 0
         if stored is not None:
             file = BlobFile(path, stored.hash, stored.size)
-            sent = context.blobs.store([file], cancel, context.progress.tick, new=new)
+            sent = context.blobs.store([file], cancel, lambda _: context.progress.tick(), new=new)
         upload_s = time.perf_counter() - began_s
         path.unlink(missing_ok=True)
         return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
@@ -165,7 +179,7 @@ class Participation:
         fetched.arrays.clear()  # before the codec needs memory
         del broadcast, state
         with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
-            arrays = update_arrays(trained.update)
+            arrays = self._clipping.applied(update_arrays(trained.update), self._secret(order))
             stored = write_update(path, arrays, coding, order.seed, left.get, draft.keep)
             draft.finish(trained.state)
         return replace(trained.update, delta={}, extra={}), trained.square_loss, stored
@@ -234,6 +248,12 @@ class Participation:
             folder, most = self._store.folder / CLIENTS, self._context.config.kept_bytes
             self._population = PopulationStates(folder, most)
         return self._population
+
+    def _secret(self, order: TrainOrder) -> bytes:
+        """Seed of the noise in an update: another model, round or job draws other noise, and the same order
+        again the same, so that no two answers differ by what they hide."""
+        words = f"{self.joining.job}/{order.round}/{order.model.full}".encode()
+        return blake2b(words, key=self._noise_key, digest_size=32).digest()
 
     def _noise_seed(self, seed: int) -> int:
         """Not to be guessed by whoever knows the order: noise that can be subtracted hides nothing."""

@@ -38,7 +38,7 @@ from worker.hosting.child import SHARED_BYTES, Child, make_scratch
 from worker.hosting.connecting import connect, connect_one
 from worker.hosting.gate import Gate
 from worker.hosting.limits import computed_s
-from worker.hosting.requests import Batches, Served
+from worker.hosting.requests import Batches, Served, unlogged
 from worker.hosting.sandbox import View, chosen
 from worker.hosting.send_log import NOTHING, SendLog
 from worker.hosting.watch import OpWatch
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from worker.blobs import BlobStore
     from worker.cancel import Cancel
     from worker.config import WorkerConfig
+    from worker.federated.consent import Consent
     from worker.hosting.launch import Ending
     from worker.pipe.status import Waiting
     from worker.session.wire import AssignedStage, LinkRequest, ReconfiguredStage
@@ -122,8 +123,8 @@ class _Now:
 class ComputeHost:
     """Owns the compute process of one device. ``do`` may be called from any thread and never waits."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
+    def __init__(self, config: WorkerConfig, consent: Consent) -> None:
+        self._config, self._consent = config, consent
         self._worker = ""  # until it has joined; then with its ports
         self._ports: HostPorts
         self._speeds = SpeedFile(config.state_dir)
@@ -333,8 +334,9 @@ class ComputeHost:
         )
         if self._now is None or self._now.joined != joining.job:
             self._launch(view, joining.job)
-        key = noise_key(config.state_dir)
-        self._tell(pb.ToCompute(join=pb.ComputeJoin(invitation=invitation, noise_key=key)))
+        key, clipping = noise_key(config.state_dir), self._consent.clipping(invitation.federated.data)
+        join = pb.ComputeJoin(invitation=invitation, noise_key=key, clip=clipping.norm, noise=clipping.noise)
+        self._tell(pb.ToCompute(join=join))
 
     def _turn(self, job: str, at_round: int, during: str, message: pb.ToCompute) -> None:
         if self._held is not None:
@@ -410,7 +412,8 @@ class ComputeHost:
 
     def _settle_in(self, now: _Now) -> None:
         """Tell a process who it computes for."""
-        now.served = Served(now.child, self._ports.blobs, self._ports.batches)
+        departing = partial(self._consent.departing, now.joined) if now.joined else unlogged
+        now.served = Served(now.child, self._ports.blobs, self._ports.batches, departing)
         now.child.send(pb.ToCompute(setup=self._setup(now.child.scratch)))
 
     def _setup(self, scratch: Path) -> pb.ComputeSetup:

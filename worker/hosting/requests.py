@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,13 +34,24 @@ Batches = Callable[[control.BatchRequest], Iterable[control.Batch]]
 """The data provider's answer to a request."""
 Work = Callable[[Cancel, Callable[[int], None]], int]
 """Does what was asked, reports bytes so far, returns the answer's figure."""
+Departing = Callable[[Sequence[BlobFile], Callable[[], int]], AbstractContextManager[None]]
+"""Decides whether files may leave, and logs how many bytes did; raises AtollError where they may not."""
+
+
+def unlogged(files: Sequence[BlobFile], left: Callable[[], int]) -> AbstractContextManager[None]:
+    """Of jobs that touch no data owner's data."""
+    return nullcontext()
 
 
 class Served:
     """Requests of one compute process that are under way."""
 
-    def __init__(self, child: Child, blobs: BlobStore, batches: Batches) -> None:
+    def __init__(
+        self, child: Child, blobs: BlobStore, batches: Batches, departing: Departing = unlogged
+    ) -> None:
+        """``departing`` is entered around every upload."""
         self._child, self._blobs, self._batches = child, blobs, batches
+        self._departing = departing
         self._lock = threading.Lock()
         self._open: dict[int, Cancel] = {}
 
@@ -71,7 +83,15 @@ class Served:
         ]
 
         def work(cancel: Cancel, report: Callable[[int], None]) -> int:
-            return self._blobs.store(files, cancel, lambda: report(1), new=m.new)
+            left = 0
+
+            def progress(nbytes: int) -> None:
+                nonlocal left
+                left += nbytes
+                report(left)
+
+            with self._departing(files, lambda: left):
+                return self._blobs.store(files, cancel, progress, new=m.new)
 
         self.start(m.request, work)
 

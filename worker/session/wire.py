@@ -78,15 +78,23 @@ class PeerExpected:
     paths: Paths
 
 
+@dataclass(frozen=True, slots=True)
+class PeerRevoked:
+    """A peer whose certificate opens nothing any more; not an event of the session."""
+
+    peer: str
+    reason: str
+
+
 # ---------------------------------------------------------------- from the coordinator
 
 
-def event_from(message: pb.ToWorker) -> events.Event | PeerExpected:
+def event_from(message: pb.ToWorker) -> events.Event | PeerExpected | PeerRevoked:
     """The event that a message stands for. Raises BadFrame when it breaks a bound."""
     body = message.WhichOneof("body")
     if body is None:
         raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
-    event: events.Event | PeerExpected = _READERS[body](getattr(message, body))
+    event: events.Event | PeerExpected | PeerRevoked = _READERS[body](getattr(message, body))
     return event
 
 
@@ -253,6 +261,9 @@ _READERS: Mapping[str, Any] = {
     "release": lambda m: events.Release(m.job, m.plan_version, clean(m.reason, MAX_REASON_CHARS)),
     "dismiss": lambda m: events.Dismiss(clean(m.reason, MAX_REASON_CHARS), m.for_good),
     "expect_peer": _expect_peer,
+    "revoked": lambda m: PeerRevoked(
+        bounds.name("worker", m.worker, DEFAULT_LIMITS), clean(m.reason, MAX_REASON_CHARS)
+    ),
     "participate": wire_federated.invited,
     "train_round": wire_federated.train_asked,
     "evaluate_round": wire_federated.evaluation_asked,

@@ -21,6 +21,7 @@ import structlog
 
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
+from protos.credentials import CurrentIdentity
 from worker.transport.connection import Connection
 from worker.transport.contract import (
     Goodput,
@@ -88,7 +89,8 @@ class PeerNetwork:
         """
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
-        self._identity, self._lost = identity, lost
+        self._identity = CurrentIdentity(identity) if identity is not None else None
+        self._lost = lost
         self._changed = threading.Condition(threading.RLock())
         self._peers: dict[str, Peer] = {}
         self._expected: set[str] = set()
@@ -124,9 +126,20 @@ class PeerNetwork:
 
     # ---------------------------------------------------------------- connecting
 
+    def renew(self, identity: Identity) -> None:
+        """Show new connections ``identity``; those that are open stay."""
+        if self._identity is not None:
+            self._identity.replace(identity)
+
     def admit(self, peer: str) -> None:
         """Accept connections of this peer from now on."""
         self._expected.add(peer)
+
+    def bar(self, peer: str, reason: str) -> None:
+        """End this peer's connections and accept none, until it is admitted again."""
+        self._expected.discard(peer)
+        if (known := self._peers.get(peer)) is not None:
+            self._loop.call_soon_threadsafe(self._lose, known, reason)
 
     def dial(self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float) -> tuple[str, int]:
         """Connect to ``peer`` at the first address that answers as it; returns that address.
@@ -258,8 +271,9 @@ class PeerNetwork:
 
     async def _dialled(self, name: str, road: Road, left_s: float) -> Pipe:
         """A pipe that nothing was said on. Raises ConnectionFailed."""
+        identity = self._identity.now if self._identity is not None else None
         if isinstance(road, tuple):
-            return DialledPipe(self._identity, name, target_of(road), use_proxy=self.config.use_proxy)
+            return DialledPipe(identity, name, target_of(road), use_proxy=self.config.use_proxy)
         if self._ends is None:
             raise ConnectionFailed("this system has no local sockets for tunnels")
         try:
@@ -267,7 +281,7 @@ class PeerNetwork:
                 stream = await road.open()
         except TimeoutError:
             raise ConnectionFailed(f"{road.name}: the other end did not come") from None
-        return DialledPipe(self._identity, name, self._ends.dialled(stream), use_proxy=False)
+        return DialledPipe(identity, name, self._ends.dialled(stream), use_proxy=False)
 
     async def _connect(self, name: str, road: Road, stream: int, deadline_s: float) -> Connection:
         """Dial and greet. Raises AccessDenied, ProtocolMismatch, ConnectionFailed."""

@@ -19,7 +19,7 @@ from protos.text_limits import clean
 from worker.transport.frames import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from protos.credentials import Identity
+    from protos.credentials import CurrentIdentity, Identity
 
 aio: Any = grpc.aio  # grpc-stubs lacks half of it
 METHOD = "/atoll.v1.Peer/Frames"
@@ -143,7 +143,7 @@ Accept = Callable[[AcceptedPipe], Awaitable[None]]
 class PipeServer:
     """The listening side."""
 
-    def __init__(self, identity: Identity | None, accept: Accept, max_connections: int) -> None:
+    def __init__(self, identity: CurrentIdentity | None, accept: Accept, max_connections: int) -> None:
         self._identity, self._accept = identity, accept
         handler = grpc.method_handlers_generic_handler(
             "atoll.v1.Peer", {"Frames": grpc.stream_stream_rpc_method_handler(self._handle)}

@@ -13,6 +13,7 @@ from atoll.compression import Compression
 from atoll.dataset_spec import DataSpec
 from atoll.errors import BadFrame, UsageError
 from atoll.federated import (
+    ConsentWord,
     DatasetFacts,
     Federated,
     FederatedSpec,
@@ -442,3 +443,52 @@ def test_a_selectors_state_survives_the_journal() -> None:
     assert selector_from_json(selector_to_json(state)) == state
     assert selector_from_json(selector_to_json({"a": 3})) == {"a": 3}
     assert selector_from_json(selector_to_json(None)) is None
+
+
+def test_a_worker_whose_data_owner_was_asked_is_free_until_it_is_invited_anew() -> None:
+    world = Fleet()
+    world.join("w1", "w2")
+    world.submit(what=spec(min_clients=2))
+    for worker in ("w1", "w2"):
+        world.says(worker, ev.ConsentSaid("job-1", ConsentWord.AWAITED, "not yet"))
+    world.wait(0.25)
+    assert world.state().phase is Phase.CONSENTING
+    assert [world.phase(w) for w in ("w1", "w2")] == [member.Phase.POOL] * 2
+    assert not world.to("w1", do.Release), "it holds nothing"
+    world.wait(30.0)
+    assert len(world.to("w1", do.Participate)) == 1, "nobody is asked twice"
+    shown = job_update(world.scheduler, "job-1", world.clock.now_s).federated.clients
+    assert [c.state for c in shown] == ["awaiting consent"] * 2
+    world.says("w1", ev.ConsentSaid("job-1", ConsentWord.GIVEN, ""))
+    world.says("w2", ev.ConsentSaid("job-1", ConsentWord.GIVEN, ""))
+    world.wait(0.25)
+    assert [len(world.to(w, do.Participate)) for w in ("w1", "w2")] == [2, 2]
+    assert world.to("w1", do.Participate)[0].owner == "owner"
+    world.loads("w1", "w2")
+    for at_round in range(3):
+        world.answers("w1", "w2", at_round=at_round)
+    assert world.state().phase is Phase.FINISHED
+    events = [i.event for i in world.all(do.Log)]
+    assert events.count(Event.CONSENT_AWAITED) == events.count(Event.CONSENT_GIVEN) == 2
+
+
+def test_a_refused_worker_is_let_go_and_shown_as_refused() -> None:
+    world = Fleet()
+    world.join("w1", "w2")
+    world.submit(what=spec())
+    world.says("w1", ev.ConsentSaid("job-1", ConsentWord.REFUSED, "its data owner refused: no"))
+    world.loads("w2")
+    world.wait(0.25)
+    assert (world.state().phase, world.phase("w1")) == (Phase.TRAINING, member.Phase.POOL)
+    (shown,) = [
+        c
+        for c in job_update(world.scheduler, "job-1", world.clock.now_s).federated.clients
+        if c.worker == "w1"
+    ]
+    assert (shown.state, shown.reason) == ("refused", "its data owner refused: no")
+
+
+@pytest.mark.parametrize("broken", [{"word": "perhaps"}, {"graph": "../x"}, {"job": ""}])
+def test_a_word_that_is_none_is_malformed(broken: dict[str, str]) -> None:
+    with pytest.raises(BadFrame):
+        message_from(pb.FromWorker(consent=pb.Consent(**{"job": "job-1", "word": "given", **broken})))

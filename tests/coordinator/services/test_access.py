@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -17,8 +18,9 @@ from atoll.errors import AccessDenied, BadFrame, ConnectionFailed, UsageError
 from benchmarks.fake_worker import FakeWorker
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Running
-from coordinator.services import access
+from coordinator.services import access, work
 from coordinator.services.access import Calls, EntryThrottle
+from coordinator.services.owners import Owners
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -30,6 +32,7 @@ from protos.credentials import (
     name_options,
     new_token,
     presented_in,
+    secret_hash,
 )
 from tests.coordinator.test_server import Owner, refused, stack, start
 from tests.patience import HUNG_S, eventually
@@ -161,9 +164,9 @@ class Recorder:
 async def asked(shape: str, service: str, metadata: Any, *messages: bytes) -> tuple[Any, list[int]]:
     """What a call of that shape is answered by a port with tokens, and the sizes of what was parsed."""
     owner = new_token(AUTHORITY)
-    gate = access.EntryAccess(
-        access.secret_hash(owner.presented), REGISTER, EntryThrottle(0.0), clock=lambda: 0.0
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        owners = Owners(Path(folder), secret_hash(owner.presented), lambda: 0.0)
+    gate = access.EntryAccess(owners, REGISTER, EntryThrottle(0.0), clock=lambda: 0.0)
     server, recorder = grpc.aio.server(interceptors=[gate]), Recorder()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, recorder.handlers()),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -273,7 +276,30 @@ def test_a_caller_has_so_many_calls_and_others_have_theirs() -> None:
 )
 def test_an_address_is_counted_as_what_one_customer_has(peer: str, network: str) -> None:
     context: Any = type("Context", (), {"peer": lambda self: peer})()
-    assert access._network_of(context) == network
+    assert work.network_of(context) == network
+
+
+@pytest.mark.parametrize(
+    ("peers", "open_at_once"),
+    [
+        (["ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv4:192.0.2.7:3"], 2),
+        (["ipv4:192.0.2.7:1", "ipv4:192.0.2.7:2", "ipv4:192.0.2.8:3"], 3),
+        (["ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2", "ipv4:127.0.0.1:3"], 3),
+        (["unix:a", "unix:b", "unix:c"], 3),
+    ],
+)
+def test_one_address_has_so_many_sessions_whatever_certificates_they_show(
+    peers: list[str], open_at_once: int
+) -> None:
+    sessions = Calls(2, "address")
+    with ExitStack() as held:
+        opened = 0
+        for peer in peers:
+            context: Any = type("Context", (), {"peer": lambda self, peer=peer: peer})()
+            with suppress(ConnectionFailed):
+                held.enter_context(sessions.one_of(work._place(context)))
+                opened += 1
+    assert opened == open_at_once
 
 
 def never(ending: threading.Event) -> Iterator[Any]:

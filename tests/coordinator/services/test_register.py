@@ -78,3 +78,26 @@ def test_impossible_figures_are_refused() -> None:
         Register().created("s", "n", -1.0, 0, 0.0)
     with pytest.raises(UsageError, match="characters"):
         Register().created("s", "n" * 101, 0.0, 0, 0.0)
+
+
+def test_a_forgotten_worker_is_no_longer_enrolled_and_an_older_coordinator_bars_it() -> None:
+    register = Register()
+    for worker, name in (("w-1", "lab"), ("w-2", "lab"), ("w-3", "home")):
+        register.apply(Record(Event.WORKER_ENROLLED, 1.0, {"worker": worker, "name": name, "token": ""}))
+    payload = {"worker": "w-1", "reason": "forgotten", "for_good": True, "forgotten": True}
+    assert payload["for_good"], "what a coordinator obeys that does not know `forgotten`"
+    register.apply(Record(Event.WORKER_KICKED, 2.0, payload))
+    assert sorted(register.workers) == ["w-2", "w-3"]
+    assert "not enrolled here" in str(register.refusal("w-1"))
+    register.apply(Record(Event.WORKER_KICKED, 3.0, payload))  # said twice
+
+
+def test_a_worker_is_named_by_its_id_or_a_name_that_it_alone_has() -> None:
+    register = Register()
+    for worker, name in (("w-1", "lab"), ("w-2", "lab"), ("w-3", "home")):
+        register.apply(Record(Event.WORKER_ENROLLED, 1.0, {"worker": worker, "name": name, "token": ""}))
+    assert (register.named("home"), register.named("w-2")) == ("w-3", "w-2")
+    with pytest.raises(UsageError, match="names 2 of the enrolled workers \\(w-1, w-2\\)"):
+        register.named("lab")
+    with pytest.raises(UsageError, match="names 0"):
+        register.named("w-9")

@@ -16,6 +16,7 @@ from tests.patience import HUNG_S, eventually
 from tests.worker.hosting.scripted import Blobs, Network, batches, command, taken
 from worker.config import WorkerConfig
 from worker.data.registry import add_dataset, dataset_folder, known_facts
+from worker.federated.consent import Consent
 from worker.hosting import child, host
 from worker.hosting.host import MAX_DEATHS, ComputeHost, HostPorts
 from worker.hosting.send_log import NOTHING
@@ -42,7 +43,7 @@ class World:
         self.network, self.blobs = Network(), Blobs()
         network: Any = self.network
         blobs: Any = self.blobs
-        self.host = ComputeHost(WorkerConfig("lab", device="cpu", state_dir=state_dir))
+        self.host = ComputeHost(WorkerConfig("lab", device="cpu", state_dir=state_dir), Consent(state_dir))
         self.ports = HostPorts(network, blobs, batches, self.posted.put, self.sent.put)
         self.state_dir = state_dir
 

@@ -584,3 +584,14 @@ def test_a_burst_is_measured_by_the_receivers_clock_and_without_its_start() -> N
         burst_rate_bps(samples[:1])
     with pytest.raises(ConnectionFailed, match="too little"):
         burst_rate_bps([])
+
+
+def test_a_peer_that_is_barred_is_lost_at_once_and_not_let_in_again(host: Make) -> None:
+    a, b = host("w-a"), host("w-b")
+    b.network.admit("w-a")
+    a.network.dial("w-b", [b.address], 20.0)
+    b.network.bar("w-a", "its certificate was revoked: noise")
+    assert b.losses.get(timeout=HUNG_S) == ("w-a", "its certificate was revoked: noise")
+    with pytest.raises(AccessDenied, match="does not expect"):
+        b.network._checked(encode(Hello(PROTOCOL_VERSION, 1, "w-a", "w-b", "", 0)), "w-a")
+    b.network.bar("w-nobody", "revoked")

@@ -1,0 +1,94 @@
+"""Commands of `atoll` about owners: their tokens, their roles and what they did."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from coordinator.cli.format import plain
+from coordinator.cli.options import Common, StateDir
+from coordinator.client.endpoint import default_state_dir
+from protos.bounded_log import read_log
+from protos.command_line import AsJson, out, print_json, with_groups
+
+AUDIT = "audit"
+SHOWN = ("at_s", "owner", "role", "call", "peer")
+owner_app = typer.Typer(no_args_is_help=True, help="Owners of this coordinator, what they may and did.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll` command."""
+    app.add_typer(owner_app, name="owner")
+
+
+@owner_app.command("create", epilog="Example: atoll owner create research --role submit")
+@with_groups
+def create(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the owner, as data owners see it.")],
+    role: Annotated[
+        str, typer.Option(help="watch, submit (and watch), or administer (all of it).")
+    ] = "submit",
+    *,
+    common: Common,
+) -> None:
+    """Create a token of its own for another owner, and print it once."""
+    with common.client() as client:
+        reply = client.create_owner(name, role)
+    if common.json:
+        print_json({"token": reply.token, **plain(reply.info)})
+        return
+    out.print(f"owner {reply.info.name} may {reply.info.role}; commands take its token by --token-file:")
+    out.print(reply.token, soft_wrap=True)
+
+
+@owner_app.command("list", epilog="Example: atoll owner list --json")
+@with_groups
+def list_owners(common: Common) -> None:
+    """List owners and their roles, never their tokens."""
+    with common.client() as client:
+        owners = client.owners()
+    if common.json:
+        print_json([plain(info) for info in owners])
+        return
+    table = Table("owner", "role", "since", box=None, pad_edge=False)
+    for info in owners:
+        table.add_row(info.name, info.role, _when(info.created_s) if info.created_s else "the first start")
+    out.print(table)
+
+
+@owner_app.command("revoke", epilog="Example: atoll owner revoke research")
+@with_groups
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As in `atoll owner list`.")],
+    common: Common,
+) -> None:
+    """End an owner's rights at once; its jobs stay, and who may administer can cancel them."""
+    with common.client() as client:
+        client.revoke_owner(name)
+    if common.json:
+        print_json({"name": name, "revoked": True})
+    else:
+        out.print(f"{name} is no owner any more")
+
+
+@owner_app.command("log", epilog="Example: atoll owner log --json")
+def log(state_dir: StateDir = None, json: AsJson = False) -> None:
+    """Show what owners did on this machine's coordinator, the newest last: submitted, cancelled, exported,
+    kicked, created and revoked."""
+    lines = list(read_log((state_dir or default_state_dir()) / AUDIT))
+    if json:
+        for line in lines:
+            print_json(line)
+        return
+    table = Table("when", "owner", "call", "about", "from", box=None, pad_edge=False)
+    for line in lines:
+        about = ", ".join(f"{key} {value}" for key, value in line.items() if key not in SHOWN)
+        table.add_row(_when(line["at_s"]), line["owner"], line["call"], about, line["peer"])
+    out.print(table if lines else "no owner has done anything here yet")
+
+
+def _when(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))

@@ -1,0 +1,189 @@
+"""What the daemon makes of an invitation: terms, words for the owner, a log of what left, clipping."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from atoll.errors import BadFrame, UsageError
+from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
+from protos.convert import to_proto
+from protos.convert_graph import state_to_proto
+from strategies.clipping import Clipping
+from tests.worker.federated.test_participation import KEY, TRAINING, Server, context, order, same
+from worker.blobs import BlobFile
+from worker.cancel import Cancel
+from worker.data.consent import ConsentStore
+from worker.data.departures import MESSAGE, UPDATE, UPDATE_BEGINS, read_departures
+from worker.data.policy import OPEN, Policy
+from worker.data.registry import add_dataset, set_policy
+from worker.federated.consent import Consent
+from worker.federated.participation import Participation
+from worker.federated.terms import Asked, graph_hash
+
+FILE = BlobFile(Path("update"), "ab" * 32, 500)
+
+
+def invitation(folder: Path, job: str = "job-1", rule: str = "fedavg", **options: Any) -> pb.Participate:
+    """What a coordinator sends for the job of ``Server``."""
+    joining = Server(folder / "server", rule, **options).joining()
+    m = pb.Participate(
+        job=job,
+        version=1,
+        training=to_proto(TRAINING),
+        federated=to_proto(joining.federated),
+        program=to_proto(joining.program),
+        metas=state_to_proto(joining.states),
+        tensors=[job_pb.TensorBlob(name=n, blob=b) for n, b in sorted(joining.tensors.items())],
+        batch=joining.batch,
+        owner="research",
+    )
+    assert joining.eval_program is not None
+    m.eval_program.CopyFrom(to_proto(joining.eval_program))
+    return m
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    table = tmp_path / "t.csv"
+    table.write_text("x,y\n" + "1,0\n2,1\n" * 30)
+    add_dataset(tmp_path / "state", "mine", table, ["image:float32=x", "label:int64=y"])
+    return tmp_path / "state"
+
+
+def test_an_invitation_waits_until_its_owner_accepts_it_or_its_graph(state_dir: Path, tmp_path: Path) -> None:
+    consent, m = Consent(state_dir), invitation(tmp_path)
+    answer = consent.judge(m)
+    assert answer is not None
+    assert (answer.job, answer.word, answer.graph) == ("job-1", "awaited", graph_hash(m))
+    set_policy(state_dir, "mine", Policy((f"graph:{answer.graph}",)))
+    assert [said.word for said in consent.changed()] == ["given"]
+    assert consent.judge(m) is None
+    assert consent.judge(invitation(tmp_path, "job-2", local_epochs=3)) is None, "the graph is the same"
+
+
+def test_a_graph_is_another_with_other_ops_shapes_or_constants(tmp_path: Path) -> None:
+    m = invitation(tmp_path)
+    found = {graph_hash(m)}
+    for change in ("op", "shape", "metric", "constant"):
+        other = pb.Participate()
+        other.CopyFrom(m)
+        if change == "op":
+            other.program.ops[0].node.target += "_"
+        elif change == "shape":
+            other.metas[0].meta.shape[0] += 1
+        elif change == "metric":
+            other.eval_program.metrics.add(name="rows", op=1)
+        else:
+            other.program.constants.append(other.tensors[0].name)
+            other.tensors[0].blob = "ff" * 32
+        found.add(graph_hash(other))
+    assert len(found) == 5
+    renamed = pb.Participate()
+    renamed.CopyFrom(m)
+    renamed.job = "job-7"
+    assert graph_hash(renamed) in found
+
+
+def test_the_words_name_all_that_leaves(tmp_path: Path) -> None:
+    shown = dict(Asked(invitation(tmp_path, rule="scaffold", uplink="topk:8", min_clients=3)).facts(60))
+    assert shown["submitted by"] == "research"
+    assert "with the strategy's own (control)" in shown["each round"]
+    assert shown["numbers"].startswith("samples and steps trained, mean loss, mean squared loss")
+    assert shown["evaluation"] == (
+        "each round the means of loss over the 6 samples that are held out of training"
+    )
+    assert shown["rounds"] == "10, each with all that hold the data"
+    assert shown["summed with"] == "at least 2 other updates, by the coordinator"
+    assert shown["coding"].startswith("topk:8, what is dropped is added to the next")
+
+
+@pytest.mark.parametrize("broken", ["strategy", "metas", "federated"])
+def test_an_invitation_that_cannot_be_judged_is_an_error_and_nothing_is_remembered(
+    state_dir: Path, tmp_path: Path, broken: str
+) -> None:
+    m = invitation(tmp_path)
+    if broken == "strategy":
+        m.federated.strategy = "steal"
+    elif broken == "metas":
+        del m.metas[:]
+    else:
+        m.federated.min_clients = 0
+    with pytest.raises((BadFrame, UsageError)):
+        Consent(state_dir).judge(m)
+    assert ConsentStore(state_dir).known() == []
+
+
+def test_what_leaves_is_logged_also_where_it_breaks_off(state_dir: Path, tmp_path: Path) -> None:
+    consent = Consent(state_dir, clock=lambda: 9.0)
+    set_policy(state_dir, "mine", OPEN)
+    assert consent.judge(invitation(tmp_path)) is None
+    with pytest.raises(OSError, match="cut"), consent.departing("job-1", [FILE], lambda: 120):
+        raise OSError("cut")
+    with consent.departing("job-1", [FILE], lambda: 500):
+        pass
+    said = pb.FromWorker(update_ready=pb.UpdateReady(job="job-1", round=3, n_samples=54))
+    consent.sends(said)
+    consent.sends(pb.FromWorker(heartbeat=pb.Heartbeat(job="job-1")))
+    consent.sends(pb.FromWorker(loaded=pb.Loaded(job="a-pipelines")))
+    lines = list(read_departures(state_dir))
+    assert [(line["kind"], line["bytes"]) for line in lines] == [
+        (UPDATE_BEGINS, 0),
+        (UPDATE, 120),
+        (UPDATE_BEGINS, 0),
+        (UPDATE, 500),
+        (MESSAGE, said.ByteSize()),
+    ]
+    assert lines[-1]["round"] == 3
+
+
+def test_nothing_is_uploaded_of_a_job_that_was_refused_meanwhile(state_dir: Path, tmp_path: Path) -> None:
+    consent = Consent(state_dir)
+    consent.judge(invitation(tmp_path))
+    with (
+        pytest.raises(UsageError, match="may not send updates"),
+        consent.departing("job-1", [FILE], lambda: 0),
+    ):
+        raise AssertionError("uploaded")
+    assert list(read_departures(state_dir)) == []
+
+
+# ---------------------------------------------------------------- clipping
+
+
+def clipped(server: Server, folder: Path, clipping: Clipping, key: bytes = KEY) -> Participation:
+    return Participation(server.joining(), context(server, folder), Cancel(), key, clipping)
+
+
+def norm_of(delta: dict[str, Any]) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(a, dtype=np.float64)) for a in delta.values())))
+
+
+def test_an_update_leaves_clipped_and_noised_and_the_same_order_gets_the_same_noise(tmp_path: Path) -> None:
+    server = Server(tmp_path / "server")
+    model = server.broadcast()
+
+    def sent(folder: str, clipping: Clipping, key: bytes = KEY) -> dict[str, Any]:
+        client = clipped(server, tmp_path / folder, clipping, key)
+        found = server.read(client.train(order(0, model), Cancel())).delta
+        return {name: np.array(array) for name, array in found.items()}  # it lies in a file that is replaced
+
+    bare = sent("bare", Clipping())
+    bound = norm_of(bare) / 4
+    assert norm_of(sent("clipped", Clipping(bound))) == pytest.approx(bound, rel=1e-5)
+    noised = sent("noised", Clipping(bound, 0.5))
+    assert same(noised, sent("again", Clipping(bound, 0.5)))
+    other = sent("other", Clipping(bound, 0.5), bytes(32))
+    size = sum(array.size for array in bare.values())
+    assert norm_of({n: noised[n] - other[n] for n in noised}) == pytest.approx(
+        bound * 0.5 * np.sqrt(2 * size), rel=0.2
+    )
+
+
+def test_a_strategy_whose_state_clipping_would_contradict_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="scaffold sends or keeps more"):
+        clipped(Server(tmp_path / "server", "scaffold"), tmp_path / "w", Clipping(1.0))

@@ -1,0 +1,126 @@
+"""`atoll-worker jobs`: federated jobs that named this machine's data, and its owner's word on them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from atoll.federated import ConsentWord as Word
+from protos.command_line import AsJson, out, print_json
+from worker.cli.options import StateDir
+from worker.cli.running import signal_consent_changed
+from worker.config import default_state_dir
+from worker.data.consent import ConsentStore
+from worker.data.departures import MESSAGE, UPDATE_BEGINS, read_departures
+
+if TYPE_CHECKING:
+    from worker.data.consent import Request
+
+STANDING = {Word.AWAITED: "waits for you", Word.GIVEN: "accepted", Word.REFUSED: "refused"}
+MAX_SHOWN = 10_000
+
+jobs = typer.Typer(help="Federated jobs that ask for this machine's data.", invoke_without_command=True)
+
+Job = Annotated[str, typer.Argument(metavar="JOB", help="As `atoll-worker jobs` shows it.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands to the `atoll-worker` command."""
+    app.add_typer(jobs, name="jobs")
+
+
+@jobs.callback(epilog="Example: atoll-worker jobs")
+def show(
+    context: typer.Context,
+    every: Annotated[bool, typer.Option("--all", help="Those that are over, too.")] = False,
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> None:
+    """Show each job that asks for this machine's data: what would leave, and what became of it."""
+    if context.invoked_subcommand is not None:
+        return
+    found = [r for r in ConsentStore(state_dir or default_state_dir()).known() if every or not r.over]
+    if json:
+        print_json([_as_json(request) for request in found])
+        return
+    if not found:
+        out.print(
+            "no job asks for data of this machine" + ("" if every else "; --all shows those that are over")
+        )
+    for at, request in enumerate(found):
+        if at:
+            out.print()
+        _show(request)
+
+
+@jobs.command(epilog="Example: atoll-worker jobs accept digits-7")
+def accept(job: Job, state_dir: StateDir = None) -> int:
+    """Let a job train on this machine's data, under the terms shown; with other terms it asks again."""
+    return _decide(job, Word.GIVEN, "", state_dir)
+
+
+@jobs.command(epilog="Example: atoll-worker jobs refuse digits-7 --reason 'no agreement with this group'")
+def refuse(
+    job: Job,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Shown to who submitted the job.")] = "",
+    state_dir: StateDir = None,
+) -> int:
+    """Refuse a job, also one that is running: nothing more leaves for it."""
+    return _decide(job, Word.REFUSED, reason, state_dir)
+
+
+@jobs.command(epilog="Example: atoll-worker jobs log digits-7")
+def log(
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Only of this job.")] = "",
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> int:
+    """Show what left this machine for federated jobs, the newest last: updates, numbers, facts of data."""
+    lines = [
+        line for line in read_departures(state_dir or default_state_dir()) if not job or line["job"] == job
+    ]
+    lines = lines[-MAX_SHOWN:]
+    if json:
+        for line in lines:
+            print_json(line)
+        return 0
+    table = Table("when", "job", "round", "what", "bytes", box=None, pad_edge=False)
+    for line in lines:
+        if line["kind"] == UPDATE_BEGINS:
+            continue
+        what = str(line.get("message", "") if line["kind"] == MESSAGE else line["kind"])
+        at_round = "" if line.get("round") is None else str(line["round"])
+        table.add_row(_when(line["at_s"]), str(line["job"]), at_round, what, f"{line['bytes']:,}")
+    total = sum(line["bytes"] for line in lines)
+    out.print(table if lines else "nothing has left this machine for a federated job")
+    out.print(f"{total:,} bytes in all")
+    return 0
+
+
+def _decide(job: str, word: Word, reason: str, state_dir: Any) -> int:
+    folder = state_dir or default_state_dir()
+    request = ConsentStore(folder).decide(job, word, reason, time.time())
+    notified = "; the running worker was notified" if signal_consent_changed(folder) else ""
+    out.print(f"job {job}: {STANDING[request.word]} ({request.why}){notified}", soft_wrap=True, markup=False)
+    return 0
+
+
+def _show(request: Request) -> None:
+    over = f", over: {request.over}" if request.over else ""
+    head = f"job {request.job}: {STANDING[request.word]} ({request.why}){over}"
+    out.print(head, style="bold", soft_wrap=True, markup=False)
+    sent = f"{request.updates} updates" if request.updates else "no update"
+    for heading, text in (("asked", _when(request.asked_s)), *request.facts, ("sent so far", sent)):
+        out.print(f"  {heading:13} {text}", soft_wrap=True, markup=False)
+
+
+def _as_json(request: Request) -> dict[str, Any]:
+    return {**asdict(request), "facts": dict(request.facts)}
+
+
+def _when(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s))

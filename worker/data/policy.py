@@ -1,0 +1,171 @@
+"""A data owner's policy for one data set: which jobs may train on it, and what bounds each of them.
+
+Stored with the registered data set and applied on this machine alone; a registration without one asks. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from atoll.errors import UsageError
+from atoll.federated import ConsentWord as Word
+
+ASK, ANY, OWNER, GRAPH = "ask", "any", "owner", "graph"
+HASH = re.compile(r"[0-9a-f]{64}")
+MAX_RULES = 64
+MAX_OWNER_CHARS = 100
+
+
+def _check_rule(rule: str) -> None:
+    kind, mark, value = rule.partition(":")
+    if rule in (ASK, ANY):
+        return
+    if mark and kind == OWNER and 0 < len(value) <= MAX_OWNER_CHARS and value.isprintable():
+        return
+    if mark and kind == GRAPH and HASH.fullmatch(value):
+        return
+    raise UsageError(
+        f"--accept {rule[:80]!r}; give ask, any, owner:NAME or graph:HASH (64 hexadecimal digits, as "
+        "`atoll-worker jobs` shows it)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Terms of a data set's owner. UsageError for a figure out of its range.
+
+    ``accept``: ``ask``, ``any``, ``owner:NAME`` (who submitted the job) or ``graph:HASH``; a job that none of
+    them names waits for its owner's consent. The other fields bound every job, accepted or not.
+    """
+
+    accept: tuple[str, ...] = (ASK,)
+    min_clients: int = 0  # updates in a round, so the job's min_clients; 0: the worker's own floor alone
+    max_rounds: int = 0  # updates that one job gets; 0: as many as it has rounds
+    clip: float = 0.0  # L2 norm of an update; 0: not clipped
+    noise: float = 0.0  # standard deviation of the Gaussian noise in each entry of an update, times ``clip``
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.accept) <= MAX_RULES:
+            raise UsageError(f"{len(self.accept)} rules of --accept; give 1 to {MAX_RULES}")
+        for rule in self.accept:
+            _check_rule(rule)
+        if len(self.accept) > 1 and {ASK, ANY} & {*self.accept}:
+            raise UsageError("--accept ask and --accept any stand alone: each says it of every job")
+        for name, count in (("--min-clients", self.min_clients), ("--max-rounds", self.max_rounds)):
+            if type(count) is not int or not 0 <= count <= 10**9:
+                raise UsageError(
+                    f"{name} = {count!r}; give a whole number from 0 (no bound of this data set's)"
+                )
+        for name, value in (("--clip", self.clip), ("--noise", self.noise)):
+            if not isinstance(value, int | float) or not math.isfinite(value) or not 0.0 <= value <= 1e9:
+                raise UsageError(f"{name} = {value!r}; give a number from 0 (none)")
+        if self.noise and not self.clip:
+            raise UsageError(
+                "--noise without --clip hides nothing: one sample may move an update without bound"
+            )
+
+    @property
+    def accept_words(self) -> str:
+        """Which jobs may train, for people."""
+        return {ASK: "asked for each job", ANY: "any job"}.get(self.accept[0], ", ".join(self.accept))
+
+    @property
+    def bound_words(self) -> str:
+        """The bounds, for people; empty without any."""
+        return ", ".join(
+            words
+            for value, words in (
+                (self.min_clients, f"at least {self.min_clients} updates in a round"),
+                (self.max_rounds, f"at most {self.max_rounds} updates to a job"),
+                (self.clip, f"updates clipped to norm {self.clip:g}"),
+                (self.noise, f"Gaussian noise of {self.noise:g} times that in each entry"),
+            )
+            if value
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``policy_from_json`` reads."""
+        return {**asdict(self), "accept": list(self.accept)}
+
+
+UNSTATED = Policy()
+"""Policy of who gave none, and of registrations from before there were any: each job asks."""
+
+
+OPEN = Policy((ANY,))
+"""Policy of data for experiments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Terms that a job states. ``digest`` covers all that decides what leaves, ``graph`` the graphs alone."""
+
+    job: str
+    data: str
+    owner: str
+    graph: str
+    digest: str
+    min_clients: int
+    rounds: int
+    unclippable: str = ""  # why its strategy's updates cannot be clipped; empty: they can
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A word and who gives it why."""
+
+    word: Word
+    reason: str
+
+
+def judge(policy: Policy, terms: Terms, decided: Word | None, reason: str) -> Verdict:
+    """Apply a policy to a job; ``decided``: this owner's own word on these very terms, with its reason.
+
+    A refusal outweighs everything, the bounds outweigh an acceptance.
+    """
+    if decided is Word.REFUSED:
+        return Verdict(Word.REFUSED, f"its data owner refused{': ' if reason else ''}{reason}")
+    exceeded = _exceeded(policy, terms)
+    if exceeded:
+        return Verdict(Word.REFUSED, f"the policy of its data owner for {terms.data}: {exceeded}")
+    if decided is Word.GIVEN:
+        return Verdict(Word.GIVEN, "accepted by its data owner")
+    named = {ANY, f"{OWNER}:{terms.owner}", f"{GRAPH}:{terms.graph}"} & {*policy.accept}
+    if named:
+        return Verdict(Word.GIVEN, f"the policy accepts {min(named)}")
+    return Verdict(Word.AWAITED, f"its data owner has not accepted job {terms.job} yet")
+
+
+def policy_from_json(found: Mapping[str, Any]) -> Policy:
+    """Read a stored policy; UsageError, KeyError, TypeError or ValueError for what is none."""
+    return Policy(
+        tuple(map(str, found["accept"])),
+        int(found["min_clients"]),
+        int(found["max_rounds"]),
+        float(found["clip"]),
+        float(found["noise"]),
+    )
+
+
+def rules_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Rules of ``--accept`` as given: hashes in small letters, without repetitions."""
+    rules = (word.lower() if word.lower().startswith(f"{GRAPH}:") else word for word in map(str.strip, words))
+    return tuple(dict.fromkeys(rules))
+
+
+def _exceeded(policy: Policy, terms: Terms) -> str:
+    """Which bound the job breaks; empty when it keeps all."""
+    if terms.min_clients < policy.min_clients:
+        return (
+            f"its rounds may close with {terms.min_clients} updates, at least {policy.min_clients} are "
+            "demanded (Federated(min_clients=...))"
+        )
+    if policy.max_rounds and terms.rounds > policy.max_rounds:
+        return f"it has {terms.rounds} rounds, at most {policy.max_rounds} are allowed"
+    if policy.clip and terms.unclippable:
+        return f"updates are to be clipped, and {terms.unclippable}"
+    return ""

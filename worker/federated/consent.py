@@ -1,0 +1,123 @@
+"""The daemon's side of consent: judges invitations, remembers them, counts and logs what leaves.
+
+Nothing of a federated job is loaded before ``judge`` has found that this machine's policy or owner accepts
+it, and no update leaves that the policy does not allow; the coordinator hears the word, and who gave it why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+
+from atoll.errors import AtollError
+from atoll.federated import ConsentWord as Word
+from protos import atoll_control_pb2 as pb
+from strategies.clipping import Clipping
+from worker.data.consent import ConsentStore, Request
+from worker.data.departures import FACTS, MESSAGE, UPDATE, UPDATE_BEGINS, DepartureLog
+from worker.data.registry import load_dataset
+from worker.federated.terms import Asked
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from worker.blobs import BlobFile
+
+log = structlog.get_logger()
+
+MAX_REPEATED = 64  # words that are said again after a reconnection, the newest first
+LOGGED = frozenset({"loaded", "update_ready", "client_evaluated", "client_failed", "consent", "log", "spans"})
+"""Messages to the coordinator that are logged when they are about a federated job."""
+MAX_JOBS = 4096  # whose messages are logged, more than are remembered
+VERSION = 1  # of every invitation
+
+
+class Consent:
+    """What one machine's owner allows; from any thread."""
+
+    def __init__(self, state_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self._state_dir, self._clock = state_dir, clock
+        self._store = ConsentStore(state_dir)
+        self._log = DepartureLog(state_dir, clock)
+        self._jobs = {request.job for request in self._store.known()}
+
+    def judge(self, m: pb.Participate) -> pb.Consent | None:
+        """Remember an invitation; None where the job may run here, else what the coordinator is told.
+
+        Raises BadFrame or UsageError for one that cannot be judged, StorageError.
+        """
+        asked = Asked(m)
+        if len(self._jobs) >= MAX_JOBS:
+            self._jobs = {request.job for request in self._store.known()}
+        self._jobs.add(m.job)
+        samples = load_dataset(self._state_dir, asked.federated.data).n_samples
+        request = self._store.asked(asked.terms(), asked.facts(samples), self._clock())
+        if request.word is Word.GIVEN:
+            log.info("consent.given", job=m.job, data=request.terms.data, reason=request.why)
+            return None
+        remedy = "`atoll-worker jobs` shows what would leave" if request.word is Word.AWAITED else ""
+        log.warning(
+            "consent." + request.word, job=m.job, data=request.terms.data, reason=request.why, see=remedy
+        )
+        return _said(request)
+
+    def changed(self) -> list[pb.Consent]:
+        """What to tell the coordinator after the owner's word or a policy has changed, and after a
+        reconnection: of the newest requests that are not over. Raises StorageError."""
+        open_ones = sorted(self._store.judged_again(), key=lambda r: r.asked_s, reverse=True)
+        return [_said(request) for request in open_ones[:MAX_REPEATED]]
+
+    def close(self, job: str, reason: str) -> None:
+        """The coordinator let this machine go, or the job has ended."""
+        try:
+            self._store.close(job, reason)
+        except AtollError as error:
+            log.error("consent.unwritable", reason=str(error))
+
+    def clipping(self, data: str) -> Clipping:
+        """What every update of a job on ``data`` undergoes. Raises UsageError, StorageError."""
+        policy = self._store.policy(data)
+        return Clipping(policy.clip, policy.noise)
+
+    @contextmanager
+    def departing(self, job: str, files: Sequence[BlobFile], left: Callable[[], int]) -> Iterator[None]:
+        """Around an update's upload: counted against the policy, and logged however it ends.
+
+        ``left()``: bytes handed to the connection so far. Raises UsageError for what may not leave,
+        StorageError where it cannot be logged.
+        """
+        for file in files:
+            self._store.spend(job, file.hash)
+            self._log.note(job, UPDATE_BEGINS, 0, blob=file.hash, size=file.size)
+        try:
+            yield
+        finally:
+            self._log.note(job, UPDATE, left(), blobs=[file.hash for file in files])
+
+    def sends(self, message: pb.FromWorker) -> None:
+        """Log a message about a federated job, or the facts of the registered data, before it is sent."""
+        kind = message.WhichOneof("body")
+        try:
+            if kind == "introduction" and message.introduction.datasets:
+                facts = message.introduction.datasets
+                names = [found.name for found in facts]
+                self._log.note("", FACTS, sum(found.ByteSize() for found in facts), data=names)
+            elif kind in LOGGED and (body := getattr(message, kind)).job in self._jobs:
+                at_round = getattr(body, "round", None)
+                self._log.note(body.job, MESSAGE, message.ByteSize(), message=kind, round=at_round)
+        except AtollError as error:
+            log.error("departure.unlogged", kind=kind, reason=str(error))
+
+
+def _said(request: Request) -> pb.Consent:
+    return pb.Consent(
+        job=request.job,
+        version=VERSION,
+        word=request.word,
+        reason=request.why,
+        graph=request.terms.graph,
+    )

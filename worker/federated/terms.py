@@ -1,0 +1,162 @@
+"""Terms of a federated job, read from its invitation: what would leave this machine, for policies and people.
+
+The ops of a graph are not looked at here, only hashed: the compute process decodes and checks them.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from math import ceil, prod
+from typing import TYPE_CHECKING
+
+from atoll.errors import BadFrame
+from atoll.federated import parse_uplink
+from atoll.job import stepwise_groups
+from protos import atoll_control_pb2 as pb
+from protos import atoll_job_pb2 as job_pb
+from protos import bounds, convert
+from protos.bounds import DEFAULT_LIMITS
+from protos.text_limits import clean
+from strategies import make_strategy
+from strategies.clipping import unclippable
+from strategies.files import update_metas
+from strategies.layout import Layout, Role
+from worker.data.policy import MAX_OWNER_CHARS, Terms
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from atoll.federated import Federated, FederatedSpec
+    from atoll.job import TrainingSpec
+    from strategies.base import Strategy
+
+SHOWN_NAMES = 6
+Fact = tuple[str, str]
+
+
+class Asked:
+    """A federated job's invitation. Raises BadFrame or UsageError for what breaks a bound."""
+
+    def __init__(self, m: pb.Participate) -> None:
+        self._m = m
+        self.training: TrainingSpec = convert.from_proto(m.training)
+        self.federated: FederatedSpec = convert.from_proto(m.federated)
+        self.strategy: Strategy = make_strategy(self.rule.strategy, self.rule.options)
+        states = convert.state_from_proto(m.metas, DEFAULT_LIMITS)
+        used = {n for program in self._programs() for n in (*program.parameters, *program.buffers)}
+        missing = sorted(used - states.keys())
+        if missing:
+            raise BadFrame(f"no shape for {missing[:3]}")
+        groups = stepwise_groups(list(m.program.parameters), self.training.optimizer)
+        frozen = {name for name, group in groups.items() if group.frozen}
+        leaves = {name: states[name] for name in states if name in used}
+        self.layout: Layout = self.strategy.adapt(Layout.of_state(leaves, frozen))
+
+    @property
+    def rule(self) -> Federated:
+        return self.federated.rule
+
+    def terms(self) -> Terms:
+        """What a policy judges."""
+        m, graph = self._m, graph_hash(self._m)
+        parts = [graph.encode(), _bytes(m.training), _bytes(m.federated), m.batch.to_bytes(8, "little")]
+        return Terms(
+            bounds.name("job", m.job, DEFAULT_LIMITS),
+            self.federated.data,
+            clean(m.owner, MAX_OWNER_CHARS),
+            graph,
+            sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest(),
+            self.rule.min_clients,
+            self.training.steps,
+            unclippable(self.strategy, self.layout),
+        )
+
+    def facts(self, n_samples: int) -> tuple[Fact, ...]:
+        """What would leave, in words: a heading and its text each; ``n_samples`` are registered here."""
+        rule = self.rule
+        clients = "all that hold the data" if not rule.clients else f"{rule.clients} clients"
+        return (
+            ("data set", f"{self.federated.data}, {n_samples:,} samples here"),
+            ("submitted by", clean(self._m.owner, MAX_OWNER_CHARS) or "not stated"),
+            ("graph", graph_hash(self._m)),
+            ("each round", self._update_words()),
+            ("buffers", self._buffer_words()),
+            ("numbers", self._number_words()),
+            ("evaluation", self._evaluation_words(n_samples)),
+            ("rounds", f"{self.training.steps}, each with {clients}"),
+            ("strategy", f"{rule.strategy}: {self.strategy.facts.summary}"),
+            ("summed with", f"at least {rule.min_clients - 1} other updates, by the coordinator"),
+            ("local steps", self._step_words(n_samples)),
+            ("coding", self._coding_words()),
+        )
+
+    def _programs(self) -> tuple[job_pb.StageProgram, ...]:
+        m = self._m
+        return (m.program, m.eval_program) if m.HasField("eval_program") else (m.program,)
+
+    def _update_words(self) -> str:
+        metas = update_metas(self.strategy, self.layout)
+        numbers = sum(prod(meta.shape) for meta in metas.values())
+        nbytes = sum(meta.nbytes for meta in metas.values())
+        own = self.strategy.extra_up(self.layout)
+        extra = f", with the strategy's own ({', '.join(sorted(own))})" if own else ""
+        return (
+            f"one update, how far training here moved the model: {len(metas)} tensors, {numbers:,} numbers, "
+            f"{nbytes / 2**20:.2f} MiB before coding{extra}"
+        )
+
+    def _buffer_words(self) -> str:
+        names = self.layout.names(Role.AVERAGED)
+        if not names:
+            return "none travel"
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+        return (
+            f"{', '.join(names[:SHOWN_NAMES])}{more}: means over the samples, as the graph check allows them"
+        )
+
+    def _number_words(self) -> str:
+        own = [scalar.name for scalar in self.strategy.scalars_up()]
+        more = f"; the strategy's own: {', '.join(own)}" if own else ""
+        return f"samples and steps trained, mean loss, mean squared loss, times{more}"
+
+    def _evaluation_words(self, n_samples: int) -> str:
+        rule, m = self.rule, self._m
+        if not rule.evaluate_every or not m.HasField("eval_program"):
+            return "none here"
+        metrics = ", ".join(["loss", *(metric.name for metric in m.eval_program.metrics)])
+        held = int(n_samples * rule.held_out)
+        when = "each round" if rule.evaluate_every == 1 else f"every {rule.evaluate_every} rounds"
+        return f"{when} the means of {metrics} over the {held:,} samples that are held out of training"
+
+    def _step_words(self, n_samples: int) -> str:
+        rule, batch = self.rule, self._m.batch
+        steps = rule.local_epochs * ceil(n_samples * (1.0 - rule.held_out) / max(1, batch))
+        steps = min(steps, rule.local_steps) if rule.local_steps else steps
+        return f"about {steps:,} a round, of {batch} samples each"
+
+    def _coding_words(self) -> str:
+        uplink = parse_uplink(self.rule.uplink)
+        if uplink.mode == "off":
+            return "none: the update travels as it is"
+        feedback = ", what is dropped is added to the next" if self.rule.error_feedback else ""
+        return f"{self.rule.uplink}{feedback}; a codec saves bytes and hides nothing"
+
+
+def graph_hash(m: pb.Participate) -> str:
+    """SHA-256 of what a job runs here: both graphs, the shapes of their tensors, the constants' contents.
+
+    Equal for every client of a job, and for every job of the same captured model and micro-batch.
+    """
+    constants = {name for program in (m.program, m.eval_program) for name in program.constants}
+    blobs = sorted((t.name, t.blob) for t in m.tensors if t.name in constants)
+    parts = [
+        _bytes(m.program),
+        _bytes(m.eval_program),
+        b"".join(sha256(_bytes(meta)).digest() for meta in m.metas),
+        repr(blobs).encode(),
+    ]
+    return sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _bytes(message: Message) -> bytes:
+    return message.SerializeToString(deterministic=True)
