@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -36,6 +37,10 @@ from protos.splice import Idle, received, splice, tuned
 log = structlog.get_logger()
 BACKLOG = 128
 ACCEPT_AGAIN_S = 0.2  # after an accept that failed, as when descriptors have run out
+
+
+def _close(connection: socket.socket, _: object) -> None:
+    connection.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +107,8 @@ class Relay:
                 connection.close()
                 continue
             self._strangers[host] += 1
-            self._spawn(self._serve(connection, host))
+            # A task that is cancelled before its first step closes nothing itself.
+            self._spawn(self._serve(connection, host)).add_done_callback(partial(_close, connection))
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         """A connection's life; never raises."""
@@ -211,7 +217,8 @@ class Relay:
         with suppress(Idle):
             await splice(one.connection, other.connection, allow, self.limits.idle_s)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

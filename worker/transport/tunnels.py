@@ -13,6 +13,7 @@ import socket
 import tempfile
 from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,12 +68,12 @@ class LocalEnds:
             listener.close()
             stream.close()
             raise ConnectionFailed(f"no local socket in {self._folder}: {error.strerror}") from None
-        self._spawn(self._splice_first(listener, path, stream))
+        self._spawn(self._splice_first(listener, path, stream), listener, stream)
         return f"unix:{path}"
 
     def accepted(self, stream: socket.socket) -> None:
         """Have our server accept a stream that the peer dialled."""
-        self._spawn(self._splice_to_server(stream))
+        self._spawn(self._splice_to_server(stream), stream)
 
     async def _splice_first(self, listener: socket.socket, path: Path, stream: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -99,7 +100,7 @@ class LocalEnds:
             raise
         await splice(ours, stream)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], *sockets: socket.socket) -> None:
         async def guarded() -> None:
             with suppress(OSError, TimeoutError):  # a pipe's end says why
                 await work
@@ -107,6 +108,8 @@ class LocalEnds:
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        for one in sockets:  # a task that is cancelled before its first step closes nothing itself
+            task.add_done_callback(partial(_close, one))
 
     async def close(self) -> None:
         """Break every stream off."""
@@ -115,3 +118,7 @@ class LocalEnds:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _close(one: socket.socket, _: object) -> None:
+    one.close()
