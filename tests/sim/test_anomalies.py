@@ -42,6 +42,7 @@ class Watched(World):
         return self.coordinator.scheduler.jobs["job-1"].reason
 
     def plans(self) -> list[list[str]]:
+        """Workers by rank of each plan, adopted or reconfigured."""
         found = []
         for fact in map(from_record, self.coordinator.folder.records):
             if isinstance(fact, PlanAdopted):
