@@ -15,6 +15,7 @@ from protos import PROTOCOL_VERSION
 from protos.command_line import AsJson, enter, err, out, print_json, with_groups
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
+from worker.cli import manners as cli_manners
 from worker.cli.options import AppOptions, Joining, Limits, Reach, StateDir
 from worker.config import WorkerConfig, default_state_dir, make_config, was_insecure, with_insecure_check
 
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 cli_data.register(app)
 cli_apps.register(app)
+cli_manners.register(app)
 
 
 @app.command(

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from protos.app_bundle import parse_pairs
-from worker.config import parse_address, parse_size
+from worker.config import parse_address
+from worker.manners.units import parse_size
 
 StateDir = Annotated[
     Path | None,

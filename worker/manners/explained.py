@@ -1,0 +1,37 @@
+"""Every setting of the settings file in a few words, in the order in which people look for them."""
+
+from __future__ import annotations
+
+EXPLAINED = {
+    "host": "Coordinator's entry address.",
+    "port": "Coordinator's entry port.",
+    "name": "Name shown to owners; empty: this machine's.",
+    "device": "What computes: auto, cpu, cuda or cuda:N.",
+    "threads": "Compute threads; 0: one per physical core.",
+    "memory_bytes": "Memory that a job may add, and plans count on; 0: 85 % of what is free at the start.",
+    "gpu_memory_bytes": "The same of a GPU's memory; 0: as memory_bytes.",
+    "cpu_percent": "Share of the time of its compute threads, or of the GPU, that it computes.",
+    "upload_mbit": "Most that it sends, to peers and coordinator together, in Mbit/s; 0: unlimited.",
+    "download_mbit": "Most that it receives, in Mbit/s; 0: unlimited.",
+    "day_bytes": "Bytes a day, both ways together; then it pauses until midnight. 0: unlimited.",
+    "hours": "Hours of the day in which it works, local time, as in 22:00-08:00; empty: all.",
+    "on_battery": "On battery: run or pause.",
+    "when_used": "While somebody uses this machine: run or pause.",
+    "idle_minutes": "Minutes without input until nobody uses it.",
+    "max_celsius": "Temperature of the hottest sensor from which it pauses; 0: any.",
+    "paused": "Paused by its owner, until `atoll-worker resume`.",
+    "max_upload_mbit": "Most that checkpoint uploads take, in Mbit/s, within upload_mbit; 0: unlimited.",
+    "kept_bytes": "Disk for client state between federated rounds.",
+    "min_batch": "Least own samples in each mean that leaves.",
+    "min_samples": "Least own samples behind a federated update.",
+    "min_steps": "Least local steps behind a federated update.",
+    "min_clients": "Least updates in a federated round.",
+    "listen_host": "Address on which peers are accepted.",
+    "listen_port": "Port on which peers are accepted; 0: any free one.",
+    "advertise": "Addresses of this machine for peers; empty: found out.",
+    "inbound": "Accept connections of peers.",
+    "site": "Common name of machines behind one uplink.",
+    "use_proxy": "Connect through the environment's proxy.",
+    "sandbox": "Bubblewrap around what computes: auto, require or off.",
+    "node_config": "Context.node_config of Flower apps.",
+}
