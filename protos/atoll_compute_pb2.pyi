@@ -387,6 +387,7 @@ class ToCompute(_message.Message):
     TRANSFERRED_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
+    RECONFIGURE_FIELD_NUMBER: _builtins.int
     interrupt: _builtins.str
     report_codecs: _builtins.bool
     stop: _builtins.bool
@@ -430,6 +431,8 @@ class ToCompute(_message.Message):
     def batch(self) -> Global___FetchedBatch: ...
     @_builtins.property
     def transferred(self) -> Global___Transferred: ...
+    @_builtins.property
+    def reconfigure(self) -> _atoll_control_pb2.Reconfigure: ...
     def __init__(
         self,
         *,
@@ -456,12 +459,13 @@ class ToCompute(_message.Message):
         transferred: Global___Transferred | None = ...,
         stop: _builtins.bool = ...,
         ping: _builtins.int = ...,
+        reconfigure: _atoll_control_pb2.Reconfigure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -621,6 +625,8 @@ Global___WantedList: _TypeAlias = WantedList  # noqa: Y015
 
 @_typing.final
 class Outgoing(_message.Message):
+    """log_only: of a step that is repeated; only the send log has it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PEER_FIELD_NUMBER: _builtins.int
@@ -629,11 +635,13 @@ class Outgoing(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    LOG_ONLY_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     header: _builtins.bytes
     offset: _builtins.int
     size: _builtins.int
     more: _builtins.bool
+    log_only: _builtins.bool
     @_builtins.property
     def key(self) -> Global___Key: ...
     def __init__(
@@ -645,10 +653,11 @@ class Outgoing(_message.Message):
         offset: _builtins.int = ...,
         size: _builtins.int = ...,
         more: _builtins.bool = ...,
+        log_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "key", b"key", "more", b"more", "offset", b"offset", "peer", b"peer", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "key", b"key", "log_only", b"log_only", "more", b"more", "offset", b"offset", "peer", b"peer", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -489,6 +489,7 @@ class Heartbeat(_message.Message):
     WAITS_S_FIELD_NUMBER: _builtins.int
     WAITS_WHAT_FIELD_NUMBER: _builtins.int
     WAITS_STEP_FIELD_NUMBER: _builtins.int
+    LOGGED_FROM_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker_time_s: _builtins.float
     job: _builtins.str
@@ -504,6 +505,8 @@ class Heartbeat(_message.Message):
     waits_what: _builtins.str
     """a message's direction, `room`, or `data` (of the coordinator); empty: nothing is awaited"""
     waits_step: _builtins.int
+    logged_from: _builtins.int
+    """its send log holds every message of the held stage from this step on"""
     def __init__(
         self,
         *,
@@ -518,10 +521,11 @@ class Heartbeat(_message.Message):
         waits_s: _builtins.float = ...,
         waits_what: _builtins.str = ...,
         waits_step: _builtins.int = ...,
+        logged_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker_time_s", b"worker_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "logged_from", b"logged_from", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker_time_s", b"worker_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1467,6 +1471,7 @@ class Assign(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     EVAL_DATA_FIELD_NUMBER: _builtins.int
     FIRST_STEP_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     first_step: _builtins.int
@@ -1494,6 +1499,10 @@ class Assign(_message.Message):
     def data(self) -> _atoll_job_pb2.DataSpec: ...
     @_builtins.property
     def eval_data(self) -> _atoll_job_pb2.DataSpec: ...
+    @_builtins.property
+    def replay(self) -> Global___Replay:
+        """unset: the tensors are of the state after first_step steps"""
+
     def __init__(
         self,
         *,
@@ -1509,14 +1518,118 @@ class Assign(_message.Message):
         data: _atoll_job_pb2.DataSpec | None = ...,
         eval_data: _atoll_job_pb2.DataSpec | None = ...,
         first_step: _builtins.int = ...,
+        replay: Global___Replay | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "plan", b"plan", "program", b"program", "training", b"training"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "plan", b"plan", "program", b"program", "replay", b"replay", "training", b"training"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "eval_data", b"eval_data", "eval_program", b"eval_program", "first_step", b"first_step", "job", b"job", "metas", b"metas", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "program", b"program", "replay", b"replay", "tensors", b"tensors", "training", b"training"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Assign: _TypeAlias = Assign  # noqa: Y015
+
+@_typing.final
+class Replay(_message.Message):
+    """The steps that a stage repeats by itself before it is loaded: its tensors are of the state after
+    ``first_step`` steps, what its neighbours sent then comes from their send logs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    ERAS_FIELD_NUMBER: _builtins.int
+    GRADIENT_SCALES_FIELD_NUMBER: _builtins.int
+    first_step: _builtins.int
+    @_builtins.property
+    def eras(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEra]:
+        """versions and codecs of those steps, ascending; the first begins at or before first_step"""
+
+    @_builtins.property
+    def gradient_scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """one a step, up to Assign.first_step"""
+
+    def __init__(
+        self,
+        *,
+        first_step: _builtins.int = ...,
+        eras: _abc.Iterable[Global___PlanEra] | None = ...,
+        gradient_scales: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replay: _TypeAlias = Replay  # noqa: Y015
+
+@_typing.final
+class PlanEra(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    FIRST_STEP_FIELD_NUMBER: _builtins.int
+    LINKS_FIELD_NUMBER: _builtins.int
+    plan_version: _builtins.int
+    first_step: _builtins.int
+    @_builtins.property
+    def links(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_job_pb2.LinkSpec]: ...
+    def __init__(
+        self,
+        *,
+        plan_version: _builtins.int = ...,
+        first_step: _builtins.int = ...,
+        links: _abc.Iterable[_atoll_job_pb2.LinkSpec] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_step", b"first_step", "links", b"links", "plan_version", b"plan_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanEra: _TypeAlias = PlanEra  # noqa: Y015
+
+@_typing.final
+class Reconfigure(_message.Message):
+    """The stages stay, some are on other workers: who holds one keeps it, drops step ``step`` where it was under
+    way, and answers Loaded of ``plan_version`` once it is connected with ``peers``. Said after the commit of
+    step - 1, which is carried out first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    BASE_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    plan_version: _builtins.int
+    base_version: _builtins.int
+    """that its stage was assigned, or last reconfigured, under"""
+    step: _builtins.int
+    @_builtins.property
+    def plan(self) -> _atoll_job_pb2.Plan: ...
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePeer]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        plan_version: _builtins.int = ...,
+        base_version: _builtins.int = ...,
+        step: _builtins.int = ...,
+        plan: _atoll_job_pb2.Plan | None = ...,
+        peers: _abc.Iterable[Global___StagePeer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reconfigure: _TypeAlias = Reconfigure  # noqa: Y015
 
 @_typing.final
 class StepStart(_message.Message):
@@ -1556,6 +1669,7 @@ class StepCommit(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     RELINK_FIELD_NUMBER: _builtins.int
     EVALUATE_CODED_FIELD_NUMBER: _builtins.int
+    REPLAY_FROM_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -1569,6 +1683,8 @@ class StepCommit(_message.Message):
     """do not begin another step"""
     evaluate_coded: _builtins.bool
     """with evaluate: once more through the codecs"""
+    replay_from: _builtins.int
+    """messages of earlier steps may leave the send logs: no replay begins before it"""
     @_builtins.property
     def relink(self) -> Global___Relink:
         """unset: the links stay as they are"""
@@ -1585,10 +1701,11 @@ class StepCommit(_message.Message):
         last: _builtins.bool = ...,
         relink: Global___Relink | None = ...,
         evaluate_coded: _builtins.bool = ...,
+        replay_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["relink", b"relink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "last", b"last", "plan_version", b"plan_version", "relink", b"relink", "step", b"step", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evaluate", b"evaluate", "evaluate_coded", b"evaluate_coded", "gradient_scale", b"gradient_scale", "job", b"job", "last", b"last", "plan_version", b"plan_version", "relink", b"relink", "replay_from", b"replay_from", "step", b"step", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1915,6 +2032,7 @@ class ToWorker(_message.Message):
     TRAIN_ROUND_FIELD_NUMBER: _builtins.int
     EVALUATE_ROUND_FIELD_NUMBER: _builtins.int
     ROUND_TAKEN_FIELD_NUMBER: _builtins.int
+    RECONFIGURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1943,6 +2061,8 @@ class ToWorker(_message.Message):
     def evaluate_round(self) -> Global___EvaluateRound: ...
     @_builtins.property
     def round_taken(self) -> Global___RoundTaken: ...
+    @_builtins.property
+    def reconfigure(self) -> Global___Reconfigure: ...
     def __init__(
         self,
         *,
@@ -1960,12 +2080,13 @@ class ToWorker(_message.Message):
         train_round: Global___TrainRound | None = ...,
         evaluate_round: Global___EvaluateRound | None = ...,
         round_taken: Global___RoundTaken | None = ...,
+        reconfigure: Global___Reconfigure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "release", b"release", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -26,6 +26,18 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """The stage that is held stays, under ``version`` from ``step`` on; some of its neighbours are others."""
+
+    job: str
+    version: int
+    base: int  # version that the stage was assigned, or last reconfigured, under
+    step: int
+    peers: frozenset[str]
+    work: Any = field(repr=False, compare=False)  # opaque here: what the instruction is given
+
+
+@dataclass(frozen=True, slots=True)
 class StepStart:
     job: str
     version: int

@@ -16,6 +16,17 @@ class LoadStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Leave no trace of ``step`` where it is under way, keep the stage, and be connected with the new
+    neighbours under ``version``; answered by StageLoaded of that version."""
+
+    job: str
+    version: int
+    step: int
+    work: Any = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
 class RunStep:
     job: str
     version: int
@@ -29,6 +40,7 @@ class ApplyStep:
     step: int
     gradient_scale: float
     store: bool  # snapshot and upload in the background once applied
+    replay_from: int = 0  # messages of earlier steps may leave the send log
 
 
 @dataclass(frozen=True, slots=True)

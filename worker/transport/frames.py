@@ -68,6 +68,7 @@ class Direction(IntEnum):
     FORWARD = 3
     EVALUATION = 4
     EVALUATION_CODED = 5  # the same batches, through the links' codecs
+    REPLAY = 6  # empty: send me again what you sent my stage in this step
 
     # An Enum's own is a Python function, and keys are looked up ten times a message.
     __hash__ = int.__hash__
