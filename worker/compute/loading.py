@@ -52,7 +52,7 @@ def load(
         announce=context.network.announce,
     )
     for executor, found in zip(stage.executors, costs, strict=True):
-        executor.watch = OpMarks(context.status, executor.program, found)
+        executor.watch = OpMarks(context.status, executor.program, found, context.duty)
     run = StageRun(
         assignment,
         stage,

@@ -80,7 +80,7 @@ class Participation:
         self._trainer.check_client(self._client)
         executors = self._trainer.executors
         for executor, cost in zip(executors, costs, strict=True):
-            executor.watch = OpMarks(context.status, executor.program, cost)
+            executor.watch = OpMarks(context.status, executor.program, cost, context.duty)
         if spec.evaluate_every:
             check_held_out(len(self._client.split.held_out), joining.batch, config.floors)
         layout = self._trainer.layout

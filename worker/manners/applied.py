@@ -19,7 +19,8 @@ class Applied:
     stamp: tuple[int, int, int]
     paused: str = ""  # why, "": it works
     unknown: tuple[str, ...] = ()  # conditions that a limit asks for and this machine does not tell
-    day_bytes: int = 0  # so far today
+    day: str = ""  # ISO 8601
+    day_bytes: int = 0  # sent and received on it so far
     error: str = ""
 
 
@@ -38,6 +39,7 @@ def read_applied(folder: Path) -> Applied | None:
         numbers = [int(number) for number in found["stamp"]]
         stamp = (numbers[0], numbers[1], numbers[2])
         unknown = tuple(str(what) for what in found["unknown"])
-        return Applied(stamp, str(found["paused"]), unknown, int(found["day_bytes"]), str(found["error"]))
+        day, nbytes = str(found["day"]), int(found["day_bytes"])
+        return Applied(stamp, str(found["paused"]), unknown, day, nbytes, str(found["error"]))
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None

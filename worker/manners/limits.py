@@ -85,6 +85,16 @@ def limits_from(settings: Mapping[str, Any]) -> Limits:
     return Limits(**found)
 
 
+def shown_limits(limits: Limits) -> dict[str, Any]:
+    """Return those limits that are not at their defaults, by name."""
+    usual = Limits()
+    return {
+        name: getattr(limits, name)
+        for name in LIMIT_NAMES
+        if name != "paused" and getattr(limits, name) != getattr(usual, name)
+    }
+
+
 def _spans(hours: str) -> list[tuple[int, int]]:
     """'22:00-08:00, 12-13' -> [(1320, 480), (720, 780)], minutes of the day; UsageError otherwise."""
     spans = []

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -43,6 +44,9 @@ SPARE_PING_S = 15.0
 """Between the pings of a connection that need not show that the peer lives: keeps routers' mappings."""
 MAX_PONGS = 64  # waiting to be sent
 MAX_PINGS = 16  # unanswered
+MOST_HELD_S = 0.6
+"""At a limited rate no longer between two messages that are taken in: a peer that hears nothing for longer
+would call us silent."""
 TOGETHER_BYTES = 32 << 10
 """Of data that leave as one message, before the last chunk: what an urgent one may have to wait for."""
 _ping_numbers = itertools.count(1)
@@ -65,6 +69,7 @@ class Connection:
         self._pipe, self._summed = pipe, summed
         self._busy = asyncio.Event()  # unset: the sender waits for something to do
         self._busy.set()
+        self._held = False  # data of ours waits for its turn
         self._control: deque[Frame] = deque()
         self._closing = False
         self._owes = False  # an acknowledgement
@@ -119,7 +124,7 @@ class Connection:
 
     @property
     def resting(self) -> bool:
-        return not self._busy.is_set()
+        return not (self._busy.is_set() or self._held)
 
     @property
     def urgent(self) -> bool:
@@ -138,9 +143,10 @@ class Connection:
     async def _send_all(self) -> None:
         while True:
             with self.peer.lock:
-                message = self._next_message()
-            if message:
-                await self._pipe.send(message)
+                urgent, data = self._urgent_frames(), self._data_frames()
+            if urgent or data:
+                await self._turn(len(data))
+                await self._pipe.send(urgent + data)
             elif self._closing:
                 await self._pipe.finish()
                 return
@@ -148,7 +154,25 @@ class Connection:
                 self._busy.clear()
                 await self._busy.wait()
 
-    def _next_message(self) -> bytes:
+    async def _turn(self, nbytes: int) -> None:
+        """Wait until data of this size may leave; control and acknowledgements pass meanwhile."""
+        wait_s = self.peer.traffic.sent(nbytes)
+        if wait_s <= 0:
+            return
+        until_s, self._held = time.monotonic() + wait_s, True
+        while not self._closing and (left_s := until_s - time.monotonic()) > 0:
+            self._busy.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._busy.wait(), left_s)
+            with self.peer.lock:
+                urgent = self._urgent_frames() if not self._closing else b""
+            if urgent:
+                await self._pipe.send(urgent)
+        self._held = False
+        self.wake()
+
+    def _urgent_frames(self) -> bytes:
+        """What passes data: control, then an acknowledgement; the lock is held."""
         peer = self.peer
         found: list[bytes] = []
         while self._control and len(found) < MAX_FRAMES // 2:
@@ -159,8 +183,16 @@ class Connection:
             now, peer.confirm = tuple(peer.confirm[:MAX_CONFIRMED]), peer.confirm[MAX_CONFIRMED:]
             self._owes = bool(peer.confirm)
             found.append(encode(Ack(self._received, time.monotonic_ns(), now)))
-        size, enough = 0, min(peer.window.chunk, TOGETHER_BYTES)
-        while size < enough and len(found) < MAX_FRAMES and (chunk := peer.take(self)) is not None:
+        return b"".join(found)
+
+    def _data_frames(self) -> bytes:
+        """Chunks that leave together; the lock is held."""
+        peer = self.peer
+        found: list[bytes] = []
+        if self._closing:
+            return b""
+        size, enough = 0, min(peer.chunk, TOGETHER_BYTES)
+        while size < enough and len(found) < MAX_FRAMES // 2 - 1 and (chunk := peer.take(self)) is not None:
             payload = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
             frame = peer.data_frame(chunk)
             found.append(encode(frame, payload, summed=self._summed))
@@ -208,6 +240,8 @@ class Connection:
                     self._handle(frame, payload)
                     if self._over.is_set():
                         return
+                if held_s := self.peer.traffic.received(len(message)):
+                    await asyncio.sleep(min(held_s, MOST_HELD_S))
         except BadFrame as error:
             log.warning("peer.malformed", peer=self.peer.name, reason=str(error))
             self.close(str(error), leaving=False)

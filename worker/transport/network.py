@@ -31,6 +31,7 @@ from worker.transport.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
+    from worker.manners.traffic import Traffic
 
 log = structlog.get_logger()
 
@@ -67,15 +68,17 @@ class PeerNetwork:
         config: TransportConfig | None = None,
         *,
         name: str = "",
+        traffic: Traffic | None = None,
     ) -> None:
-        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed.
+        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed. ``traffic``: what
+        this machine may send and receive; None: anything.
 
         ``lost(peer, reason)`` is called before the jobs' receivers hear of it. Raises ConnectionFailed when
         the port cannot be opened.
         """
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
-        self._identity, self._lost = identity, lost
+        self._identity, self._lost, self._traffic = identity, lost, traffic
         self._changed = threading.Condition(threading.RLock())
         self._peers: dict[str, Peer] = {}
         self._expected: set[str] = set()
@@ -370,7 +373,9 @@ class PeerNetwork:
             ):
                 known.remote_session = remote_session or known.remote_session
                 return known
-            fresh = Peer(name, session or secrets.randbits(63), self.config, self._receivers, self._loop)
+            fresh = Peer(
+                name, session or secrets.randbits(63), self.config, self._receivers, self._loop, self._traffic
+            )
             self._peers[name] = fresh
             fresh.remote_session = remote_session
         if known is not None:

@@ -76,7 +76,7 @@ def test_every_setting_is_explained_and_no_other() -> None:
 
 def test_what_the_daemon_made_of_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_applied(tmp_path) is None
-    applied = Applied((3, 4, 5), "on battery", ("temperature",), 7, "")
+    applied = Applied((3, 4, 5), "on battery", ("temperature",), "2026-11-25", 7, "")
     write_applied(tmp_path, applied)
     assert read_applied(tmp_path) == applied
     (tmp_path / "applied.json").write_text('{"stamp": "x"}')
