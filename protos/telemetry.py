@@ -26,6 +26,7 @@ class Event(StrEnum):
     WORKER_QUARANTINED = "worker.quarantined"
     WORKER_READMITTED = "worker.readmitted"
     WORKER_KICKED = "worker.kicked"
+    WORKER_LIMITED = "worker.limited"
     WORKER_LOG = "worker.log"
     SESSION_OPENED = "session.opened"
     SESSION_CLOSED = "session.closed"

@@ -296,6 +296,9 @@ class PipelineDriver:
         if state.phase in RUNNING and state.rank_of(worker) is not None:
             self._step(job, StageLost(reason))
 
+    def slowed(self, worker: str, factor: float) -> None:
+        """Deadlines and plans look at the limits themselves."""
+
     def heard(self, worker: str, message: ev.JobMessage) -> None:
         """Handle a message of a worker about one of these jobs."""
         state = self.jobs[message.job]
