@@ -84,7 +84,7 @@ def test_deadlines_of_a_running_job_are_longer_by_what_its_slowest_worker_was_sl
     slow = deadlines(state, 4.0)
     assert (slow.still_s, slow.silent_s) == (4 * usual.still_s, 4 * usual.silent_s)
     world.guests["b"] = Guest(compute_share=0.1)
-    world.says("b", beat("job-1", world.guests["b"]))
+    world.says("b", beat(guest=world.guests["b"]))
     world.wait(0.9 * 10 * usual.still_s)
     assert (world.state().phase, world.state().version) == (Phase.TRAINING, 1)
     world.wait(0.3 * 10 * usual.still_s)  # that is no honest work any more
