@@ -16,8 +16,8 @@ from atoll.errors import UsageError
 from worker.manners.units import parse_size
 
 LEAST_CPU_PERCENT = 1.0
-LEAST_MBIT = 0.5
-"""A slower link cannot carry a message between two signs of life."""
+LEAST_MBIT = 1.0
+"""On a slower link several messages under way hide the signs of life behind them."""
 _HOURS = re.compile(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?")
 WORDS = ("run", "pause")
 

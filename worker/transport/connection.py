@@ -44,9 +44,6 @@ SPARE_PING_S = 15.0
 """Between the pings of a connection that need not show that the peer lives: keeps routers' mappings."""
 MAX_PONGS = 64  # waiting to be sent
 MAX_PINGS = 16  # unanswered
-MOST_HELD_S = 0.6
-"""At a limited rate no longer between two messages that are taken in: a peer that hears nothing for longer
-would call us silent."""
 TOGETHER_BYTES = 32 << 10
 """Of data that leave as one message, before the last chunk: what an urgent one may have to wait for."""
 _ping_numbers = itertools.count(1)
@@ -78,6 +75,9 @@ class Connection:
         self._pings: dict[int, float] = {}
         self._pinged_s = self.heard_s
         self._over = asyncio.Event()
+        # What arrived before this machine may take it in: (when, data); at most the sender's window.
+        self._early: asyncio.Queue[tuple[float, Data, memoryview]] = asyncio.Queue()
+        self._waiting = 0  # of these
         peer.attach(self)
 
     # -- life
@@ -85,15 +85,16 @@ class Connection:
     async def run(self) -> None:
         """Send and receive until either end closes or the pipe breaks; ``reason`` then says why."""
         tasks = [asyncio.create_task(self._work(half)) for half in (self._send_all, self._receive_all)]
+        taking = asyncio.create_task(self._work(self._take_early))
         try:
             await self._over.wait()
             if self._closing:  # our last frame is to leave, and the other side to see it
                 await asyncio.wait(tasks, timeout=self.peer.config.close_s)
         finally:
             self.peer.detach(self, [chunk for _, chunk, _ in self._under_way])
-            for task in tasks:
+            for task in (*tasks, taking):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, taking, return_exceptions=True)
             await self._pipe.close()
 
     async def _work(self, half: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -236,23 +237,44 @@ class Connection:
     async def _receive_all(self) -> None:
         try:
             while not self.leaving and (message := await self._pipe.receive()) is not None:
+                wait_s = self.peer.traffic.received(len(message))
                 for frame, payload in decode_all(message):
-                    self._handle(frame, payload)
+                    self._handle(frame, payload, wait_s)
                     if self._over.is_set():
                         return
-                if held_s := self.peer.traffic.received(len(message)):
-                    await asyncio.sleep(min(held_s, MOST_HELD_S))
         except BadFrame as error:
-            log.warning("peer.malformed", peer=self.peer.name, reason=str(error))
-            self.close(str(error), leaving=False)
+            self._malformed(error)
 
-    def _handle(self, frame: Frame, payload: memoryview) -> None:
+    async def _take_early(self) -> None:
+        """Take in data when its time has come; until then it is not acknowledged, so the sender's window
+        closes, while signs of life pass."""
+        try:
+            while True:
+                at_s, frame, payload = await self._early.get()
+                await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+                self._take(frame, payload)
+                self._waiting -= 1
+        except BadFrame as error:
+            self._malformed(error)
+            await self._over.wait()
+
+    def _malformed(self, error: BadFrame) -> None:
+        log.warning("peer.malformed", peer=self.peer.name, reason=str(error))
+        self.close(str(error), leaving=False)
+
+    def _take(self, frame: Data, payload: memoryview) -> None:
+        self.peer.receive(frame, payload)
+        self._received += len(payload)
+        self.owe()
+
+    def _handle(self, frame: Frame, payload: memoryview, wait_s: float = 0.0) -> None:
         self.heard_s = time.monotonic()
         match frame:
+            case Data() if wait_s > 0.0 or self._waiting:  # in order: acknowledgements count bytes
+                self._waiting += 1
+                self._early.put_nowait((self.heard_s + wait_s, frame, payload))
             case Data():
-                self.peer.receive(frame, payload)
-                self._received += len(payload)
-                self.owe()
+                self._take(frame, payload)
             case Ack():
                 with self.peer.lock:
                     self._on_ack(frame)

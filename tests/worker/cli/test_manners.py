@@ -41,7 +41,7 @@ def test_an_impossible_limit_changes_nothing(tmp_path: Path, capsys: pytest.Capt
     for wrong in (("--cpu", "0"), ("--upload-mbit", "0.01"), ("--hours", "soon"), ("--memory", "5")):
         assert run(cli.app, ["limits", "--state-dir", str(tmp_path), *wrong]) == 2
     assert read_settings(tmp_path) == {"cpu_percent": 50.0}
-    assert "give a number from 0.5" in capsys.readouterr().err
+    assert "give a number from 1 to" in capsys.readouterr().err
 
 
 def test_config_says_where_each_value_is_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,6 +28,7 @@ from protos.credentials import (
     signing_request,
 )
 from tests.patience import HUNG_S
+from worker.manners.traffic import Traffic
 from worker.transport.contract import PeerLost, TransportConfig
 from worker.transport.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode_all, encode
 from worker.transport.measure import burst_rate_bps
@@ -64,6 +65,7 @@ class Host:
         *,
         listen: bool = True,
         name: str = "",
+        traffic: Traffic | None = None,
     ) -> None:
         self.delivered: queue.Queue[tuple[str, MessageKey, bytes, bytes]] = queue.Queue()
         self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
@@ -74,6 +76,7 @@ class Host:
             lambda peer, reason: self.losses.put((peer, reason)),
             config,
             name=name,
+            traffic=traffic,
         )
         self.network.register("job", self)
 
