@@ -21,6 +21,7 @@ from worker.cli import install as cli_install
 from worker.cli import manners as cli_manners
 from worker.cli.options import AppOptions, Joining, Limits, Reach, StateDir
 from worker.config import WorkerConfig, default_state_dir, make_config, was_insecure, with_insecure_check
+from worker.manners.applied import read_applied
 from worker.manners.units import shown_size
 
 EXIT_CODES = """Exit codes: 0 left as asked, 1 other error, 2 wrong usage, 5 coordinator unreachable,
@@ -141,6 +142,7 @@ def status(
     folder = state_dir or default_state_dir()
     identity = Identity.load(folder / "identity")
     process = running_process(folder)
+    applied = read_applied(folder)
     try:
         config: WorkerConfig | None = make_config({"state_dir": folder}, {})
     except AtollError:
@@ -151,6 +153,7 @@ def status(
         "worker": identity.name if identity else None,
         "certificate_expires": identity.expires().isoformat() if identity else None,
         "process": process,
+        "paused": (applied.paused or None) if applied is not None and process is not None else None,
     }
     if json:
         print_json(facts)

@@ -457,9 +457,7 @@ class ComputeHost:
                 self._failed = AtollError("\n".join([reason, *ending.lines[-10:]]))
                 self._changed.notify_all()
                 return
-            for request in self._probes:
-                self._ports.post(events.Probed(wire.ops_probed(request, {}, reason)))
-            self._probes.clear()
+            self._end_probes(reason)
             self._bury()
 
     def _bury(self) -> None:
@@ -491,6 +489,11 @@ class ComputeHost:
         if now is not None:
             self._abandon(now, reason)
             now.child.end(reason)
+        self._end_probes(reason)
+
+    def _end_probes(self, reason: str) -> None:
+        for request in self._probes:
+            self._ports.post(events.Probed(wire.ops_probed(request, {}, reason)))
         self._probes.clear()
 
     def _wake(self) -> None:

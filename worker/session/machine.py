@@ -299,7 +299,7 @@ def _peer_lost(state: Session, event: ev.PeerLost) -> Step:
 # ---------------------------------------------------------------- probes: they never disturb training
 
 
-@TRANSITIONS.on(*WELCOMED)
+@TRANSITIONS.on(*WELCOMED, Phase.PAUSED)
 def _probed(state: Session, event: ev.Probed) -> Step:
     return state, (do.Send(event.message),)
 
