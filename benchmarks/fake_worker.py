@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import queue
 import threading
 import time
@@ -42,6 +43,7 @@ from worker.control.stream import Stream
 
 LOSS = 2.0
 MAX_QUEUED = 1000
+BEAT_S = 0.4
 Inbox = queue.Queue[pb.ToWorker | None]
 
 
@@ -163,10 +165,14 @@ class FakeWorker:
         return library.secure_channel(address, credentials, options=options + name_options(COORDINATOR))
 
     def _beat(self, ended: threading.Event) -> None:
-        while not ended.wait(0.4):
+        # It counts on: a fake may be slow, but never hangs.
+        for progress in itertools.count(1):
+            if ended.wait(BEAT_S):
+                return
             job = self.assigned.job if self.assigned else ""
             version = self.assigned.plan_version if self.assigned else 0
-            self.say(heartbeat=pb.Heartbeat(worker_time_s=time.time(), job=job, plan_version=version))
+            beat = pb.Heartbeat(worker_time_s=time.time(), job=job, plan_version=version, progress=progress)
+            self.say(heartbeat=beat)
 
     def _received(self, inbox: Inbox, message: pb.ToWorker) -> None:
         if self.on_commit is not None and message.HasField("commit"):

@@ -395,13 +395,16 @@ class Running:
         await self.server.stop()
 
     def call(self, work: Callable[[Server], Any]) -> Any:
-        """Run ``work(server)`` in the coordinator's thread and return what it returns."""
+        """Run ``work(server)`` in the coordinator's thread and return what it returns, or raise the same."""
         assert self._loop is not None  # noqa: S101 - started in __init__
         done: Future[Any] = Future()
 
         def run() -> None:
             assert self.server is not None  # noqa: S101 - started in __init__
-            done.set_result(work(self.server))
+            try:
+                done.set_result(work(self.server))
+            except Exception as error:  # noqa: BLE001 - the caller raises it
+                done.set_exception(error)
 
         self._loop.call_soon_threadsafe(run)
         return done.result(30)

@@ -82,7 +82,7 @@ def rate(host: str, port: int, window_s: float, warmup_s: float = 1.0) -> float:
             while not done.is_set():
                 connection.sendall(chunk)
         except OSError:
-            done.wait(1.0)
+            done.wait(PATIENCE_S)
     if not result:
         raise ConnectionError(f"{host}:{port} ended without a result")
     received, took_s = result[0]

@@ -13,8 +13,9 @@ import re
 import stat
 import tomllib
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,15 +26,22 @@ MAX_BUNDLE_BYTES = 10 << 20  # Flower's own bound for an app
 MAX_FILES = 2000
 MAX_PATH_CHARS = 400
 MAX_CONFIG_KEYS = 1000
+MAX_DEPENDENCIES = 200
 PROJECT = "pyproject.toml"
 INCLUDE = ("*.py", "*.toml", "*.md", "*.yaml", "*.yml", "*.json", "*.jsonl", "/LICENSE")  # as Flower bundles
 EXCLUDE = (
     ".*/", "__pycache__/", "*_test.py", "test_*.py", "/build/", "/dist/", "/eggs/", "/lib/", "/lib64/",
     "/parts/", "*.egg", "*.egg-info/", "/env/", "venv/", "/ENV/", "/env.bak/", "venv.bak/",
 )  # fmt: skip
+IGNORED = ".atollignore"
+RESULTS = frozenset({".json", ".jsonl", ".md", ".yaml", ".yml"})
+"""Suffixes of what a run may leave; code that appears during a run is an edit."""
 OURS = frozenset({"atoll", "coordinator", "worker", "protos", "strategies", "compressors"})
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DATE = (1980, 1, 1, 0, 0, 0)
+_PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MARKER = re.compile(r";")  # of an environment: whether it is needed here is not judged
+_GLOB = re.compile(r"[\\*?\[\]! ]")
 _PAIR = re.compile(r"""\s*([^\s=]+)\s*=\s*('[^']*'|"[^"]*"|\S+)""")
 ConfigValue = bool | int | float | str
 
@@ -48,6 +56,7 @@ class AppSpec:
     server: str  # module:attribute
     client: str
     config: Mapping[str, ConfigValue]
+    dependencies: tuple[str, ...] = ()  # as [project] lists them; nobody installs them
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,31 @@ def parse_app(text: bytes, where: str) -> AppSpec:
         server=_reference(components, "serverapp", where),
         client=_reference(components, "clientapp", where),
         config=flat(_table(app, where, "config")) if "config" in app else {},
+        dependencies=_dependencies(project, where),
     )
+
+
+def _dependencies(project: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    found = project.get("dependencies", [])
+    if not isinstance(found, list) or len(found) > MAX_DEPENDENCIES:
+        raise UsageError(f"{where}: dependencies must be a list of at most {MAX_DEPENDENCIES}")
+    for item in found:
+        if not isinstance(item, str) or len(item) > 200 or not item.isprintable():
+            raise UsageError(f"{where}: {str(item)[:80]!r} is no dependency")
+    return tuple(found)
+
+
+def missing_dependencies(spec: AppSpec) -> list[str]:
+    """Return an app's requirements whose packages are not installed here; versions are not compared."""
+    missing = []
+    for requirement in spec.dependencies:
+        name = _PACKAGE.match(requirement)
+        try:
+            if name is not None and not _MARKER.search(requirement):
+                distribution(name.group())
+        except PackageNotFoundError:
+            missing.append(requirement)
+    return missing
 
 
 def _table(found: Mapping[str, Any], where: str, *names: str) -> Mapping[str, Any]:
@@ -187,9 +220,9 @@ def make_bundle(folder: Path) -> Bundle:
     """The app's files, chosen as Flower chooses them. UsageError when they are too large or too many."""
     spec = read_app(folder)
     app = tomllib.loads((folder / PROJECT).read_text())["tool"]["flwr"]["app"]
-    wanted = [*INCLUDE, *_patterns(app, "fab-include")]
-    unwanted = [*EXCLUDE, *_patterns(app, "fab-exclude")]
-    files = sorted(_files(folder, wanted, unwanted), key=lambda entry: entry[0])
+    files = sorted(_files(folder, app).items())
+    for name, _ in files:
+        _check_root(name, str(folder))
     if len(files) > MAX_FILES:
         raise UsageError(
             f"{folder} holds {len(files)} files; an app has at most {MAX_FILES}: use fab-exclude"
@@ -203,6 +236,14 @@ def make_bundle(folder: Path) -> Bundle:
         )
     data = _zipped(files)
     return Bundle(spec, data, hashlib.sha256(data).hexdigest(), len(files))
+
+
+def _check_root(name: str, where: str) -> None:
+    """Refuse a module at the app's root that Atoll's own would hide. UsageError."""
+    root = PurePosixPath(name).parts[0]
+    module = root.removesuffix(".py") if root == name else root
+    if module in OURS and name.endswith(".py"):
+        raise UsageError(f"{where}: a module {module!r} at its root is hidden by Atoll's own; rename it")
 
 
 def _zipped(files: Sequence[tuple[str, Path]]) -> bytes:
@@ -223,35 +264,69 @@ def _patterns(app: Mapping[str, Any], key: str) -> list[str]:
     return found
 
 
-def _files(folder: Path, wanted: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    """Regular files by their path in the app; links are left out, they may lead anywhere."""
-    keep, drop = [_regex(p) for p in wanted], [_regex(p) for p in unwanted]
+def _files(folder: Path, app: Mapping[str, Any]) -> dict[str, Path]:
+    """Regular files by their path in the app; links are left out, they may lead anywhere.
+
+    What ``.gitignore`` and ``.atollignore`` name stays out, ``fab-include`` narrows, as Flower's does.
+    """
+    from pathspec import GitIgnoreSpec  # comes with flwr, which only some machines have
+
+    spec = GitIgnoreSpec.from_lines
+    unwanted = [*_ignored(folder), *_patterns(app, "fab-exclude"), *EXCLUDE]
+    wanted, narrow = spec(INCLUDE), _patterns(app, "fab-include")
+    drop, only = spec(unwanted), spec(narrow or ["*"])
+    found: dict[str, Path] = {}
     for root, folders, names in os.walk(folder):
         inside = Path(root).relative_to(folder).as_posix()
         prefix = "" if inside == "." else f"{inside}/"
         folders[:] = [
             name
             for name in folders
-            if not any(r.fullmatch(f"{prefix}{name}/") for r in drop)
-            and not (Path(root) / name / "pyvenv.cfg").exists()
+            if not drop.match_file(f"{prefix}{name}/") and not (Path(root) / name / "pyvenv.cfg").exists()
         ]
         for name in names:
             path, relative = Path(root) / name, f"{prefix}{name}"
-            chosen = relative == PROJECT or (
-                any(r.fullmatch(relative) for r in keep) and not any(r.fullmatch(relative) for r in drop)
-            )
+            chosen = wanted.match_file(relative) and only.match_file(relative)
+            chosen = relative == PROJECT or (chosen and not drop.match_file(relative))
             if chosen and path.is_file() and not path.is_symlink():
-                yield relative, path
+                found[relative] = path
+    for pattern in narrow:
+        if not any(spec([pattern]).match_file(name) for name in found):
+            raise UsageError(
+                f"fab-include: no file that an app may hold matches {pattern!r}; an app may hold "
+                f"{', '.join(INCLUDE)}"
+            )
+    return found
 
 
-def _regex(pattern: str) -> re.Pattern[str]:
-    """A pattern as in .gitignore: ``**`` any folders, a leading / (or one inside) ties it to the root."""
-    tied = "/" in pattern.rstrip("/")
-    text = pattern.removeprefix("/")
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", text)
-    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    body = "".join(known.get(part, re.escape(part)) for part in parts)
-    return re.compile(body if tied else f"(?:.*/)?{body}")
+def _ignored(folder: Path) -> list[str]:
+    lines: list[str] = []
+    for name in (".gitignore", IGNORED):
+        try:
+            lines += (folder / name).read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+    return lines
+
+
+def ignore_results(folder: Path, bundle: Bundle) -> list[str]:
+    """Name the files that a run of ``bundle`` wrote into its folder in ``.atollignore``, so that they are no
+    part of the app; returns them. OSError when it cannot be written."""
+    before = {entry.filename for entry in zipfile.ZipFile(BytesIO(bundle.data)).infolist()}
+    app = tomllib.loads((folder / PROJECT).read_text())["tool"]["flwr"]["app"]
+    new = sorted(
+        name for name in _files(folder, app).keys() - before if PurePosixPath(name).suffix in RESULTS
+    )
+    if new:
+        path = folder / IGNORED
+        head = "" if path.exists() else "# Written by runs, so no part of the app: as in .gitignore.\n"
+        with path.open("a") as file:
+            file.write(head + "".join(f"/{_GLOB.sub(_escaped, name)}\n" for name in new))
+    return new
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "\\" + found.group()
 
 
 # ---------------------------------------------------------------- taking one apart
@@ -272,6 +347,8 @@ def opened(data: bytes, expected: str) -> tuple[AppSpec, dict[str, bytes]]:
         with zipfile.ZipFile(BytesIO(data)) as archive:
             entries = _checked(archive)
             contents = {entry.filename: archive.read(entry) for entry in entries}
+            for name in contents:
+                _check_root(name, "the app")
         return parse_app(contents.get(PROJECT, b""), f"the app's {PROJECT}"), contents
     except (zipfile.BadZipFile, ValueError, EOFError, RuntimeError) as error:
         raise BadFrame(f"app bundle {expected[:12]} is no readable zip: {error}") from None

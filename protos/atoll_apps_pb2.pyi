@@ -155,6 +155,8 @@ class AppIdentity(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PUBLISHER_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
+    SIGNER_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     hash: _builtins.str
     """SHA-256 of the bundle: what a worker's owner accepts"""
     size: _builtins.int
@@ -163,6 +165,10 @@ class AppIdentity(_message.Message):
     publisher: _builtins.str
     client: _builtins.str
     """module:attribute of the ClientApp"""
+    signer: _builtins.bytes
+    """Ed25519 public key of its publisher; empty: unsigned"""
+    signature: _builtins.bytes
+    """of the hash"""
     def __init__(
         self,
         *,
@@ -172,10 +178,12 @@ class AppIdentity(_message.Message):
         version: _builtins.str = ...,
         publisher: _builtins.str = ...,
         client: _builtins.str = ...,
+        signer: _builtins.bytes = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "hash", b"hash", "name", b"name", "publisher", b"publisher", "size", b"size", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "hash", b"hash", "name", b"name", "publisher", b"publisher", "signature", b"signature", "signer", b"signer", "size", b"size", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,6 +488,7 @@ class AppFleet(_message.Message):
     PREPARING_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     workers: _builtins.int
     """connected"""
     attending: _builtins.int
@@ -488,6 +497,8 @@ class AppFleet(_message.Message):
     """of these, those that do something else"""
     preparing: _builtins.int
     """of these, those that fetch and load this app"""
+    nodes: _builtins.int
+    """that the ready ones may be together"""
     @_builtins.property
     def ready(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """names"""
@@ -503,10 +514,11 @@ class AppFleet(_message.Message):
         preparing: _builtins.int = ...,
         ready: _abc.Iterable[_builtins.str] | None = ...,
         refused: _abc.Iterable[Global___AppRefused] | None = ...,
+        nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attending", b"attending", "busy", b"busy", "preparing", b"preparing", "ready", b"ready", "refused", b"refused", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attending", b"attending", "busy", b"busy", "nodes", b"nodes", "preparing", b"preparing", "ready", b"ready", "refused", b"refused", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -697,17 +709,20 @@ class AppReady(_message.Message):
 
     RUN_FIELD_NUMBER: _builtins.int
     TOOK_S_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
     run: _builtins.int
     took_s: _builtins.float
+    nodes: _builtins.int
     def __init__(
         self,
         *,
         run: _builtins.int = ...,
         took_s: _builtins.float = ...,
+        nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes", "run", b"run", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -771,7 +786,31 @@ class AppOffer(_message.Message):
 Global___AppOffer: _TypeAlias = AppOffer  # noqa: Y015
 
 @_typing.final
+class AppSeat(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    PARTITION_FIELD_NUMBER: _builtins.int
+    node: _builtins.int
+    partition: _builtins.int
+    def __init__(
+        self,
+        *,
+        node: _builtins.int = ...,
+        partition: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "partition", b"partition"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AppSeat: _TypeAlias = AppSeat  # noqa: Y015
+
+@_typing.final
 class AppStart(_message.Message):
+    """seats: the nodes that the worker is; said again with more of them when it takes over a lost one's."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -796,28 +835,26 @@ class AppStart(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     RUN_FIELD_NUMBER: _builtins.int
-    NODE_FIELD_NUMBER: _builtins.int
-    PARTITION_FIELD_NUMBER: _builtins.int
     PARTITIONS_FIELD_NUMBER: _builtins.int
     RUN_CONFIG_FIELD_NUMBER: _builtins.int
+    SEATS_FIELD_NUMBER: _builtins.int
     run: _builtins.int
-    node: _builtins.int
-    partition: _builtins.int
     partitions: _builtins.int
     @_builtins.property
     def run_config(self) -> _containers.MessageMap[_builtins.str, Global___AppValue]: ...
+    @_builtins.property
+    def seats(self) -> _containers.RepeatedCompositeFieldContainer[Global___AppSeat]: ...
     def __init__(
         self,
         *,
         run: _builtins.int = ...,
-        node: _builtins.int = ...,
-        partition: _builtins.int = ...,
         partitions: _builtins.int = ...,
         run_config: _abc.Mapping[_builtins.str, Global___AppValue] | None = ...,
+        seats: _abc.Iterable[Global___AppSeat] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "partition", b"partition", "partitions", b"partitions", "run", b"run", "run_config", b"run_config"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["partitions", b"partitions", "run", b"run", "run_config", b"run_config", "seats", b"seats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,11 @@ SERVER_NODE = 1  # the id that Flower gives the server's side
 # Flower's error codes (flwr.common.constant.ErrorCode).
 CANNOT_LOAD, APP_RAISED, REPLY_UNAVAILABLE, NODE_UNAVAILABLE, APP_CRASHED = 1, 2, 4, 5, 8
 
-_ROUND = "[ROUND %s/%s]"
+_ROUND = frozenset({"[ROUND %s/%s]", "[ROUND %s]"})
+_WAITING = "Waiting for nodes to connect: %d connected (minimum required: %d)."
+_FROM_LEGACY = {"fit progress: (%s, %s, %s, %s)": 1, "initial parameters (loss, other metrics): %s, %s": 0}
+"""Where its arguments name the loss; metrics follow."""
+_SUMMARY = "[SUMMARY]"
 _FROM_CLIENTS = "Aggregated MetricRecord: %s"
 _FROM_SERVER = ("\t└──> MetricRecord: %s", "Initial global evaluation results: %s")
 
@@ -101,19 +105,26 @@ def node_info(node: int, name: str) -> NodeInfo:
 
 
 def progress_of(record: logging.LogRecord) -> tuple[str, Any] | None:
-    """Parse a line of a strategy's log: ("round", (n, of)), ("clients", metrics) or
-    ("server", metrics); None for every other line."""
+    """Parse a line of a strategy's log, or of a legacy server's: ("round", (n, of)), of 0 where it is not
+    said; ("clients", metrics), ("server", metrics), ("waiting", (nodes, needed)), ("summary", ()) before a
+    legacy run's history; None for every other line."""
     text, arguments = str(record.msg), record.args
     if not isinstance(arguments, tuple) or not arguments:
         # logging unwraps a single mapping argument.
         arguments = (arguments,)
-    if text == _ROUND and len(arguments) == 2:
-        return "round", (int(str(arguments[0])), int(str(arguments[1])))
+    if text in _ROUND:
+        numbers = [int(str(number)) for number in arguments]
+        return "round", (numbers[0], numbers[1] if len(numbers) > 1 else 0)
+    if text == _WAITING:
+        return "waiting", arguments
     if text.endswith(_FROM_CLIENTS):
         return "clients", _metrics(arguments[0])
     if text in _FROM_SERVER:
         return "server", _metrics(arguments[0])
-    return None
+    if text in _FROM_LEGACY:
+        loss, metrics = arguments[_FROM_LEGACY[text] :][:2]
+        return "server", {"loss": loss, **_metrics(metrics)}
+    return ("summary", ()) if text == _SUMMARY else None
 
 
 def _metrics(record: Any) -> dict[str, Any]:

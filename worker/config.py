@@ -37,7 +37,7 @@ _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "gpu_memory_bytes", "listen_host",
     "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
-    "use_proxy", "sandbox", *_FLOORS,
+    "use_proxy", "sandbox", "app_nodes", "app_env", *_FLOORS,
 )  # fmt: skip
 
 
@@ -75,6 +75,8 @@ class WorkerConfig:
     outgoing_messages: int = 4096  # queued for the coordinator while it is away
     allow_apps: bool = False  # run the Python of Flower apps that were accepted here; never remembered
     accept_apps: tuple[str, ...] = ()  # hashes accepted for this process only
+    app_nodes: int = 1  # that this machine may be in a run of an app, each with data and state of its own
+    app_env: tuple[str, ...] = ()  # variables of ours that apps see, beside those that all do
     node_config: tuple[tuple[str, ConfigValue], ...] = ()  # given to apps as Context.node_config
     app_cache_bytes: int = 8 << 30  # of arrays that apps were sent
     min_batch: int = Floors().batch  # samples in every mean that leaves; this and the next of ``Floors``
@@ -100,6 +102,7 @@ class WorkerConfig:
             ("app_cache_bytes", self.app_cache_bytes, 1 << 20, 2**60),
             ("feed_ahead_steps", self.feed_ahead_steps, 2, 1000),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),
+            ("--app-nodes", self.app_nodes, 1, 10_000),
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
@@ -114,6 +117,9 @@ class WorkerConfig:
         for given in (self.memory_bytes, self.gpu_memory_bytes):
             if 0 < given < 1 << 20:
                 raise UsageError(f"--memory of {given} bytes; at least 1MiB is of any use")
+        for variable in self.app_env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,199}", variable):
+                raise UsageError(f"--app-env {variable[:80]!r}; give the name of an environment variable")
         if not math.isfinite(self.max_upload_mbit) or self.max_upload_mbit < 0:
             raise UsageError(f"--max-upload-mbit {self.max_upload_mbit}; give 0 (unlimited) or more")
         for text, what in ((self.name, "--name"), (self.site, "--site")):
@@ -239,6 +245,8 @@ def _recall(state_dir: Path) -> dict[str, Any]:
                 values[name] = parse_size(values[name])
         if "advertise" in values:
             values["advertise"] = tuple((str(host), int(port)) for host, port in values["advertise"])
+        if "app_env" in values:
+            values["app_env"] = tuple(map(str, values["app_env"]))
         if "node_config" in values:
             values["node_config"] = tuple((str(key), value) for key, value in values["node_config"])
         usual = WorkerConfig(host="localhost")

@@ -88,7 +88,8 @@ class AppRuns:
         return self._done()
 
     def begun(self, run: Run, request: pb.AppBegin) -> list[Instruction]:
-        """Start with the first ``nodes`` ready workers; with fewer ready, only the fleet is said.
+        """Start with ``nodes`` nodes on the workers that are ready; where they are too few for that, only the
+        fleet is said.
 
         A run that goes on after our restart starts with those that are back; the others follow.
         """
@@ -98,22 +99,21 @@ class AppRuns:
         if run.partitions:
             self._tell_nodes(run)
             return self._done()
-        if request.nodes < 1 or (request.nodes > len(ready) and not request.keep):
+        room = sum(place.capacity for place in ready)
+        if request.nodes < 1 or (request.nodes > room and not request.keep):
             self._tell_fleet(run)
             return self._done()
         run.config = dict(request.run_config)
-        run.owned = {node.worker: node.partition for node in request.keep if node.partition < request.nodes}
+        run.owned = {node.partition: node.worker for node in request.keep if node.partition < request.nodes}
         run.partitions = request.nodes
-        ready.sort(key=lambda place: place.worker not in run.owned)  # stable: else in join order
-        for place in ready[: request.nodes]:
-            self._start(run, place)
+        self._seat(run, ready)
         self._tell_nodes(run)
         self._say(Name.APP_BEGUN, run, nodes=request.nodes)
         return self._done()
 
     def task(self, run: Run, task: pb.AppTask) -> list[Instruction]:
         """A message for a node; for one that is not there the error comes back at once."""
-        place = next((p for p in run.nodes() if p.node == task.node), None)
+        place = run.places.get(run.where.get(task.node, ""))
         if len(run.waiting) >= MAX_UNDER_WAY:
             raise UsageError(f"{MAX_UNDER_WAY} messages of this run wait for replies; pull some first")
         if task.message in run.waiting:
@@ -148,7 +148,7 @@ class AppRuns:
                 # It keeps what it answered until then, should we be restarted.
                 self._tell(worker, pb.ToNode(forget=pb.AppForget(run=run.run, message=message)))
             return self._done()
-        for place in run.nodes():
+        for place in run.hosts():
             self._tell(place.worker, pb.ToNode(forget=pb.AppForget(run=run.run, hashes=sorted(hashes))))
         return self._done()
 
@@ -218,6 +218,7 @@ class AppRuns:
             return self._done()
         if place.standing in (Standing.PREPARING, Standing.REFUSED):
             place.standing, place.refusal = Standing.READY, None
+            place.capacity = max(1, min(message.nodes, MAX_NODES))
             if run.partitions:
                 self._fill(run)
             else:
@@ -303,7 +304,7 @@ class AppRuns:
 
     def _offer(self, run: Run) -> bool:
         """Offer the app to idle workers that do not know of it, while nodes are wanted."""
-        if run.partitions and len(run.nodes()) >= run.partitions:
+        if run.partitions and not run.free():
             return False
         new = [w for w in self.view.idle() if w in self.attending and w not in run.places]
         for worker in new:
@@ -317,32 +318,45 @@ class AppRuns:
         return [p for p in places if p is not None and p.standing is Standing.READY]
 
     def _fill(self, run: Run) -> None:
-        """Give the partitions of lost nodes to those that are ready."""
-        for place in self._startable(run):
-            if len(run.nodes()) >= run.partitions:
-                break
-            self._start(run, place)
+        """Give the partitions of lost nodes to those that are ready, or may be more nodes."""
+        if self._seat(run, [*self._startable(run), *run.hosts()]):
             self._tell_nodes(run)
 
-    def _start(self, run: Run, place: Place) -> None:
-        taken = {p.partition for p in run.nodes()}
-        own = run.owned.get(place.worker, -1)
-        place.partition = (
-            own
-            if own >= 0 and own not in taken
-            else min(set(range(run.partitions)) - taken - _kept(run, taken))
-        )
-        run.owned = {w: p for w, p in run.owned.items() if p != place.partition}
-        run.owned[place.worker] = place.partition
-        place.standing, place.node = Standing.NODE, node_id(place.worker)
-        start = pb.AppStart(
-            run=run.run,
-            node=place.node,
-            partition=place.partition,
-            partitions=run.partitions,
-            run_config=run.config,
-        )
-        self._out.append(Lend(place.worker, run.run))
+    def _seat(self, run: Run, places: list[Place]) -> bool:
+        """Deal free partitions: to each place those that it had, the others to whoever has the smallest share
+        of its room, in this order; True when somebody got one."""
+        new: dict[str, list[int]] = {}
+
+        def give(place: Place, partition: int) -> None:
+            place.seats[partition] = 0
+            run.owned[partition] = place.worker
+            new.setdefault(place.worker, []).append(partition)
+
+        by_worker = {place.worker: place for place in places}
+        for partition in run.free():
+            owner = by_worker.get(run.owned.get(partition, ""))
+            if owner is not None and len(owner.seats) < owner.capacity:
+                give(owner, partition)
+        for partition in [p for p in run.free() if not any(p in mine for mine in new.values())]:
+            room = [place for place in places if len(place.seats) < place.capacity]
+            if not room:
+                break
+            give(min(room, key=lambda place: len(place.seats) / place.capacity), partition)
+        for worker, partitions in new.items():
+            self._start(run, by_worker[worker], partitions)
+        return bool(new)
+
+    def _start(self, run: Run, place: Place, partitions: list[int]) -> None:
+        """Tell a worker which nodes it is; ``partitions``: its new ones."""
+        for partition in partitions:
+            node = node_id(place.worker) if place.capacity == 1 else node_id(place.worker, partition + 1)
+            place.seats[partition] = node
+            run.where[node] = place.worker
+        if place.standing is not Standing.NODE:
+            place.standing = Standing.NODE
+            self._out.append(Lend(place.worker, run.run))
+        seats = [pb.AppSeat(node=node, partition=at) for at, node in sorted(place.seats.items())]
+        start = pb.AppStart(run=run.run, seats=seats, partitions=run.partitions, run_config=run.config)
         self._tell(place.worker, pb.ToNode(start=start))
 
     def _lose(self, run: Run, place: Place, reason: str) -> None:
@@ -351,6 +365,8 @@ class AppRuns:
         self._tell(place.worker, pb.ToNode(end=pb.AppEnd(run=run.run, reason=reason)))
         self._out.append(DropParts(run.run, None, place.worker))
         was_node = place.standing is Standing.NODE
+        for node in place.seats.values():
+            run.where.pop(node, None)
         if was_node:
             # Before the errors: who asks for the nodes after them must not find this one.
             self._tell_nodes(run)
@@ -381,16 +397,25 @@ class AppRuns:
             preparing=standings.count(Standing.PREPARING),
             ready=[self.view.name_of(p.worker) for p in self._startable(run)],
             refused=[p.refusal for p in run.places.values() if p.refusal is not None],
+            nodes=sum(p.capacity for p in self._startable(run)),
         )
         self._out.append(TellOwner(run.run, pb.ToApp(fleet=fleet)))
 
     def _tell_nodes(self, run: Run) -> None:
         nodes = [
-            pb.AppNode(node=p.node, worker=p.worker, name=self.view.name_of(p.worker), partition=p.partition)
-            for p in run.nodes()
+            pb.AppNode(node=node, worker=p.worker, name=self._name(p, node), partition=partition)
+            for p in run.hosts()
+            for partition, node in p.seats.items()
         ]
+        nodes.sort(key=lambda node: node.partition)
         message = pb.ToApp(nodes=pb.AppNodes(nodes=nodes, partitions=run.partitions))
         self._out.append(TellOwner(run.run, message))
+
+    def _name(self, place: Place, node: int) -> str:
+        """A node's name for people: its worker's, with the partition where that is several."""
+        name = self.view.name_of(place.worker)
+        partition = next(at for at, mine in place.seats.items() if mine == node)
+        return name if place.capacity == 1 else f"{name}#{partition}"
 
     def _say(self, event: Name, run: Run, level: str = "info", **fields: Any) -> None:
         self._out.append(Say(event, level, {"run": run.run, **fields}))
@@ -404,10 +429,3 @@ def _same_owner(run: Run, request: pb.AppOpen) -> bool:
     """Return whether this may be the owner whose stream broke, or will soon be detected as broken."""
     same = run.app.hash == request.app.hash and hmac.compare_digest(run.key, request.key)
     return same and (run.owner_gone_s is not None or bool(run.key))
-
-
-def _kept(run: Run, taken: set[int]) -> set[int]:
-    """Partitions whose last holder is away, as long as others are free."""
-    away = set(run.owned.values()) - taken
-    free = set(range(run.partitions)) - taken
-    return away if free - away else set()

@@ -11,6 +11,7 @@ from atoll.errors import BadFrame
 from protos import atoll_apps_pb2 as pb
 from protos import bounds
 from protos.app_bundle import MAX_CONFIG_KEYS
+from protos.app_signing import KEY_BYTES, SIGNATURE_BYTES
 from protos.telemetry import Event as Name
 from protos.text_limits import clean, plain
 
@@ -110,8 +111,8 @@ class Place:
     worker: str
     standing: Standing
     refusal: pb.AppRefused | None = None
-    node: int = 0
-    partition: int = -1
+    capacity: int = 1  # nodes that it may be
+    seats: dict[int, int] = field(default_factory=dict)  # partition -> node that it is
     under_way: dict[str, pb.AppTask] = field(default_factory=dict)
 
 
@@ -124,21 +125,31 @@ class Run:
     key: bytes = b""  # its owner's; without one a run whose owner is there cannot be taken over
     places: dict[str, Place] = field(default_factory=dict)
     partitions: int = 0  # 0: has not begun
-    owned: dict[str, int] = field(default_factory=dict)  # worker -> partition it has or had
+    owned: dict[int, str] = field(default_factory=dict)  # partition -> worker that has or had it last
     config: dict[str, pb.AppValue] = field(default_factory=dict)
     owner_gone_s: float | None = None
     waiting: dict[str, str] = field(default_factory=dict)  # message under way -> worker
     answered: dict[str, str] = field(default_factory=dict)  # reply with arrays not yet taken in -> worker
 
-    def nodes(self) -> list[Place]:
-        """Who takes part, by partition."""
+    where: dict[int, str] = field(default_factory=dict)  # node that takes part -> its worker
+
+    def hosts(self) -> list[Place]:
+        """Workers that take part, in the order of their first partitions."""
         found = [p for p in self.places.values() if p.standing is Standing.NODE]
-        return sorted(found, key=lambda place: place.partition)
+        return sorted(found, key=lambda place: min(place.seats))
+
+    def free(self) -> list[int]:
+        """Partitions that no node has now: those that nobody had, then those of lost ones."""
+        taken = {partition for place in self.hosts() for partition in place.seats}
+        free = [partition for partition in range(self.partitions) if partition not in taken]
+        return sorted(free, key=lambda partition: partition in self.owned)
 
 
-def node_id(worker: str) -> int:
-    """A worker's node id, the same in every run and after every restart: 63 bits of its name's hash."""
-    return int.from_bytes(hashlib.sha256(f"node:{worker}".encode()).digest()[:8], "big") >> 1 or 2
+def node_id(worker: str, number: int = 0) -> int:
+    """The id of a worker's node ``number``, the same in every run and after every restart: 63 bits of a
+    hash."""
+    name = f"node:{worker}" if not number else f"node:{worker}:{number}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1 or 2
 
 
 def checked_opening(request: pb.AppOpen) -> pb.AppOpen:
@@ -148,6 +159,8 @@ def checked_opening(request: pb.AppOpen) -> pb.AppOpen:
         raise BadFrame("a run without a number or without its app's hash")
     if len(request.key) > MAX_KEY_BYTES:
         raise BadFrame(f"a run's key of {len(request.key)} bytes; at most {MAX_KEY_BYTES} are accepted")
+    if len(app.signer) not in (0, KEY_BYTES) or len(app.signature) not in (0, SIGNATURE_BYTES):
+        raise BadFrame("the app's signature has a length that none has")
     for what, text in (("name", app.name), ("version", app.version), ("publisher", app.publisher)):
         if len(text) > MAX_TEXT_CHARS or not plain(text):
             raise BadFrame(f"the app's {what} {clean(text, 40)!r}; up to {MAX_TEXT_CHARS} plain characters")

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.errors import UsageError
+from atoll.errors import AtollError, UsageError
+from coordinator.cli.local_fleet import LocalFleet
 from coordinator.cli.options import Common
 from coordinator.flower.launcher import AppCommand, Wish
 from coordinator.flower.progress import Shown
-from protos.app_bundle import make_bundle, with_overrides
-from protos.command_line import err, print_json, with_groups
+from protos import app_signing
+from protos.app_bundle import IGNORED, Bundle, ignore_results, make_bundle, parse_pairs, with_overrides
+from protos.command_line import AsJson, err, out, print_json, with_groups
 
 if TYPE_CHECKING:
     from coordinator.client.endpoint import Endpoint
 
 MAX_WAIT_S = 30 * 86400.0
+SIMULATED = 10  # nodes, as Flower's default simulation has
+LOADS_WITHIN_S = 600.0  # an app on a fresh worker
+_ENV = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 flower = typer.Typer(
     help="Flower apps, unmodified, on this coordinator and its workers.", no_args_is_help=True
 )
@@ -30,26 +38,37 @@ def register(app: typer.Typer) -> None:
     app.add_typer(flower, name="flower")
 
 
+AppDir = Annotated[Path, typer.Argument(metavar="APP_DIR", help="The folder with the app's pyproject.toml.")]
+RunConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="K=V", help="Override [tool.flwr.app.config], as in 'lr=0.1 name=\"a\"', or a .toml file."
+    ),
+]
+FederationConfig = Annotated[
+    list[str] | None,
+    typer.Option(metavar="K=V", help="As `flwr run` takes it: 'num-supernodes=10' is --nodes 10."),
+]
+ShowLog = Annotated[bool, typer.Option("--log", help="Show Flower's own log lines too.")]
+
+
 @flower.command(epilog="Example: atoll flower run examples/flower_digits --nodes 2 --run-config 'lr=0.1'")
 @with_groups
 def run(
-    folder: Annotated[
-        Path, typer.Argument(metavar="APP_DIR", help="The folder with the app's pyproject.toml.")
-    ],
+    folder: AppDir,
     nodes: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of nodes; default: all that accepted the app.")
     ] = 0,
-    run_config: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="K=V", help="Override [tool.flwr.app.config], as in 'lr=0.1 name=\"a\"', or a .toml file."
-        ),
-    ] = None,
+    run_config: RunConfig = None,
+    federation_config: FederationConfig = None,
     wait: Annotated[
         float,
         typer.Option(min=0.0, max=MAX_WAIT_S, metavar="S", help="Seconds to wait for missing workers."),
     ] = 0.0,
-    log: Annotated[bool, typer.Option("--log", help="Show Flower's own log lines too.")] = False,
+    sign: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Sign the app with this key (`atoll flower key`).")
+    ] = None,
+    log: ShowLog = False,
     *,
     common: Common,
 ) -> int:
@@ -58,21 +77,100 @@ def run(
     With --json every event is one JSON object per line on standard output, and the app's own output
     goes to standard error.
     """
+    wish = _wish(folder, _nodes(nodes, federation_config), run_config, log)
+    signed = app_signing.sign(sign, wish.bundle.hash) if sign is not None else wish.signed
+    wish = replace(wish, wait_s=wait, signed=signed)
+    with common.client() as client:
+        endpoint = client.endpoint
+    _run(endpoint, wish, json=common.json)
+    return 0
+
+
+@flower.command(epilog="Example: atoll flower key lab.key")
+def key(file: Annotated[Path, typer.Argument(metavar="FILE", help="Where the new key goes.")]) -> int:
+    """Make a publisher's key; prints what workers' owners may accept instead of every version of an app.
+
+    Whoever has the file can have Python run on their machines: keep it as a password is kept.
+    """
+    out.print(app_signing.make_key(file), soft_wrap=True)
+    return 0
+
+
+@flower.command(epilog="Example: atoll flower simulate examples/flower_digits --nodes 100")
+def simulate(
+    folder: AppDir,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=10_000, metavar="N", help="Number of nodes; default: 10.")
+    ] = 0,
+    workers: Annotated[
+        int, typer.Option(min=1, max=64, metavar="N", help="Processes that are these nodes in turn.")
+    ] = 2,
+    run_config: RunConfig = None,
+    federation_config: FederationConfig = None,
+    log: ShowLog = False,
+    json: AsJson = False,
+) -> int:
+    """Run a Flower app on this machine alone, its nodes in turn on a few workers, without Ray.
+
+    Starts a coordinator and workers on loopback and ends them with the run; nothing of them stays. Every
+    node has a partition-id and a Context.state of its own, as under `flwr run` with a simulation.
+    """
+    wish = _wish(folder, _nodes(nodes, federation_config) or SIMULATED, run_config, log)
+    workers = min(workers, wish.nodes)
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    options = ["--allow-apps", "--accept-app", wish.bundle.hash, "--threads", str(threads)]
+    options += ["--app-nodes", str(-(-wish.nodes // workers)), "--sandbox", "off"]
+    options += [word for name in sorted(os.environ) for word in ("--app-env", name) if _ENV.fullmatch(name)]
+    with LocalFleet(workers, options) as fleet:
+        if not json:
+            err.print(f"{wish.nodes} nodes on {workers} workers of this machine")
+        _run(fleet.client.endpoint, replace(wish, wait_s=LOADS_WITHIN_S), json=json)
+    return 0
+
+
+def _wish(folder: Path, nodes: int, run_config: list[str] | None, log: bool) -> Wish:
+    """Return what is to be run. UsageError when it is no app, or flwr is missing here."""
     if importlib.util.find_spec("flwr") is None:
         raise UsageError("flwr is not installed here; `pip install 'atoll[flower]'`")
     bundle = make_bundle(folder)
-    config = with_overrides(bundle.spec.config, run_config or [])
-    wish = Wish(folder, bundle, config, nodes, wait, log)
-    if not common.json:
-        spec = bundle.spec
+    return Wish(folder, bundle, with_overrides(bundle.spec.config, run_config or []), nodes, 0.0, log)
+
+
+def _nodes(nodes: int, federation_config: list[str] | None) -> int:
+    """Return how many nodes the options ask for, 0 when they do not say."""
+    given = parse_pairs(federation_config or [], "--federation-config")
+    known = {"num-supernodes", "options.num-supernodes"}
+    if odd := sorted(given.keys() - known):
+        raise UsageError(f"--federation-config: {odd[0]!r} has no meaning here; num-supernodes has")
+    found = {value for value in given.values() if isinstance(value, int) and 0 < value <= 10_000}
+    if len(found) != min(1, len(given)) or (nodes and found and found != {nodes}):
+        raise UsageError("--federation-config: give num-supernodes=N once, from 1 to 10000, or --nodes N")
+    return nodes or next(iter(found), 0)
+
+
+def _run(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:
+    if not json:
+        spec, bundle = wish.bundle.spec, wish.bundle
         err.print(
             f"{spec.name} {spec.version}, {bundle.files} files, {len(bundle.data)} bytes, hash {bundle.hash}",
             soft_wrap=True,
         )
-    with common.client() as client:
-        endpoint = client.endpoint
-    _follow(endpoint, wish, json=common.json)
-    return 0
+    try:
+        _follow(endpoint, wish, json=json)
+    finally:
+        _set_aside(wish.folder, wish.bundle)
+
+
+def _set_aside(folder: Path, bundle: Bundle) -> None:
+    """What the run left in the app's folder is not the app: its hash, which people accepted, stays."""
+    try:
+        found = ignore_results(folder, bundle)
+    except (OSError, AtollError) as error:
+        err.print(f"{folder}: what the run wrote there counts as the app's: {error}", soft_wrap=True)
+        return
+    if found:
+        named = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        err.print(f"{named} in {folder}: results, no part of the app (named in {IGNORED})", soft_wrap=True)
 
 
 def _follow(endpoint: Endpoint, wish: Wish, *, json: bool) -> None:

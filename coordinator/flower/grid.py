@@ -8,6 +8,7 @@ sums of a strategy do not depend on who was faster.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import uuid
@@ -28,6 +29,8 @@ from protos import atoll_apps_pb2 as pb
 from protos import flower_content as content
 from protos import flower_internals as flower
 
+IDLE_S = 10.0  # so long after the last reply an app that sends nothing is mentioned
+IDLE_LOOKS = 3  # at the nodes: it waits in a loop
 RETURN_S = 15.0  # after the coordinator's restart its nodes have so long to come back
 KEPT_PUSHES = 2  # arrays of the last pushes stay: what is evaluated is often trained on next
 FETCHES = 4
@@ -74,6 +77,8 @@ class CoordinatorGrid(Grid):
         self._failure: AtollError | None = None
         self._epoch = 0
         self._away = False  # the coordinator is, and with it what it knew of the nodes
+        self._quiet_s = time.monotonic()  # since when nothing was sent; inf: said already
+        self._looks = 0  # at the nodes since then
         self._pool = ThreadPoolExecutor(FETCHES, "atoll-app-parts")
         self._link: AppLink | None = None
 
@@ -156,6 +161,7 @@ class CoordinatorGrid(Grid):
         with self._changed:
             if self._sent.pop(reply.message, None) is None:
                 return
+            self._quiet_s, self._looks = time.monotonic(), 0
             self._uses.subtract(sent.parts.keys())
             self._replies[reply.message] = message
             traffic = self._traffic.setdefault(reply.message, Traffic())
@@ -218,6 +224,7 @@ class CoordinatorGrid(Grid):
 
     def get_node_ids(self) -> Iterable[int]:
         """The nodes that take part now, by partition."""
+        self._note_idle()
         with self._changed:
             return sorted(self._nodes, key=lambda node: self._nodes[node].partition)
 
@@ -243,6 +250,7 @@ class CoordinatorGrid(Grid):
             ids.append(sent.task.message)
         self._recent.append(frozenset(used))
         self._forget()
+        self._quiet_s, self._looks = time.monotonic(), 0
         if ids:
             first = self._sent_task(ids[0])
             self._tell("sent", {"kind": first[0], "group": first[1], "nodes": len(ids)})
@@ -281,6 +289,21 @@ class CoordinatorGrid(Grid):
         return sorted(replies, key=lambda reply: order.get(reply.metadata.src_node_id, len(order)))
 
     # ------------------------------------------------------------ helpers
+
+    def _note_idle(self) -> None:
+        """Say once what an app may wait for that asks who is there and sends nothing: a legacy one says not a
+        word."""
+        now_s = time.monotonic()
+        with self._changed:
+            count = len(self._nodes)
+            self._looks += 1
+            if self._sent or not count or self._looks < IDLE_LOOKS or now_s - self._quiet_s < IDLE_S:
+                return
+            self._quiet_s = math.inf
+        words = (
+            f"the app has sent nothing for {IDLE_S:.0f} s: it computes, or waits for more than the {count}"
+        )
+        self._tell("waiting", {"reason": f"{words} nodes that take part"})
 
     def _prepared(self, message: Message) -> _Sent:
         metadata = message.metadata

@@ -42,6 +42,7 @@ class Wish:
     nodes: int = 0
     wait_s: float = 0.0
     show_log: bool = False
+    signed: tuple[bytes, bytes] = (b"", b"")  # by whom, and the signature
 
 
 class AppCommand:
@@ -75,6 +76,7 @@ class AppCommand:
             "run_config": dict(wish.config),
             "nodes": wish.nodes,
             "wait_s": wish.wait_s,
+            "show_log": wish.show_log or "FLWR_LOG_LEVEL" in os.environ,
             "host": endpoint.host,
             "port": endpoint.port,
             "use_proxy": endpoint.use_proxy,
@@ -86,6 +88,8 @@ class AppCommand:
                 "version": spec.version,
                 "publisher": spec.publisher,
                 "client": spec.client,
+                "signer": wish.signed[0].hex(),
+                "signature": wish.signed[1].hex(),
             },
         }
 

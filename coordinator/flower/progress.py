@@ -7,6 +7,7 @@ from typing import Any
 
 from protos.text_limits import clean
 
+NODES_SHOWN = 12
 METRICS_SHOWN = 6
 ERRORS_SHOWN = 4
 
@@ -29,23 +30,30 @@ class Shown:
                 said, self._waiting = self._waiting, str(event["reason"])
                 return [] if said == self._waiting else [self._waiting]
             case "nodes":
-                named = ", ".join(f"{n['name']} (partition {n['partition']})" for n in event["nodes"])
-                return [f"{len(event['nodes'])} nodes: {named}"]
+                some = event["nodes"][:NODES_SHOWN]
+                named = ", ".join(f"{n['name']} (partition {n['partition']})" for n in some)
+                more = (
+                    f" and {len(event['nodes']) - len(some)} more" if len(event["nodes"]) > len(some) else ""
+                )
+                return [f"{len(event['nodes'])} nodes: {named}{more}"]
             case "fleet":
                 return [f"{event['nodes']} of {event['partitions']} nodes take part now"]
             case "reconnected":
                 return ["the coordinator was lost and is found again"]
             case "round":
                 self.rounds = int(event["round"])
-                self._head = f"round {event['round']}/{event['rounds']}"
+                of = f"/{event['rounds']}" if event["rounds"] else ""
+                self._head = f"round {event['round']}{of}"
                 return []
             case "sent":
                 self._kind = str(event["kind"])
-                if not self._head and event["group"]:
-                    self._head = f"group {event['group']}"
+                if not self.rounds:  # an app of its own loop: groups are all that it numbers
+                    self._head = f"group {event['group']}" if event["group"] else ""
                 return []
             case "replies":
                 return self._replies(event)
+            case "said":
+                return [f"  {event['line']}"]
             case "metrics":
                 return [f"{self._head or 'start'}  {self._of(event)}: {_metrics(event['metrics'])}"]
         return []

@@ -11,16 +11,18 @@ SHOWN = 8  # workers named in one message
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``nodes`` > 0: begin with so many. Else ``settled`` says whether only people can change it."""
+    """``nodes`` > 0: begin with so many. Else ``settled`` says whether only people can change it, and
+    ``hopeless`` that waiting cannot: the app loads nowhere."""
 
     nodes: int
     settled: bool
     reason: str
+    hopeless: bool = False
 
 
 def judge(fleet: pb.AppFleet, wanted: int, app_hash: str) -> Verdict:
     """What to do with this fleet; ``wanted`` 0: all that are ready once everybody has answered."""
-    ready = len(fleet.ready)
+    ready = fleet.nodes
     reason = explain(fleet, wanted, app_hash)
     if wanted and ready >= wanted:
         return Verdict(wanted, True, reason)
@@ -28,7 +30,8 @@ def judge(fleet: pb.AppFleet, wanted: int, app_hash: str) -> Verdict:
         return Verdict(0, False, reason)
     if not wanted and ready:
         return Verdict(ready, True, reason)
-    return Verdict(0, True, reason)
+    broken = sum(refused.kind == pb.APP_REFUSAL_NOT_LOADED for refused in fleet.refused)
+    return Verdict(0, True, reason, hopeless=0 < fleet.attending == broken)
 
 
 def explain(fleet: pb.AppFleet, wanted: int, app_hash: str) -> str:
@@ -36,7 +39,10 @@ def explain(fleet: pb.AppFleet, wanted: int, app_hash: str) -> str:
     if not fleet.workers:
         return "no worker is connected; start some with `atoll-worker join ... --allow-apps`"
     asked = f" of {wanted}" if wanted else ""
-    words = [f"{len(fleet.ready)}{asked} nodes are ready"]
+    words = [f"{fleet.nodes}{asked} nodes are ready"]
+    if 0 < fleet.nodes < wanted and not fleet.preparing:
+        share = -(-wanted // len(fleet.ready))
+        words.append(f"a worker that is started with --app-nodes {share} is {share} nodes")
     if fleet.preparing:
         words.append(f"{fleet.preparing} fetch and load the app")
     unaccepted = [r for r in fleet.refused if r.kind == pb.APP_REFUSAL_NOT_ACCEPTED]

@@ -38,6 +38,8 @@ MAX_TRACE_CHARS = 4000
 MAX_REASON_CHARS = 8000
 MAX_LOG_CHARS = 8000  # of one line of Flower's
 WAITING_LINES, WAITING_LINES_PER_S = 30, 0.5
+SAID_CHARS, SAID_CHARS_PER_S = 256_000, 10_000.0  # of the app's own log lines
+FEWER = "start more workers, or let the app need fewer (min_available_nodes, fraction or --run-config)"
 KEY_BYTES = 16
 INTERRUPTED = 130
 
@@ -67,22 +69,40 @@ class Parent:
 
 
 class Progress(logging.Handler):
-    """Reads rounds and metrics off the strategy's own log lines."""
+    """Reads rounds and metrics off the strategy's own log lines, and passes on what the app itself logs."""
 
-    def __init__(self, parent: Parent) -> None:
+    def __init__(self, parent: Parent, folder: Path, shows_lines: bool) -> None:
+        """``shows_lines``: Flower's log prints every line already."""
         super().__init__(logging.INFO)
-        self._parent = parent
+        self._parent, self._folder, self._shows_lines = parent, str(folder.resolve()), shows_lines
+        self._lines = Budget(SAID_CHARS, SAID_CHARS_PER_S)
+        self._history = False  # what follows is a legacy run's, its only word on distributed losses
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell the parent of a round that begins or of metrics."""
+        """Tell the parent of a round that begins, of metrics, or of a line of the app's own."""
         found = flower.progress_of(record)
-        if found is None:
+        kind: str = found[0] if found is not None else ""
+        value: Any = found[1] if found is not None else ()
+        match kind:
+            case "round":
+                self._parent.tell("round", {"round": value[0], "rounds": value[1]})
+            case "waiting":
+                words = f"the app waits for {value[1]} nodes, {value[0]} take part"
+                self._parent.tell("waiting", {"reason": f"{words}; {FEWER}"})
+            case "clients" | "server" if value:
+                self._parent.tell("metrics", {"of": kind, "metrics": metrics_shown(value)})
+            case "summary":
+                self._history = True
+            case "":
+                self._said(record)
+
+    def _said(self, record: logging.LogRecord) -> None:
+        own = self._history or Path(record.pathname).is_relative_to(self._folder)
+        if self._shows_lines or not own or record.levelno > logging.INFO:  # warnings are printed anyhow
             return
-        kind, value = found
-        if kind == "round":
-            self._parent.tell("round", {"round": value[0], "rounds": value[1]})
-        elif value:
-            self._parent.tell("metrics", {"of": kind, "metrics": metrics_shown(value)})
+        line = clean(record.getMessage(), MAX_LOG_CHARS)
+        if line.strip() and self._lines.take(time.monotonic(), len(line)):
+            self._parent.tell("said", {"line": line})
 
 
 class Bounded(logging.Formatter):
@@ -110,7 +130,9 @@ class Host:
         self._begin: pb.AppBegin | None = None
         self._nodes: pb.AppNodes | None = None
         self._failure: AtollError | None = None
-        identity = pb.AppIdentity(**setup["app"])
+        app = setup["app"]
+        signed = {name: bytes.fromhex(app[name]) for name in ("signer", "signature")}
+        identity = pb.AppIdentity(**{**app, **signed})
         info = flower.run_of(self._run, identity.name, identity.version, identity.hash, self._config)
         self.grid = CoordinatorGrid(self._run, info, parent.tell)
         token = JoinToken.decode(setup["token"]) if setup["token"] else None
@@ -133,7 +155,7 @@ class Host:
         log = logging.getLogger(flower.LOG_NAME)
         for handler in log.handlers:
             handler.setFormatter(Bounded(handler.formatter or logging.Formatter()))
-        log.addHandler(Progress(self._parent))
+        log.addHandler(Progress(self._parent, Path(self._setup["folder"]), self._setup["show_log"]))
         flower.take_identity(self._run, flower.SERVER_NODE)
         context = Context(
             run_id=self._run,
@@ -172,7 +194,8 @@ class Host:
                     raise self._failure
                 verdict = self._verdict
                 left_s = until_s - time.monotonic()
-                if verdict is not None and verdict.settled and not verdict.nodes and left_s <= 0:
+                over = left_s <= 0 or (verdict is not None and verdict.hopeless)
+                if verdict is not None and verdict.settled and not verdict.nodes and over:
                     raise NoWorkers(clean(verdict.reason, MAX_REASON_CHARS, lines=True))
                 waits = verdict is not None and verdict.settled and not verdict.nodes
                 self._changed.wait(left_s if waits else None)
@@ -202,7 +225,7 @@ class Host:
             again = pb.AppBegin()
             again.CopyFrom(self._begin)
             again.keep.extend(self._nodes.nodes if self._nodes is not None else ())
-            if self._nodes is not None or len(fleet.ready) >= again.nodes:
+            if self._nodes is not None or fleet.nodes >= again.nodes:
                 self.link.say(pb.FromApp(begin=again))
             return
         verdict = judge(fleet, self._setup["nodes"], self._identity.hash)

@@ -43,10 +43,10 @@ from protos.credentials import (
 )
 from protos.grpc_errors import to_atoll_error
 from tests.interrupts import interrupted, own_session
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 
 FAST = Probing(seconds=0.05, answer_within_s=2.0)
-MEMORY = int(WIDTH * WIDTH * 4 * 4 * 2.4) + 2**21  # two of the chain's layers
+MEMORY = 3 << 20  # two of the chain's layers, of which most jobs here have four: no worker is enough
 
 
 @dataclass
@@ -116,6 +116,7 @@ def start(stack: ExitStack, folder: Path, **changes: Any) -> Running:
 
 
 def fleet(stack: ExitStack, running: Running | Served, n: int, **changes: Any) -> list[FakeWorker]:
+    """Workers that have joined, or were refused."""
     started = running.started
     found = []
     for i in range(n):
@@ -123,7 +124,31 @@ def fleet(stack: ExitStack, running: Running | Served, n: int, **changes: Any) -
         worker = FakeWorker(f"127.0.0.1:{started.entry_port}", started.join_token, **options)
         stack.callback(worker.stop)
         found.append(worker.start())
+    if isinstance(running, Running):
+        eventually(lambda: all(has_joined(running, worker) or worker.ended.is_set() for worker in found))
     return found
+
+
+def has_joined(running: Running, worker: FakeWorker) -> bool:
+    return bool(running.call(lambda server: worker.worker in server.shell.outboxes))
+
+
+class Hold:
+    """``ready`` of fake workers that report no step from ``at`` on before ``release``: what a test does to a
+    job in mid-training comes before its end, however late the test sees the step."""
+
+    def __init__(self, stack: ExitStack, at: int) -> None:
+        self.at = at
+        self._released = threading.Event()
+        stack.callback(self.release)
+
+    def __call__(self, worker: FakeWorker, step: int) -> pb.StepReady:
+        if step >= self.at:
+            self._released.wait(HUNG_S)
+        return worker.report(step)
+
+    def release(self) -> None:
+        self._released.set()
 
 
 def refused(call: Callable[[], Any]) -> Exception:
@@ -131,15 +156,6 @@ def refused(call: Callable[[], Any]) -> Exception:
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return to_atoll_error(caught.value, "test")
-
-
-def eventually(check: Callable[[], bool]) -> None:
-    """Wait for something that happens in another thread."""
-    for _ in range(500):
-        if check():
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError("it never happened")
 
 
 def test_a_job_trains_over_two_workers_is_evaluated_stored_and_fetched(
@@ -178,7 +194,7 @@ def test_watchers_get_every_point_once(stack: ExitStack, tmp_path: Path) -> None
 
 def test_data_is_served_to_the_workers_of_the_job_alone(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
-    (inside, _), owner = fleet(stack, running, 2, compute_s=0.05), Owner(running)
+    (inside, _), owner = fleet(stack, running, 2, ready=Hold(stack, 1)), Owner(running)
     job = owner.submit(steps=1000)
     owner.watch(job, lambda u: u.state == "training")
     (outside,) = fleet(stack, running, 1)
@@ -200,38 +216,45 @@ def test_data_is_served_to_the_workers_of_the_job_alone(stack: ExitStack, tmp_pa
 
 def test_a_vanished_worker_is_replaced_and_the_job_finishes(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
-    workers, owner = fleet(stack, running, 3, compute_s=0.01), Owner(running)
+    hold = Hold(stack, 15)
+    workers, owner = fleet(stack, running, 3, ready=hold), Owner(running)
     job = owner.submit(steps=60, checkpoint_every=10)
-    owner.watch(job, lambda u: u.step >= 15)
+    owner.watch(job, lambda u: u.step == hold.at)
     next(w for w in workers if w.assigned is not None).vanish()
     paused = owner.watch(job, lambda u: u.state == "paused" or u.plan_version == 2)
     assert paused.plan_version == 2 or "is lost: connection lost" in paused.reason
+    hold.release()
     update = owner.watch(job)
     assert (update.state, update.step, update.plan_version) == ("finished", 60, 2), update.reason
 
 
 def test_a_worker_that_reconnects_at_once_goes_on(stack: ExitStack, tmp_path: Path) -> None:
-    liveness = Liveness(0.5, 5.0, 10.0, return_within_s=5.0)
+    liveness = Liveness(0.5, HUNG_S / 2, HUNG_S, return_within_s=HUNG_S)
     running = start(stack, tmp_path, liveness=liveness)
-    workers, owner = fleet(stack, running, 2, compute_s=0.01), Owner(running)
+    hold = Hold(stack, 5)
+    workers, owner = fleet(stack, running, 2, ready=hold), Owner(running)
     job = owner.submit(steps=50)
-    owner.watch(job, lambda u: u.step >= 5)
+    owner.watch(job, lambda u: u.step == hold.at)
     worker = workers[0]
+    eventually(lambda: len(worker.commits) == hold.at)
     worker.vanish()
     worker.start()
     assert worker.assigned is not None
     # As a real worker does, it says its last word again; the answer may have been lost.
     worker.say(ready=worker.report(len(worker.commits)))
+    hold.release()
     update = owner.watch(job)
     assert (update.state, update.plan_version) == ("finished", 1), update.reason
 
 
 def test_a_restarted_coordinator_goes_on_where_it_was(stack: ExitStack, tmp_path: Path) -> None:
     first = serve(CoordinatorConfig(state_dir=tmp_path, entry_port=0, probing=FAST))
-    workers, owner = fleet(stack, first, 2, compute_s=0.01), Owner(first)
-    job = owner.submit(steps=200, checkpoint_every=20)
-    owner.watch(job, lambda u: u.checkpoint_step >= 40)
+    hold = Hold(stack, 50)
+    workers, owner = fleet(stack, first, 2, ready=hold), Owner(first)
+    job = owner.submit(steps=100, checkpoint_every=20)
+    owner.watch(job, lambda u: u.checkpoint_step == 40)
     first.stop()
+    hold.release()
     second = start(stack, tmp_path)
     assert second.started.owner_token == first.started.owner_token
     assert second.started.join_token == first.started.join_token
@@ -249,13 +272,15 @@ def test_a_restarted_coordinator_goes_on_where_it_was(stack: ExitStack, tmp_path
 
 def test_a_second_job_waits_and_says_so(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
-    fleet(stack, running, 2, compute_s=0.02)
+    hold = Hold(stack, 1)
+    fleet(stack, running, 2, ready=hold)
     owner = Owner(running)
     first, second = owner.submit(steps=1000), owner.submit(steps=3, name="Second job!")
     assert second == "second-job-1"
     update = owner.watch(second, lambda u: u.state == "queued" and "waits for" in u.reason)
     assert f"waits for {first}" in update.reason
     assert owner.call("Cancel", pb.JobRequest(job=first)).state == "cancelled"
+    hold.release()
     assert owner.watch(second).state == "finished"
 
 
@@ -317,18 +342,25 @@ def test_a_fleet_without_enough_memory_is_told_by_how_much(stack: ExitStack, tmp
 
 
 def test_a_loss_that_becomes_nan_stops_the_job_with_its_checkpoint(stack: ExitStack, tmp_path: Path) -> None:
+    hold = Hold(stack, 12)
+
     def ready(worker: FakeWorker, step: int) -> pb.StepReady:
         has_loss = worker.assigned is not None and worker.assigned.program.HasField("loss")
-        return worker.report(step, loss=float("nan")) if step == 12 and has_loss else worker.report(step)
+        report = hold(worker, step)
+        if step == 12 and has_loss:
+            report.loss = float("nan")
+        return report
 
     running = start(stack, tmp_path)
-    fleet(stack, running, 2, ready=ready, compute_s=0.01)
+    fleet(stack, running, 2, ready=ready)
     owner = Owner(running)
     job = owner.submit(steps=100, checkpoint_every=5)
+    owner.watch(job, lambda u: u.checkpoint_step == 10)
+    hold.release()
     update = owner.watch(job)
     assert update.state == "failed"
     assert "loss became nan at step 13" in update.reason
-    assert owner.call("Result", pb.JobRequest(job=job)).step in (5, 10)
+    assert owner.call("Result", pb.JobRequest(job=job)).step == 10
 
 
 def test_impossible_figures_set_a_worker_aside_and_the_job_goes_on(stack: ExitStack, tmp_path: Path) -> None:
@@ -445,7 +477,7 @@ def test_an_id_that_is_taken_is_drawn_again_and_never_given_out_twice(
     (first,) = fleet(stack, running, 1)
     eventually(lambda: len(owner.call("Status", pb.StatusRequest()).workers) == 1)
     owner.call("Kick", pb.KickRequest(worker="w-7f3a2c", for_good=True, reason="noise"))
-    assert first.ended.wait(10)
+    assert first.ended.wait(HUNG_S)
     (second,) = fleet(stack, running, 1)
     assert (first.worker, second.worker) == ("w-7f3a2c", "w-00000000000000aa")
     error = refused(lambda: FakeWorker(owner.address, running.started.join_token).enroll())
@@ -489,9 +521,10 @@ def test_a_plan_is_shown_without_starting_anything(stack: ExitStack, tmp_path: P
 
 def test_spans_and_logs_of_workers_are_kept(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
-    workers, owner = fleet(stack, running, 2, compute_s=0.02), Owner(running)
-    job = owner.submit(steps=500)
-    owner.watch(job, lambda u: u.step >= 2)
+    hold = Hold(stack, 2)
+    workers, owner = fleet(stack, running, 2, ready=hold), Owner(running)
+    job = owner.submit(steps=3)
+    owner.watch(job, lambda u: u.step == hold.at)
     span = pb.Span(kind="F", step=1, micro=0, start_s=1.0, end_s=2.0)
     workers[0].say(spans=pb.Spans(job=job, plan_version=1, stage=0, spans=[span]))
     workers[0].say(log=pb.WorkerLog(level="info", event="hello\x1b[31m", job=job, fields_json="{}"))
@@ -532,10 +565,11 @@ def test_a_full_disk_pauses_the_job_and_it_goes_on_by_itself(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = start(stack, tmp_path)
-    fleet(stack, running, 2, compute_s=0.01)
+    hold = Hold(stack, 5)
+    fleet(stack, running, 2, ready=hold)
     owner = Owner(running)
-    job = owner.submit(steps=150, checkpoint_every=10)
-    owner.watch(job, lambda u: u.step >= 5)
+    job = owner.submit(steps=30, checkpoint_every=10)
+    owner.watch(job, lambda u: u.step == hold.at)
     assert running.server is not None
     plain = running.server.journal.append
 
@@ -543,6 +577,7 @@ def test_a_full_disk_pauses_the_job_and_it_goes_on_by_itself(
         raise StorageError("the journal refuses 1 events: database or disk is full; free some disk space")
 
     running.call(lambda server: setattr(server.journal, "append", full))
+    hold.release()
     paused = owner.watch(job, lambda u: u.state == "paused")
     assert "disk is full" in paused.reason
     assert owner.call("Status", pb.StatusRequest()).jobs[0].state == "paused"

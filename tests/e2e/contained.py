@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import pytest
 from benchmarks.federated_fleet import FederatedFleet
 from benchmarks.oracle import Case, Run
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
+from benchmarks.waits import came_about
 from coordinator.client.prepare import prepare
 from worker.data.registry import add_dataset, dataset_folder
 from worker.federated.folders import job_folder, make_job_folder, noise_key
@@ -36,7 +38,7 @@ def need_sandbox(way: str) -> None:
 
 
 class HostileFleet(LoopbackFleet):
-    """``worker0`` is hostile, ``worker1`` is not."""
+    """``worker0`` is hostile, ``worker1`` and ``worker2`` are not."""
 
     def join_command(self, name: str) -> list[str]:
         module, *more = super().join_command(name)
@@ -55,8 +57,19 @@ class HostileFleet(LoopbackFleet):
         assert all(process.poll() is None for process in self._processes), self.log("worker0")
         return super().daemons()
 
-    def pool(self) -> dict[str, str]:
-        return {worker.name: worker.state for worker in self.client.status().workers}
+    def pooled(self) -> None:
+        """Wait until plans may use all workers: one whose process delivered nothing is quarantined."""
+
+        def usable() -> bool:
+            workers = self.client.status().workers
+            return all(w.state == "pool" and not w.reason.startswith("quarantined") for w in workers)
+
+        assert came_about(usable, self._processes), self.log("worker0")
+
+    def logged(self, name: str, pattern: str, begun: int) -> None:
+        """Wait until a daemon has logged this after so many characters."""
+        found = re.compile(pattern)
+        assert came_about(lambda: found.search(self.whole_log(name)[begun:]) is not None, self._processes)
 
 
 @dataclass
@@ -142,7 +155,7 @@ def hostile_fleet(way: str, *options: str) -> Iterator[HostileFleet]:
     need_sandbox(way)
     sandbox = "require" if way == "contained" else "off"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        fleet = HostileFleet(2, options=["--sandbox", sandbox, "--memory", "600MiB", *options])
+        fleet = HostileFleet(3, options=["--sandbox", sandbox, "--memory", "600MiB", *options])
         secret = fleet.state.parent / "secret"
         secret.write_bytes(SECRET)
         told = {

@@ -14,9 +14,11 @@ from tests.worker.stage.crew import TRAINING, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel
 from worker.inprocess.pipeline import LocalPipeline
 from worker.stage.reports import StepReport
+from worker.transport.contract import TransportConfig
 from worker.transport.network import PeerNetwork
 
 STAGES = 2
+PATIENT = TransportConfig(silence_s=HUNG_S / 2, reconnect_s=HUNG_S / 2)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def networks() -> Iterator[dict[str, PeerNetwork]]:
     """Two workers' networks on loopback, connected."""
-    found = {name: PeerNetwork(None, ("127.0.0.1", 0), name=name) for name in ("w-0", "w-1")}
+    found = {name: PeerNetwork(None, ("127.0.0.1", 0), config=PATIENT, name=name) for name in ("w-0", "w-1")}
     found["w-1"].admit("w-0")
     found["w-0"].dial("w-1", [("127.0.0.1", found["w-1"].port)], HUNG_S)
     found["w-1"].wait_for("w-0", HUNG_S)

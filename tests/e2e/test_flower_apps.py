@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 
 pytest.importorskip("flwr")
 
@@ -40,14 +39,6 @@ pytestmark = pytest.mark.slow
 def fleet() -> Iterator[LoopbackFleet]:
     with LoopbackFleet(2, options=("--allow-apps", "--node-config", 'site="lab"')) as started:
         yield started
-
-
-def eventually(check: Callable[[], bool], within_s: float = HUNG_S) -> None:
-    """Wait for what another process does."""
-    deadline = time.monotonic() + within_s
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def free(fleet: LoopbackFleet) -> bool:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from atoll.job import Optimizer, TrainingSpec
 from benchmarks.oracle import Case, built_in
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from coordinator.client.prepare import prepare
-from tests.patience import HUNG_S
+from tests.patience import eventually
 
 # More than any test waits for; jobs are cancelled.
 TRAINING = TrainingSpec(steps=3000, n_micro=4, seed=3, optimizer=Optimizer(lr=3e-3))
@@ -32,13 +32,6 @@ def worker(fleet: LoopbackFleet, name: str, *arguments: str) -> Any:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
-
-
-def until(met: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + HUNG_S
-    while not met():
-        assert time.monotonic() < ends_s
-        time.sleep(0.02)
 
 
 def state(fleet: LoopbackFleet, name: str) -> tuple[str, str]:
@@ -88,21 +81,21 @@ def test_a_paused_worker_frees_its_machine_and_works_again_when_it_resumes(fleet
     said = worker(fleet, name, "pause")
     assert (said["paused"], said["taken_up"]) == ("by its owner", True)
     # The command returns when the daemon has taken it up: whatever computed is ended then.
-    until(lambda: not computing(fleet, number))
+    eventually(lambda: not computing(fleet, number))
     assert state(fleet, name) == ("pool", "paused: by its owner")
     # The job goes on with the spare one.
     update = next(u for u in steps(fleet, job, 5) if u.plan_version == 2 and u.step >= 3)
     assert name not in {names[stage.worker] for stage in update.stages}
     assert worker(fleet, name, "resume")["paused"] is False
-    until(lambda: state(fleet, name)[1] != "paused: by its owner" and computing(fleet, number))
+    eventually(lambda: state(fleet, name)[1] != "paused: by its owner" and computing(fleet, number))
     assert state(fleet, name)[0] == "pool"
     # Another memory limit takes a new compute process, and the coordinator knows it at once.
     before = computing(fleet, number)
     worker(fleet, name, "limits", "--memory", "1GiB")
-    until(lambda: not any(process.is_running() for process in before))
+    eventually(lambda: not any(process.is_running() for process in before))
     (budget,) = {w.device.memory_limit_bytes for w in fleet.client.status().workers if w.name == name}
     assert budget == 1 << 30
-    until(lambda: state(fleet, name) == ("pool", "in the backup pool") or computing(fleet, number))
+    eventually(lambda: state(fleet, name) == ("pool", "in the backup pool") or computing(fleet, number))
     fleet.client.cancel(job)
 
 

@@ -142,9 +142,11 @@ class Child:
 class Supervisor:
     """Pairs of children, renewed when one dies."""
 
-    def __init__(self, said: Callable[[Finding], None] = lambda finding: None) -> None:
+    def __init__(
+        self, said: Callable[[Finding], None] = lambda finding: None, *, shrink_tries: int = SHRINK_TRIES
+    ) -> None:
         self.report = Report()
-        self._said = said
+        self._said, self._shrink_tries = said, shrink_tries
         self._pair: list[Child] = []
         self._given = 0  # cases, to this pair
 
@@ -197,14 +199,14 @@ class Supervisor:
             return
         tries = 0
         progress = True
-        while progress and tries < SHRINK_TRIES:
+        while progress and tries < self._shrink_tries:
             progress = False
             for candidate in smaller(case):
                 tries += 1
                 if self._again(candidate) == kind:
                     case, progress = candidate, True
                     break
-                if tries >= SHRINK_TRIES:
+                if tries >= self._shrink_tries:
                     break
         self._note(Finding(kind, case.text(), why))
 

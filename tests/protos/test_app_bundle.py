@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import subprocess
+import sys
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -15,7 +17,15 @@ from hypothesis import strategies as st
 
 from atoll.errors import BadFrame, UsageError
 from protos import app_bundle
-from protos.app_bundle import make_bundle, parse_pairs, read_app, with_overrides
+from protos.app_bundle import (
+    IGNORED,
+    ignore_results,
+    make_bundle,
+    missing_dependencies,
+    parse_pairs,
+    read_app,
+    with_overrides,
+)
 from worker.apps.code import unpack
 
 PROJECT = """
@@ -78,19 +88,77 @@ def test_the_same_files_make_the_same_bytes_wherever_and_whenever(tmp_path: Path
 
 
 def test_what_goes_in_is_what_flower_takes(tmp_path: Path) -> None:
-    app = app_in(tmp_path / "app", 'fab-include = ["/data/*.txt"]\nfab-exclude = ["secret/"]')
+    app = app_in(tmp_path / "app")
     for name in (
         "README.md", "LICENSE", "mine/conf.yaml", "mine/data.bin", "test_mine.py", "mine/x_test.py",
-        ".git/a.py", "mine/__pycache__/a.py", "build/a.py", "mine/build/kept.py", "data/a.txt",
-        "mine/data/b.txt", "secret/a.py", "other/pyvenv.cfg", "other/lib.py",
+        ".git/a.py", "mine/__pycache__/a.py", "build/a.py", "mine/build/kept.py", "data/a.json",
+        "out/b.json", "other/pyvenv.cfg", "kept.json", "mine/kept.json",
     ):  # fmt: skip
         (app / name).parent.mkdir(parents=True, exist_ok=True)
         (app / name).write_text("x")
+    for part in ("client", "server"):
+        (app / "mine" / f"{part}.py").write_text("app = None\n")
+    (app / ".gitignore").write_text("# ours\nout/\n/kept.json\n")
     (app / "mine" / "link.py").symlink_to("/etc/passwd")
-    assert names(make_bundle(app).data) == [
-        "LICENSE", "README.md", "data/a.txt", "mine/__init__.py", "mine/build/kept.py", "mine/client.py",
-        "mine/conf.yaml", "mine/server.py", "pyproject.toml",
+    ours = names(make_bundle(app).data)
+    assert ours == [
+        "LICENSE", "README.md", "data/a.json", "mine/__init__.py", "mine/build/kept.py", "mine/client.py",
+        "mine/conf.yaml", "mine/kept.json", "mine/server.py", "pyproject.toml",
     ]  # fmt: skip
+    command = [str(Path(sys.executable).with_name("flwr")), "build", "--app", str(app)]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    (fab,) = tmp_path.glob("*.fab")
+    theirs = sorted(names(fab.read_bytes()))
+    assert [name for name in theirs if not name.startswith((".info/", ".git/"))] == ours
+
+
+def test_fab_include_narrows(tmp_path: Path) -> None:
+    app = app_in(tmp_path / "app", 'fab-include = ["mine/*.py"]')
+    (app / "notes.md").write_text("x")
+    assert "notes.md" not in names(make_bundle(app).data)
+    without = app_in(tmp_path / "without", 'fab-exclude = ["mine/client.py"]')
+    assert "mine/client.py" not in names(make_bundle(without).data)
+    with pytest.raises(UsageError, match=r"matches 'data/\*\.txt'"):
+        make_bundle(app_in(tmp_path / "other", 'fab-include = ["mine/*.py", "data/*.txt"]'))
+
+
+def test_what_a_run_wrote_is_no_part_of_the_app(tmp_path: Path) -> None:
+    app = app_in(tmp_path / "app")
+    (app / "config.json").write_text("{}")
+    before = make_bundle(app)
+    assert ignore_results(app, before) == []
+    assert not (app / IGNORED).exists()
+    for name in ("final_model.json", "out/[1] run.jsonl", "mine/late.py"):
+        (app / name).parent.mkdir(exist_ok=True)
+        (app / name).write_text("{}")
+    assert ignore_results(app, before) == ["final_model.json", "out/[1] run.jsonl"]
+    assert make_bundle(app).hash != before.hash  # code that appeared is an edit
+    (app / "mine" / "late.py").unlink()
+    assert make_bundle(app).hash == before.hash
+    (app / "config.json").write_text("{ }")
+    assert make_bundle(app).hash != before.hash
+
+
+def test_a_module_that_atolls_own_would_hide_is_refused(tmp_path: Path) -> None:
+    app = app_in(tmp_path / "app")
+    (app / "mine" / "worker.py").write_text("")  # not at the root
+    make_bundle(app)
+    (app / "worker.py").write_text("")
+    with pytest.raises(UsageError, match="'worker' at its root"):
+        make_bundle(app)
+    hidden = (("pyproject.toml", PROJECT.encode()), ("protos/a.py", b""))
+    (tmp_path / "un").mkdir()
+    assert "'protos' at its root" in refused(zipped(*hidden), tmp_path / "un")
+
+
+def test_missing_dependencies_are_named_as_pip_takes_them(tmp_path: Path) -> None:
+    app = app_in(tmp_path / "app")
+    text = (app / "pyproject.toml").read_text()
+    wanted = '["numpy>=1", "no-such-package[x]>=2,<3", "other-package; sys_platform == \'win32\'"]'
+    (app / "pyproject.toml").write_text(
+        text.replace("[tool.flwr.app]", f"dependencies = {wanted}\n[tool.flwr.app]", 1)
+    )
+    assert missing_dependencies(read_app(app)) == ["no-such-package[x]>=2,<3"]
 
 
 def test_an_app_that_is_too_large_names_its_largest_file(tmp_path: Path) -> None:

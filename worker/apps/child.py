@@ -28,14 +28,15 @@ STATE_FILE = "state"
 
 
 class Child:
-    """A ClientApp and its Context."""
+    """A ClientApp, and a Context for each node that this worker is."""
 
     def __init__(self, pipe: Pipe, setup: pb.ChildSetup) -> None:
         self._pipe = pipe
         self._setup = setup
+        self._run = setup.run
         self._app: Any = None
-        self._context: Context | None = None
-        self._saved = b""
+        self._contexts: dict[int, Context] = {}  # by node
+        self._saved: dict[int, bytes] = {}  # states as they are on the disk
 
     def load(self) -> None:
         """Import the ClientApp; report what went wrong to the daemon."""
@@ -63,16 +64,20 @@ class Child:
                 del reply
 
     def _start(self, start: pb.AppStart) -> None:
-        flower.take_identity(start.run, start.node)
+        self._run = start.run
         config = {key: content.value_from_proto(value) for key, value in self._setup.node_config.items()}
-        self._folder = Path(self._setup.runs_dir) / f"{start.run:x}-{start.node:x}"
-        self._context = Context(
-            run_id=start.run,
-            node_id=start.node,
-            node_config={**config, "partition-id": start.partition, "num-partitions": start.partitions},
-            state=self._load_state(),
-            run_config={key: content.value_from_proto(value) for key, value in start.run_config.items()},
-        )
+        run_config = {key: content.value_from_proto(value) for key, value in start.run_config.items()}
+        for seat in start.seats:
+            if seat.node in self._contexts:
+                continue
+            place = {"partition-id": seat.partition, "num-partitions": start.partitions}
+            self._contexts[seat.node] = Context(
+                run_id=start.run,
+                node_id=seat.node,
+                node_config={**config, **place},
+                state=self._load_state(seat.node),
+                run_config=dict(run_config),
+            )
 
     def _answer(self, task: pb.AppTask) -> pb.AppReply:
         started_s = time.perf_counter()
@@ -80,15 +85,17 @@ class Child:
             reply = self._reply(task)
         except (Exception, SystemExit) as failure:  # noqa: BLE001 - the app's errors are its replies
             traceback.print_exception(failure)
-            self._roll_back()
+            self._roll_back(task.node)
             reply = pb.AppReply(error=flower.APP_RAISED, reason=_words(failure))
         reply.run, reply.message, reply.created_s = task.run, task.message, time.time()
         reply.took_s = time.perf_counter() - started_s
         return reply
 
     def _reply(self, task: pb.AppTask) -> pb.AppReply:
-        if self._context is None:
-            raise BadFrame("a task before the start of its run")
+        context = self._contexts.get(task.node)
+        if context is None:
+            raise BadFrame("a task for a node that is not here, or before the start of its run")
+        flower.take_identity(task.run, task.node)
         message = flower.task_message(
             content.decode(task.content, self._read),
             run=task.run,
@@ -99,10 +106,10 @@ class Child:
             created_s=task.created_s,
             ttl_s=task.ttl_s,
         )
-        answer = self._app(message, self._context)
+        answer = self._app(message, context)
         if not isinstance(answer, Message):
             raise TypeError(f"the ClientApp returned {type(answer).__name__}, no Message")
-        self._save_state(self._context.state)
+        self._save_state(task.node, context.state)
         if answer.has_error():
             found: Error = answer.error
             return pb.AppReply(
@@ -121,33 +128,37 @@ class Child:
 
     # ------------------------------------------------------------ Context.state
 
-    def _load_state(self) -> RecordDict:
-        try:
-            self._saved = (self._folder / STATE_FILE).read_bytes()
-        except FileNotFoundError:
-            self._saved = b""
-            return RecordDict()
-        return content.decode(self._saved, lambda name, size: _read(self._folder / name, size))
+    def _folder(self, node: int) -> Path:
+        return Path(self._setup.runs_dir) / f"{self._run:x}-{node:x}"
 
-    def _save_state(self, state: RecordDict) -> None:
+    def _load_state(self, node: int) -> RecordDict:
+        folder = self._folder(node)
+        try:
+            saved = self._saved[node] = (folder / STATE_FILE).read_bytes()
+        except FileNotFoundError:
+            self._saved[node] = b""
+            return RecordDict()
+        return content.decode(saved, lambda name, size: _read(folder / name, size))
+
+    def _save_state(self, node: int, state: RecordDict) -> None:
         """Write what changed, the arrays first; then forget those of the state before."""
-        encoded = content.encode(state)
-        if encoded.content == self._saved:
+        encoded, folder = content.encode(state), self._folder(node)
+        if encoded.content == self._saved[node]:
             return
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in encoded.parts.items():
-            if not (self._folder / name).exists():
-                _write(self._folder / name, data)
-        _write(self._folder / STATE_FILE, encoded.content)
-        self._saved = encoded.content
-        for path in self._folder.iterdir():
+            if not (folder / name).exists():
+                _write(folder / name, data)
+        _write(folder / STATE_FILE, encoded.content)
+        self._saved[node] = encoded.content
+        for path in folder.iterdir():
             if path.name not in encoded.parts and path.name != STATE_FILE:
                 path.unlink(missing_ok=True)
 
-    def _roll_back(self) -> None:
+    def _roll_back(self, node: int) -> None:
         """A task that failed leaves the state as it found it."""
-        if self._context is not None:
-            self._context.state = self._load_state()
+        if node in self._contexts:
+            self._contexts[node].state = self._load_state(node)
 
 
 def _read(path: Path, size: int) -> bytes:

@@ -180,8 +180,8 @@ class AppHost:
         with self._lock:
             self._runs[offer.run] = HostedRun(offer, parts, self._context)
 
-    def _accepts(self, name: str) -> bool:
-        return name in self._config.accept_apps or self._store.is_accepted(name)
+    def _accepts(self, app: pb.AppIdentity) -> bool:
+        return app.hash in self._config.accept_apps or self._store.accepts(app)
 
     def _all(self) -> list[HostedRun]:
         with self._lock:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protos import atoll_apps_pb2 as pb
 from protos.app_guard import Guarded
@@ -18,14 +19,17 @@ from worker.hosting.output import Output
 class AppProcess:
     """A child that runs one ClientApp, under a guard: it and all it started die together, and with us."""
 
-    def __init__(self, setup: pb.ChildSetup, threads: int, printed: Callable[[str], None]) -> None:
-        """``printed`` is called with every line that the app prints, cleaned and cut."""
+    def __init__(
+        self, setup: pb.ChildSetup, threads: int, printed: Callable[[str], None], shown: Sequence[str] = ()
+    ) -> None:
+        """``shown``: environment variables that this machine's owner lets apps see. ``printed`` is called
+        with every line that the app prints, cleaned and cut."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._guarded = Guarded(
                 [sys.executable, "-P", "-m", "worker.apps.child", str(theirs.fileno())],
                 [theirs.fileno()],
-                _environment(threads),
+                _environment(threads, shown),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
@@ -50,10 +54,11 @@ class AppProcess:
         return "\n".join([f"its process ended with {how}", *self._output.tail()])
 
 
-def _environment(threads: int) -> dict[str, str]:
+def _environment(threads: int, shown: Sequence[str] = ()) -> dict[str, str]:
     # An app on a guest's machine calls nobody, and its folder stays as it was accepted.
+    offline = [name for name in os.environ if name.endswith("_OFFLINE")]
     return {
-        **shown_environment(threads, ("HOME", "PYTHONPATH", "TMPDIR", "USER"), ("FLWR_",)),
+        **shown_environment(threads, ("HOME", "PYTHONPATH", "TMPDIR", "USER", *offline, *shown), ("FLWR_",)),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import queue
 import secrets
+import shlex
 import shutil
 import threading
 import time
@@ -22,6 +23,7 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, StorageError
 from protos import app_bundle
 from protos import atoll_apps_pb2 as pb
+from protos.app_signing import signer
 from protos.child_pipe import Gone
 from protos.text_limits import Budget, clean
 from worker.apps.code import AppCode, unpack
@@ -53,7 +55,7 @@ class AppContext:
 
     config: WorkerConfig
     store: AppStore
-    accepts: Callable[[str], bool]  # an app's hash
+    accepts: Callable[[pb.AppIdentity], bool]
     send: Callable[[pb.FromNode], None]
     epoch: Callable[[], int]  # rises with every new stream: what was under way is sent again
     printing: Budget = field(default_factory=lambda: Budget(PRINTED_CHARS, PRINTED_CHARS_PER_S))
@@ -218,7 +220,7 @@ class HostedRun:
         except (AtollError, OSError) as error:
             self._refuse(pb.APP_REFUSAL_OTHER, str(error))
             return
-        if not self._context.accepts(self._app.hash):
+        if not self._context.accepts(self._app):
             self._refuse(pb.APP_REFUSAL_NOT_ACCEPTED, self._how_to_accept())
             return
         if importlib.util.find_spec("flwr") is None:
@@ -227,11 +229,13 @@ class HostedRun:
         started_s = time.monotonic()
         wrong = self._load()
         if wrong:
-            self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong)
+            self._refuse(pb.APP_REFUSAL_NOT_LOADED, wrong + self._how_to_install())
             return
         took_s = time.monotonic() - started_s
         log.info("app.loaded", run=f"{self.run:x}", app=clean(self._app.name, 200), took_s=round(took_s, 2))
-        self._stand(pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s)))
+        self._stand(
+            pb.FromNode(ready=pb.AppReady(run=self.run, took_s=took_s, nodes=self._context.config.app_nodes))
+        )
 
     def _fetch_code(self) -> None:
         app, store = self._app, self._context.store
@@ -249,15 +253,27 @@ class HostedRun:
         spec = self._code.spec
         if spec.client != app.client:
             raise BadFrame(f"the app's ClientApp is {spec.client}, announced was {app.client[:200]}")
-        store.asked(KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time()))
+        store.asked(
+            KnownApp(app.hash, spec.name, spec.version, spec.publisher, time.time(), signer=signer(app))
+        )
 
     def _how_to_accept(self) -> str:
         folder = self._context.config.state_dir
         option = "" if folder == default_state_dir() else f" --state-dir {folder}"
         return (
             "its owner has not accepted this app; read it and accept it there: "
-            f"`atoll-worker apps accept {self._app.hash[:16]}{option}`"
+            f"`atoll-worker apps accept {self._app.hash[:16]}{option}`" + self._or_its_publisher(option)
         )
+
+    def _or_its_publisher(self, option: str) -> str:
+        who = signer(self._app)
+        return f", or all that {who} signs: `atoll-worker apps accept {who}{option}`" if who else ""
+
+    def _how_to_install(self) -> str:
+        lacking = app_bundle.missing_dependencies(self._code.spec) if self._code is not None else []
+        if not lacking:
+            return ""
+        return f"\nnot installed there: `pip install {shlex.join(lacking)}`"[:MAX_REASON_CHARS]
 
     def _load(self) -> str:
         """Start the process and have it import the app; returns what went wrong."""
@@ -278,7 +294,7 @@ class HostedRun:
             runs_dir=str(store.runs_dir(self._app.hash)),
             node_config={key: _to_value(value) for key, value in config.node_config},
         )
-        process = self._process = AppProcess(setup, config.threads, self._printed)
+        process = self._process = AppProcess(setup, config.threads, self._printed, config.app_env)
         if self._ended.is_set:
             raise Cancelled("ended")
         try:
@@ -300,12 +316,13 @@ class HostedRun:
         if self._start == start:
             return
         self._start = start
-        log.info("app.started", run=f"{self.run:x}", partition=start.partition, partitions=start.partitions)
+        partitions = [seat.partition for seat in start.seats]
+        log.info("app.started", run=f"{self.run:x}", partition=partitions, partitions=start.partitions)
         if self._process is not None:
             self._process.pipe.send(pb.ToChild(start=start))
 
     def _reconsider(self) -> None:
-        accepted = self._context.accepts(self._app.hash)
+        accepted = self._context.accepts(self._app)
         refused = self._standing is not None and self._standing.HasField("refused")
         if accepted and refused:
             self._prepare()
@@ -406,7 +423,7 @@ class HostedRun:
         if self._process is not None and self._process.alive:
             return ""
         prepared = self._standing is not None and self._standing.HasField("ready")
-        if not prepared or not self._context.accepts(self._app.hash):
+        if not prepared or not self._context.accepts(self._app):
             # In whatever order messages come: what the owner has not accepted does not run here.
             return "this app is not accepted there, or could not be loaded"
         return self._load()
@@ -415,7 +432,8 @@ class HostedRun:
         with self._lock:
             self._tasks.pop(entry.task.message, None)
         self._kept.setdefault(entry.task.message, _Kept(reply, {}))
-        while len(self._kept) > MAX_KEPT:
+        most = max(MAX_KEPT, len(self._start.seats) if self._start is not None else 0)
+        while len(self._kept) > most:
             self._kept.pop(next(iter(self._kept))).remove()
         self._context.send(pb.FromNode(reply=reply))
 
@@ -442,8 +460,8 @@ class HostedRun:
 
     def _remove_state(self) -> None:
         self._drop_process()
-        if self._start is not None:
-            self._context.store.drop_state(self._app.hash, self.run, self._start.node)
+        for seat in self._start.seats if self._start is not None else ():
+            self._context.store.drop_state(self._app.hash, self.run, seat.node)
 
 
 def _to_value(value: app_bundle.ConfigValue) -> pb.AppValue:

@@ -1,6 +1,7 @@
 """Apps on this machine's disk: which ones its owner accepted, their code, parts and states.
 
 Layout in the state folder: ``apps/apps.json`` (bundle hash -> facts, accepted or not),
+``apps/publishers.json`` (publisher -> since when everything that it signs is accepted),
 ``apps/code/HASH`` (unpacked, to be read before it is accepted), ``apps/parts/RUN.X`` (what came),
 ``apps/runs/HASH/RUN-NODE`` (Context.state of an app's run, kept until the run ends: another app finds
 none, whatever number its run has).
@@ -18,10 +19,15 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atoll.errors import StorageError, UsageError
+from protos.app_signing import checked_publisher, signer
+from protos.private_files import write_private
 from worker.config import make_state_dir
+
+if TYPE_CHECKING:
+    from protos import atoll_apps_pb2 as pb
 
 MAX_FILE_BYTES = 1 << 20
 MAX_APPS = 1000  # remembered; the oldest are forgotten
@@ -40,6 +46,7 @@ class KnownApp:
     publisher: str = ""
     asked_s: float = 0.0  # wall clock, last time
     accepted_s: float = 0.0  # 0: not accepted
+    signer: str = ""  # whose signature of it holds; "" nobody's
 
     @property
     def accepted(self) -> bool:
@@ -82,6 +89,13 @@ class AppStore:
         app = self._read().get(name)
         return app is not None and app.accepted
 
+    def accepts(self, app: pb.AppIdentity) -> bool:
+        """True when the owner accepted this app, by its hash or by the publisher that signed it."""
+        if self.is_accepted(app.hash):
+            return True
+        found = self.publishers()
+        return bool(found) and signer(app) in found
+
     def asked(self, app: KnownApp) -> None:
         """Remember that this app was offered to this machine."""
         with self._changing() as found:
@@ -109,6 +123,39 @@ class AppStore:
                 raise UsageError(f"app {full[:12]} is not accepted; `atoll-worker apps list` shows what is")
             found[full] = KnownApp(**(asdict(before) | {"accepted_s": 0.0}))
             return found[full]
+
+    def publishers(self) -> dict[str, float]:
+        """Publishers whose signed apps are accepted here, with the time (Unix) since when."""
+        path = self.root / "publishers.json"
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                return {}
+            return {
+                checked_publisher(name): float(at_s) for name, at_s in json.loads(path.read_text()).items()
+            }
+        except (OSError, ValueError, TypeError, AttributeError, UsageError):
+            # Nobody is trusted by a file that cannot be read.
+            return {}
+
+    def accept_publisher(self, name: str) -> str:
+        """Accept whatever this publisher signs, from now on. UsageError for what is no publisher."""
+        name = checked_publisher(name)
+        with self._changing():
+            self._write_publishers({**self.publishers(), name: time.time()})
+        return name
+
+    def revoke_publisher(self, name: str) -> str:
+        """Take that back; apps accepted by their hash stay accepted. UsageError when it was not accepted."""
+        name = checked_publisher(name)
+        with self._changing():
+            found = self.publishers()
+            if found.pop(name, None) is None:
+                raise UsageError(f"{name} is not accepted; `atoll-worker apps publishers` shows who is")
+            self._write_publishers(found)
+        return name
+
+    def _write_publishers(self, found: Mapping[str, float]) -> None:
+        write_private(self.root / "publishers.json", (json.dumps(found, indent=1) + "\n").encode())
 
     def _full(self, name: str, found: Mapping[str, KnownApp]) -> str:
         name = name.strip().lower()
@@ -176,5 +223,12 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _facts(item: Any) -> dict[str, Any]:
-    kinds = {"name": str, "version": str, "publisher": str, "asked_s": float, "accepted_s": float}
+    kinds = {
+        "name": str,
+        "version": str,
+        "publisher": str,
+        "signer": str,
+        "asked_s": float,
+        "accepted_s": float,
+    }
     return {key: kind(item[key]) for key, kind in kinds.items() if key in item}

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from protos.app_signing import SCHEME
 from protos.command_line import AsJson, out, print_json
 from worker.apps.store import AppStore
 from worker.cli.options import StateDir
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 apps = typer.Typer(help="Apps (foreign Python code) that may run on this machine.", no_args_is_help=True)
 
 Hash = Annotated[
-    str, typer.Argument(metavar="HASH", help="As `apps list` shows it; its first digits are enough.")
+    str, typer.Argument(metavar="HASH", help="As `apps list` shows it, its first digits; or a publisher.")
 ]
 
 
@@ -42,12 +43,14 @@ def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
         print_json(found)
         return 0
     table = Table("hash", "app", "publisher", "asked for", "accepted", "its files, to read", box=None)
+    signed = store.publishers()
     for app in known:
-        word = Text("yes", style="green") if app.accepted else "no"
+        word = Text("yes", style="green") if app.accepted or app.signer in signed else "no"
         files = store.code_dir(app.hash)
         where = str(files) if files.is_dir() else "-"
         named = f"{app.name} {app.version}".strip() or "-"
-        table.add_row(app.hash[:16], named, app.publisher or "-", _when(app.asked_s), word, where)
+        who = " ".join(filter(None, [app.publisher, f"({app.signer[:18]}...)" if app.signer else ""]))
+        table.add_row(app.hash[:16], named, who or "-", _when(app.asked_s), word, where)
     out.print(table if known else "no app was requested; only a worker with --allow-apps gets requests")
     return 0
 
@@ -56,25 +59,52 @@ def list_apps(state_dir: StateDir = None, json: AsJson = False) -> int:
 def accept(name: Hash, state_dir: StateDir = None) -> int:
     """Allow this app's Python to run here from now on; any change to its files needs a new consent.
 
+    Of a publisher (`ed25519:...`) instead: every app that it signs, changed or new, without a further word.
     A running worker with --allow-apps that was asked for the app loads it at once.
     """
     folder = state_dir or default_state_dir()
-    _show("accepted", AppStore(folder).accept(name), folder)
+    store = AppStore(folder)
+    if name.startswith(SCHEME):
+        _notify(f"accepted: all that {store.accept_publisher(name)} signs", folder)
+    else:
+        _show("accepted", store.accept(name), folder)
     return 0
 
 
 @apps.command(epilog="Example: atoll-worker apps revoke 3f6c0a91d2e47b58")
 def revoke(name: Hash, state_dir: StateDir = None) -> int:
-    """Forbid this app; where it runs now, it is stopped."""
+    """Forbid this app, or what this publisher signs; where it runs now, it is stopped."""
     folder = state_dir or default_state_dir()
-    _show("revoked", AppStore(folder).revoke(name), folder)
+    store = AppStore(folder)
+    if name.startswith(SCHEME):
+        _notify(f"revoked: {store.revoke_publisher(name)}", folder)
+    else:
+        _show("revoked", store.revoke(name), folder)
+    return 0
+
+
+@apps.command(epilog="Example: atoll-worker apps publishers")
+def publishers(state_dir: StateDir = None, json: AsJson = False) -> int:
+    """List the publishers whose signed apps may run here."""
+    found = AppStore(state_dir or default_state_dir()).publishers()
+    if json:
+        print_json([{"publisher": name, "accepted_s": at_s} for name, at_s in found.items()])
+        return 0
+    for name, at_s in found.items():
+        out.print(f"{name}  since {_when(at_s)}", soft_wrap=True)
+    if not found:
+        out.print("no publisher is accepted; apps are, by their hash (`atoll-worker apps list`)")
     return 0
 
 
 def _show(what: str, app: KnownApp, folder: Path) -> None:
     named = f" ({app.name} {app.version})" if app.name else ""
+    _notify(f"{what} {app.hash}{named}", folder)
+
+
+def _notify(words: str, folder: Path) -> None:
     notified = "; the running worker was notified" if signal_consent_changed(folder) else ""
-    out.print(f"{what} {app.hash}{named}{notified}", soft_wrap=True)
+    out.print(f"{words}{notified}", soft_wrap=True)
 
 
 def _when(at_s: float) -> str:

@@ -165,6 +165,14 @@ class AppOptions:
         list[str] | None,
         typer.Option(metavar="HASH", help="Accept this app for this run only; for scripts; may repeat."),
     ] = None
+    app_nodes: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, metavar="N", help="Nodes that this machine may be in a run."),
+    ] = None
+    app_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Let apps see this environment variable; may repeat."),
+    ] = None
     node_config: Annotated[
         list[str] | None,
         typer.Option(metavar="K=V", help="Context.node_config of apps, as in 'data=\"/data\"'."),
@@ -176,5 +184,7 @@ class AppOptions:
         return {
             "allow_apps": self.allow_apps,
             "accept_apps": tuple(self.accept_app or ()),
+            "app_nodes": self.app_nodes,
+            "app_env": tuple(self.app_env) if self.app_env else None,
             "node_config": tuple(parse_pairs(pairs, "--node-config").items()) if pairs else None,
         }

@@ -34,4 +34,6 @@ EXPLAINED = {
     "use_proxy": "Connect through the environment's proxy.",
     "sandbox": "Bubblewrap around what computes: auto, require or off.",
     "node_config": "Context.node_config of Flower apps.",
+    "app_nodes": "Nodes that this machine is in a run of a Flower app.",
+    "app_env": "Variables of the environment that Flower apps see.",
 }

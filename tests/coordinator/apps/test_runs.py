@@ -89,7 +89,7 @@ class Fleet:
         return [m.WhichOneof("body") for m in self.told.get(worker, [])]
 
     def partitions(self) -> dict[str, int]:
-        return {place.worker: place.partition for place in self.run.nodes()}
+        return {place.worker: partition for place in self.run.hosts() for partition in place.seats}
 
     def fleet(self) -> pb.AppFleet:
         return next(m.fleet for m in reversed(self.owner) if m.HasField("fleet"))
@@ -273,11 +273,73 @@ def test_a_run_that_was_ended_while_its_owner_was_away_does_not_go_on_without_it
 
 def test_after_our_restart_nodes_keep_their_partitions_and_the_rest_follow() -> None:
     before = running(3)
-    kept = tuple(pb.AppNode(node=p.node, worker=p.worker, partition=p.partition) for p in before.run.nodes())
+    kept = tuple(next(m.nodes.nodes for m in reversed(before.owner) if m.HasField("nodes")))
     fleet = Fleet(order=["w-2", "w-1", "w-0"]).attend("w-2", held=(RUN,)).open().ready("w-2").begin(3, kept)
     assert fleet.partitions() == {"w-2": 2}
     fleet.attend("w-0", "w-1", held=(RUN,)).ready("w-0", "w-1")
     assert fleet.partitions() == {"w-0": 0, "w-1": 1, "w-2": 2}
+
+
+def many(capacity: int, nodes: int, kept: tuple[pb.AppNode, ...] = ()) -> Fleet:
+    """Two workers that may be ``capacity`` nodes each, in a run of ``nodes``."""
+    fleet = Fleet(order=["w-0", "w-1"]).attend("w-0", "w-1").open()
+    for worker in fleet.order:
+        fleet.do(fleet.runs.ready(worker, pb.AppReady(run=RUN, nodes=capacity)))
+    return fleet.begin(nodes, kept)
+
+
+def seats(fleet: Fleet) -> dict[str, list[int]]:
+    return {place.worker: sorted(place.seats) for place in fleet.run.hosts()}
+
+
+def told_nodes(fleet: Fleet) -> list[pb.AppNode]:
+    return list(next(m.nodes.nodes for m in reversed(fleet.owner) if m.HasField("nodes")))
+
+
+def test_a_worker_is_as_many_nodes_as_it_may_be_and_each_gets_its_own_tasks() -> None:
+    fleet = many(3, 5)
+    assert seats(fleet) == {"w-0": [0, 2, 4], "w-1": [1, 3]}
+    nodes = told_nodes(fleet)
+    assert [node.partition for node in nodes] == [0, 1, 2, 3, 4]
+    assert len({node.node for node in nodes}) == 5
+    for node in nodes:
+        task = pb.AppTask(message=f"m{node.partition}", node=node.node)
+        fleet.do(fleet.runs.task(fleet.run, task))
+        assert fleet.told[node.worker][-1].task.node == node.node
+    assert judge(pb.AppFleet(workers=2, attending=2, ready=["a", "b"], nodes=6), 6, "").nodes == 6
+    few = judge(pb.AppFleet(workers=2, attending=2, ready=["a", "b"], nodes=2), 5, "")
+    assert (few.nodes, few.settled) == (0, True)
+    assert "--app-nodes 3" in few.reason
+    assert many(2, 5).run.partitions == 0  # too few for that
+
+
+def test_a_lost_workers_nodes_go_to_who_has_room_and_come_back_to_it_where_nobody_had() -> None:
+    fleet = many(5, 5)
+    assert seats(fleet) == {"w-0": [0, 2, 4], "w-1": [1, 3]}
+    fleet.do(fleet.runs.deserts("w-1", "lost"))
+    assert seats(fleet) == {"w-0": [0, 1, 2, 3, 4]}
+    assert fleet.told["w-0"][-1].start.seats[-1].partition == 4
+    full = many(3, 5)
+    before = {node.partition: node.node for node in told_nodes(full)}
+    full.do(full.runs.deserts("w-1", "lost"))
+    assert seats(full) == {"w-0": [0, 2, 4]}
+    full.attend("w-1")
+    full.do(full.runs.ready("w-1", pb.AppReady(run=RUN, nodes=3)))
+    assert {node.partition: node.node for node in told_nodes(full)} == before
+
+
+def test_after_our_restart_every_node_is_the_one_that_it_was() -> None:
+    before = told_nodes(many(3, 5))
+    assert told_nodes(many(3, 5, tuple(before))) == before
+
+
+def test_an_app_that_loads_nowhere_is_not_waited_for() -> None:
+    fleet = Fleet(order=["w-0", "w-1"]).attend("w-0", "w-1").open()
+    refusal = pb.AppRefused(run=RUN, kind=pb.APP_REFUSAL_NOT_LOADED, reason="No module named 'x'")
+    fleet.do(fleet.runs.refused("w-0", refusal))
+    assert not judge(fleet.fleet(), 2, "").hopeless
+    fleet.do(fleet.runs.refused("w-1", refusal))
+    assert judge(fleet.fleet(), 2, "").hopeless
 
 
 def test_a_run_that_nobody_opens_again_is_ended_on_the_workers_that_hold_it() -> None:
@@ -316,7 +378,7 @@ def test_a_refusal_said_again_is_old_news_and_its_words_are_cleaned() -> None:
 
 def test_nobody_there_is_said_in_words() -> None:
     assert "no worker is connected" in judge(pb.AppFleet(), 0, "").reason
-    waiting = judge(pb.AppFleet(workers=2, attending=2, preparing=1, ready=["a"]), 0, "")
+    waiting = judge(pb.AppFleet(workers=2, attending=2, preparing=1, ready=["a"], nodes=1), 0, "")
     assert (waiting.nodes, waiting.settled) == (0, False)
 
 
@@ -346,7 +408,7 @@ def test_whatever_happens_every_message_is_answered_exactly_once(seed: int) -> N
                     if message in fleet.run.waiting:
                         cancelled.add(message)
                     fleet.do(fleet.runs.cancelled(fleet.run, [message]))
-        owed = {m for place in fleet.run.nodes() for m in place.under_way}
+        owed = {m for place in fleet.run.hosts() for m in place.under_way}
         assert owed == set(fleet.run.waiting)
         assert sorted(fleet.partitions().values()) == sorted(set(fleet.partitions().values()))
         assert fleet.busy == set(fleet.partitions())

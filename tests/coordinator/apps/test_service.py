@@ -28,8 +28,9 @@ from protos import atoll_apps_pb2_grpc as rpc
 from protos import atoll_control_pb2 as control
 from protos.credentials import COORDINATOR, JoinToken, channel_credentials, name_options
 from protos.grpc_errors import to_atoll_error
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 
+ANSWERED_S = 2.0  # a busy machine answers a ping sooner
 BUNDLE = b"no app, but bytes"
 APP = pb.AppIdentity(hash=hashlib.sha256(BUNDLE).hexdigest(), size=len(BUNDLE), name="a", client="a:a")
 
@@ -42,23 +43,13 @@ def stack() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def running(stack: ExitStack, tmp_path: Path) -> Running:
-    config = CoordinatorConfig(
-        state_dir=tmp_path / "c",
-        entry_port=0,
-        wrong_token_delay_s=0.0,
-        keepalive_s=0.3,
-        keepalive_timeout_s=1.0,
-    )
-    found = serve(config)
+    return start(stack, tmp_path)
+
+
+def start(stack: ExitStack, folder: Path, **changes: Any) -> Running:
+    found = serve(CoordinatorConfig(folder / "c", entry_port=0, wrong_token_delay_s=0.0, **changes))
     stack.callback(found.stop)
     return found
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + HUNG_S
-    while not check():
-        assert time.monotonic() < deadline_s, "it did not come about"
-        time.sleep(0.01)
 
 
 class Stream:
@@ -232,14 +223,15 @@ def lent(running: Running, node: Node) -> str:
 
 
 def test_workers_come_back_from_an_owner_whose_line_was_cut_without_a_word(
-    stack: ExitStack, running: Running, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app_runs, "OWNER_RETURNS_S", 0.1)
+    running = start(stack, tmp_path, keepalive_s=0.2, keepalive_timeout_s=ANSWERED_S)
     line = Line(stack, running.started.entry_port)
     owner, node = Owner(stack, running, port=line.port), Node(stack, running)
     begun(owner.open(), node)
     # An owner who is silent, but there, keeps what it has.
-    time.sleep(1.5)
+    time.sleep(ANSWERED_S + 0.5)
     assert lent(running, node) == "app-5"
     line.cut.set()
     eventually(lambda: not lent(running, node))
@@ -313,7 +305,10 @@ def test_an_owner_who_does_not_read_what_cannot_wait_loses_its_run_and_hears_why
     eventually(lambda: not lent(running, node))
 
 
-def test_a_worker_that_says_the_same_over_and_over_is_not_heard(stack: ExitStack, running: Running) -> None:
+def test_a_worker_that_says_the_same_over_and_over_is_not_heard(
+    stack: ExitStack, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_desk, "NOTICES_PER_S", 1e-3)
     owner, node = Owner(stack, running), Node(stack, running)
     owner.open().until("fleet")
     node.stream.until("offer")

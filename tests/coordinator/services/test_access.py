@@ -31,7 +31,8 @@ from protos.credentials import (
     new_token,
     presented_in,
 )
-from tests.coordinator.test_server import Owner, eventually, refused, stack, start
+from tests.coordinator.test_server import Owner, refused, stack, start
+from tests.patience import HUNG_S, eventually
 
 __all__ = ["stack"]
 
@@ -93,13 +94,13 @@ def test_two_calls_of_12_mib_with_a_wrong_token_are_refused_before_they_arrive(
     blobs = rpc.BlobsStub(channel(stack, running, way.port))
     message = large()
     assert message.ByteSize() >= LARGE
-    calls = [blobs.Missing.future(message, metadata=metadata, timeout=60) for _ in range(2)]
+    calls = [blobs.Missing.future(message, metadata=metadata, timeout=HUNG_S) for _ in range(2)]
     assert all(isinstance(refused(call.result), AccessDenied) for call in calls)
     assert way.sent <= 2 * WINDOW + OVERHEAD, f"{way.sent} bytes were taken in"
     stub = rpc.EntryStub(channel(stack, running, way.port))
     way.sent = 0
     request = pb.EnrollRequest(protocol=PROTOCOL_VERSION, csr_pem=bytes(LARGE))
-    assert isinstance(refused(lambda: stub.Enroll(request, metadata=metadata, timeout=60)), AccessDenied)
+    assert isinstance(refused(lambda: stub.Enroll(request, metadata=metadata, timeout=HUNG_S)), AccessDenied)
     assert way.sent <= WINDOW + OVERHEAD
 
 
@@ -111,7 +112,7 @@ def test_a_stream_with_a_wrong_token_is_refused_before_its_first_message(
     silent = threading.Event()
     stack.callback(silent.set)
     for metadata in (WRONG, ()):
-        error = refused(lambda m=metadata: list(stub.Echo(never(silent), metadata=m, timeout=60)))
+        error = refused(lambda m=metadata: list(stub.Echo(never(silent), metadata=m, timeout=HUNG_S)))
         assert isinstance(error, AccessDenied)
         assert "join token" in str(error)
 
@@ -120,7 +121,7 @@ def test_a_greeting_is_answered_whatever_comes_with_it(stack: ExitStack, tmp_pat
     running = start(stack, tmp_path)
     way = Counting(stack, running.started.entry_port)
     stub = rpc.EntryStub(channel(stack, running, way.port))
-    reply = stub.Hello(pb.HelloRequest(version="x" * LARGE), timeout=60)
+    reply = stub.Hello(pb.HelloRequest(version="x" * LARGE), timeout=HUNG_S)
     assert (reply.protocol, reply.work_port) == (PROTOCOL_VERSION, running.started.work_port)
     assert way.sent <= WINDOW + OVERHEAD
 
@@ -173,7 +174,7 @@ async def asked(shape: str, service: str, metadata: Any, *messages: bytes) -> tu
             call = getattr(client, f"{kind[shape[0]]}_{kind[shape[1]]}")(f"/{service}/{shape}")
             given = messages[0] if shape[0] == "U" else iter(messages)
             used = metadata(owner) if callable(metadata) else metadata
-            reply = call(given, metadata=used, timeout=60)
+            reply = call(given, metadata=used, timeout=HUNG_S)
             try:
                 found = [part async for part in reply] if shape[1] == "S" else [await reply]
             except grpc.aio.AioRpcError as error:
@@ -277,7 +278,7 @@ def test_an_address_is_counted_as_what_one_customer_has(peer: str, network: str)
 
 def never(ending: threading.Event) -> Iterator[Any]:
     """Messages of a caller that says nothing."""
-    ending.wait(120)
+    ending.wait(HUNG_S)
     yield from ()
 
 
@@ -296,7 +297,7 @@ def test_an_address_holds_so_many_calls_without_the_owners_token(stack: ExitStac
     stub, ending = rpc.EntryStub(channel(stack, running, running.started.entry_port)), threading.Event()
     stack.callback(ending.set)
     token = JoinToken.decode(running.started.join_token or "")
-    calls = [stub.Echo(never(ending), metadata=token.metadata, timeout=120) for _ in range(4)]
+    calls = [stub.Echo(never(ending), metadata=token.metadata, timeout=HUNG_S) for _ in range(4)]
     held = only_one_refused(stack, calls, "3 calls of this address are open")
     newcomer = FakeWorker(f"127.0.0.1:{running.started.entry_port}", running.started.join_token)
     with pytest.raises(grpc.RpcError, match="3 calls of this address are open"):
@@ -330,10 +331,10 @@ def test_a_worker_holds_so_many_calls(stack: ExitStack, tmp_path: Path) -> None:
     calls = [stub.Put.future(never(ending)) for _ in range(4)]  # beside its session
     held = only_one_refused(stack, calls, "4 calls of this worker are open")
     with pytest.raises(grpc.RpcError, match="4 calls of this worker are open"):
-        stub.Held(pb.BlobList(), timeout=30)
+        stub.Held(pb.BlobList(), timeout=HUNG_S)
     ending.set()
-    [call.result(30) for call in held]
-    eventually(lambda: _answered(lambda: stub.Held(pb.BlobList(), timeout=30)))
+    [call.result(HUNG_S) for call in held]
+    eventually(lambda: _answered(lambda: stub.Held(pb.BlobList(), timeout=HUNG_S)))
 
 
 def _answered(call: Callable[[], Any]) -> bool:
@@ -373,7 +374,7 @@ def test_a_barred_worker_sends_nothing_that_is_parsed(stack: ExitStack, tmp_path
     )
     stack.callback(made.close)
     raw = made.unary_unary("/atoll.v1.Blobs/Missing")  # bytes that no parser takes
-    error = refused(lambda: raw(b"\xff" * 1000, timeout=30))
+    error = refused(lambda: raw(b"\xff" * 1000, timeout=HUNG_S))
     assert isinstance(error, AccessDenied)
     assert "noise" in str(error)
 
@@ -382,7 +383,7 @@ def test_bytes_that_are_no_message_are_refused_in_words(stack: ExitStack, tmp_pa
     running = start(stack, tmp_path)
     raw = channel(stack, running, running.started.entry_port).unary_unary("/atoll.v1.Entry/Enroll")
     metadata = JoinToken.decode(running.started.join_token or "").metadata
-    error = refused(lambda: raw(b"\xff" * 1000, metadata=metadata, timeout=30))
+    error = refused(lambda: raw(b"\xff" * 1000, metadata=metadata, timeout=HUNG_S))
     assert isinstance(error, BadFrame)
     assert "1000 bytes is none of this call" in str(error)
 
@@ -390,7 +391,7 @@ def test_bytes_that_are_no_message_are_refused_in_words(stack: ExitStack, tmp_pa
 def test_a_connection_without_tls_is_closed(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path, handshake_within_s=0.2)
     for port in (running.started.entry_port, running.started.work_port):
-        with socket.create_connection(("127.0.0.1", port), 60) as silent:
+        with socket.create_connection(("127.0.0.1", port), HUNG_S) as silent:
             assert silent.recv(1) == b""
 
 
@@ -400,10 +401,10 @@ def test_a_connection_without_a_call_is_closed_and_the_next_call_opens_another(
     running = start(stack, tmp_path, idle_connection_s=0.2)
     made, closed = channel(stack, running, running.started.entry_port), threading.Event()
     stub = rpc.EntryStub(made)
-    assert stub.Hello(pb.HelloRequest(), timeout=30).protocol == PROTOCOL_VERSION
+    assert stub.Hello(pb.HelloRequest(), timeout=HUNG_S).protocol == PROTOCOL_VERSION
     made.subscribe(lambda state: closed.set() if state is grpc.ChannelConnectivity.IDLE else None)
-    assert closed.wait(60)
-    assert stub.Hello(pb.HelloRequest(), timeout=30).protocol == PROTOCOL_VERSION
+    assert closed.wait(HUNG_S)
+    assert stub.Hello(pb.HelloRequest(), timeout=HUNG_S).protocol == PROTOCOL_VERSION
 
 
 def test_without_tokens_entry_takes_small_messages_alone(stack: ExitStack, tmp_path: Path) -> None:
@@ -411,9 +412,9 @@ def test_without_tokens_entry_takes_small_messages_alone(stack: ExitStack, tmp_p
     made = grpc.insecure_channel(f"127.0.0.1:{running.started.entry_port}")
     stack.callback(made.close)
     request = pb.EnrollRequest(protocol=PROTOCOL_VERSION, csr_pem=bytes(access.MAX_ENTRY_BYTES))
-    error = refused(lambda: rpc.EntryStub(made).Enroll(request, timeout=30))
+    error = refused(lambda: rpc.EntryStub(made).Enroll(request, timeout=HUNG_S))
     assert isinstance(error, BadFrame)
-    assert rpc.EntryStub(made).Enroll(pb.EnrollRequest(protocol=PROTOCOL_VERSION), timeout=30).worker
+    assert rpc.EntryStub(made).Enroll(pb.EnrollRequest(protocol=PROTOCOL_VERSION), timeout=HUNG_S).worker
 
 
 @pytest.mark.parametrize(

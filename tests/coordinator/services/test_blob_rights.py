@@ -23,8 +23,8 @@ from coordinator.services.blob_rights import CHECKPOINTS, Accounts, Allowance, C
 from coordinator.services.sweep import sweep
 from protos import atoll_control_pb2 as pb
 from tests.coordinator.federated.test_driver import Fleet, spec
-from tests.coordinator.test_server import Owner, eventually, fleet, refused, stack, start
-from tests.patience import HUNG_S
+from tests.coordinator.test_server import Hold, Owner, fleet, refused, stack, start
+from tests.patience import HUNG_S, eventually
 
 __all__ = ["stack"]  # a fixture
 NO_GRAPHS: Any = None  # a client runs the whole graph
@@ -112,7 +112,7 @@ def test_a_clients_role_is_one_update_and_the_broadcast_of_its_round() -> None:
 
 def test_a_worker_fetches_what_its_job_named_and_nothing_else(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
-    (inside,), owner = fleet(stack, running, 1, compute_s=0.05, memory_bytes=1 << 30), Owner(running)
+    (inside,), owner = fleet(stack, running, 1, ready=Hold(stack, 1), memory_bytes=1 << 30), Owner(running)
     secret = os.urandom(100)
     upload(owner.blobs, {name_of(secret): secret}, owner.metadata)
     job = owner.submit(steps=1000)
@@ -131,7 +131,7 @@ def test_a_worker_fetches_what_its_job_named_and_nothing_else(stack: ExitStack, 
 
 def test_a_worker_puts_no_more_than_its_job_asks_for(stack: ExitStack, tmp_path: Path) -> None:
     running = start(stack, tmp_path)
-    (worker,), owner = fleet(stack, running, 1, compute_s=0.05, memory_bytes=1 << 30), Owner(running)
+    (worker,), owner = fleet(stack, running, 1, ready=Hold(stack, 1), memory_bytes=1 << 30), Owner(running)
     with pytest.raises(grpc.RpcError, match="no job uses this worker now"):
         put(worker, b"for nobody")
     job = owner.submit(n_ops=2, steps=1000)

@@ -20,7 +20,8 @@ from coordinator.server import serve
 from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos.command_line import run
-from tests.coordinator.test_server import FAST, Owner, fleet, stack, start
+from tests.coordinator.test_server import FAST, Hold, Owner, fleet, stack, start
+from tests.patience import HUNG_S, eventually
 
 __all__ = ["stack"]
 
@@ -38,7 +39,7 @@ class Forger(FakeWorker):
         data = save({"value": np.ones(self.shape, np.float32)}, {"of": self.worker})
         blob = hashlib.sha256(data).hexdigest()
         chunks = iter([pb.BlobChunk(hash=blob, size=len(data), data=data)])
-        self.blobs().Put(chunks, metadata=self.metadata, timeout=20.0)
+        self.blobs().Put(chunks, metadata=self.metadata, timeout=HUNG_S)
         names = assigned.program.parameters if self.names is None else self.names
         tensors = [job_pb.TensorBlob(name=name, blob=blob) for name in names]
         stored = pb.StateStored(
@@ -64,19 +65,27 @@ def test_a_forged_snapshot_costs_its_worker_and_not_the_checkpoint(
     forger.names, forger.shape, forger.memory_bytes = names, shape, first.memory_bytes
     stack.callback(forger.stop)
     forger.start()
-    job = owner.submit(steps=2)
+    job = owner.submit(steps=2)  # too large for one of them
+
+    def reason() -> str:
+        status = owner.call("Status", pb.StatusRequest())
+        return next((w.reason for w in status.workers if w.worker == forger.worker), "")
+
+    eventually(lambda: words in reason())
+    fleet(stack, running, 1)
     assert owner.watch(job).state == "finished"
-    status = {w.worker: w for w in owner.call("Status", pb.StatusRequest()).workers}
-    assert words in status[forger.worker].reason, status
+    assert words in reason()
 
 
 def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path: Path) -> None:
     config = CoordinatorConfig(state_dir=tmp_path, entry_port=0, probing=FAST)
     first = serve(config)
-    workers, owner = fleet(stack, first, 2, compute_s=0.01), Owner(first)
-    job = owner.submit(steps=200, checkpoint_every=20)
-    owner.watch(job, lambda u: u.checkpoint_step >= 60)
+    hold = Hold(stack, 70)
+    workers, owner = fleet(stack, first, 2, ready=hold), Owner(first)
+    job = owner.submit(steps=90, checkpoint_every=20)
+    owner.watch(job, lambda u: u.checkpoint_step == 60)
     first.stop()
+    hold.release()
     assert first.server is not None
     record = first.server.shell.scheduler.ledger.jobs[job]
     before, newest = record.checkpoints
@@ -84,15 +93,18 @@ def test_of_a_torn_checkpoint_the_one_before_is_used(stack: ExitStack, tmp_path:
     path.write_bytes(path.read_bytes()[:100])
     second = start(stack, tmp_path)
     owner = Owner(second)
+    again = Hold(stack, 80)
     for worker in workers:
         worker.vanish()
+        worker.ready = again
         worker.entry = owner.address
         worker.work_port = second.started.work_port
         worker.start()
     owner.watch(job, lambda u: u.plan_version == 2 and u.state == "training")
     assert all(worker.assigned and worker.assigned.first_step == before.step for worker in workers)
+    again.release()
     update = owner.watch(job)
-    assert (update.state, update.step) == ("finished", 200)
+    assert (update.state, update.step) == ("finished", 90)
 
 
 def test_checkpoints_are_listed_verified_and_gone_back_to(

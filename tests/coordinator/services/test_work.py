@@ -18,7 +18,8 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import COORDINATOR, channel_credentials, name_options
 from tests.coordinator.apps.test_service import Line
-from tests.coordinator.test_server import Owner, eventually, fleet, stack, start
+from tests.coordinator.test_server import Owner, fleet, stack, start
+from tests.patience import HUNG_S, eventually
 
 __all__ = ["stack"]
 
@@ -55,7 +56,7 @@ def test_of_twenty_sessions_of_one_certificate_the_newest_alone_stays_open(
         found.append(again(first))
         stack.callback(found[-1].stop)
         found[-1].start()
-        assert found[-2].ended.wait(20)
+        assert found[-2].ended.wait(HUNG_S)
     assert all("copy of the same state folder" in worker.error for worker in found[:-1])
     eventually(lambda: served(running) == (1, 1))
     (worker,) = Owner(running).call("Status", pb.StatusRequest()).workers
@@ -74,7 +75,7 @@ def test_what_waited_for_a_replaced_session_is_not_said_to_it(stack: ExitStack, 
         return before.queue.qsize(), before.reason
 
     assert running.call(replace) == (1, "a newer session replaced this one")  # the end alone
-    assert first.ended.wait(20)
+    assert first.ended.wait(HUNG_S)
     assert "release" not in first.received
 
 
@@ -121,7 +122,7 @@ def test_a_worker_that_reads_nothing_cannot_keep_a_replaced_stream(
 
 
 def test_a_work_line_cut_without_a_word_is_given_up(stack: ExitStack, tmp_path: Path) -> None:
-    running = start(stack, tmp_path, keepalive_s=0.3, keepalive_timeout_s=0.3)
+    running = start(stack, tmp_path, keepalive_s=0.3, keepalive_timeout_s=2.0)
     line = Line(stack, running.started.work_port)
     worker = FakeWorker(f"127.0.0.1:{running.started.entry_port}", running.started.join_token)
     worker.enroll()

@@ -71,8 +71,10 @@ class Hosted:
         self.store = store or AppStore(folder / "state")
         self.said: list[pb.FromNode] = []
         self._heard = threading.Condition()
-        config: Any = SimpleNamespace(state_dir=folder / "state", threads=0, node_config=())
-        context = AppContext(config, self.store, self.store.is_accepted, self._send, lambda: 1)
+        config: Any = SimpleNamespace(
+            state_dir=folder / "state", threads=0, node_config=(), app_env=(), app_nodes=1
+        )
+        context = AppContext(config, self.store, self.store.accepts, self._send, lambda: 1)
         app = pb.AppIdentity(hash=self.bundle.hash, size=len(self.bundle.data), client="app:client")
         parts: Any = Parts(folder / "parts", self.bundle)
         self.run = HostedRun(pb.AppOffer(run=5, app=app), parts, context)
@@ -93,7 +95,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[pb.ChildSetup]
     """Processes that would have run the app."""
     found: queue.SimpleQueue[pb.ChildSetup] = queue.SimpleQueue()
 
-    def never(setup: pb.ChildSetup, threads: int, said: Callable[[str], None]) -> None:
+    def never(setup: pb.ChildSetup, threads: int, said: Callable[[str], None], shown: Any) -> None:
         found.put(setup)
         raise BadFrame("no process in this test")
 
@@ -114,7 +116,7 @@ def test_no_message_makes_a_worker_run_what_its_owner_did_not_accept(
 ) -> None:
     refused = hosted.until(lambda m: m.HasField("refused")).refused
     assert refused.kind == pb.APP_REFUSAL_NOT_ACCEPTED
-    hosted.run.start(pb.AppStart(run=5, node=9))
+    hosted.run.start(pb.AppStart(run=5, seats=[pb.AppSeat(node=9)]))
     hosted.run.task(pb.AppTask(run=5, message="m", left_s=30.0))
     reply = hosted.until(lambda m: m.HasField("reply")).reply
     assert (reply.message, reply.error) == ("m", app_run.APP_CRASHED)
@@ -161,7 +163,7 @@ def test_two_apps_never_share_state_whatever_number_their_runs_have(
     hosted.until(lambda m: m.HasField("refused"))
     hosted.store.accept(hosted.bundle.hash)
     hosted.run.consent_changed()
-    hosted.run.start(pb.AppStart(run=5, node=9))
+    hosted.run.start(pb.AppStart(run=5, seats=[pb.AppSeat(node=9)]))
     other = tmp_path / "other"
     other.mkdir()
     second = Hosted(other, "client = input\n", hosted.store)

@@ -33,6 +33,14 @@ def test_an_app_sees_no_credentials_of_its_worker(monkeypatch: pytest.MonkeyPatc
     assert (found["PATH"], found["CUDA_VISIBLE_DEVICES"]) == ("/bin", "1")
 
 
+def test_an_app_sees_what_its_worker_lets_it_and_that_it_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA_DIR", "OTHER", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    found = _environment(2, ["DATA_DIR", "NOT_SET"])
+    assert {"DATA_DIR", "HF_HUB_OFFLINE"} <= found.keys()
+    assert not {"OTHER", "NOT_SET"} & found.keys()
+
+
 def test_what_an_app_prints_is_cleaned_and_cannot_fill_the_log(tmp_path: Path) -> None:
     worker: Any = SimpleNamespace()
     context = AppContext(worker, AppStore(tmp_path), lambda name: True, lambda message: None, lambda: 1)

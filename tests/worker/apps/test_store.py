@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import UsageError
+from protos import atoll_apps_pb2 as pb
+from protos.app_signing import make_key, sign
 from protos.command_line import run
 from worker.apps.store import AppStore, KnownApp
 from worker.cli import main as cli
@@ -30,6 +32,27 @@ def test_accepted_is_what_was_accepted_and_nothing_else(tmp_path: Path) -> None:
     assert not AppStore(tmp_path).is_accepted(A)
     with pytest.raises(UsageError, match="is not accepted"):
         store.revoke(A)
+
+
+def test_a_publisher_is_accepted_for_what_it_signs_until_it_is_revoked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    who = make_key(tmp_path / "lab.key")
+    key, signature = sign(tmp_path / "lab.key", A)
+    app = pb.AppIdentity(hash=A, signer=key, signature=signature)
+    forged = pb.AppIdentity(hash=B, signer=key, signature=signature)
+    store, here = AppStore(tmp_path / "state"), ["--state-dir", str(tmp_path / "state")]
+    assert not store.accepts(app)
+    assert run(cli.app, ["apps", "accept", who, *here]) == 0
+    assert (store.accepts(app), store.accepts(forged), store.is_accepted(A)) == (True, False, False)
+    assert not store.accepts(pb.AppIdentity(hash=A))
+    assert run(cli.app, ["apps", "publishers", *here]) == 0
+    assert who in capsys.readouterr().out
+    assert run(cli.app, ["apps", "revoke", who, *here]) == 0
+    assert not store.accepts(app)
+    assert run(cli.app, ["apps", "revoke", who, *here]) == 2
+    (tmp_path / "state" / "apps" / "publishers.json").write_text('{"ed25519:x": 1}')
+    assert not store.accepts(app)
 
 
 def test_a_short_or_unclear_name_accepts_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from coordinator.client.client import connect
 from tests.coordinator.test_server import stack, start
 from tests.interrupts import ROOT
+from tests.patience import HUNG_S
 from tests.worker.transport.test_network import PATIENT, Make, authority, host, key
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.enroll import join
@@ -97,7 +98,7 @@ def test_an_owner_and_a_worker_take_the_proxy_when_told_to(
         channel.subscribe(lambda state: None, try_to_connect=True)
         ready = threading.Event()
         channel.subscribe(lambda state: ready.set() if state.name == "READY" else None)
-        assert ready.wait(20)
+        assert ready.wait(HUNG_S)
     assert (member.work_address in proxy.asked) == use_proxy
 
 
@@ -107,9 +108,9 @@ def test_a_peer_is_dialled_through_the_proxy_when_told_to(host: Make, proxy: Pro
     a = host("w-a", TransportConfig(**patience, use_proxy=use_proxy), listen=False)
     b = host("w-b")
     b.network.admit("w-a")
-    a.network.dial("w-b", [b.address], 20)
+    a.network.dial("w-b", [b.address], HUNG_S)
     a.network.send("w-b", key(), b"", b"there")
-    assert b.delivered.get(timeout=20)[3] == b"there"
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"there"
     assert set(proxy.asked) == ({f"127.0.0.1:{b.address[1]}"} if use_proxy else set())
 
 

@@ -41,7 +41,7 @@ class Running:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(child, "CLOSED_S", 0.2)
+    monkeypatch.setattr(child, "CLOSED_S", HUNG_S)  # how it ended is known, however late it does
     made: list[Running] = []
 
     def begin(heard: Callable[[pb.FromCompute], object] | None = None, **handlers: str) -> Running:
@@ -97,14 +97,16 @@ def test_a_process_that_does_not_stop_is_ended(start: Start) -> None:
         ("os._exit(3)", "exit code 3"),
         ("os.kill(os.getpid(), 6)", "SIGABRT"),
         ("raise ValueError('of its own')", "exit code 1"),
-        ("pipe.close()\ntime.sleep(60)", "SIGKILL: it closed its pipe"),
+        ("pipe.close()\ntime.sleep(600)", "SIGKILL: it closed its pipe"),
         (
             "pipe._socket.sendall(b'\\0\\0\\0\\2\\xff\\xff')",
             "SIGKILL: it broke the rules of its pipe: a damaged",
         ),
     ],
 )
-def test_every_end_has_its_reason(start: Start, code: str, how: str) -> None:
+def test_every_end_has_its_reason(start: Start, monkeypatch: pytest.MonkeyPatch, code: str, how: str) -> None:
+    if "it closed its pipe" in how:
+        monkeypatch.setattr(child, "CLOSED_S", 0.1)
     running = start(interrupt=f"print('last words', flush=True)\n{code}")
     running.child.send(pb.ToCompute(interrupt=""))
     ending = running.end()

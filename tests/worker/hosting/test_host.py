@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from atoll.errors import AtollError, StorageError, UsageError
 from protos import atoll_compute_pb2 as pb
 from protos import atoll_control_pb2 as control
-from tests.patience import HUNG_S
+from tests.patience import HUNG_S, eventually
 from tests.worker.hosting.scripted import Blobs, Network, batches, command, taken
 from worker.config import WorkerConfig
 from worker.data.registry import add_dataset, dataset_folder, known_facts
@@ -35,7 +34,7 @@ class World:
 
     def __init__(self, state_dir: Path, handlers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(child, "COMMAND", command(handlers))
-        monkeypatch.setattr(child, "CLOSED_S", 0.2)
+        monkeypatch.setattr(child, "CLOSED_S", HUNG_S)
         self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.sent: queue.SimpleQueue[control.FromWorker] = queue.SimpleQueue()
         self.network, self.blobs = Network(), Blobs()
@@ -92,13 +91,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     yield begin
     for world in worlds:
         world.host.stop(0.2)
-
-
-def until(met: Callable[[], object]) -> None:
-    ends_s = time.monotonic() + HUNG_S
-    while not met():
-        assert time.monotonic() < ends_s
-        time.sleep(0.01)
 
 
 # ------------------------------------------------------------ a process that keeps the rules
@@ -246,13 +238,15 @@ BREACHES = {
         "say(log=pb.ComputeLog(level='info', event='op', fields_json='{' * 9999))",
         "an event with damaged fields in the log",
     ),
-    "silent end": ("pipe.close(); time.sleep(60)", "it closed its pipe"),
+    "silent end": ("pipe.close(); time.sleep(600)", "it closed its pipe"),
     "exit": ("print('last words', flush=True); os._exit(7)", "exit code 7"),
     "signal": ("os.kill(os.getpid(), 11)", "SIGSEGV"),
 }
 
 
-def test_whoever_breaks_a_rule_is_ended_with_the_reason_and_another_takes_over(start: Start) -> None:
+def test_whoever_breaks_a_rule_is_ended_with_the_reason_and_another_takes_over(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each breach is a job of its own; between them the same host goes on."""
     cases = "".join(
         f"if m.job == {job!r}:\n" + "".join(f"    {line}\n" for line in code.splitlines())
@@ -264,6 +258,7 @@ def test_whoever_breaks_a_rule_is_ended_with_the_reason_and_another_takes_over(s
     )
     seen = {world.child.launched.pid}
     for job, (_, reason) in BREACHES.items():
+        monkeypatch.setattr(child, "CLOSED_S", 0.1 if job == "silent end" else HUNG_S)
         world.load(job)
         broke = world.event()
         assert (type(broke), broke.job, broke.gone) == (events.StageBroke, job, True)
@@ -302,7 +297,7 @@ def test_what_a_process_asks_for_waits_until_it_reads(start: Start, monkeypatch:
 
 def test_a_process_that_answers_no_ping_is_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     world = start(ping="pass", load="pass")
-    until(lambda: world.host._now is not None and world.host._now.ready)
+    eventually(lambda: world.host._now is not None and world.host._now.ready)
     for name, value in (("PING_S", 0.05), ("PONG_S", 0.3), ("LOOK_S", 0.02)):
         monkeypatch.setattr(host, name, value)
     world.load()
@@ -348,7 +343,7 @@ def test_a_job_that_ends_three_processes_is_refused_and_others_are_not(start: St
 def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refused_meanwhile(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "AGAIN_FIRST_S", 1.0)
+    monkeypatch.setattr(host, "AGAIN_FIRST_S", HUNG_S)
     world = start(
         report_codecs="say(said=control.FromWorker(codec_speeds=control.CodecSpeeds()))",
         time_ops="posted('Probed', message=control.FromWorker("
@@ -357,11 +352,12 @@ def test_a_process_that_ends_at_rest_starts_again_after_a_pause_and_ops_are_refu
     world.host.report_codecs()
     world.sent.get(timeout=HUNG_S)
     world.child.kill("for a test")
-    until(lambda: world.host._now is None)
+    eventually(lambda: world.host._now is None)
     world.host.do(instructions.TimeOps(9, PROBE))
     answer = world.event().message.ops_probed
     assert answer.request == 9
     assert "for a test" in answer.error
+    world.host._again()  # the pause is over
     world.sent.get(timeout=HUNG_S)  # the next one was asked for the codecs again
     world.host.do(instructions.TimeOps(9, PROBE))
     assert not world.event().message.ops_probed.error
@@ -388,7 +384,7 @@ def test_a_process_that_could_not_be_started_is_started_later(
     world.child.kill("for a test")
     if loaded:
         assert world.event().gone
-    until(lambda: world.host._now is not None and world.host._now.ready and next(full, None) is None)
+    eventually(lambda: world.host._now is not None and world.host._now.ready and next(full, None) is None)
     assert world.posted.empty()
 
 
@@ -534,13 +530,13 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
     assert not world.host.limit_memory(0, 0)
     assert world.host.limit_memory(1 << 28, 0)
     world.host.do(instructions.Suspend("by its owner"))
-    until(lambda: not first.alive)
+    eventually(lambda: not first.alive)
     assert world.host._now is None
     assert world.host.memory_bytes == 0
     world.host.do(instructions.TimeOps(3, PROBE))
     assert isinstance(world.event(), events.Probed)
     world.host.do(instructions.Wake())
-    until(lambda: world.child.alive and world.host._now is not None and world.host._now.ready)
+    eventually(lambda: world.child.alive and world.host._now is not None and world.host._now.ready)
     assert world.child is not first
     assert world.host._setup(Path("scratch")).compute_share == 0.25
     assert world.host._setup(Path("scratch")).memory_bytes == 1 << 28
@@ -550,4 +546,4 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
 def test_a_share_reaches_the_process_that_runs(start: Start) -> None:
     world = start(compute_share="say(codec_speeds=str(m).encode())")
     world.host.limit_share(0.5)
-    until(lambda: world.host._speeds.read() == b"0.5")
+    eventually(lambda: world.host._speeds.read() == b"0.5")

@@ -20,6 +20,7 @@ from coordinator.capture.capture import capture
 from coordinator.planning.costs.traffic import Traffic
 from coordinator.planning.evaluation_cut import evaluation_intervals
 from tests.models import MODELS
+from tests.patience import HUNG_S
 from tests.worker.links.hub import Hub
 from worker.links.links import Links, Network
 from worker.spans import Spans
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 TRAINING = TrainingSpec(
     steps=3, n_micro=4, seed=5, optimizer=Optimizer(lr=3e-3, weight_decay=0.01), eval_batches=6
 )
-JOIN_S = 60.0
 
 
 class Batches:
@@ -187,7 +187,7 @@ class Crew:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(JOIN_S)
+            thread.join(HUNG_S)
         assert not any(thread.is_alive() for thread in threads)
         return results
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from atoll.job import TrainingSpec
 from atoll.microbatch import ScheduleName
-from tests.worker.stage.crew import JOIN_S, TRAINING, Case, Crew, assign, case, cut_evenly
+from tests.patience import HUNG_S
+from tests.worker.stage.crew import TRAINING, Case, Crew, assign, case, cut_evenly
 from worker.cancel import Cancel, Cancelled
 from worker.inprocess.pipeline import LocalPipeline
 from worker.machine.cpu import CpuMeter
@@ -143,7 +144,7 @@ def test_a_cancelled_step_stops_while_it_waits_for_a_neighbour() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     cancel.set("released")
-    thread.join(JOIN_S)
+    thread.join(HUNG_S)
     assert ended == ["released"]
 
 
@@ -203,7 +204,7 @@ def test_deferred_weight_gradients_are_taken_while_a_stage_waits() -> None:
 
     def held_back(micro: int, *arguments: object) -> dict[int, Tensor]:
         if micro == TRAINING.n_micro - 1:
-            slow.wait(JOIN_S)  # until the other has nothing left to do but its weight gradients
+            slow.wait(HUNG_S)  # until the other has nothing left to do but its weight gradients
         return forward(micro, *arguments)  # type: ignore[arg-type]
 
     first._stage.forward = held_back  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ from worker.transport.pipes import METHOD
 
 POLLER = "_poll_wrapper"
 """In the name of the thread that gRPC's asyncio API keeps for the whole process."""
-PATIENT = TransportConfig(silence_s=20.0, reconnect_s=10.0)
+PATIENT = TransportConfig(silence_s=60.0, reconnect_s=60.0)
 """For tests that are not about patience, on a busy machine."""
 
 
@@ -154,8 +154,11 @@ def test_a_worker_that_accepts_nobody_dials_out_and_frames_flow_both_ways(host: 
 
 def test_a_peer_nobody_expects_is_refused_until_it_is(host: Make) -> None:
     a, b = host("w-a", listen=False), host("w-b")
-    with pytest.raises(ConnectionFailed, match="does not expect 'w-a'"):
-        a.network.dial("w-b", [b.address], 1.0)
+    words, within_s = "", 0.5
+    while "does not expect 'w-a'" not in words:  # before a busy machine has answered, nothing is known
+        with pytest.raises(ConnectionFailed) as refused:
+            a.network.dial("w-b", [b.address], within_s)
+        words, within_s = str(refused.value), 2 * within_s
     b.network.admit("w-a")
     a.network.dial("w-b", [b.address], HUNG_S)
 
@@ -164,7 +167,7 @@ def test_a_server_with_another_name_is_refused_by_tls(host: Make) -> None:
     a, b = host("w-a", listen=False), host("w-b")
     b.network.admit("w-a")
     with pytest.raises(AccessDenied, match="not who answers"):
-        a.network.dial("w-c", [b.address], 5)
+        a.network.dial("w-c", [b.address], HUNG_S)
 
 
 def test_a_worker_of_another_coordinator_does_not_get_in(host: Make, tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_without_tls_names_are_believed_and_payloads_are_summed() -> None:
 
 @pytest.mark.parametrize("streams", [1, 2, 4])
 def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, streams: int) -> None:
-    a, b = connected(host, TransportConfig(streams=streams, silence_s=20, reconnect_s=10))
+    a, b = connected(host, TransportConfig(streams=streams, silence_s=60, reconnect_s=60))
     assert a.network.connections("w-b") == streams
     rng = Random(4711)
     sizes = [0, 1, 4095, 4096, 65_536, *(rng.randrange(3 << 20) for _ in range(15))]
@@ -237,7 +240,7 @@ def test_messages_of_any_size_arrive_whole_over_several_connections(host: Make, 
 
 
 def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
-    a, b = connected(host, TransportConfig(silence_s=20, reconnect_s=10))
+    a, b = connected(host, TransportConfig(silence_s=60, reconnect_s=60))
     others = [d for d in Direction if d not in (Direction.FORWARD, Direction.BACKWARD)]
     for number, direction in enumerate(others):
         a.network.send("w-b", key(number, direction), b"", b"x" * 300_000)
@@ -250,7 +253,7 @@ def test_tied_parameters_and_evaluation_tell_no_rate(host: Make) -> None:
 def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> None:
     slow = tmp_path / "shape.json"
     slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 40, "ms": 5}}}')
-    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10)
+    config = TransportConfig(streams=1, silence_s=60, reconnect_s=60)
     a, b = connected(host, config, Shaper.load(slow))
     for number in range(4):
         a.network.send("w-b", key(number), b"", bytes(1 << 20))
@@ -262,13 +265,13 @@ def test_a_gradient_overtakes_queued_activations(host: Make, tmp_path: Path) -> 
 def test_a_full_queue_makes_the_sender_wait_and_times_out_with_numbers(host: Make, tmp_path: Path) -> None:
     slow = tmp_path / "shape.json"
     slow.write_text('{"self": "a", "peers": {"w-b": {"mbit": 1}}}')
-    config = TransportConfig(max_queued_bytes=1 << 20, silence_s=20, reconnect_s=10)
+    config = TransportConfig(max_queued_bytes=1 << 20, silence_s=60, reconnect_s=60)
     a, _ = connected(host, config, Shaper.load(slow))
     a.network.send("w-b", key(0), b"", bytes(1 << 20))
     with pytest.raises(TimeoutError, match="1048576 bytes in 1 messages"):
         a.network.send("w-b", key(1), b"", bytes(1 << 20), timeout_s=0.1)
     a.network.forget("job")
-    a.network.send("w-b", key(2), b"", bytes(1 << 20), timeout_s=20)
+    a.network.send("w-b", key(2), b"", bytes(1 << 20), timeout_s=HUNG_S)
 
 
 def test_unwanted_messages_are_dropped_and_do_not_fill_the_senders_queue(host: Make) -> None:
@@ -311,7 +314,7 @@ def test_a_jobs_receiver_takes_its_messages_and_hears_of_losses(host: Make) -> N
 def test_round_trip_and_bandwidth_are_measured(host: Make, tmp_path: Path) -> None:
     slow = tmp_path / "shape.json"
     slow.write_text('{"self": "x", "peers": {"w-b": {"mbit": 80, "ms": 20}, "x": {"mbit": 80, "ms": 20}}}')
-    config = TransportConfig(streams=1, silence_s=20, reconnect_s=10)
+    config = TransportConfig(streams=1, silence_s=60, reconnect_s=60)
     a, _ = connected(host, config, Shaper.load(slow))
     assert a.network.rtt("w-b") >= 0.04
     # The shaper's own rate bounds it from above on any machine.
@@ -389,7 +392,7 @@ def test_another_protocol_version_is_refused_and_the_dialler_sees_why(
     b.network.admit("w-c")
     monkeypatch.setattr(c.network, "_hello", lambda peer, stream: Hello(99, 1, "w-c", peer.name))
     with pytest.raises(ProtocolMismatch, match="protocol 99"):
-        c.network.dial("w-b", [b.address], 5)
+        c.network.dial("w-b", [b.address], HUNG_S)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +468,7 @@ def test_ten_thousand_random_mutations_do_no_harm(victim: tuple[Host, Callable[[
 
 
 def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Make) -> None:
-    a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
+    a, b = connected(host, TransportConfig(streams=2, silence_s=60, reconnect_s=60))
     rng = Random(4711)
     payloads = [rng.randbytes(2 << 20) for _ in range(12)]
 
@@ -490,7 +493,7 @@ def test_a_broken_connection_is_replaced_and_nothing_is_lost_or_doubled(host: Ma
 
 
 def test_two_that_remember_different_pasts_meet_anew_instead_of_forgetting_in_turns(host: Make) -> None:
-    a, b = connected(host, TransportConfig(streams=2, silence_s=20, reconnect_s=20))
+    a, b = connected(host, TransportConfig(streams=2, silence_s=60, reconnect_s=60))
     # b lost a, whose connections break; a still remembers the b that there was.
     lose(b, "w-a", "silent")
     assert a.losses.get(timeout=HUNG_S)[0] == "w-b"
@@ -508,7 +511,7 @@ def test_a_goodbye_is_heard_at_once_and_with_its_reason(host: Make) -> None:
 
 
 def test_a_sender_waiting_on_a_full_queue_hears_of_the_loss(host: Make) -> None:
-    a, b = connected(host, TransportConfig(max_queued_bytes=1, silence_s=20, reconnect_s=10))
+    a, b = connected(host, TransportConfig(max_queued_bytes=1, silence_s=60, reconnect_s=60))
     b.wanted = lambda k, total: threading.Event().wait(0.2)
     errors: queue.Queue[Exception] = queue.Queue()
 
