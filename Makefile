@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[2/3] installing torch (the largest download)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c constraints.txt
 	@echo "[3/3] installing Atoll and its test tools"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation,s3]'
 	@touch $@
 	@echo "ready: $(BIN)/atoll --help"
 

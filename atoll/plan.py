@@ -20,7 +20,7 @@ from atoll.microbatch import Action, ScheduleName, block_ranges, gpipe, one_f_on
 from atoll.opdag import OpDag, Source, leaf_refs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +172,29 @@ class Plan:
     def relinked(self, version: int, links: Sequence[LinkSpec]) -> Plan:
         """Return a plan of one replica under a later version that differs in its codecs alone."""
         return replace(self, version=version, replicas=(replace(self.only, links=tuple(links)),))
+
+    def moved(self, version: int, workers: Sequence[str]) -> Plan:
+        """Return the same plan under a later version with these workers by rank.
+
+        What was predicted stays the figures of those before.
+        """
+        names = {place.worker: worker for place, worker in zip(self.places, workers, strict=True)}
+        replicas = tuple(
+            replace(r, stages=tuple(replace(stage, worker=names[stage.worker]) for stage in r.stages))
+            for r in self.replicas
+        )
+        return replace(self, version=version, replicas=replicas, prediction=_renamed(self.prediction, names))
+
+
+def _renamed(prediction: Prediction | None, names: Mapping[str, str]) -> Prediction | None:
+    if prediction is None:
+        return None
+    stages = tuple(replace(s, worker=names.get(s.worker, s.worker)) for s in prediction.stages)
+    links = tuple(
+        replace(link, source=names.get(link.source, link.source), target=names.get(link.target, link.target))
+        for link in prediction.links
+    )
+    return replace(prediction, stages=stages, links=links)
 
 
 def one_replica(

@@ -3,7 +3,8 @@
     python -m benchmarks.tiny_step --steps 300 --json
 
 Prints CPU milliseconds a step and worker, of the daemon and of the compute process, and the median step;
-``--json`` ends with one JSON object. Eight tensors go and eight come a step.
+``--json`` ends with one JSON object. Eight tensors go and eight come a step. ``--send-log-bytes 0``: without
+the send log (decision 033).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ WARM_UP = 20  # steps
 MICROS = 4
 
 
-def measure(steps: int, seed: int) -> dict[str, Any]:
-    """Train ``steps`` steps after the warm-up; figures by name, times in milliseconds."""
+def measure(steps: int, seed: int, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Train ``steps`` steps after the warm-up; figures by name, times in milliseconds. ``options``: of the
+    workers."""
     training = TrainingSpec(
         steps=steps + WARM_UP + 1, n_micro=MICROS, seed=seed, optimizer=Optimizer(lr=3e-3)
     )
@@ -37,7 +39,7 @@ def measure(steps: int, seed: int) -> dict[str, Any]:
     times_s: list[float] = []
     before: dict[str, float] = {}
     after: dict[str, float] = {}
-    with LoopbackFleet(2) as fleet:
+    with LoopbackFleet(2, options=options) as fleet:
         job = prepare(as_job(case), partitioner=cut_at((0, cuts[len(cuts) // 2])))
         for update in fleet.client.watch(fleet.client.submit(job).job):
             for point in update.metrics:
@@ -74,8 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--send-log-bytes", help="of the workers; default: theirs")
     options = parser.parse_args(argv)
-    found = measure(options.steps, options.seed)
+    given = () if options.send_log_bytes is None else ("--send-log-bytes", options.send_log_bytes)
+    found = measure(options.steps, options.seed, given)
     print(
         f"CPU a step and worker: daemon {found['daemon_cpu_ms']:.1f} ms, compute process "
         f"{found['compute_cpu_ms']:.1f} ms; step {found['step_ms']:.1f} ms, p90 {found['step_p90_ms']:.1f} ms"

@@ -112,6 +112,9 @@ class CoordinatorConfig:
     advertise: str = ""  # what the join command names; "" = host
     insecure: bool = False  # no TLS, no tokens: loopback experiments only
     database_url: str = ""  # "" = SQLite in state_dir
+    blobs_url: str = (
+        ""  # "" = a folder in state_dir; another one; s3://BUCKET/PREFIX, the folder in front of it
+    )
     metrics_port: int | None = None  # None: no metrics; 0: any free one
     metrics_host: str = "127.0.0.1"  # they have neither TLS nor a token
     liveness: Liveness = field(default_factory=Liveness)
@@ -177,6 +180,9 @@ class CoordinatorConfig:
                 f"keepalive_s = {self.keepalive_s}, keepalive_timeout_s = {self.keepalive_timeout_s}; "
                 "give 0.01 to 3600"
             )
+        scheme, separator, _ = self.blobs_url.partition("://")
+        if separator and scheme not in ("s3", "file"):
+            raise UsageError(f"--blobs {self.blobs_url}: give a folder or s3://BUCKET/PREFIX")
         if self.insecure and self.host not in ("127.0.0.1", "::1", "localhost") and not self.advertise:
             raise UsageError(
                 f"--insecure listens on {self.host} without any check of who joins; use 127.0.0.1, or name "
@@ -194,7 +200,8 @@ class CoordinatorConfig:
 
     @property
     def blob_dir(self) -> Path:
-        return self.state_dir / "blobs"
+        in_state_dir = not self.blobs_url or self.blobs_url.startswith("s3://")
+        return self.state_dir / "blobs" if in_state_dir else Path(self.blobs_url.removeprefix("file://"))
 
     @property
     def runs_dir(self) -> Path:

@@ -42,10 +42,10 @@ from coordinator.services.recovery import SNAPSHOT_EVERY, Folded, recover
 from coordinator.services.sweep import sweep_for_ever
 from coordinator.services.work import WorkService
 from coordinator.shell import Shell, scheduler_for
-from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.data_provider import DataProvider
 from coordinator.storage.graph_store import GraphStore
 from coordinator.storage.journal import Fenced, Journal
+from coordinator.storage.mirrored_blobs import blob_store
 from coordinator.storage.run_log import Logs, RunLogs
 from protos import atoll_apps_pb2_grpc as apps_rpc
 from protos import atoll_control_pb2_grpc as rpc
@@ -122,7 +122,9 @@ class Server:
             self.journal.fold(folded.number, folded.encoded(), self._clock())
         else:
             self.journal.unfolded = folded.records
-        self.blobs = BlobStore(config.blob_dir, config.max_blob_bytes, config.blob_quota_bytes)
+        self.blobs = blob_store(
+            config.blob_dir, config.blobs_url, config.max_blob_bytes, config.blob_quota_bytes
+        )
         self.authority = None if config.insecure else Authority.open(config.state_dir / "ca")
         self.shell = Shell(
             config,

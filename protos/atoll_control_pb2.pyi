@@ -1588,6 +1588,7 @@ class Replay(_message.Message):
     FIRST_STEP_FIELD_NUMBER: _builtins.int
     ERAS_FIELD_NUMBER: _builtins.int
     GRADIENT_SCALES_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
     @_builtins.property
     def eras(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEra]:
@@ -1597,16 +1598,21 @@ class Replay(_message.Message):
     def gradient_scales(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """one a step, up to Assign.first_step"""
 
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """numbers of steps after which the state is stored, as the commit before asked: StateStored under that step's version"""
+
     def __init__(
         self,
         *,
         first_step: _builtins.int = ...,
         eras: _abc.Iterable[Global___PlanEra] | None = ...,
         gradient_scales: _abc.Iterable[_builtins.float] | None = ...,
+        stores: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1656,7 +1662,7 @@ class Reconfigure(_message.Message):
     job: _builtins.str
     plan_version: _builtins.int
     base_version: _builtins.int
-    """that its stage was assigned, or last reconfigured, under"""
+    """the oldest that this stage may have been assigned, or last reconfigured, under"""
     step: _builtins.int
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
@@ -2437,11 +2443,15 @@ class StageStatus(_message.Message):
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     FORWARD_S_FIELD_NUMBER: _builtins.int
     BACKWARD_S_FIELD_NUMBER: _builtins.int
+    REPLACE_S_FIELD_NUMBER: _builtins.int
+    REPLACE_WHY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
     busy_share: _builtins.float
     forward_s: _builtins.float
     backward_s: _builtins.float
+    replace_s: _builtins.float
+    replace_why: _builtins.str
     def __init__(
         self,
         *,
@@ -2450,12 +2460,16 @@ class StageStatus(_message.Message):
         busy_share: _builtins.float = ...,
         forward_s: _builtins.float = ...,
         backward_s: _builtins.float = ...,
+        replace_s: _builtins.float | None = ...,
+        replace_why: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "replace_s", b"replace_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__replace_s: _TypeAlias = _typing.Literal["replace_s"]  # noqa: Y015
+    _WhichOneofArgType__replace_s: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__replace_s) -> _WhichOneofReturnType__replace_s | None: ...
 
 Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015
 

@@ -23,6 +23,7 @@ class Event(StrEnum):
     TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
+    WORKER_SUSPECTED = "worker.suspected"
     WORKER_QUARANTINED = "worker.quarantined"
     WORKER_READMITTED = "worker.readmitted"
     WORKER_KICKED = "worker.kicked"
@@ -33,6 +34,7 @@ class Event(StrEnum):
     SESSION_REFUSED = "session.refused"
     LINK_PROBED = "link.probed"
     LINK_CHANGED = "link.changed"
+    RECONFIGURED = "job.reconfigured"
     LINKS_JUDGED = "links.judged"
     OPS_PROBED = "ops.probed"
     JOB_SUBMITTED = "job.submitted"

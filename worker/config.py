@@ -31,13 +31,13 @@ FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md 
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = (
     "identity", SETTINGS_FILE, OLDER_FILE, "running", "blobs", "compute", "data", "apps", "federated",
-    "codec_speed.json",
+    "codec_speed.json", "send_log",
 )  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
 REMEMBERED = (
     "host", "port", "name", "device", "threads", "memory_bytes", "gpu_memory_bytes", "listen_host",
     "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
-    "use_proxy", "sandbox", "app_nodes", "app_env", *_FLOORS,
+    "use_proxy", "sandbox", "send_log_bytes", "app_nodes", "app_env", *_FLOORS,
 )  # fmt: skip
 
 
@@ -66,6 +66,7 @@ class WorkerConfig:
     max_upload_mbit: float = 0.0  # of checkpoints; 0 = unlimited
     cache_bytes: int = 20 << 30
     kept_bytes: int = 20 << 30  # of what strategies and codecs of federated jobs keep between rounds
+    send_log_bytes: int = 1 << 30  # of what stages sent, for who takes over a neighbour; 0 = none
     connect_timeout_s: float = 15.0  # for the first contact; afterwards we try for ever
     peer_timeout_s: float = 30.0  # until every neighbour of a plan is connected
     leave_timeout_s: float = 1.2  # from the wish to leave to the end of the process
@@ -99,6 +100,7 @@ class WorkerConfig:
             ("--listen port", self.listen_port, 0, 65535),
             ("cache_bytes", self.cache_bytes, 0, 2**60),
             ("--kept", self.kept_bytes, 0, 2**60),
+            ("--send-log-bytes", self.send_log_bytes, 0, 2**60),
             ("app_cache_bytes", self.app_cache_bytes, 1 << 20, 2**60),
             ("feed_ahead_steps", self.feed_ahead_steps, 2, 1000),
             ("outgoing_messages", self.outgoing_messages, 16, 10**6),
@@ -146,6 +148,10 @@ class WorkerConfig:
     @property
     def blob_dir(self) -> Path:
         return self.state_dir / "blobs"
+
+    @property
+    def send_log_dir(self) -> Path:
+        return self.state_dir / "send_log"
 
     @property
     def max_upload_bytes_per_s(self) -> float | None:

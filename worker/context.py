@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from worker.spans import Spans
     from worker.stage.batches import Fetch
     from worker.stage.reports import Progress
+    from worker.transport.frames import MessageKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,16 @@ class JobNetwork(Network, Protocol):
 
     def announce(self, arrivals: list[tuple[Arrival, int]]) -> None:
         """Take these messages from now on, each of at most so many payload bytes."""
+
+    def record(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Have a message in the send log that ``peer`` is not sent. PeerLost, TimeoutError."""
 
     def connect(self, job: str, plan_version: int, cancel: Cancel) -> None:
         """Be connected to every neighbour. ConnectionFailed names the one that is not; Cancelled."""

@@ -435,6 +435,7 @@ class Daemon:
                 waits_s=time.monotonic() - waits.since_s,
                 waits_what=waits.what,
                 waits_step=waits.step,
+                logged_from=self._host.logged_from,
                 guest=self._guest(),
             )
         )

@@ -92,12 +92,12 @@ class Aggregating:
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from atoll.job import JobSpec
         from coordinator.aggregation.server_half import ServerHalf
-        from coordinator.storage.blob_store import BlobStore
         from coordinator.storage.graph_store import GraphStore
+        from coordinator.storage.mirrored_blobs import blob_store
         from protos.convert import decode
 
         spec = decode(JobSpec, base64.b64decode(message["spec"]))
-        blobs = BlobStore(Path(message["blobs"]), reading=True)
+        blobs = blob_store(Path(message["blobs"]), message["blobs_url"], reading=True)
         graphs = GraphStore(blobs).graphs(spec.dag_hash, spec.eval_dag_hash)
         for left in Path(message["scratch"]).glob(f".aggregator-{message['job']}-*.part"):
             left.unlink(missing_ok=True)  # of a process that was killed as it wrote

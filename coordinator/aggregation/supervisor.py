@@ -150,6 +150,7 @@ class Aggregators:
                     "state": request.state,
                     "n_clients": request.n_clients,
                     "blobs": str(self.blobs.root),
+                    "blobs_url": self.blobs.url,
                     "scratch": str(self.blobs.partial),
                 }
             case do.AggregateRound():

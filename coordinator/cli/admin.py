@@ -55,6 +55,12 @@ def serve(
     database: Annotated[
         str, typer.Option(metavar="URL", help="Journal database; default: SQLite in the state folder.")
     ] = "",
+    blobs: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="Folder of the blobs, or s3://BUCKET/PREFIX; default: in the state folder."
+        ),
+    ] = "",
     insecure: Insecure = False,
     json: AsJson = False,
 ) -> None:
@@ -75,6 +81,7 @@ def serve(
         insecure=insecure,
         **_metrics(metrics),
         database_url=database,
+        blobs_url=blobs,
         max_workers=max_workers,
     )
 

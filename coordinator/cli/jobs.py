@@ -165,6 +165,14 @@ def watch(
         follow(client, job, common.json)
 
 
+def keep_costs(last: pb.JobUpdate, update: pb.JobUpdate) -> None:
+    """Take over what the loss of each stage costs, which is said now and then, from an update before."""
+    for before, stage in zip(last.stages, update.stages, strict=False):
+        same = (before.stage, before.worker) == (stage.stage, stage.worker)
+        if same and before.HasField("replace_s") and not stage.HasField("replace_s"):
+            stage.replace_s, stage.replace_why = before.replace_s, before.replace_why
+
+
 def follow(client: Client, job: str, json: bool) -> None:
     """Show updates as they arrive: a live view, plain lines if not on a terminal, or JSON lines."""
     names = worker_names(client.status().workers)
@@ -178,6 +186,8 @@ def follow(client: Client, job: str, json: bool) -> None:
             if any(stage.worker not in names for stage in update.stages):
                 names = worker_names(client.status().workers)
             losses.extend(point.value for point in update.metrics if point.name == "loss")
+            if last is not None and not json:
+                keep_costs(last, update)
             if json:
                 print_json(plain(update))
             elif live is not None:

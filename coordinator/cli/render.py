@@ -203,6 +203,7 @@ def watch_view(update: pb.JobUpdate, losses: Sequence[float], names: Names) -> R
     parts: list[RenderableType] = [head]
     if update.stages:
         parts.append(_busy_table(update.stages, names))
+        parts += _costs(update.stages)
     if update.links:
         parts += [_carried_table(update.links, names), *_reasons(update.links, names)]
     return Group(*parts)
@@ -266,6 +267,17 @@ def _pace(update: pb.JobUpdate) -> str:
     if update.HasField("eta_s"):
         words.append(f"ETA {in_seconds(update.eta_s)}")
     return ", ".join(word for word in words if word)
+
+
+def _costs(stages: Sequence[pb.StageStatus]) -> list[Text]:
+    return [
+        Text(
+            f"losing stage {stage.stage} now costs {in_seconds(stage.replace_s)}: {stage.replace_why}",
+            style=DIM,
+        )
+        for stage in stages
+        if stage.HasField("replace_s")
+    ]
 
 
 def _busy_table(stages: Sequence[pb.StageStatus], names: Names) -> Table:

@@ -64,6 +64,7 @@ class Worker:
     session: int | None
     number: int = 0  # in join order
     quarantined: str = ""  # why no plan uses it; a new process starts clean
+    suspected: str = ""  # what is odd about it, though plans go on using it
     computing: Ratio = field(default_factory=Ratio)  # forwards, backwards, optimizer
     coding: Ratio = field(default_factory=Ratio)  # encoding and decoding
     handling: Ratio = field(default_factory=Ratio)  # what messages take around the actions
@@ -83,7 +84,8 @@ class Worker:
     def reason(self) -> str:
         if self.quarantined:
             return f"quarantined: {self.quarantined}"
-        return f"paused: {self.guest.paused}" if self.guest.paused else self.member.reason
+        reason = f"paused: {self.guest.paused}" if self.guest.paused else self.member.reason
+        return f"{reason}; {self.suspected}" if self.suspected else reason
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -16,6 +16,7 @@ CONSEQUENCES = (
     do.StepCommit,
     do.StepStart,
     do.Assign,
+    do.Reconfigure,
     do.Participate,
     do.TrainRound,
     do.EvaluateRound,

@@ -108,6 +108,7 @@ class Heartbeat:
     progress: int  # stands still when the work hangs
     memory_bytes: int
     waits: Waits | None = None  # None: it computes, or has nothing to do
+    logged_from: int = 0  # its send log holds all that its stage sent from this step on
     guest: Guest = UNLIMITED
 
 

@@ -16,6 +16,7 @@ from atoll.plan import LinkSpec, Plan
 from coordinator.messages.encoding import from_json, to_json
 
 LINEAGE = 64  # versions remembered of one plan, for reports that come late
+MOST_REPLAYED = 4096  # steps whose scales are remembered: repeating more is never worth it
 ENDED = ("finished", "failed", "cancelled")
 STATE, MODEL = "federated/state", "federated/model"
 """Names in a federated job's checkpoint of the server's state and the newest global model."""
@@ -71,6 +72,20 @@ class LinksChanged:
     version: int
     first_step: int
     links: tuple[LinkSpec, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigured:
+    """From ``step`` on the plan of version ``base`` goes on under ``version`` with these workers by rank; the
+    ranks in ``newcomers`` are given their stage from the newest checkpoint and repeat the steps since."""
+
+    job: str
+    version: int
+    step: int
+    base: int
+    workers: tuple[str, ...]
+    newcomers: tuple[int, ...]
     reason: str
 
 
@@ -171,6 +186,7 @@ JobFact = (
     JobSubmitted
     | PlanAdopted
     | LinksChanged
+    | Reconfigured
     | RatioCapped
     | StepCommitted
     | Evaluated
@@ -186,6 +202,7 @@ _KINDS: dict[str, type[Fact]] = {
     "JobSubmitted": JobSubmitted,
     "PlanAdopted": PlanAdopted,
     "LinksChanged": LinksChanged,
+    "Reconfigured": Reconfigured,
     "RatioCapped": RatioCapped,
     "StepCommitted": StepCommitted,
     "Evaluated": Evaluated,
@@ -219,6 +236,15 @@ def from_record(record: Record) -> Fact | None:
         raise StorageError(f"the journal holds a damaged {record.kind} event: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class Era:
+    """From ``first_step`` on, the stages exchange under ``version`` with these codecs."""
+
+    version: int
+    first_step: int
+    links: tuple[LinkSpec, ...]
+
+
 @dataclass(slots=True)
 class JobRecord:
     """Durable knowledge of a job."""
@@ -226,17 +252,22 @@ class JobRecord:
     submitted: JobSubmitted
     plan: Plan | None = None
     version: int = 0  # the highest that was said
-    assigned: int = 0  # under which the plan's workers were given their stages
+    assigned: int = 0  # under which the plan was adopted, or last reconfigured
     steps: int = 0  # committed
     loss: float | None = None
     eval_loss: float | None = None
     cap: float | None = None  # largest ratio that the guard allows
     # Of the plan adopted last: (version, first step) since, its newest commit, and what that asked for.
     lineage: tuple[tuple[int, int], ...] = ()
+    since: tuple[int, ...] = ()  # by rank: the version under which its worker was given its stage
+    moving: bool = False  # reconfigured, and no step was committed since
     commit: StepCommitted | None = None
     relink: LinksChanged | None = None  # said, not begun
     awaiting_eval: int | None = None
     storing: tuple[int, ...] = ()  # steps whose checkpoint is not whole yet
+    # What repeating the steps since the newest checkpoint takes: versions of then, and each step's scale.
+    eras: tuple[Era, ...] = ()
+    scales: list[float] = field(default_factory=list)  # of the newest steps, at most 2 x MOST_REPLAYED
     checkpoints: tuple[Checkpoint, ...] = ()  # oldest first, at most ``keep``
     closed: tuple[RoundClosed, ...] = ()  # the same of a federated job's rounds
     evaluated: dict[str, RoundEvaluated] = field(default_factory=dict)  # newest by where
@@ -244,6 +275,10 @@ class JobRecord:
     bytes_down: int = 0
     outcome: str = ""
     reason: str = ""
+
+    def given(self, rank: int) -> int:
+        """Return the version under which a rank's worker was given its stage."""
+        return self.since[rank] if rank < len(self.since) else self.assigned
 
     @property
     def has_result(self) -> bool:
@@ -266,6 +301,11 @@ class JobRecord:
         """The state that the job began with."""
         s = self.submitted
         return Checkpoint(s.start_step, s.start_tensors or s.spec.tensors, s.created_s)
+
+
+def began(lineage: tuple[tuple[int, int], ...], version: int, step: int) -> tuple[tuple[int, int], ...]:
+    """Return the lineage of a plan that goes on under ``version`` from ``step`` on."""
+    return (*(era for era in lineage if era[1] < step), (version, step))[-LINEAGE:]
 
 
 @dataclass(slots=True)
@@ -298,8 +338,13 @@ class Ledger:
                 job.steps = job.last_checkpoint.step
                 job.lineage, job.commit, job.relink = ((plan.version, job.steps),), None, None
                 job.awaiting_eval, job.storing = None, ()
+                job.since, job.moving = (plan.version,) * len(plan.places), False
+                links = plan.links if len(plan.replicas) == 1 else ()
+                job.eras, job.scales = (Era(plan.version, job.steps, links),), []
             case LinksChanged():
                 job.version, job.relink = fact.version, fact
+            case Reconfigured():
+                self._reconfigure(job, fact)
             case RatioCapped():
                 job.cap = fact.cap
             case StepCommitted():
@@ -310,6 +355,7 @@ class Ledger:
                     job.awaiting_eval = None
             case CheckpointStored(_, step, tensors, at_s):
                 job.storing = tuple(done for done in job.storing if done > step)
+                self._forget_before(job, step)
                 kept = (*job.checkpoints, Checkpoint(step, tensors, at_s))
                 for old in kept[: -self.keep]:
                     self.superseded.update(old.tensors.values())
@@ -329,7 +375,8 @@ class Ledger:
                 job.outcome, job.reason = outcome, reason
 
     def _commit(self, job: JobRecord, fact: StepCommitted) -> None:
-        job.steps, job.loss, job.commit = fact.step + 1, fact.loss, fact
+        job.steps, job.loss, job.commit, job.moving = fact.step + 1, fact.loss, fact, False
+        self._scaled(job, fact.scale)
         if fact.evaluate:
             job.awaiting_eval = job.steps
         if fact.store:
@@ -338,7 +385,36 @@ class Ledger:
         if change is not None and job.steps >= change.first_step:
             job.plan = job.plan.relinked(change.version, change.links) if job.plan is not None else None
             job.lineage = (*job.lineage, (change.version, change.first_step))[-LINEAGE:]
+            job.eras = (*job.eras, Era(change.version, change.first_step, change.links))[-LINEAGE:]
             job.relink = None
+
+    def _scaled(self, job: JobRecord, scale: float | None) -> None:
+        if scale is None:  # a journal of before: what led to this step cannot be repeated
+            job.scales = []
+            return
+        job.scales.append(scale)
+        if len(job.scales) >= 2 * MOST_REPLAYED:
+            del job.scales[:MOST_REPLAYED]
+
+    def _forget_before(self, job: JobRecord, step: int) -> None:
+        """Nobody repeats steps in front of a newer checkpoint."""
+        del job.scales[: max(0, len(job.scales) - max(0, job.steps - step))]
+        over = [era for era in job.eras if era.first_step <= step][:-1]
+        job.eras = tuple(era for era in job.eras if era not in over)
+
+    def _reconfigure(self, job: JobRecord, fact: Reconfigured) -> None:
+        if job.plan is None:
+            return
+        job.plan = job.plan.moved(fact.version, fact.workers)
+        job.since = tuple(
+            fact.version if rank in fact.newcomers else job.given(rank) for rank in range(len(fact.workers))
+        )
+        job.version, job.assigned, job.moving = fact.version, fact.version, True
+        job.lineage = began(job.lineage, fact.version, fact.step)
+        links = job.plan.links if len(job.plan.replicas) == 1 else ()
+        eras = tuple(era for era in job.eras if era.first_step < fact.step)
+        job.eras = (*eras, Era(fact.version, fact.step, links))[-LINEAGE:]
+        job.relink, job.awaiting_eval = None, None
 
     def _close(self, job: JobRecord, fact: RoundClosed) -> None:
         kept = (*job.closed, fact)
@@ -358,7 +434,10 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Return the same state, which facts to come do not change."""
-        jobs = {name: replace(job, evaluated=dict(job.evaluated)) for name, job in self.jobs.items()}
+        jobs = {
+            name: replace(job, evaluated=dict(job.evaluated), scales=list(job.scales))
+            for name, job in self.jobs.items()
+        }
         return replace(self, jobs=jobs, submissions=dict(self.submissions), superseded=set(self.superseded))
 
     def referenced_blobs(self) -> set[str]:

@@ -9,7 +9,15 @@ from typing import Any
 from atoll.job import JobSpec, TrainingSpec
 from atoll.plan import LinkSpec, Plan
 from coordinator.messages.events import Blob, UpdateReady
-from coordinator.messages.facts import CheckpointStored, CheckpointTorn, Evaluated, Fact, RoundEvaluated
+from coordinator.messages.facts import (
+    CheckpointStored,
+    CheckpointTorn,
+    Era,
+    Evaluated,
+    Fact,
+    Reconfigured,
+    RoundEvaluated,
+)
 from coordinator.planning.costs.fleet import Fleet
 from protos.telemetry import Event as Name
 
@@ -56,13 +64,38 @@ class RankPeer:
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """Steps from ``first_step`` on that a rank repeats by itself; ``stores``: numbers of steps after which it
+    stores its part of a checkpoint."""
+
+    first_step: int
+    eras: tuple[Era, ...]  # ascending; the first begins at or before ``first_step``
+    scales: tuple[float, ...]  # one a step
+    stores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Assign:
+    """A stage to load; with ``replay`` its tensors are of before the steps to be repeated."""
+
     job: str
     spec: JobSpec
     plan: Plan
     rank: int
     first_step: int
     tensors: Mapping[str, str]
+    peers: tuple[RankPeer, ...]
+    replay: Replay | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under."""
+
+    job: str
+    plan: Plan
+    base: int
+    step: int
     peers: tuple[RankPeer, ...]
 
 
@@ -93,6 +126,7 @@ class StepCommit:
     last: bool
     relink: Relink | None = None
     evaluate_coded: bool = False  # with evaluate: once more through the links' codecs
+    replay_from: int = 0  # step of the newest checkpoint: older messages are not wanted any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +207,7 @@ Message = (
     | ProbeLink
     | ExpectPeer
     | Assign
+    | Reconfigure
     | StepStart
     | StepCommit
     | StepDiscard
@@ -358,6 +393,9 @@ def line_of(fact: Fact) -> Log | None:
         case CheckpointStored(job, step, tensors):
             fields = {"step": step, "tensors": len(tensors)}
             return Log(Name.CHECKPOINT_STORED.value, job=job, fields=fields)
+        case Reconfigured(job, version, step, base, _, newcomers, reason):
+            fields = {"version": version, "base": base, "step": step, "reason": reason}
+            return Log(Name.RECONFIGURED.value, job=job, fields={**fields, "ranks": list(newcomers)})
         case CheckpointTorn(job, step, reason):
             fields = {"step": step, "reason": reason}
             return Log(Name.CHECKPOINT_TORN.value, "warning", job, fields)

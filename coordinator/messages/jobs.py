@@ -92,6 +92,22 @@ class StageLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """Other workers take over the ranks in ``newcomers``, the others stay; ``workers`` by rank. ``blamed``: a
+    stage broke by itself."""
+
+    workers: tuple[str, ...]
+    newcomers: frozenset[int]
+    reason: str
+    blamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LogsShort:
+    """Somebody's send log does not reach back to the newest checkpoint any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """After our restart every worker of the plan is back with its stage."""
 
@@ -131,6 +147,8 @@ Event = (
     | Planned
     | FromRank[StageMessage]
     | StageLost
+    | Replaced
+    | LogsShort
     | Resumed
     | Torn
     | Cancelled
@@ -159,6 +177,16 @@ class ToRanks:
 @dataclass(frozen=True, slots=True)
 class AssignAll:
     """Give every rank of the plan what it is to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reassign:
+    """Take the plan's place from those who ``left`` it, give the newcomers theirs, and say to the others who
+    their neighbours are now."""
+
+    left: tuple[str, ...]
+    newcomers: frozenset[int]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +221,21 @@ class LinksDue:
     reason: str
 
 
-Todo = Record | ToRanks | AssignAll | ReleaseAll | Point | Dropped | LinksDue
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """A step that was reported as not finite, and is done again.
+
+    ``tries``: the workers of each plan that computed it; ``suspects``: those of all of them, the likeliest
+    first; ``said``: what the newest try reported, and where.
+    """
+
+    step: int
+    tries: tuple[frozenset[str], ...]
+    suspects: tuple[str, ...]
+    said: str
+
+
+Todo = Record | ToRanks | AssignAll | Reassign | ReleaseAll | Point | Dropped | LinksDue
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,15 +251,24 @@ class JobState:
     version: int = 0
     step: int = 0
     plan: Plan | None = None
+    assigned: int = 0  # version under which the plan was adopted, or last reconfigured, ...
+    first_step: int = -1  # ... and the first step under it; -1: not known after a restart
+    moving: bool = False  # reconfigured, and not all have loaded since
+    source: Checkpoint | None = None  # that newcomers begin with while they load
     loaded: frozenset[int] = frozenset()
+    load_s: Mapping[int, float] = field(default_factory=dict)  # that loading took, by rank
     ready: Mapping[int, StepReady] = field(default_factory=dict)
     last_commit: StepCommit | None = None
     awaiting_eval: int | None = None  # step whose evaluation is running
+    eval_owed: bool = False  # one was dropped: the next commit asks for another
+    store_owed: bool = False  # the next commit asks for a checkpoint
     stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
     eval_loss: float | None = None
     coded_loss: float | None = None  # the same, through the links' codecs
     failures: int = 0  # since the last committed step
+    failed: tuple[str, ...] = ()  # workers whose stages failed by themselves since then, once for each time
+    doubt: Doubt | None = None  # of a step that was not finite, until it is committed
     begun_s: float | None = None  # when the step in flight began
     store_due_s: float = 0.0  # when training without ``checkpoint_every`` stores next
     storing_s: float = 0.0  # when the newest checkpoint was asked for

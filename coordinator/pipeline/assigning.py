@@ -5,24 +5,35 @@ from __future__ import annotations
 from atoll.plan import Plan
 from coordinator.membership.roster import Roster
 from coordinator.messages import instructions as do
+from coordinator.messages.facts import Checkpoint
 from coordinator.messages.jobs import JobState
 
 
-def assignment(state: JobState, rank: int, roster: Roster) -> do.Assign:
+def assignment(
+    state: JobState, rank: int, roster: Roster, source: Checkpoint, replay: do.Replay | None = None
+) -> do.Assign:
     """Return the message that gives a rank of the adopted plan its stage."""
     assert state.plan is not None  # noqa: S101 - a plan was adopted
-    places, neighbours = state.plan.places, _neighbours(state.plan, rank)
-    peers = tuple(
+    peers = _peers(state.plan, rank, roster)
+    return do.Assign(state.job, state.spec, state.plan, rank, state.step, dict(source.tensors), peers, replay)
+
+
+def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do.Reconfigure:
+    """Return the message that says to a rank which keeps its stage who its neighbours are now."""
+    assert state.plan is not None  # noqa: S101 - a plan was adopted
+    return do.Reconfigure(state.job, state.plan, base, state.step, _peers(state.plan, rank, roster))
+
+
+def _peers(plan: Plan, rank: int, roster: Roster) -> tuple[do.RankPeer, ...]:
+    places, others = plan.places, neighbours(plan, rank)
+    return tuple(
         _peer(roster, places[rank].worker, other, place.worker, rank)
         for other, place in enumerate(places)
-        if other in neighbours
-    )
-    return do.Assign(
-        state.job, state.spec, state.plan, rank, state.step, dict(state.checkpoint.tensors), peers
+        if other in others
     )
 
 
-def _neighbours(plan: Plan, rank: int) -> set[int]:
+def neighbours(plan: Plan, rank: int) -> set[int]:
     """Ranks that this one exchanges tensors with: its replica's, in stages that a link joins to its own.
 
     Two that accept no connections may be in one plan as long as nothing goes between them. A plan that

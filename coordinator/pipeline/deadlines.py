@@ -41,7 +41,7 @@ def deadlines(state: JobState, slowdown: float = 1.0) -> Deadlines:
     have been slowed by them already.
     """
     if state.phase in (Phase.LOADING, Phase.STORING):
-        found = Deadlines(MOVING_STILL_S, storing_s(state))
+        found = Deadlines(MOVING_STILL_S, storing_s(state) + _replay_s(state))
     else:
         step_s = _step_s(state)
         known = len(state.step_times_s) >= STEPS_KNOWN
@@ -62,6 +62,12 @@ def storing_s(state: JobState) -> float:
     prediction = state.plan.prediction if state.plan is not None else None
     most = max((stage.memory_bytes for stage in prediction.stages), default=0) if prediction else 0
     return MOVING_SILENT_S + most / SLOWEST_BYTES_PER_S
+
+
+def _replay_s(state: JobState) -> float:
+    """Return how long a newcomer may take to repeat the steps since its checkpoint."""
+    steps = state.step - state.source.step if state.source is not None else 0
+    return SILENT_STEPS * _step_s(state) * steps
 
 
 def _step_s(state: JobState) -> float:

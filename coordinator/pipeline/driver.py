@@ -28,11 +28,13 @@ from coordinator.messages.jobs import (
     FromRank,
     JobState,
     LinksDue,
+    LogsShort,
     Phase,
     Picked,
     Planned,
     Point,
     Profiled,
+    Reassign,
     Record,
     ReleaseAll,
     Resumed,
@@ -42,26 +44,30 @@ from coordinator.messages.jobs import (
     Torn,
     Waits,
 )
-from coordinator.pipeline import machine, restart
-from coordinator.pipeline.assigning import assignment
+from coordinator.pipeline import machine, reconfigure, restart
+from coordinator.pipeline.assigning import assignment, reconfiguration
 from coordinator.pipeline.calibration import learn
+from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
+from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
 from coordinator.pipeline.stuck import Stuck
+from coordinator.pipeline.suspicion import Suspicion
 from coordinator.planning.ratios import label
 from protos.telemetry import Event as Name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from atoll.job import JobSpec
     from coordinator.config import CoordinatorConfig
     from coordinator.membership.effects import Effects
     from coordinator.membership.measuring import Measuring
 
-RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart
+RESTART_GRACE_S = 15.0  # for the workers of a running job to come back after our restart, ...
+REPLACED_AFTER_S = 4.0  # ... unless others can take over: who holds a stage tries every second
 
 
 @dataclass(slots=True)
@@ -76,12 +82,16 @@ class PipelineDriver:
     profiling: Profiling = field(init=False)
     adapting: Adapting = field(init=False)
     stuck: Stuck = field(init=False)
+    suspicion: Suspicion = field(init=False)
+    losses: Losses = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
         self.profiling = Profiling(self.effects, self.measuring)
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
+        self.suspicion = Suspicion(self.effects, self.stuck)
+        self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
 
     # ------------------------------------------------------------ jobs
 
@@ -123,7 +133,9 @@ class PipelineDriver:
         workers = frozenset(place.worker for place in record.plan.places) if record.plan else frozenset()
         running = restart.running(state, record, self.effects.now_s)
         if running is not None:
-            self.returning[state.job] = Returning(record.assigned, workers, set(workers), until_s)
+            places = record.plan.places if record.plan is not None else ()
+            since = {place.worker: record.given(rank) for rank, place in enumerate(places)}
+            self.returning[state.job] = Returning(record.assigned, workers, set(workers), until_s, since)
             return running
         self.profiling.holds[state.job] = Hold(until_s, workers)
         reason = f"the coordinator was restarted; goes on from step {state.checkpoint.step}"
@@ -198,6 +210,10 @@ class PipelineDriver:
         if event.hopeless:
             self._step(event.job, Broken(event.reason))
             return
+        rest = self.profiling.rest(event.job)
+        if rest:  # the fleet cannot spare those that it should do without
+            self._plan(self.jobs[event.job], rest)
+            return
         self.profiling.wait_for_change(event.job)
         self._step(event.job, Waits(f"waits for a fleet that suffices: {event.reason}"))
 
@@ -216,8 +232,9 @@ class PipelineDriver:
         return self.jobs[job].rank_of(worker) is not None
 
     def current(self, job: str, version: int) -> bool:
-        """Whether ``version`` is one that the adopted plan has had."""
-        return current(self.jobs[job], version)
+        """Whether ``version`` is one that the plan has had since it was adopted or reconfigured."""
+        state = self.jobs[job]
+        return version >= state.assigned and current(state, version)
 
     def keeps(self, job: str) -> bool:
         """Whether a worker that is not this job's may go on holding it: never."""
@@ -234,11 +251,11 @@ class PipelineDriver:
                 self._take_back(state, worker)
                 continue
             wrong = self._unfit(state, back, worker)
-            if wrong:
-                self._step(state.job, StageLost(f"{self.effects.label(worker)} came back {wrong}"))
-                self._take_back(self.jobs[state.job], worker)
-            else:
+            if not wrong:
                 self._returned(state, back, worker)
+                continue
+            self._take_back(state, worker)
+            self._missed(state, back, worker, f"came back {wrong}")
 
     def _take_back(self, state: JobState, worker: str) -> None:
         reason = "the stage was taken back while you were away"
@@ -250,7 +267,16 @@ class PipelineDriver:
             return f"and is quarantined: {known.quarantined}"
         if known.member.job:
             return f"and took part in {known.member.job}"
-        return back.unfit(state, known.introduction.held)
+        return back.unfit(state, worker, known.introduction.held)
+
+    def _missed(self, state: JobState, back: Returning, worker: str, why: str) -> None:
+        """Who is awaited after our restart is lost: it is replaced when the others are back."""
+        if not reconfigure.begun(state):
+            self._step(state.job, StageLost(f"{self.effects.label(worker)} {why}"))
+            return
+        back.missing.discard(worker)
+        back.lost[worker] = why
+        self._all_back(state.job)
 
     def _returned(self, state: JobState, back: Returning, worker: str) -> None:
         rank, job = state.rank_of(worker), state.job
@@ -262,8 +288,27 @@ class PipelineDriver:
             self.reconnected(job, worker)
         elif back.has_loaded(held):
             self._step(job, FromRank(rank, ev.Loaded(job, back.assigned)))
-        if not back.missing and job in self.returning:
+        self._all_back(job)
+
+    def _all_back(self, job: str) -> None:
+        """Go on once every worker of the plan is back, or known to be lost; those may be replaced by workers
+        that come back later."""
+        back, state = self.returning.get(job), self.jobs[job]
+        early_s = RESTART_GRACE_S - REPLACED_AFTER_S
+        if back is None or (back.missing and self.effects.now_s < back.until_s - early_s):
+            return
+        lost = back.gone() | dict.fromkeys(back.missing, "did not come back after our restart")
+        if not lost:
             self._resume(job)
+            return
+        ranks = {rank for worker in lost if (rank := state.rank_of(worker)) is not None}
+        words = "; ".join(f"{self.effects.label(worker)} {why}" for worker, why in sorted(lost.items()))
+        chosen = self.losses.choose(state, ranks, tuple(filter(self.effects.roster.is_idle, lost)))
+        if isinstance(chosen, reconfigure.Choice):
+            del self.returning[job]
+            self.losses.replaced(state, chosen, ranks, words)
+        elif self.effects.now_s >= back.until_s or not (back.missing or chosen.for_now):
+            self._step(job, StageLost(f"{words}; {chosen.reason}"))
 
     def _resume(self, job: str) -> None:
         """Every worker of the plan is back: who has not loaded its stage is given it again."""
@@ -284,17 +329,56 @@ class PipelineDriver:
         if state.phase is Phase.LOADING and job in self.returning:
             return  # the addresses of its neighbours come with them
         if state.phase is Phase.LOADING and rank not in state.loaded:
-            self.effects.send(worker, assignment(state, rank, self.effects.roster))
-        elif state.phase in STEPPING and state.last_commit is None:
+            self._give(state, rank)
+        elif state.phase in STEPPING and state.step == state.first_step:
             self.effects.send(worker, do.StepStart(state.job, state.version, state.step))
         elif state.last_commit is not None:
             self.effects.send(worker, state.last_commit)
 
+    def _give(self, state: JobState, rank: int) -> None:
+        """Send a rank its stage, or what changes for the one that it keeps."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        record, roster = self.effects.ledger.jobs[state.job], self.effects.roster
+        worker, since = state.plan.places[rank].worker, record.given(rank)
+        if since == state.assigned:
+            source = state.source or state.checkpoint
+            replay = reconfigure.replay(state, record, rank, source) if state.moving else None
+            self.effects.send(worker, assignment(state, rank, roster, source, replay))
+            return
+        if state.last_commit is not None:
+            self.effects.send(worker, state.last_commit)
+        self.effects.send(worker, reconfiguration(state, rank, roster, since))
+
+    # ------------------------------------------------------------ losses
+
     def lost(self, job: str, worker: str, reason: str) -> None:
         """Go on without a worker that is gone, or must not be used any more."""
-        state = self.jobs[job]
-        if state.phase in RUNNING and state.rank_of(worker) is not None:
-            self._step(job, StageLost(reason))
+        state, back = self.jobs[job], self.returning.get(job)
+        rank = state.rank_of(worker)
+        if state.phase not in RUNNING or rank is None:
+            return
+        if back is not None:
+            self._missed(state, back, worker, f"is lost: {reason}")
+        else:
+            self.losses.replace(state, rank, reason)
+
+    def _reassign(self, state: JobState, todo: Reassign) -> None:
+        self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
+        self.losses.forget(state.job)
+        for worker in todo.left:
+            self._let_go(state, worker, todo.reason)
+        for rank, place in enumerate(state.plan.places if state.plan else ()):
+            if self.effects.roster.workers[place.worker].member.job != state.job:
+                self.effects.move(place.worker, members.AssignedTo(state.job, rank))
+            self._give(state, rank)
+
+    def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
+        """A stage broke: whoever comes back with it after our restart is as good as lost."""
+        back, message = self.returning.get(state.job), failed.message
+        if back is not None and not message.lost_peer and reconfigure.begun(state) and state.plan is not None:
+            self._missed(state, back, state.plan.places[failed.rank].worker, f"failed: {message.reason}")
+        else:
+            self.losses.failed(state, failed, back.until_s if back is not None else 0.0)
 
     def slowed(self, worker: str, factor: float) -> None:
         """Deadlines and plans look at the limits themselves."""
@@ -316,12 +400,9 @@ class PipelineDriver:
             if wrong is not None:
                 self.effects.quarantine(worker, wrong)
                 return
-        if isinstance(message, ev.StageFailed) and message.lost_peer and current(state, message.version):
-            # Who is to blame shows within the time in which the dead are noticed.
-            until_s = self.effects.now_s + self.config.liveness.dead_after_s
-            self.profiling.holds[state.job] = Hold(until_s, unless_gone=message.lost_peer)
-        if isinstance(message, ev.StageFailed) and state.phase is Phase.LOADING and not message.lost_peer:
-            self.profiling.read_again(state.job)
+        if isinstance(message, ev.StageFailed):
+            self._failed(state, FromRank(rank, message))
+            return
         if isinstance(message, ev.StateStored) and message.forged and current(state, message.version):
             self.effects.quarantine(worker, f"{worker} stored what is no checkpoint: {message.forged}")
             return
@@ -342,19 +423,23 @@ class PipelineDriver:
         state, self._committed = self._committed, None
         if state is not None:
             self.adapting.committed(state)
+            self.suspicion.committed(state)
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
         """Let time pass; jobs that stand still lose who is to blame."""
         self.profiling.end_holds()
-        for job, back in list(self.returning.items()):
-            if self.effects.now_s >= back.until_s:
-                missing = ", ".join(sorted(back.missing))
-                self._step(job, StageLost(f"{missing} did not come back after our restart"))
+        self.losses.judge(self.jobs, self.returning)
+        for job in list(self.returning):
+            self._all_back(job)
+        for state in list(self.jobs.values()):
+            if reconfigure.logs_short(state, self.effects.roster):
+                self._step(state.job, LogsShort())
         # Who has not come back after our restart has a deadline of its own.
         here = {job: state for job, state in self.jobs.items() if job not in self.returning}
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
+        self.suspicion.tick(self.jobs)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -421,9 +506,9 @@ class PipelineDriver:
         if not training:
             self.measuring.measure_links(fresh=False)
 
-    def _plan(self, state: JobState) -> None:
-        cap = self.effects.ledger.jobs[state.job].cap
-        self.profiling.plan(state.job, state.version + 1, capped(state.spec, cap))
+    def _plan(self, state: JobState, rest: Iterable[Iterable[str]] = ()) -> None:
+        spec = capped(state.spec, self.effects.ledger.jobs[state.job].cap)
+        self.profiling.plan(state.job, state.version + 1, spec, rest or left_out(state))
 
     # ------------------------------------------------------------ a job's machine
 
@@ -444,7 +529,9 @@ class PipelineDriver:
             self.effects.advance = True
         if changed or before.step != state.step or before.eval_loss != state.eval_loss:
             self.effects.emit(do.Notify(job))
-        if before.awaiting_eval is not None and state.awaiting_eval is None:
+        if before.moving and not state.moving:  # newcomers have what they began with
+            self.effects.emit(do.SweepBlobs())
+        if before.awaiting_eval is not None and state.awaiting_eval is None and not state.moving:
             self._evaluated(state)
         if before.phase in PREPARING and state.phase not in PREPARING:
             self.profiling.stop(job)
@@ -453,6 +540,7 @@ class PipelineDriver:
             self.profiling.holds.setdefault(job, Hold(back.until_s, back.workers))
         if state.phase in ENDED:
             self.adapting.over(job)
+        self.suspicion.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
@@ -465,7 +553,7 @@ class PipelineDriver:
         match todo:
             case Record(fact):
                 self.effects.record(fact)
-                if isinstance(fact, CheckpointStored):
+                if isinstance(fact, CheckpointStored) and not state.moving:
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, place in enumerate(state.plan.places if state.plan else ()):
@@ -476,6 +564,8 @@ class PipelineDriver:
             case AssignAll():
                 self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
                 self._assign(state)
+            case Reassign():
+                self._reassign(state, todo)
             case ReleaseAll(reason):
                 self._release(state, reason)
             case Point(step, name, value):
@@ -486,14 +576,18 @@ class PipelineDriver:
     def _assign(self, state: JobState) -> None:
         for rank, place in enumerate(state.plan.places if state.plan else ()):
             self.effects.move(place.worker, members.AssignedTo(state.job, rank))
-            self.effects.send(place.worker, assignment(state, rank, self.effects.roster))
+            self._give(state, rank)
 
     def _release(self, state: JobState, reason: str) -> None:
+        self.losses.forget(state.job)
         for place in state.plan.places if state.plan else ():
-            worker = self.effects.roster.workers.get(place.worker)
-            if worker is not None and worker.member.job == state.job:
-                self.effects.send(place.worker, do.Release(state.job, state.version, reason))
-                self.effects.move(place.worker, members.Released(f"released by {state.job}"))
+            self._let_go(state, place.worker, reason)
+
+    def _let_go(self, state: JobState, worker: str, reason: str) -> None:
+        known = self.effects.roster.workers.get(worker)
+        if known is not None and known.member.job == state.job:
+            self.effects.send(worker, do.Release(state.job, state.version, reason))
+            self.effects.move(worker, members.Released(f"released by {state.job}"))
 
     def _links_due(self, state: JobState, due: LinksDue) -> None:
         """Log once for each link that changes: from what, to what, from which step on, and why."""

@@ -21,7 +21,9 @@ from coordinator.messages.facts import (
     JobEnded,
     LinksChanged,
     PlanAdopted,
+    Reconfigured,
     StepCommitted,
+    began,
 )
 from coordinator.messages.instructions import Relink, StepCommit, StepDiscard, StepStart
 from coordinator.messages.jobs import (
@@ -38,14 +40,17 @@ from coordinator.messages.jobs import (
     FromRank,
     JobState,
     LinksDue,
+    LogsShort,
     Phase,
     Picked,
     Planned,
     Point,
     Profiled,
+    Reassign,
     Record,
     ReleaseAll,
     Relinked,
+    Replaced,
     Resumed,
     StageLost,
     Todo,
@@ -54,6 +59,7 @@ from coordinator.messages.jobs import (
     Waits,
 )
 from coordinator.pipeline import link_policy, relink
+from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
 RECENT = 21  # step times kept for medians
 CHECKPOINT_EVERY_S = 300.0  # where the job does not say: a lost worker costs at most this much work
@@ -76,7 +82,7 @@ def step(state: JobState, event: Event, now_s: float) -> Outcome:
     kind = type(event.message) if isinstance(event, FromRank) else type(event)
     transition = TRANSITIONS.get((state.phase, kind))
     if isinstance(event, FromRank):
-        stale = _stale(state, event)
+        stale = staleness(state, event)
         if stale:
             return state, [Dropped(stale)]
         if transition is None:
@@ -100,10 +106,12 @@ def clip_scale(square_norms: list[float], clip_norm: float | None) -> float:
     return min(1.0, clip_norm / (math.sqrt(total) + _CLIP_EPS))
 
 
-def _stale(state: JobState, event: FromRank[StageMessage]) -> str | None:
+def staleness(state: JobState, event: FromRank[StageMessage]) -> str | None:
+    """Return why a stage's message is not of the plan as it is now, None when it is."""
     message = event.message
-    assigned = state.lineage[0][0] if state.lineage else state.version
-    version = assigned if isinstance(message, Loaded) else _version_at(state, message.step)
+    version = (
+        (state.assigned or state.version) if isinstance(message, Loaded) else _version_at(state, message.step)
+    )
     if message.version != version:
         return f"{type(message).__name__} of plan {message.version}, now {version}"
     if not 0 <= event.rank < state.n_ranks:
@@ -165,6 +173,12 @@ def _adopt(state: JobState, event: Planned, now_s: float) -> Outcome:
         wanted=None,
         relink=None,
         lineage=((plan.version, first),),
+        assigned=plan.version,
+        first_step=first,
+        moving=False,
+        source=None,
+        eval_owed=False,
+        store_owed=False,
     )
     return adopted, [Record(PlanAdopted(state.job, plan)), AssignAll()]
 
@@ -181,9 +195,11 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
     if event.rank in state.loaded:
         return state, [Dropped(f"rank {event.rank} reports loading twice")]
     loaded = state.loaded | {event.rank}
+    if not state.moving:  # then it would be connecting alone, or repeating steps as well
+        state = replace(state, load_s={**state.load_s, event.rank: event.message.took_s})
     waiting = state.n_ranks - len(loaded)
     if waiting:
-        reason = f"{waiting} of {state.n_ranks} stages are loading"
+        reason = state.reason if state.moving else f"{waiting} of {state.n_ranks} stages are loading"
         return replace(state, loaded=loaded, reason=reason), []
     reason = f"training with plan {state.version}"
     begun = replace(
@@ -193,7 +209,9 @@ def _load(state: JobState, event: FromRank[Loaded], now_s: float) -> Outcome:
         reason=reason,
         ready={},
         begun_s=None if state.ready else now_s,
-        store_due_s=now_s + CHECKPOINT_EVERY_S,
+        store_due_s=state.store_due_s if state.moving else now_s + CHECKPOINT_EVERY_S,
+        moving=False,
+        source=None,
     )
     if state.step >= state.steps:  # stopped after the last step was stored
         return _settle(begun)
@@ -224,10 +242,10 @@ def _ready(state: JobState, event: FromRank[StepReady], now_s: float) -> Outcome
     if event.rank in state.ready:
         return state, [Dropped(f"rank {event.rank} reports step {report.step} twice")]
     ready = {**state.ready, event.rank: report}
-    if not report.finite or (report.loss is not None and not math.isfinite(report.loss)):
-        return _diverged(state, event.rank, report)
     if len(ready) < state.n_ranks:
         return replace(state, ready=ready), []
+    if not all(map(finite, ready.values())):
+        return _doubt(state, ready)
     return _commit(state, ready, now_s)
 
 
@@ -243,8 +261,8 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     training = state.spec.training
     done = state.step + 1
     last = done >= training.steps
-    evaluate = _can_evaluate(state) and (last or _evaluation_due(state, done))
-    store = last or _store_due(state, done, now_s)
+    evaluate = _can_evaluate(state) and (last or state.eval_owed or _evaluation_due(state, done))
+    store = last or state.store_owed or _store_due(state, done, now_s)
     reports = [ready[rank] for rank in range(state.n_ranks)]
     norms = [square for report in reports for square in report.square_norms]
     scale = clip_scale(norms, training.optimizer.clip_norm)
@@ -252,7 +270,16 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     change = relink.due(state)
     coded = evaluate and relink.lossy(state.plan)
     commit = StepCommit(
-        state.job, state.version, state.step, scale, store, evaluate, last, change, evaluate_coded=coded
+        state.job,
+        state.version,
+        state.step,
+        scale,
+        store,
+        evaluate,
+        last,
+        change,
+        coded,
+        state.checkpoint.step,
     )
     took_s = now_s - state.begun_s if state.begun_s is not None else None
     committed = replace(
@@ -263,8 +290,12 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         last_commit=commit,
         loss=loss,
         failures=0,
+        failed=(),
+        doubt=state.doubt if state.doubt is not None and state.doubt.step > state.step else None,
         begun_s=now_s,
         awaiting_eval=done if evaluate else state.awaiting_eval,
+        eval_owed=False,
+        store_owed=False,
         stores={**state.stores, done: {}} if store else state.stores,
         storing_s=now_s if store else state.storing_s,
         step_times_s=state.step_times_s if took_s is None else (*state.step_times_s, took_s)[-RECENT:],
@@ -339,16 +370,21 @@ def _evaluation_due(state: JobState, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _diverged(state: JobState, rank: int, report: StepReady) -> Outcome:
-    what = "loss" if report.loss is not None and not math.isfinite(report.loss) else "a gradient"
-    reason = (
-        f"{what} became {report.loss if what == 'loss' else 'not finite'} at step {state.step + 1} on "
-        f"{_place(state, rank)}; the last good checkpoint is of step {state.checkpoint.step}; "
-        "lower the learning rate or set a clip norm, then submit with --resume"
-    )
-    discard = StepDiscard(state.job, state.version, state.step, reason)
-    ended, todo = _end(state, Phase.FAILED, reason)
-    return ended, [ToRanks(discard), *todo]
+def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
+    """Do a step again that is not finite, by others where there are any; end where it is the model's."""
+    assert state.plan is not None  # noqa: S101 - ranks are a plan's
+    doubt = doubted(state.doubt, state.plan, state.step, ready)
+    discard = ToRanks(StepDiscard(state.job, state.version, state.step, doubt.said))
+    if diverged(doubt):
+        reason = (
+            f"{doubt.said}, and again when it was done anew; the last good checkpoint is of step "
+            f"{state.checkpoint.step}; lower the learning rate or set a clip norm, then submit with --resume"
+        )
+        ended, todo = _end(state, Phase.FAILED, reason)
+    else:
+        reason = f"{doubt.said}; done again, without {doubt.suspects[0]} if the fleet can spare it"
+        ended, todo = _interrupt(replace(state, doubt=doubt), reason, blamed=False)
+    return ended, [discard, *todo]
 
 
 @TRANSITIONS.on(Phase.EVALUATING)
@@ -368,7 +404,7 @@ def _evaluated(state: JobState, event: FromRank[EvalReady], now_s: float) -> Out
     return settled, [Record(Evaluated(state.job, done, report.loss)), *points, *todo]
 
 
-@TRANSITIONS.on(*STEPPING, Phase.STORING)
+@TRANSITIONS.on(Phase.LOADING, *STEPPING, Phase.STORING)
 def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outcome:
     """A checkpoint is one only when every stage's tensors are in the store: manifest last."""
     report = event.message
@@ -392,7 +428,7 @@ def _stored(state: JobState, event: FromRank[StateStored], now_s: float) -> Outc
     kept = replace(
         state, stores=rest, checkpoint=Checkpoint(done, tensors, now_s), store_due_s=now_s + wait_s
     )
-    settled, todo = _settle(kept)
+    settled, todo = _settle(kept) if state.phase is not Phase.LOADING else (kept, [])
     return settled, [Record(CheckpointStored(state.job, done, tensors, now_s)), *todo]
 
 
@@ -434,6 +470,8 @@ def _fail_stage(state: JobState, event: FromRank[StageFailed], now_s: float) -> 
     report = event.message
     lost = f" (lost {report.lost_peer})" if report.lost_peer else ""
     reason = f"{_place(state, event.rank)} failed: {report.reason}{lost}"
+    if not report.lost_peer and state.plan is not None:
+        state = replace(state, failed=(*state.failed, state.plan.places[event.rank].worker))
     return _interrupt(state, reason, blamed=not report.lost_peer)
 
 
@@ -442,11 +480,60 @@ def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
     return _interrupt(state, event.reason, blamed=False)
 
 
+@TRANSITIONS.on(*RUNNING)
+def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
+    """Everybody keeps what is committed, and the step in flight begins anew with the newcomers."""
+    if state.plan is None or state.checkpoint.step >= state.steps or _too_often(state, event.blamed):
+        return _interrupt(state, event.reason, event.blamed)
+    version = max(state.version, state.relink.version if state.relink is not None else 0) + 1
+    moved = replace(
+        state,
+        phase=Phase.LOADING,
+        reason=event.reason,
+        version=version,
+        plan=state.plan.moved(version, event.workers),
+        assigned=version,
+        first_step=state.step,
+        moving=True,
+        source=state.checkpoint,
+        loaded=frozenset(),
+        ready={},
+        reports={},
+        awaiting_eval=None,
+        eval_owed=state.eval_owed or state.awaiting_eval is not None,
+        failures=state.failures + 1,
+        begun_s=None,
+        wanted=None,
+        relink=None,
+        lineage=began(state.lineage, version, state.step),
+    )
+    left = tuple(place.worker for place in state.plan.places if place.worker not in event.workers)
+    fact = Reconfigured(
+        state.job,
+        version,
+        state.step,
+        state.assigned,
+        event.workers,
+        tuple(sorted(event.newcomers)),
+        event.reason,
+    )
+    return moved, [Record(fact), Reassign(left, event.newcomers, event.reason)]
+
+
+def _too_often(state: JobState, blamed: bool) -> bool:
+    """Whether replacing stages has not helped: the checkpoint is what is left before giving up."""
+    return state.failures >= MAX_FAILURES * (1 if blamed else 4) - 1
+
+
+@TRANSITIONS.on(*STEPPING)
+def _owe_checkpoint(state: JobState, event: LogsShort, now_s: float) -> Outcome:
+    return replace(state, store_owed=not state.stores), []
+
+
 def _place(state: JobState, rank: int) -> str:
     """Name a rank's stage and worker for people."""
     assert state.plan is not None  # noqa: S101 - ranks are a plan's
-    place = state.plan.places[rank]
-    return f"stage {place.stage} on {place.worker}"
+    return words(state.plan.places[rank])
 
 
 def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
@@ -465,6 +552,8 @@ def _interrupt(state: JobState, reason: str, blamed: bool) -> Outcome:
         stores={},
         awaiting_eval=None,
         begun_s=None,
+        moving=False,
+        source=None,
     )
     paused = relink.dropped(paused)
     return paused, [ReleaseAll(reason)] if state.phase in RUNNING else []

@@ -7,7 +7,7 @@ moment, in case it comes back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from atoll.job import JobSpec
@@ -46,6 +46,7 @@ class Profiling:
     _chosen: dict[str, list[str]] = field(default_factory=dict)  # workers to plan with, of a huge fleet
     _wanted: dict[str, frozenset[str]] = field(default_factory=dict)  # whose pairs a plan waits for
     _refined: Counter[str] = field(default_factory=Counter)
+    _rest: dict[str, tuple[frozenset[str], ...]] = field(default_factory=dict)  # to be left out instead
 
     def know(self, job: str, ops: Mapping[str, int]) -> None:
         """Take in the distinct ops of a job: signature -> forward FLOPs."""
@@ -132,19 +133,28 @@ class Profiling:
             return True
         return not roster.links.unsurveyed(self._chosen.get(job) or self._candidates(job, precision))
 
-    def plan(self, job: str, version: int, spec: JobSpec) -> None:
-        """Ask the shell for a plan on the idle fleet."""
+    def plan(self, job: str, version: int, spec: JobSpec, left_out: Iterable[Iterable[str]] = ((),)) -> None:
+        """Ask the shell for a plan on the idle fleet, without the first of the sets ``left_out`` that leaves
+        somebody; the others wait until that plan has failed."""
         attempt = self._attempts.get(job, 0) + 1
         self._attempts[job] = attempt
         precision, roster = spec.training.precision.value, self.effects.roster
-        workers = self._candidates(job, precision)
+        idle = self._candidates(job, precision)
+        choices = dict.fromkeys(frozenset(some).intersection(idle) for some in left_out)
+        without, *rest = [some for some in choices if len(some) < len(idle)] or [frozenset()]
+        self._rest[job] = tuple(rest)
+        workers = [worker for worker in idle if worker not in without]
         fleet = roster.fleet_for(job, workers, precision)
         self._begun_s.pop(job, None)
         self._wanted.pop(job, None)
         self.measuring.stop(job)
         self.effects.emit(
-            do.MakePlan(job, attempt, version, spec, fleet, beyond=roster.idle_count - len(workers))
+            do.MakePlan(job, attempt, version, spec, fleet, beyond=roster.idle_count - len(idle))
         )
+
+    def rest(self, job: str) -> tuple[frozenset[str], ...]:
+        """Return the sets of workers that a plan could do without instead, where the one asked for fails."""
+        return self._rest.get(job, ())
 
     def refine(self, job: str, plan: Plan) -> bool:
         """Return whether a large fleet's plan is to be made once more when the pairs of its workers, of
@@ -168,7 +178,7 @@ class Profiling:
     def stop(self, job: str) -> None:
         """Forget how far a job's planning is: it has a plan, or waits, or is over."""
         self.measuring.stop(job)
-        for known in (self._begun_s, self._chosen, self._wanted, self._refined):
+        for known in (self._begun_s, self._chosen, self._wanted, self._refined, self._rest):
             known.pop(job, None)
 
     def awaited(self, job: str, attempt: int) -> bool:

@@ -4,11 +4,14 @@ The workers still hold their stages. The journal says which steps are committed 
 goes on when each of its workers comes back with the state after as many steps, or with one step less and
 that step ready: it hears the last commit again. Where no step is committed yet, some may not have heard of
 the plan: they are given their stage again, as long as nobody has loaded (who has is connected to the others).
+The same holds for a plan that was being reconfigured; who stays in it may not have heard of that. Who does
+not come back, or with something else, is replaced as if it had been lost otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from coordinator.messages.events import Held
 from coordinator.messages.facts import JobRecord
@@ -22,26 +25,33 @@ from coordinator.pipeline.relink import AHEAD
 class Returning:
     """A plan whose workers are awaited: those in ``missing``, until ``until_s``."""
 
-    assigned: int  # version that the plan was assigned under
+    assigned: int  # version that the plan was adopted, or last reconfigured, under
     workers: frozenset[str]
     missing: set[str]
     until_s: float
-    loaded: bool = False  # somebody came back with a stage of this plan, whole,
-    empty: bool = False  # and somebody with none of it
+    since: Mapping[str, int] = field(default_factory=dict)  # worker -> version that its stage was given under
+    loaded: bool = False  # somebody came back with a stage of this version, whole,
+    empty: set[str] = field(default_factory=set)  # and who with none of it
+    lost: dict[str, str] = field(default_factory=dict)  # who cannot go on, and why
 
-    def unfit(self, state: JobState, held: Held | None) -> str:
+    def unfit(self, state: JobState, worker: str, held: Held | None) -> str:
         """Return why a worker with this in its hands cannot take its rank again, "" when it can."""
         if held is not None and held.job != state.job:
             return f"with a stage of {held.job}"
-        if state.phase is Phase.LOADING:
+        since = self.since.get(worker, self.assigned)
+        if state.phase is Phase.LOADING and since == self.assigned:
             mine = held is not None and held.version == self.assigned
-            self.empty |= not mine
+            if not mine:
+                self.empty.add(worker)
             self.loaded |= mine and held is not None and held.loaded
-            return "and only some have loaded their stages" if self.empty and self.loaded else ""
+            partly = self.empty and self.loaded and not state.moving
+            return "and only some have loaded their stages" if partly else ""
         if held is None:
             return "without its stage"
-        if held.version != self.assigned:
+        oldest = since if state.moving else self.assigned
+        if not oldest <= held.version <= self.assigned:
             return f"with its stage of plan {held.version}, awaited is that of plan {self.assigned}"
+        self.loaded |= state.moving and held.loaded and held.version == self.assigned
         if held.step == state.step or (held.step == state.step - 1 and held.ready):
             return ""
         return f"with its stage after {held.step} steps, {state.step} are committed"
@@ -49,6 +59,13 @@ class Returning:
     def has_loaded(self, held: Held | None) -> bool:
         """Whether a worker that is fit holds its stage whole."""
         return held is not None and held.loaded and held.version == self.assigned
+
+    def gone(self) -> dict[str, str]:
+        """Return who cannot go on, and why, once all are back: of those that others were connected with
+        and that hold nothing now, nobody knows what they have said."""
+        if self.loaded:
+            return {**self.lost, **dict.fromkeys(self.empty, "without its stage")}
+        return dict(self.lost)
 
 
 def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | None:
@@ -68,6 +85,10 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
         phase=phase,
         reason="the coordinator was restarted; waits for its workers to come back",
         version=record.lineage[-1][0],
+        assigned=record.assigned,
+        first_step=record.steps if phase is Phase.LOADING else -1,
+        moving=record.moving,
+        source=record.last_checkpoint if record.moving else None,
         step=record.steps,
         last_commit=_said(record),
         awaiting_eval=record.awaiting_eval,
@@ -81,7 +102,7 @@ def running(waiting: JobState, record: JobRecord, now_s: float) -> JobState | No
 
 
 def _phase(waiting: JobState, record: JobRecord) -> Phase | None:
-    if record.commit is None:
+    if record.commit is None or record.moving:
         return Phase.LOADING  # or the first step is under way: workers that are loaded say so
     if record.awaiting_eval is not None:
         return Phase.EVALUATING
@@ -108,4 +129,5 @@ def _said(record: JobRecord) -> StepCommit | None:
         commit.last,
         relink,
         evaluate_coded=commit.coded,
+        replay_from=record.last_checkpoint.step,
     )

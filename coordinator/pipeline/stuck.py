@@ -191,7 +191,7 @@ class Stuck:
         for job in self._jobs.keys() - running.keys():
             del self._jobs[job]
         found = (self._look(state) for state in running.values())
-        return [(blamed, self._blame(blamed, now_s)) for blamed in found if blamed is not None]
+        return [(blamed, self.blame(blamed, now_s)) for blamed in found if blamed is not None]
 
     # ------------------------------------------------------------ one job
 
@@ -267,7 +267,7 @@ class Stuck:
     def _trouble(self) -> dict[str, int]:
         return {worker: record.trouble for worker, record in self._records.items()}
 
-    def _blame(self, blamed: Culprit, now_s: float) -> float:
+    def blame(self, blamed: Culprit, now_s: float) -> float:
         """Remember who was involved; returns the seconds of the quarantine."""
         for worker, record in list(self._records.items()):
             if now_s - record.last_s > FORGIVEN_AFTER_S:

@@ -53,8 +53,9 @@ class StageRole:
 
     def named(self) -> frozenset[str]:
         """The blobs of its stage's tensors."""
-        held = self.state.checkpoint.tensors
-        return frozenset(held[name] for name in self.leaves() if name in held)
+        kept = [self.state.checkpoint, *([self.state.source] if self.state.source is not None else [])]
+        leaves = self.leaves()
+        return frozenset(c.tensors[name] for c in kept for name in leaves if name in c.tensors)
 
     def allowance(self) -> Allowance:
         """Its part of some checkpoints."""

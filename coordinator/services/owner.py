@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 UPDATE_EVERY_S = 0.2  # at most, on one Watch stream
+COSTS_EVERY_S = 5.0  # between two looks at what losing a stage would cost
 UPDATE_AT_LEAST_S = 2.0
 PLAN_WITHIN_S = 600.0
 POINTS_AN_UPDATE = 5000
@@ -145,15 +146,18 @@ class OwnerService(rpc.OwnerServicer):
         """Updates whenever the job changes, until it has ended; metric points are never skipped."""
         shell = self._shell
         await self._known(request.job, context)
-        cursor, version = 0, -1
+        cursor, version, costs_at_s = 0, -1, -COSTS_EVERY_S
         while True:
             change = shell.change_of(request.job)
             total, points = shell.runs.of(request.job).since(cursor)
             state = shell.scheduler.jobs[request.job]
             sent, cursor = points[:POINTS_AN_UPDATE], total - len(points) + min(len(points), POINTS_AN_UPDATE)
             # The plan is large and rarely changes.
-            update = self._update(request.job, points=sent, with_plan=state.version != version)
+            news = state.version != version
+            costs = shell.clock() - costs_at_s >= COSTS_EVERY_S
+            update = self._update(request.job, points=sent, with_plan=news, with_costs=costs)
             version = state.version
+            costs_at_s = shell.clock() if costs else costs_at_s
             yield update
             if cursor < total:
                 continue
@@ -267,7 +271,9 @@ class OwnerService(rpc.OwnerServicer):
             known = ", ".join(list(jobs)[-5:]) or "none"
             await refuse(context, UsageError(f"no job {job[:80]!r}; the newest are: {known}"))
 
-    def _update(self, job: str, *, points: Any = (), with_plan: bool = True) -> pb.JobUpdate:
+    def _update(
+        self, job: str, *, points: Any = (), with_plan: bool = True, with_costs: bool = True
+    ) -> pb.JobUpdate:
         shell = self._shell
         return job_update(
             shell.scheduler,
@@ -276,6 +282,7 @@ class OwnerService(rpc.OwnerServicer):
             commit_s=shell.commit_median_s(job),
             points=points,
             with_plan=with_plan,
+            with_costs=with_costs,
         )
 
     # ------------------------------------------------------------ tokens and members

@@ -13,6 +13,7 @@ from coordinator.membership.roster import Worker, flops_of
 from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.driver import PipelineDriver
+from coordinator.pipeline.loss_cost import loss_costs
 from coordinator.services.views_federated import federated_status
 from protos import atoll_control_pb2 as pb
 from protos.convert import to_proto
@@ -32,8 +33,9 @@ def job_update(
     commit_s: float | None = None,
     points: Iterable[Point] = (),
     with_plan: bool = True,
+    with_costs: bool = True,
 ) -> pb.JobUpdate:
-    """One job as `atoll watch` shows it."""
+    """One job as `atoll watch` shows it; with what the loss of each stage would cost."""
     state = scheduler.jobs[job]
     update = pb.JobUpdate(
         job=job,
@@ -65,6 +67,9 @@ def job_update(
             update.plan.CopyFrom(to_proto(state.plan))
         update.stages.extend(_stages(state, step_s))
         update.links.extend(carried(scheduler, state))
+        costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
+        for stage, cost in zip(update.stages, costs, strict=False):
+            stage.replace_s, stage.replace_why = cost.seconds, cost.why
     return update
 
 

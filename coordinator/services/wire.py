@@ -8,6 +8,7 @@ from typing import Any
 
 from atoll.errors import BadFrame
 from atoll.opdag import op_refs
+from atoll.plan import Plan
 from atoll.program import stage_programs
 from coordinator.membership.roster import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
 from coordinator.messages import events as ev
@@ -121,9 +122,8 @@ def _heartbeat(m: pb.Heartbeat) -> ev.Heartbeat:
     what, seconds = clean(m.waits_what, 24), bounds.number("waits_s", m.waits_s, 0.0, MAX_SECONDS)
     waits = ev.Waits(clean(m.waits_for, LIMITS.name_chars), what, m.waits_step, seconds) if what else None
     guest = _guest(m.guest) if m.HasField("guest") else ev.UNLIMITED
-    return ev.Heartbeat(
-        m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes, waits, guest
-    )
+    figures_of = (m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes)
+    return ev.Heartbeat(*figures_of, waits, m.logged_from, guest)
 
 
 def _ops_probed(m: pb.OpsProbed) -> ev.OpsProbed:
@@ -300,6 +300,8 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=_peer(peer, addresses), dial=dial))
         case do.Assign():
             return pb.ToWorker(assign=_assign(message, graphs))
+        case do.Reconfigure():
+            return pb.ToWorker(reconfigure=_reconfigure(message))
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 
@@ -330,6 +332,7 @@ def _commit(message: do.StepCommit) -> pb.StepCommit:
         evaluate=message.evaluate,
         last=message.last,
         evaluate_coded=message.evaluate_coded,
+        replay_from=message.replay_from,
     )
     if message.relink is not None:
         commit.relink.CopyFrom(
@@ -343,8 +346,8 @@ def _commit(message: do.StepCommit) -> pb.StepCommit:
 
 
 def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
-    plan, places = message.plan, message.plan.places
-    stage = places[message.rank].stage
+    plan = message.plan
+    stage = plan.places[message.rank].stage
     both = graphs.programs(plan)
     found = graphs.graphs(plan.dag_hash, plan.eval_dag_hash)
     mine = (both.train[stage], *both.evaluation[stage : stage + 1])
@@ -355,10 +358,7 @@ def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
         training=to_proto(message.spec.training),
         program=to_proto(both.train[stage]),
         plan=to_proto(plan),
-        peers=[
-            pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p.addresses), dial=p.dial)
-            for p in message.peers
-        ],
+        peers=_peers(plan, message.peers),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         metas=state_to_proto(states),
         data=to_proto(message.spec.data),
@@ -368,7 +368,42 @@ def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
         assign.eval_program.CopyFrom(to_proto(both.evaluation[stage]))
     if message.spec.eval_data is not None:
         assign.eval_data.CopyFrom(to_proto(message.spec.eval_data))
+    if message.replay is not None:
+        assign.replay.CopyFrom(_replay(message.replay))
     return assign
+
+
+def _replay(replay: do.Replay) -> pb.Replay:
+    eras = [
+        pb.PlanEra(
+            plan_version=era.version,
+            first_step=era.first_step,
+            links=[link_to_proto(link) for link in era.links],
+        )
+        for era in replay.eras
+    ]
+    return pb.Replay(
+        first_step=replay.first_step, eras=eras, gradient_scales=replay.scales, stores=replay.stores
+    )
+
+
+def _reconfigure(message: do.Reconfigure) -> pb.Reconfigure:
+    return pb.Reconfigure(
+        job=message.job,
+        plan_version=message.plan.version,
+        base_version=message.base,
+        step=message.step,
+        plan=to_proto(message.plan),
+        peers=_peers(message.plan, message.peers),
+    )
+
+
+def _peers(plan: Plan, peers: Iterable[do.RankPeer]) -> list[pb.StagePeer]:
+    places = plan.places
+    return [
+        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p.addresses), dial=p.dial)
+        for p in peers
+    ]
 
 
 def _participate(message: do.Participate, graphs: GraphStore) -> pb.Participate:

@@ -34,6 +34,8 @@ class BlobStore:
     lost with the machine is sent again.
     """
 
+    url = ""  # of what stands behind the folder
+
     def __init__(
         self,
         root: Path,
@@ -63,13 +65,16 @@ class BlobStore:
 
     def path(self, name: str) -> Path:
         """Return the path of a whole blob; UsageError for a name that is no hash."""
+        return self._whole(name)
+
+    def _whole(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise UsageError(f"blob name {name[:80]!r} is not 64 hexadecimal digits")
         return self.root / name[:2] / name[2:]
 
     def has(self, name: str) -> bool:
         """Return whether the whole blob is here."""
-        return self.path(name).exists()
+        return self._whole(name).exists()
 
     def size(self, name: str) -> int:
         """Bytes of a whole blob; StorageError when it is not here."""
@@ -80,7 +85,7 @@ class BlobStore:
 
     def held(self, name: str) -> int:
         """Return how many bytes of the blob have arrived."""
-        whole = self.path(name)
+        whole = self._whole(name)
         if whole.exists():
             return whole.stat().st_size
         partial = self._partial(name)
@@ -108,15 +113,24 @@ class BlobStore:
                 f"a blob has at most {self.max_blob_bytes}"
             )
         with self._lock:
-            if self.has(name):
-                return True
-            here = self.held(name)
-            if offset > here:
-                raise UsageError(f"blob {name[:12]}: bytes [{here}, {offset}) are missing; go on at {here}")
-            if size and not data:
-                return False  # no file for what may never come
-            self._append(name, data[here - offset :])
-            return here + max(0, len(data) - (here - offset)) == size and self._finish(name)
+            whole = self._take(name, size, offset, data)
+        if whole:
+            self._kept(name)
+        return whole
+
+    def _take(self, name: str, size: int, offset: int, data: bytes) -> bool:
+        if self.has(name) or self._whole(name).exists():
+            return True
+        here = self.held(name)
+        if offset > here:
+            raise UsageError(f"blob {name[:12]}: bytes [{here}, {offset}) are missing; go on at {here}")
+        if size and not data:
+            return False  # no file for what may never come
+        self._append(name, data[here - offset :])
+        return here + max(0, len(data) - (here - offset)) == size and self._finish(name)
+
+    def _kept(self, name: str) -> None:
+        """A whole blob lies in the folder: do what else it takes for the store to have it."""
 
     def put(self, data: bytes) -> str:
         """Store whole bytes; returns their name."""
@@ -125,6 +139,7 @@ class BlobStore:
             with self._lock:
                 self._append(name, b"")
                 self._finish(name)
+            self._kept(name)
             return name
         for offset in range(0, len(data), CHUNK_BYTES):
             self.write(name, len(data), offset, data[offset : offset + CHUNK_BYTES])
@@ -140,21 +155,18 @@ class BlobStore:
 
         UsageError for a size that it does not have, StorageError when the disk or the quota is full.
         """
-        whole = self.path(name)
+        whole = self._whole(name)
         try:
             if file.stat().st_size != size:
                 raise UsageError(f"blob {name[:12]} was said to have {size} bytes, it has others")
             with self._lock:
                 known = whole.exists()
-                if not known and self._used + size > self.quota_bytes:
-                    raise StorageError(
-                        f"the blob store holds {self._used} of {self.quota_bytes} bytes; "
-                        "raise its quota or delete old jobs"
-                    )
+                self._bounded(0 if known else size)
                 self._name(file, whole)
                 self._used += 0 if known else size
         except OSError as error:
             raise storage_error(error, self.root) from error
+        self._kept(name)
 
     def read(self, name: str) -> bytes:
         """The whole blob, for small ones."""
@@ -191,7 +203,7 @@ class BlobStore:
         freed = 0
         with self._lock:
             for name in names:
-                path = self.path(name)
+                path = self._whole(name)
                 if path.exists() and not unless(name):
                     freed += path.stat().st_size
                     path.unlink()
@@ -201,13 +213,13 @@ class BlobStore:
     def touch(self, name: str) -> None:
         """Mark the blob as needed: a sweep treats it as new. A missing one is ignored."""
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self.path(name))
+            os.utime(self._whole(name))
 
     def discard(self, names: Collection[str]) -> int:
         """Delete these blobs, whole or partial; returns the bytes freed."""
         freed = 0
         with self._lock:
-            for path in (p for name in names for p in (self.path(name), self._partial(name)) if p.exists()):
+            for path in (p for name in names for p in (self._whole(name), self._partial(name)) if p.exists()):
                 freed += path.stat().st_size
                 path.unlink()
             self._used -= freed
@@ -243,15 +255,18 @@ class BlobStore:
                 path.unlink(missing_ok=True)
 
     def _partial(self, name: str) -> Path:
-        self.path(name)
+        self._whole(name)
         return self.root / "partial" / name
 
-    def _append(self, name: str, data: bytes) -> None:
-        if self._used + len(data) > self.quota_bytes:
+    def _bounded(self, more: int) -> None:
+        if self._used + more > self.quota_bytes:
             raise StorageError(
                 f"the blob store holds {self._used} of {self.quota_bytes} bytes; "
                 "raise its quota or delete old jobs"
             )
+
+    def _append(self, name: str, data: bytes) -> None:
+        self._bounded(len(data))
         try:
             with self._partial(name).open("ab") as file:
                 file.write(data)
@@ -271,7 +286,7 @@ class BlobStore:
             if self.durable:
                 with partial.open("rb") as file:
                     os.fsync(file.fileno())
-            self._name(partial, self.path(name))
+            self._name(partial, self._whole(name))
         except OSError as error:
             raise storage_error(error, self.root) from error
         return True

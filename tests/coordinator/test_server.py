@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sqlite3
 import stat
@@ -28,6 +29,7 @@ from coordinator.client.endpoint import find_endpoint
 from coordinator.config import CoordinatorConfig, Liveness, Probing
 from coordinator.messages import events as ev
 from coordinator.server import Running, Server, Started, serve
+from coordinator.storage import mirrored_blobs
 from coordinator.storage.journal import Fenced, Journal, StoredJournal
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
@@ -42,6 +44,7 @@ from protos.credentials import (
     new_token,
 )
 from protos.grpc_errors import to_atoll_error
+from tests.coordinator.storage.objects_in_memory import MemoryObjects
 from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S, eventually
 
@@ -328,6 +331,27 @@ def test_a_job_that_goes_on_with_another_model_or_optimizer_is_refused(
     assert isinstance(error, UsageError)
     assert "holds the state of adamw, this one sgd" in str(error)
     assert owner.watch(resumed(same)).step == 6
+
+
+def test_a_coordinator_with_an_empty_folder_goes_on_with_what_the_bucket_has(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = MemoryObjects()
+    monkeypatch.setattr(mirrored_blobs, "S3Objects", lambda url: objects)
+    with ExitStack() as first:
+        running = start(first, tmp_path, blobs_url="s3://bucket/prefix")
+        fleet(first, running, 2)
+        owner = Owner(running)
+        job = owner.submit()
+        assert owner.watch(job).state == "finished"
+    shutil.rmtree(tmp_path / "blobs")
+    running = start(stack, tmp_path, blobs_url="s3://bucket/prefix")
+    fleet(stack, running, 2)
+    owner = Owner(running)
+    spec, _ = submission(4, TrainingSpec(6, 2))
+    resumed = owner.call("Submit", pb.SubmitRequest(spec=to_proto(replace(spec, resume_of=job)))).job
+    assert owner.watch(str(resumed)).step == 6
+    assert objects.reads
 
 
 def test_a_fleet_without_enough_memory_is_told_by_how_much(stack: ExitStack, tmp_path: Path) -> None:

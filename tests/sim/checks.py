@@ -17,7 +17,7 @@ from coordinator.messages.facts import (
     RoundClosed,
     StepCommitted,
 )
-from coordinator.messages.jobs import ENDED, Phase
+from coordinator.messages.jobs import ENDED, RUNNING, Phase
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.relink import version_at
 from tests.sim.compute import reference
@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from atoll.job import JobSpec
     from tests.sim.coordinator import Coordinator
     from tests.sim.world import World
+
+
+EXCUSES = (
+    "no idle worker can take over",  # which is looked at
+    "lack each other's messages",
+    "not all stages were loaded",
+    "(lost ",  # a peer that is still there: the link between two is cut
+    "the disk is full",
+)
+"""Reasons for which a job may go back to its checkpoint."""
 
 
 class Violation(AssertionError):
@@ -43,6 +53,7 @@ class Checks:
     counted: dict[tuple[str, str], int] = field(default_factory=dict)  # job, update -> round
     closed: dict[str, int] = field(default_factory=dict)
     committed: dict[str, int] = field(default_factory=dict)
+    states: dict[str, Phase] = field(default_factory=dict)
     references: dict[str, tuple[Mapping[str, str], list[float]]] = field(default_factory=dict)
     events: int = 0
 
@@ -62,10 +73,10 @@ class Checks:
     def applied_step(self, worker: str, job: str, version: int, step: int) -> None:
         """A rank applies each step of an assignment once, and none is left out."""
         bench = self.world.workers[worker].bench
-        assert bench.held is not None
-        first = bench.held.work.first_step
-        key = (f"{worker}/{self.world.workers[worker].life}", job, bench.held.work.plan.version)
-        awaited = self.applied.get(key, first)
+        held = bench.held or bench.repeats
+        assert held is not None
+        key = (f"{worker}/{self.world.workers[worker].life}", job, held.work.plan.version)
+        awaited = self.applied.get(key, held.first)
         if step != awaited:
             raise Violation(f"{worker} applies step {step} of {job}, version {version}; next is {awaited}")
         self.applied[key] = step + 1
@@ -116,6 +127,27 @@ class Checks:
                 self._commit(coordinator, commit)
             case do.AggregateRound():
                 self._counted(instruction)
+            case do.Log("job.state", job=job, fields=fields):
+                before, self.states[job] = self.states.get(job), fields["state"]
+                if fields["state"] == Phase.PAUSED and before in RUNNING:
+                    self._paused(coordinator, job, str(fields["reason"]))
+
+    def _paused(self, coordinator: Coordinator, job: str, reason: str) -> None:
+        """Committed steps are done again only where nobody could take over what was lost."""
+        record = coordinator.shadow.jobs[job]
+        if record.steps <= record.last_checkpoint.step or self.world.short_logs:
+            return
+        excuse = next((known for known in EXCUSES if known in reason), "")
+        if not excuse:
+            raise Violation(f"{job} takes back {record.steps - record.last_checkpoint.step} steps: {reason}")
+        if excuse == EXCUSES[0]:
+            known, now_s = coordinator.scheduler.roster, self.world.clock.now_s
+            mine = {place.worker for place in record.plan.places} if record.plan is not None else set()
+            spare = [
+                w for w in known.idle() if w not in mine and known.workers[w].member.since_s < now_s - 0.5
+            ]
+            if spare:
+                raise Violation(f"{job} takes back steps though {spare} could take over: {reason}")
 
     def _commit(self, coordinator: Coordinator, commit: do.StepCommit) -> None:
         driver: Any = coordinator.scheduler.driver_of(commit.job)
@@ -194,9 +226,11 @@ class Checks:
         self.finished()
 
     def finished(self) -> None:
-        """Every job that has finished ends as an undisturbed one does."""
+        """Every job that has finished ends as an undisturbed one does, and none has failed on one word."""
         for job, state in self.world.coordinator.scheduler.jobs.items():
             spec = self.world.specs[job]
+            if state.phase is Phase.FAILED and "done anew" in state.reason and state.doubt is None:
+                raise Violation(f"{job} ends as diverged after one try: {state.reason}")
             if state.phase is not Phase.FINISHED:
                 continue
             if spec.federated is not None:

@@ -8,18 +8,23 @@ the next loss, whatever the cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.pipeline.machine import clip_scale
+from coordinator.pipeline.relink import version_at
 from tests.sim.clock import Process, digest
+from tests.sim.send_log import Kept, SendLog, Wanted
 from worker.session import events as e
 from worker.session import instructions as todo
 
 if TYPE_CHECKING:
     from atoll.job import JobSpec
+    from atoll.plan import Plan
 
 STEP_S = 0.4
 LOAD_S = 0.6
@@ -27,23 +32,34 @@ APPLY_S = 0.03
 STORE_S = 0.5
 EVALUATE_S = 0.1
 ROUND_S = 1.0
+REPEAT_S = 0.1  # a step that is repeated
+RECONFIGURE_S = 0.05
 
 
 def forward(value: str, tensors: Mapping[str, str], names: list[str]) -> str:
     """Return what a stage with these tensors makes of a value."""
-    for name in names:
+    for name in names if value != NAN else ():
         value = digest(value, tensors[name])
     return value
 
 
-def update(tensors: Mapping[str, str], step: int, loss: str) -> dict[str, str]:
+def update(tensors: Mapping[str, str], step: int, loss: str, scale: float) -> dict[str, str]:
     """Return the tensors after a step in which the whole pipeline computed ``loss``."""
-    return {name: digest(value, step, loss) for name, value in tensors.items()}
+    return {name: digest(value, step, loss, scale) for name, value in tensors.items()}
+
+
+def square_norms(tensors: Mapping[str, str], names: Iterable[str], loss: str) -> tuple[float, ...]:
+    """Return the squared norms of a step's gradients, so that each step is clipped by another scale."""
+    return tuple(number(digest("norm", tensors[name], loss)) for name in names)
+
+
+NAN = "nan"
+"""A value that is not finite; whatever is computed from it is not either."""
 
 
 def number(value: str) -> float:
     """Return a hash as a loss."""
-    return int(value[:12], 16) / 16**12 + 0.5
+    return math.nan if value == NAN else int(value[:12], 16) / 16**12 + 0.5
 
 
 def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
@@ -52,7 +68,8 @@ def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
     for step in range(steps):
         loss = forward(digest("batch", step), tensors, sorted(tensors))
         losses.append(number(loss))
-        tensors = update(tensors, step, loss)
+        norms = list(square_norms(tensors, sorted(tensors), loss))
+        tensors = update(tensors, step, loss, clip_scale(norms, spec.training.optimizer.clip_norm))
     return tensors, losses
 
 
@@ -65,20 +82,28 @@ class Held:
     """A stage: its place, its tensors after ``step`` steps, and neighbours' messages of the one under way."""
 
     work: do.Assign
+    plan: Plan
     tensors: dict[str, str]
     step: int
+    first: int  # step that it applies first
     outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss
 
     @property
     def stage(self) -> int:
-        return self.work.plan.places[self.work.rank].stage
+        return self.plan.places[self.work.rank].stage
 
     @property
     def last(self) -> bool:
-        return self.stage == len(self.work.plan.stages) - 1
+        return self.stage == len(self.plan.stages) - 1
 
     def neighbour(self, offset: int) -> str:
-        return self.work.plan.stages[self.stage + offset].worker
+        return self.plan.stages[self.stage + offset].worker
+
+    @property
+    def neighbours(self) -> dict[bool, str]:
+        """Whose messages it is sent, by whether they go forwards."""
+        found = {} if self.stage == 0 else {True: self.neighbour(-1)}
+        return found if self.last else {**found, False: self.neighbour(+1)}
 
 
 @dataclass(frozen=True)
@@ -95,16 +120,20 @@ class Tensors:
 @dataclass
 class Machine(Process):
     """A process that computes; ``hung``: what it computes now never ends; ``claims``: the worker that it
-    pretends to wait for."""
+    pretends to wait for; ``poison``: what it computes is not finite; ``slanders``: it only says so;
+    ``diverges_at``: the step at which the model itself is not finite any more."""
 
     slowness: float = field(default=1.0, kw_only=True)
     hung: bool = field(default=False, kw_only=True)
     claims: str = field(default="", kw_only=True)
+    poison: bool = field(default=False, kw_only=True)
+    slanders: bool = field(default=False, kw_only=True)
+    diverges_at: float = field(default=math.inf, kw_only=True)
 
     def start(self) -> None:
         """Begin a life in which computations end."""
         super().start()
-        self.hung, self.claims = False, ""
+        self.hung, self.claims, self.poison, self.slanders = False, "", False, False
 
 
 @dataclass
@@ -113,19 +142,24 @@ class Bench:
 
     process: Machine
     post: Callable[[e.Event], None]
-    send: Callable[[str, Tensors], None]  # to a peer
+    send: Callable[[str, Tensors | Wanted | Kept], None]  # to a peer
     store: Callable[[str], None]  # a blob, into the coordinator's store
     has: Callable[[do.Assign, str], bool]  # whether the store has a blob
     applied: Callable[[str, int, int], None]  # job, version, step: for the checks
+    reaches: Callable[[str], bool]  # whether a peer is there
     held: Held | None = None
+    repeats: Held | None = None  # a stage on its way to the step in flight
+    log: SendLog = field(default_factory=SendLog)
     joined: str = ""
     inbox: dict[Key, str] = field(default_factory=dict)
+    kept: dict[Key, str] = field(default_factory=dict)  # what neighbours send again
     running: tuple[str, int, int] | None = None
     progress: int = 0
     _asked_s: float = 0.0  # when the step under way was asked for
     _sent: dict[Key, str] = field(default_factory=dict)
     _due: bool = False  # the step under way has computed for long enough to send something
     _turn: int = 0
+    _computed_s: float = 0.0  # since the step under way was asked for
 
     def obey(self, instruction: todo.Instruction) -> None:
         """Carry out one instruction; what takes time answers with an event."""
@@ -134,17 +168,20 @@ class Bench:
                 self._load(work)
             case todo.RunStep(job, version, step):
                 self.running, self._due = (job, version, step), False
-                self._asked_s = self.process.clock.now_s
+                self._asked_s, self._computed_s = self.process.clock.now_s, 0.0
                 self._later(STEP_S / 2, self._begin)
-            case todo.ApplyStep(job, version, step, store=store):
-                self._later(APPLY_S, lambda: self._apply(job, version, step, store))
+            case todo.ApplyStep(job, version, step, scale, store, replay_from):
+                self.log.trim(replay_from, step)
+                self._later(APPLY_S, lambda: self._apply(job, version, step, scale, store))
+            case todo.Reconfigure(job, version, step, work):
+                self._reconfigure(job, version, step, work)
             case todo.Evaluate(job, version, step):
                 self._later(EVALUATE_S, lambda: self._evaluate(job, version, step))
             case todo.DiscardStep() | todo.Interrupt():
                 self._stop()
             case todo.DropStage(job, version):
                 self._stop()
-                self.held, self.joined = None, ""
+                self.held, self.joined, self.log = None, "", SendLog(most=self.log.most)
                 self._forget(lambda key: key[0] == job and key[1] <= version)
             case todo.ChangeLinks():
                 pass
@@ -163,18 +200,19 @@ class Bench:
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         """Compute for a while, unless what comes first stops it."""
-        turn = self._turn
+        turn, takes_s = self._turn, seconds * self.process.slowness
 
         def done() -> None:
             if turn == self._turn and not self.process.hung:
                 self.progress += 1
+                self._computed_s += takes_s
                 act()
 
-        self.process.after(seconds * self.process.slowness, done)
+        self.process.after(takes_s, done)
 
     def _stop(self) -> None:
         self._turn += 1
-        self.running = None
+        self.running = self.repeats = None
 
     def _forget(self, which: Callable[[Key], bool]) -> None:
         for messages in (self.inbox, self._sent):
@@ -185,6 +223,8 @@ class Bench:
     def waits(self) -> ev.Waits | None:
         """What the step under way waits for; None while it computes, or where there is none."""
         held, running = self.held, self.running
+        if self.repeats is not None:
+            return self._waits_for_repeats(self.repeats)
         if held is None or running is None or not self._due:
             return None
         sent = (*running, True) in self._sent
@@ -208,14 +248,124 @@ class Bench:
                 reason = f"blob {gone[0][:8]} is not there"
                 self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason))
                 return
-            self.held = Held(work, blobs, work.first_step)
-            message = ev.Loaded(work.job, work.plan.version, LOAD_S)
-            self.post(e.StageLoaded(work.job, work.plan.version, message))
+            first = work.replay.first_step if work.replay is not None else work.first_step
+            self.log = SendLog(work.job, first, self.log.most)
+            self.kept.clear()
+            self.repeats = Held(work, work.plan, blobs, first, first)
+            self._repeat()
 
         self._later(LOAD_S, loaded)
 
-    def arrived(self, message: Tensors) -> None:
+    def _reconfigure(self, job: str, version: int, step: int, work: do.Reconfigure) -> None:
+        held = self.held
+        assert held is not None, f"{self.process.name} holds nothing to go on with"
+        assert held.step == step, f"{self.process.name} goes on at {step} with the state after {held.step}"
+        self._stop()
+        held.plan = work.plan
+        held.outputs.clear()
+
+        def connected() -> None:
+            away = [peer for peer in held.neighbours.values() if not self.reaches(peer)]
+            if away:
+                self.post(e.StageBroke(job, version, step, "cannot connect", away[0]))
+            else:
+                self.post(e.StageLoaded(job, version, ev.Loaded(job, version, RECONFIGURE_S)))
+
+        self._later(RECONFIGURE_S, connected)
+
+    # ------------------------------------------------------------ steps that are repeated
+
+    def _repeat(self) -> None:
+        """Ask for what the neighbours sent in the next step, or be loaded after the last."""
+        held = self.repeats
+        assert held is not None
+        work = held.work
+        if held.step == work.first_step:
+            self.held, self.repeats = held, None
+            version = work.plan.version
+            self.post(e.StageLoaded(work.job, version, ev.Loaded(work.job, version, LOAD_S)))
+            return
+        self._asked_s = self.process.clock.now_s
+        for forwards, peer in held.neighbours.items():
+            self.send(peer, Wanted(self.process.name, work.job, self._era(held), held.step, forwards))
+        if not held.neighbours:
+            self._later(REPEAT_S, self._repeated)
+
+    def _era(self, held: Held) -> int:
+        """Return the version of the step that is repeated."""
+        assert held.work.replay is not None
+        eras = [(era.version, era.first_step) for era in held.work.replay.eras]
+        return version_at(eras, held.step, 0)
+
+    def _answered(self, answer: Kept) -> None:
+        held = self.repeats
+        if held is None or (answer.job, answer.step) != (held.work.job, held.step):
+            return
+        self.progress += 1
+        if answer.value is None:
+            reason = f"a message of step {answer.step} has left the send log"
+            self._stop()
+            self.post(e.StageBroke(held.work.job, held.work.plan.version, held.work.first_step, reason))
+            return
+        key = (answer.job, answer.version, answer.step, answer.forwards)
+        if key in self.kept:
+            return
+        self.kept[key] = answer.value
+        if not self._missing(held):
+            self._later(REPEAT_S, self._repeated)
+
+    def _missing(self, held: Held) -> list[bool]:
+        """Return which messages of the step that is repeated are not here."""
+        at = (held.work.job, self._era(held), held.step)
+        return [forwards for forwards in held.neighbours if (*at, forwards) not in self.kept]
+
+    def _waits_for_repeats(self, held: Held) -> ev.Waits | None:
+        if held.step == held.work.first_step or not (missing := self._missing(held)):
+            return None
+        waited_s = self.process.clock.now_s - self._asked_s
+        return ev.Waits(held.neighbours[missing[0]], "replay", held.step, waited_s)
+
+    def _repeated(self) -> None:
+        """Do a step once more from what the neighbours sent in it, and apply it as it was."""
+        held = self.repeats
+        assert held is not None
+        assert held.work.replay is not None
+        job, step, version, replay = held.work.job, held.step, self._era(held), held.work.replay
+        given = digest("batch", step) if held.stage == 0 else self.kept[job, version, step, True]
+        value = forward(given, held.tensors, sorted(held.tensors))
+        loss = value if held.last else self.kept[job, version, step, False]
+        self.log.add(version, step, True, value)
+        self.log.add(version, step, False, loss)
+        held.tensors = update(held.tensors, step, loss, replay.scales[step - replay.first_step])
+        held.step = step + 1
+        self.applied(job, version, step)
+        if held.step in replay.stores:
+            self._snapshot(held, version, step)
+        self._repeat()
+
+    def _asked(self, wanted: Wanted) -> None:
+        """Send again what was sent in a step."""
+        value = self.log.find(wanted)
+        self.send(wanted.by, Kept(wanted.job, wanted.version, wanted.step, wanted.forwards, value))
+
+    def peer_lost(self, peer: str, reason: str) -> None:
+        """A peer that is to send messages again is gone."""
+        held = self.repeats
+        if held is not None and peer in held.neighbours.values():
+            self._stop()
+            work = held.work
+            self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason, peer))
+
+    # ------------------------------------------------------------ steps
+
+    def arrived(self, message: Tensors | Wanted | Kept) -> None:
         """Take in a neighbour's message; it may be early."""
+        if isinstance(message, Wanted):
+            self._asked(message)
+            return
+        if isinstance(message, Kept):
+            self._answered(message)
+            return
         self.inbox[message.job, message.version, message.step, message.forwards] = message.value
         self.progress += 1
         self._forward()
@@ -234,8 +384,10 @@ class Bench:
         if given is None:
             return
         assert step == held.step, f"{self.process.name} runs step {step} on the state after {held.step} steps"
-        value = forward(given, held.tensors, sorted(held.tensors))
+        spoiled = self.process.poison or (held.last and step >= self.process.diverges_at)
+        value = NAN if spoiled else forward(given, held.tensors, sorted(held.tensors))
         self._sent[*running, True] = value
+        self.log.add(version, step, True, value)
         if held.last:
             held.outputs[step] = value
             self._later(STEP_S / 2, self._backward)
@@ -255,30 +407,37 @@ class Bench:
             return
         held.outputs[step] = loss
         self._sent[*running, False] = loss
+        self.log.add(version, step, False, loss)
         if held.stage:
             self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
         shown = number(loss) if held.last else None
-        message = ev.StepReady(job, version, step, shown, forward_s=STEP_S / 2, backward_s=STEP_S / 2)
+        norms = square_norms(held.tensors, sorted(held.tensors), loss)
+        finite = loss != NAN and not self.process.slanders
+        message = ev.StepReady(job, version, step, shown, norms, finite=finite, forward_s=self._computed_s)
         self.running = None
         self.post(e.StepDone(job, version, step, message))
 
-    def _apply(self, job: str, version: int, step: int, store: bool) -> None:
+    def _apply(self, job: str, version: int, step: int, scale: float, store: bool) -> None:
         held = self.held
         assert held is not None, f"{self.process.name} applies step {step} and holds nothing"
-        held.tensors = update(held.tensors, step, held.outputs.pop(step))
+        held.tensors = update(held.tensors, step, held.outputs.pop(step), scale)
         held.step = step + 1
         self.applied(job, version, step)
         self._forget(lambda key: key[0] == job and key[2] <= step)
         if store:
-            snapshot = dict(held.tensors)
-            self.process.after(STORE_S, lambda: self._store(job, version, step, snapshot))
+            self._snapshot(held, version, step)
         self.post(e.StepApplied(job, version, step))
 
-    def _store(self, job: str, version: int, step: int, tensors: dict[str, str]) -> None:
-        if self.held is None or self.held.work.job != job:
+    def _snapshot(self, held: Held, version: int, step: int) -> None:
+        snapshot = dict(held.tensors)
+        self.process.after(STORE_S, lambda: self._store(held, version, step, snapshot))
+
+    def _store(self, held: Held, version: int, step: int, tensors: dict[str, str]) -> None:
+        if held is not self.held and held is not self.repeats:
             return
         for value in tensors.values():
             self.store(value)
+        job = held.work.job
         self.post(e.Stored(job, version, step, ev.StateStored(job, version, step, tensors)))
 
     def _evaluate(self, job: str, version: int, step: int) -> None:

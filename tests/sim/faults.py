@@ -98,6 +98,25 @@ class Lie(Hang):
 
 
 @dataclass(frozen=True)
+class Poison(OnWorker):
+    """Its device is broken: what it computes is not finite, for ever when ``seconds`` is 0."""
+
+    def strike(self, world: World) -> None:
+        worker, life = world.workers[self.worker], world.workers[self.worker].life
+        worker.poison = True
+        if self.seconds:
+            world.clock.after(self.seconds, lambda: _heal(worker, life))
+
+
+@dataclass(frozen=True)
+class Slander(OnWorker):
+    """It calls its gradients not finite, which they are."""
+
+    def strike(self, world: World) -> None:
+        world.workers[self.worker].slanders = True
+
+
+@dataclass(frozen=True)
 class SilentLink(OnWorker):
     """What two workers send each other is lost, and neither notices."""
 
@@ -109,7 +128,7 @@ class SilentLink(OnWorker):
 
 def _heal(worker: Worker, life: int) -> None:
     if worker.life == life:
-        worker.hung, worker.claims = False, ""
+        worker.hung, worker.claims, worker.poison = False, "", False
 
 
 @dataclass(frozen=True)
@@ -226,7 +245,7 @@ class Repeats(Fault):
 WEIGHTS: dict[type[Fault], int] = {
     Crash: 6, Freeze: 3, Slow: 2, Leave: 1, Partition: 3, CutOff: 3, BreakStreams: 4, KillCoordinator: 3,
     ClockJump: 1, FreezeCoordinator: 1, SlowDisk: 1, FullDisk: 1, LossyWeather: 1, Repeats: 4,
-    Hang: 1, Lie: 1, SilentLink: 1,
+    Hang: 1, Lie: 1, SilentLink: 1, Poison: 1,
 }  # fmt: skip
 """What a run may draw beside a ``TakeOver``."""
 

@@ -14,10 +14,12 @@ from coordinator.messages import batch as batches
 from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
-from coordinator.pipeline import machine
+from coordinator.pipeline import machine, reconfigure
 from coordinator.pipeline.stuck import Stuck
+from tests.sim.compute import Bench
 from tests.sim.coordinator import Coordinator, Folder
-from tests.sim.faults import Fault, Hang, Repeats, TakeOver
+from tests.sim.faults import Crash, Fault, Hang, Poison, Repeats, TakeOver
+from tests.sim.send_log import Kept, SendLog
 from worker.session import machine as session
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -70,7 +72,7 @@ def manifest_written_first(patch: pytest.MonkeyPatch) -> None:
 
 def stale_version_accepted(patch: pytest.MonkeyPatch) -> None:
     """A message counts whatever plan it speaks of."""
-    patch.setattr(machine, "_stale", lambda state, event: None)
+    patch.setattr(machine, "staleness", lambda state, event: None)
 
 
 def stale_term_accepted(patch: pytest.MonkeyPatch) -> None:
@@ -100,11 +102,50 @@ def nobody_reads_progress(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Stuck, "tick", lambda self, jobs, now_s: [])
 
 
+def log_trimmed_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A step that is committed is taken for one that nobody repeats."""
+    honest = SendLog.trim
+    patch.setattr(SendLog, "trim", lambda self, replay_from, step: honest(self, step, step))
+
+
+def message_skipped_in_replay(patch: pytest.MonkeyPatch) -> None:
+    """A newcomer that repeats three steps or more takes the message of the one before for the last's."""
+    honest = Bench._answered
+
+    def bug(self: Bench, answer: Kept) -> None:
+        held = self.repeats
+        skipped = held is not None and answer.step == held.work.first_step - 1 and answer.step > held.first
+        before = (answer.job, answer.version, answer.step - 1, answer.forwards)
+        honest(self, replace(answer, value=self.kept[before]) if skipped and before in self.kept else answer)
+
+    patch.setattr(Bench, "_answered", bug)
+
+
+def scale_forgotten_in_replay(patch: pytest.MonkeyPatch) -> None:
+    """A newcomer applies what it repeats as if nothing had been clipped."""
+    honest = reconfigure.replay
+
+    def bug(*arguments: Any) -> Any:
+        found = honest(*arguments)
+        return found and replace(found, scales=(1.0,) * len(found.scales))
+
+    patch.setattr(reconfigure, "replay", bug)
+
+
+def one_word_ends_a_job(patch: pytest.MonkeyPatch) -> None:
+    """What one try found not finite is the model's."""
+    patch.setattr(machine, "diverged", lambda doubt: True)
+
+
 SHOWN_BY: dict[Plant, type[Fault]] = {
     stale_version_accepted: Repeats,
     stale_term_accepted: TakeOver,
     stale_term_recorded: TakeOver,
     nobody_reads_progress: Hang,
+    log_trimmed_too_early: Crash,
+    message_skipped_in_replay: Crash,
+    scale_forgotten_in_replay: Crash,
+    one_word_ends_a_job: Poison,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
 
@@ -117,4 +158,8 @@ PLANTED: tuple[Plant, ...] = (
     stale_term_recorded,
     fact_after_consequence,
     nobody_reads_progress,
+    log_trimmed_too_early,
+    message_skipped_in_replay,
+    scale_forgotten_in_replay,
+    one_word_ends_a_job,
 )

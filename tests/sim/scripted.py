@@ -90,7 +90,7 @@ class Scripted(Coordinator):
             for worker, stream in self.streams.items():
                 if worker not in self.silent:
                     guest = self.guests.get(worker, ev.UNLIMITED)
-                    stream.send(1, ev.Heartbeat(self.clock.now_s, "", 0, 0, 0, 0, None, guest))
+                    stream.send(1, ev.Heartbeat(self.clock.now_s, "", 0, 0, 0, 0, guest=guest))
             self.settle()
 
     # ------------------------------------------------------------ workers

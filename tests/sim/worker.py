@@ -13,6 +13,7 @@ from coordinator.messages import instructions as do
 from tests.sim.compute import Bench, Machine, Tensors
 from tests.sim.coordinator import Coordinator
 from tests.sim.network import End, Network, Stream
+from tests.sim.send_log import Kept, Wanted
 from worker.session import events as e
 from worker.session import instructions as todo
 from worker.session.machine import Session, handle
@@ -34,12 +35,17 @@ def introduction(name: str, incarnation: int = 1, **more: Any) -> ev.Introductio
 def event_of(message: do.Message) -> e.Event | None:
     """Return the event that a coordinator's message is to a session, None where the shell alone hears it."""
     match message:
-        case do.Assign(job, plan=plan, peers=peers, first_step=first_step):
-            return e.Assign(job, plan.version, frozenset(peer.worker for peer in peers), first_step, message)
+        case do.Assign(job, plan=plan, peers=peers, first_step=first_step, replay=replay):
+            eras = tuple((era.first_step, era.version) for era in replay.eras) if replay is not None else ()
+            names = frozenset(peer.worker for peer in peers)
+            return e.Assign(job, plan.version, names, first_step, message, eras)
+        case do.Reconfigure(job, plan, base, step, peers):
+            names = frozenset(peer.worker for peer in peers)
+            return e.Reconfigure(job, plan.version, base, step, names, message)
         case do.StepStart(job, version, step):
             return e.StepStart(job, version, step)
-        case do.StepCommit(job, version, step, scale, store, evaluate, last):
-            return e.StepCommit(job, version, step, scale, store, evaluate, last)
+        case do.StepCommit(job, version, step, scale, store, evaluate, last, replay_from=replay_from):
+            return e.StepCommit(job, version, step, scale, store, evaluate, last, replay_from=replay_from)
         case do.StepDiscard(job, version, step, reason):
             return e.StepDiscard(job, version, step, reason)
         case do.Release(job, version, reason):
@@ -91,6 +97,7 @@ class Worker(Machine):
     missed: Callable[[str, do.Assign, str], None] = field(default=lambda *_: None, kw_only=True)
     obeyed: Callable[[str, Any, int, int], None] = field(default=lambda *_: None, kw_only=True)
     data: bool = field(default=True, kw_only=True)
+    log_steps: int = field(default=1000, kw_only=True)  # that its send log has room for
     clock_off_s: float = field(default=0.0, init=False)
     session: Session = field(default_factory=Session, init=False)
     stream: Stream | None = field(default=None, init=False)
@@ -105,7 +112,10 @@ class Worker(Machine):
         super().start()
         self.session, self.stream, self._links, self._term = Session(), None, {}, 0
         self._idle_heartbeat_s, self._beaten_s = 0.0, self.clock.now_s
-        self.bench = Bench(self, self.hear, self._send_tensors, self._store, self._has, self._applied)
+        self.bench = Bench(
+            self, self.hear, self._send_tensors, self._store, self._has, self._applied, self._reaches
+        )
+        self.bench.log.most = self.log_steps
         self._connect()
         self._beat()
 
@@ -153,7 +163,7 @@ class Worker(Machine):
                 1,
                 ev.Heartbeat(
                     self.clock.now_s + self.clock_off_s, state.job, state.version, state.step,
-                    self._counted(), MEMORY, self._waits(),
+                    self._counted(), MEMORY, self._waits(), self.bench.log.since,
                 ),
             )  # fmt: skip
         self.after(interval_s, self._beat)
@@ -225,12 +235,12 @@ class Worker(Machine):
 
     # ------------------------------------------------------------ peers and blobs
 
-    def _send_tensors(self, peer: str, message: Tensors) -> None:
+    def _send_tensors(self, peer: str, message: Tensors | Wanted | Kept) -> None:
         other = self.peers(peer)
         if self.network.swallows(self.name, peer):
             return
         if other is None or not other.alive:
-            self.after(0.1, lambda: self.hear(e.PeerLost(peer, "connection refused")))
+            self.after(0.1, lambda: self._peer_lost(peer, "connection refused"))
             return
         stream = self._links.get(peer)
         if stream is None or not all(end.open for end in stream.ends):
@@ -247,7 +257,12 @@ class Worker(Machine):
 
     def _peer_lost(self, peer: str, reason: str) -> None:
         self._links.pop(peer, None)
+        self.bench.peer_lost(peer, reason)
         self.hear(e.PeerLost(peer, reason))
+
+    def _reaches(self, peer: str) -> bool:
+        other = self.peers(peer)
+        return other is not None and other.alive
 
     def notice_silence(self, peer: Worker) -> None:
         """Give up a link to a peer that still does not answer."""

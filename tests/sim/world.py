@@ -9,7 +9,7 @@ from random import Random
 
 from atoll.dataset_spec import DataSpec
 from atoll.federated import Federated, FederatedSpec
-from atoll.job import JobSpec, TrainingSpec
+from atoll.job import JobSpec, Optimizer, TrainingSpec
 from coordinator.messages import events as ev
 from tests.sim.checks import Checks, Violation
 from tests.sim.clock import Clock, digest
@@ -21,13 +21,15 @@ from tests.sim.worker import Worker
 FAULTS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 600.0
 TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
+SHORT_LOGS = 0.05  # share of the runs in which send logs do not reach back to the checkpoint
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
 
 def pipeline_job(steps: int = 16, tensors: int = 6) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
-    training = TrainingSpec(steps, 2, checkpoint_every=3, eval_every=4, eval_batches=1)
+    clipped = Optimizer(clip_norm=1.5)
+    training = TrainingSpec(steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1)
     data = DataSpec((), 8, 1)
     return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data)
 
@@ -52,6 +54,7 @@ class Scenario:
     pipeline: int = 1  # jobs
     federated: int = 0
     faults: tuple[Fault, ...] = ()
+    log_steps: int = 1000  # that a send log has room for
 
     def names(self) -> list[str]:
         return [f"w{at}" for at in range(self.workers)]
@@ -66,7 +69,8 @@ def scenario(seed: int) -> Scenario:
     faults = drawn(random, found.names(), FAULTS_WITHIN_S)
     if random.random() < TAKEN_OVER:
         faults += (TakeOver(round(2.0 + 14.0 * random.random(), 2), round(1.0 + 3.0 * random.random(), 2)),)
-    return replace(found, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)))
+    log_steps = 2 if random.random() < SHORT_LOGS else found.log_steps
+    return replace(found, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)), log_steps=log_steps)
 
 
 @dataclass
@@ -99,6 +103,7 @@ class World:
                 said=self.checks.said,
                 missed=self.checks.missed,
                 obeyed=self.checks.obeyed,
+                log_steps=self.scenario.log_steps,
             )
 
     def _coordinator(self, name: str, folder: Folder) -> Coordinator:
@@ -159,6 +164,11 @@ class World:
     def _strike(self, fault: Fault) -> None:
         self.clock.tell(f"FAULT {fault}")
         fault.strike(self)
+
+    @property
+    def short_logs(self) -> bool:
+        """Whether send logs may not reach back to the newest checkpoint."""
+        return self.scenario.log_steps < 10
 
     @property
     def over(self) -> bool:

@@ -24,6 +24,7 @@ WHAT = {
     "data": "registered data sets, the worker's copies",
     "apps": "apps, and what they kept",
     "federated": "client state of federated jobs",
+    "send_log": "what stages sent",
     "codec_speed.json": "measured speeds",
     "version": "the folder's version",
 }

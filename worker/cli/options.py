@@ -127,6 +127,14 @@ class Limits:
             help="Disk limit of client state between federated rounds; default 20GiB.",
         ),
     ] = None
+    send_log_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Disk limit of what this worker's stage sent since the newest checkpoint, for whoever takes "
+            "over a neighbour; at most a quarter of what is free; default 1GiB; 0: none.",
+        ),
+    ] = None
     min_batch: Annotated[
         int | None,
         typer.Option(metavar="N", help="Minimum of own samples in each mean that leaves; default 3."),
@@ -146,8 +154,8 @@ class Limits:
     def given(self) -> dict[str, Any]:
         """Fields of the configuration; None where nothing was given."""
         found = asdict(self)
-        kept = found.pop("kept")
-        return found | {"kept_bytes": parse_size(kept) if kept else None}
+        sizes = {"kept_bytes": found.pop("kept"), "send_log_bytes": found.pop("send_log_bytes")}
+        return found | {name: parse_size(size) if size else None for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,19 @@ def load(
             recompute=assignment.plan.recompute,
             actions=assignment.plan.actions(assignment.stage),
         )
+    (_, first), *later = assignment.eras
     links = Links(
         context.network,
         assignment.job,
-        assignment.version,
-        codecs_of(assignment, context.cpu),
+        first.version,
+        codecs_of(first, context.cpu),
         device=device,
         announce=context.network.announce,
+        record=context.network.record,
+        sends_from=assignment.first_step,
     )
+    for begins, era in later:
+        links.relink(era.version, begins, codecs_of(era, context.cpu))
     for executor, found in zip(stage.executors, costs, strict=True):
         executor.watch = OpMarks(context.status, executor.program, found, context.duty)
     run = StageRun(
@@ -63,7 +68,7 @@ def load(
         notice,
     )
     try:
-        run.open(assignment.first_step)
+        run.open(assignment.first_step if assignment.replay is None else assignment.replay.first_step)
         context.network.connect(assignment.job, assignment.version, cancel)
     except BaseException:
         run.close()

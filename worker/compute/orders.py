@@ -7,21 +7,32 @@ UsageError of the types' own checks, for what breaks a bound.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from atoll.compression import MAX_RATIO
 from atoll.errors import BadFrame
 from atoll.job import Precision
 from atoll.opdag import leaf_refs
-from atoll.plan import LinkSpec
+from atoll.plan import LinkSpec, Plan
 from protos import atoll_control_pb2 as pb
 from protos import bounds, convert, convert_plan
 from protos.bounds import DEFAULT_LIMITS
 from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder
 from worker.machine.op_probe import OpProbe
 from worker.session import wire
-from worker.stage.assignment import Assignment
+from worker.stage.assignment import Assignment, Era, PeerLink, Replay
 
 MAX_BATCH = 1 << 24
+MAX_REPLAYED = 1 << 20  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfiguration:
+    """A plan under which the stage that is held goes on from ``step`` on, and its neighbours there."""
+
+    plan: Plan
+    links: tuple[PeerLink, ...]
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +57,45 @@ def assignment(m: pb.Assign) -> Assignment:
         tensors=_tensors(m),
         states=convert.state_from_proto(m.metas, DEFAULT_LIMITS),
         first_step=m.first_step,
+        replay=_replay(m) if m.HasField("replay") else None,
     )
 
 
-def links(m: pb.Relink) -> tuple[LinkSpec, ...]:
-    """Codecs of the links of a later plan version."""
+def reconfiguration(m: pb.Reconfigure) -> Reconfiguration:
+    """Other workers for some stages of the plan."""
+    plan = convert.from_proto(m.plan)
+    if (plan.job, plan.version) != (m.job, m.plan_version):
+        raise BadFrame(f"plan of {plan.job} version {plan.version} said to be version {m.plan_version}")
+    return Reconfiguration(plan, wire.neighbours(m), m.step)
+
+
+def _replay(m: pb.Assign) -> Replay:
+    replay, first, end = m.replay, m.replay.first_step, m.first_step
+    steps = bounds.within("steps to repeat", end - first, 1, MAX_REPLAYED)
+    bounds.within("gradient scales", len(replay.gradient_scales), steps, steps)
+    eras = tuple(
+        Era(
+            bounds.within("version of a step to repeat", era.plan_version, 0, m.plan_version - 1),
+            bounds.within("first step of a version", era.first_step, 0, end - 1),
+            links(era),
+        )
+        for era in bounds.count("versions of steps to repeat", replay.eras, MAX_REPLAYED)
+    )
+    pairs = list(pairwise(eras))
+    if not eras or eras[0].first_step > first:
+        raise BadFrame(f"no version for step {first}, from which on a stage is to be repeated")
+    if any(b.first_step <= a.first_step or b.version <= a.version for a, b in pairs):
+        raise BadFrame("versions of steps to repeat that do not ascend")
+    return Replay(
+        first,
+        eras,
+        tuple(bounds.number("gradient scale", scale) for scale in replay.gradient_scales),
+        frozenset(bounds.within("step to store after", step, first + 1, end) for step in replay.stores),
+    )
+
+
+def links(m: pb.Relink | pb.PlanEra) -> tuple[LinkSpec, ...]:
+    """Codecs of the links of a plan version."""
     found = bounds.count("links", list(m.links), DEFAULT_LIMITS.items)
     return tuple(convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS) for link in found)
 

@@ -256,12 +256,32 @@ class DaemonNetwork:
     ) -> None:
         """Queue a message; waits while as much as may be is on its way. PeerLost, TimeoutError."""
         with self._spans.timed("send", key.step, key.micro, peer, len(payload)):
-            offset = self._allocate(peer, len(payload), timeout_s)
-            self._outgoing.arena.block(offset, len(payload))[:] = np.frombuffer(payload, np.uint8)
-            outgoing = pb.Outgoing(
-                peer=peer, key=to_key(key), header=header, offset=offset, size=len(payload), more=more
-            )
-            self._tell(pb.FromCompute(freed=self._take_read(), outgoing=outgoing))
+            self._hand_over(pb.Outgoing(peer=peer, header=header, more=more), key, payload, timeout_s)
+
+    def record(
+        self,
+        peer: str,
+        key: MessageKey,
+        header: bytes,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None = None,
+    ) -> None:
+        """As ``send``, for the send log alone."""
+        self._hand_over(pb.Outgoing(peer=peer, header=header, log_only=True), key, payload, timeout_s)
+
+    def _hand_over(
+        self,
+        outgoing: pb.Outgoing,
+        key: MessageKey,
+        payload: bytes | bytearray | memoryview,
+        timeout_s: float | None,
+    ) -> None:
+        size = len(payload)
+        outgoing.offset = self._allocate(outgoing.peer, size, timeout_s)
+        self._outgoing.arena.block(outgoing.offset, size)[:] = np.frombuffer(payload, np.uint8)
+        outgoing.key.CopyFrom(to_key(key))
+        outgoing.size = size
+        self._tell(pb.FromCompute(freed=self._take_read(), outgoing=outgoing))
 
     def _allocate(self, peer: str, size: int, timeout_s: float | None) -> int:
         deadline_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)

@@ -167,6 +167,8 @@ class ComputeProcess:
             case "change_links":
                 relink = events.Relink(m.relink.plan_version, m.relink.first_step, orders.links(m.relink))
                 do(instructions.ChangeLinks(m.job, m.plan_version, m.step, relink))
+            case "reconfigure":
+                do(instructions.Reconfigure(m.job, m.plan_version, m.step, m))
             case "discard":
                 do(instructions.DiscardStep(m.job, m.plan_version, m.step, m.reason))
             case "drop":

@@ -30,6 +30,7 @@ from worker.pipe.status import Mark
 from worker.session import events, instructions, wire_federated
 from worker.session import wire as messages
 from worker.stage import tensor_blobs
+from worker.stage.assignment import check
 from worker.transport.contract import PeerLost
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from worker.federated.orders import TrainOrder
     from worker.links.links import Links
     from worker.machine.codec_speed import CodecGauge
-    from worker.stage.assignment import Assignment
+    from worker.stage.assignment import Assignment, Replay
     from worker.stage.reports import LongWait
     from worker.stage.run import StageRun
 
@@ -50,6 +51,7 @@ log = structlog.get_logger()
 OPS_BUDGET_S = 60.0
 OPS_BYTES_SHARE = 0.75  # of the memory budget, for one op: an idle worker holds nothing else
 PROBE_S = 60.0  # nothing honest takes longer
+SHOW_S = 10.0  # between two lines of log about steps that are repeated
 Task = Callable[[Cancel], None]
 
 
@@ -67,7 +69,7 @@ class Workbench:
         self._tasks: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[tuple[Task, Cancel] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._pending: list[Cancel] = []
+        self._pending: dict[Cancel, bool] = {}  # True: of a snapshot that is being stored
         self._codecs_asked = False  # and not begun
         self._run: StageRun | None = None
         self._part: Participation | None = None
@@ -92,12 +94,11 @@ class Workbench:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def interrupt(self, reason: str) -> None:
-        """Cancel what runs and what waits; a wait for a neighbour ends at once."""
-        with self._lock:
-            pending, links = list(self._pending), self._links
-        for cancel in pending:
-            cancel.set(reason)
+    def interrupt(self, reason: str, *, stores: bool = True) -> None:
+        """Cancel what runs and what waits; a wait for a neighbour ends at once. ``stores``: snapshots on
+        their way to the store as well."""
+        self._cancel(reason, stores=stores)
+        links = self._links
         if links is not None:
             links.abort(reason)
 
@@ -132,7 +133,10 @@ class Workbench:
                 self.interrupt(instruction.reason)
                 self._submit(lambda c: self._drop())
             case instructions.Interrupt(reason):
-                self.interrupt(reason)
+                self.interrupt(reason, stores=False)
+            case instructions.Reconfigure(job, version, step, work):
+                self.interrupt("the plan is reconfigured", stores=False)
+                self._submit(self._guarded(job, version, step, lambda c: self._reconfigure(work, c)))
             case instructions.TimeOps(request, ops):
                 self._submit(lambda c: self._time_ops(request, ops))
             case _:
@@ -158,7 +162,7 @@ class Workbench:
                 log.info("work.cancelled", reason=cancel_reason(cancel))
             finally:
                 with self._lock:
-                    self._pending.remove(cancel)
+                    del self._pending[cancel]
 
     def _next(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> tuple[Task, Cancel] | None:
         if tasks is self._stores or self._busy:
@@ -169,12 +173,12 @@ class Workbench:
     def _submit(self, task: Task, store: bool = False) -> None:
         cancel = Cancel()
         with self._lock:
-            self._pending.append(cancel)
+            self._pending[cancel] = store
         (self._stores if store else self._tasks).put((task, cancel))
 
-    def _cancel(self, reason: str) -> None:
+    def _cancel(self, reason: str, *, stores: bool = False) -> None:
         with self._lock:
-            pending = list(self._pending)
+            pending = [cancel for cancel, store in self._pending.items() if stores or not store]
         for cancel in pending:
             cancel.set(reason)
 
@@ -238,12 +242,48 @@ class Workbench:
             self._run, self._links = run, links
         # Cancelled in the meantime: links that did not exist yet could not be aborted.
         cancel.check()
+        if work.replay is not None:
+            self._replay(run, links, work.replay, cancel)
         took_s = time.perf_counter() - started_s
         log.info(
             "stage.loaded", job=work.job, version=work.version, stage=work.stage, took_s=round(took_s, 3)
         )
         message = messages.loaded(work.job, work.version, took_s)
         self._post(events.StageLoaded(work.job, work.version, message))
+
+    def _replay(self, run: StageRun, links: Links, replay: Replay, cancel: Cancel) -> None:
+        """Repeat the steps since the state that was loaded, until the stage is where its neighbours are."""
+        started_s = shown_s = time.perf_counter()
+        job, first, count = run.assignment.job, replay.first_step, len(replay.gradient_scales)
+
+        def notice(step: int) -> None:
+            nonlocal shown_s
+            now_s = time.perf_counter()
+            if now_s - shown_s >= SHOW_S:
+                shown_s = now_s
+                log.info("stage.replays", job=job, step=step, steps=step + 1 - first, of=count)
+
+        run.replay(cancel, lambda step: self._snapshot(run, step), notice)
+        links.codec_use()  # is no training step's
+        took_s = round(time.perf_counter() - started_s, 3)
+        log.info("stage.replayed", job=job, step=first, steps=count, took_s=took_s)
+
+    def _reconfigure(self, message: pb.Reconfigure, cancel: Cancel) -> None:
+        started_s = time.perf_counter()
+        run, asked = self._loaded, orders.reconfiguration(message)
+        later = run.assignment.reconfigured(asked.plan, asked.links, asked.step)
+        check(later, self._context.worker)
+        # Who is connected may be lost again until then: the new neighbours send when all are loaded.
+        self._context.network.connect(later.job, later.version, cancel)
+        run.reconfigure(later)
+        took_s = time.perf_counter() - started_s
+        log.info(
+            "stage.reconfigured",
+            job=later.job, version=later.version, stage=later.stage, step=asked.step, took_s=round(took_s, 3),
+        )  # fmt: skip
+        self._post(
+            events.StageLoaded(later.job, later.version, messages.loaded(later.job, later.version, took_s))
+        )
 
     def _report_waiting(self, wait: LongWait) -> None:
         """Report that nothing comes though every peer lives: nothing else would show it."""
@@ -266,13 +306,18 @@ class Workbench:
         assignment = run.at(step)
         run.apply(step, gradient_scale)
         if store:
-            with run.spans.timed("save", step):
-                snapshot = run.snapshot()
-            self._submit(lambda c: self._store(assignment, step, snapshot, c), store=True)
+            self._snapshot(run, step)
         self._post(events.StepApplied(assignment.job, assignment.version, step))
         spans = run.spans.take()
         for message in messages.spans(assignment.job, run.assignment.version, assignment.stage, spans):
             self._send(message)
+
+    def _snapshot(self, run: StageRun, step: int) -> None:
+        """Have the state after ``step`` stored while training goes on."""
+        assignment = run.at(step)
+        with run.spans.timed("save", step):
+            snapshot = run.snapshot()
+        self._submit(lambda c: self._store(assignment, step, snapshot, c), store=True)
 
     def _evaluate(self, step: int, coded: bool, cancel: Cancel) -> None:
         run = self._loaded

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import structlog
 
 from atoll.errors import AtollError, StorageError
@@ -22,7 +21,6 @@ from protos import atoll_compute_pb2 as pb
 from protos.child_pipe import Gone, Pipe, framed
 from worker.hosting.environment import compute_environment
 from worker.hosting.launch import Ending, Launched
-from worker.hosting.limits import descendants
 from worker.pipe.arena import Allocator, Arena
 from worker.pipe.status import ComputeStatus, DaemonStatus
 
@@ -124,15 +122,6 @@ class Child:
                 return False
             time.sleep(ROOM_S)
         return True
-
-    def cpu_s(self) -> float:
-        """Seconds that the process and all below it have computed."""
-        total = 0.0
-        for pid in descendants(self.launched.pid):
-            with contextlib.suppress(psutil.Error):
-                times = psutil.Process(pid).cpu_times()
-                total += times.user + times.system
-        return total
 
     def end(self, cause: str) -> None:
         """As ``kill``, without waiting for it."""

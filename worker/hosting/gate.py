@@ -2,7 +2,7 @@
 
 The transport asks at once where a message goes, so the keys that are wanted, and their sizes, are known
 here before any comes. What is neither from a neighbour that the coordinator named nor of the job that it
-assigned does not pass, either way.
+assigned does not pass, either way. What a training step sends is logged, for who takes over a neighbour.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,13 @@ import numpy as np
 
 from atoll.errors import BadFrame
 from protos import atoll_compute_pb2 as pb
+from worker.hosting.replays import Replays
 from worker.pipe.keys import from_key, to_key
 from worker.transport.contract import PeerLost
+from worker.transport.frames import NOT_HERE, Direction
 
 if TYPE_CHECKING:
+    from worker.hosting.send_log import SendLog
     from worker.pipe.arena import Allocator, Block
     from worker.transport.frames import MessageKey
     from worker.transport.network import PeerNetwork
@@ -47,21 +50,46 @@ class Gate:
     def __init__(
         self,
         job: str,
-        peers: frozenset[str],
+        version: int,
+        stages: Mapping[str, int],
         network: PeerNetwork,
         incoming: Allocator,
         tell: Callable[[pb.ToCompute], object],
+        sent: SendLog,
         end: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """``end(cause)`` ends the process; like ``tell`` it must not wait."""
-        self.job, self.peers = job, peers
+        """``stages``: of the neighbours in plan ``version``, by their workers. ``end(cause)`` ends the
+        process; like ``tell`` it must not wait. ``sent`` logs what is, and is closed with the gate."""
+        self.job, self._version, self._stages = job, version, stages
+        self._oldest = 0  # version that passes: steps may be repeated under those before
         self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
+        self._sent, self._replays = sent, Replays(sent, network)
         self._beside_bytes = 0  # of messages that the arena has no room for
         self._lock = threading.RLock()
         self._wanted: dict[MessageKey, _Wanted] = {}
         self._begun_s: dict[tuple[str, MessageKey], float] = {}
         self._waiting: list[tuple[pb.Arrived, Block]] = []  # whole, and no room yet
         self._lent: dict[int, Block] = {}  # offset -> block that the compute process reads
+
+    @property
+    def logged_from(self) -> int:
+        """See ``SendLog``."""
+        return self._sent.logged_from
+
+    def reconfigure(self, stages: Mapping[str, int], version: int, step: int) -> None:
+        """Be among other neighbours from ``step`` on, under plan ``version``; nothing of the versions before
+        passes any more, and what was logged of the step is forgotten."""
+        with self._lock:
+            self._stages, self._version, self._oldest = stages, version, version
+            self._wanted.clear()
+            self._waiting.clear()
+        self._network.forget(self.job, version - 1)
+        self._replays.forget_all()
+        self._sent.drop_from(step)
+
+    def trim_log(self, step: int) -> None:
+        """Nobody will ask for messages of steps before ``step``."""
+        self._sent.trim(step)
 
     # ------------------------------------------------------------ the compute process
 
@@ -70,6 +98,8 @@ class Gate:
         with self._lock:
             for entry in entries:
                 key = from_key(entry.key)
+                if key.plan_version < self._oldest:
+                    continue  # it has not heard yet
                 self._check(entry.peer, key)
                 if entry.max_bytes > self._incoming.arena.size:
                     raise BadFrame(f"a message of {entry.max_bytes} bytes wanted")
@@ -85,7 +115,17 @@ class Gate:
     def send(self, m: pb.Outgoing, block: Block) -> None:
         """Send a message that lies in the compute process's arena. Raises BadFrame."""
         key = from_key(m.key)
-        self._check(m.peer, key)
+        if key.plan_version < self._oldest and not m.log_only:
+            return  # of a step that it has not heard to leave
+        stage = self._check(m.peer, key)
+        if not m.log_only:
+            self._send(m, key, block)
+        # Nobody waits for the end of a step that is repeated, so its messages may.
+        payload = memoryview(block)  # type: ignore[arg-type]
+        self._sent.append(stage, key, m.header, payload, wait=m.log_only)
+        self._replays.logged()
+
+    def _send(self, m: pb.Outgoing, key: MessageKey, block: Block) -> None:
         try:
             self._network.send(m.peer, key, m.header, memoryview(block), FULL_S, m.more)  # type: ignore[arg-type]
         except PeerLost as lost:
@@ -105,19 +145,26 @@ class Gate:
         """Nothing passes any more."""
         self._network.unregister(self.job, self)
         self._network.forget(self.job)
+        self._replays.close()
+        self._sent.close()
         with self._lock:
             self._wanted.clear()
             self._waiting.clear()
             self._lent.clear()
 
-    def _check(self, peer: str, key: MessageKey) -> None:
-        if key.job != self.job or peer not in self.peers:
+    def _check(self, peer: str, key: MessageKey) -> int:
+        """The stage that ``peer`` holds. Raises BadFrame."""
+        stage = self._stages.get(peer)
+        if key.job != self.job or stage is None:
             raise BadFrame(f"a message of job {key.job[:60]!r} with {peer[:60]!r}, none of which is here")
+        return stage
 
     # ------------------------------------------------------------ the transport
 
     def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
         with self._lock:
+            if _asks(key):
+                return None if total or not self._may_ask(peer, key) else memoryview(bytearray())
             wanted = self._wanted.get(key)
             if wanted is None or wanted.peer != peer or total > wanted.max_bytes or wanted.blocks >= AT_ONCE:
                 return None
@@ -137,6 +184,10 @@ class Gate:
 
     def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
         with self._lock:
+            if _asks(key):
+                if self._may_ask(peer, key):
+                    self._replays.ask(peer, self._stages[peer], key)
+                return
             now_s = time.monotonic()
             lasted_s = now_s - self._begun_s.pop((peer, key), now_s)
             arrived = pb.Arrived(
@@ -152,6 +203,10 @@ class Gate:
         with self._lock:
             for entry in [entry for entry in self._begun_s if entry[0] == peer]:
                 del self._begun_s[entry]
+
+    def _may_ask(self, peer: str, key: MessageKey) -> bool:
+        """Who is in another plan than this worker has heard of asks again."""
+        return peer in self._stages and key.plan_version == self._version
 
     def _lend(self, arrived: pb.Arrived, block: Block) -> bool:
         """Hand a message over; the lock is held. False when there is no room in the arena."""
@@ -174,6 +229,11 @@ class Gate:
         with self._lock:
             wanted.blocks -= 1
             self._beside_bytes -= beside
+
+
+def _asks(key: MessageKey) -> bool:
+    """True for a neighbour's wish to have a step's messages again."""
+    return key.direction is Direction.REPLAY and key.micro != NOT_HERE
 
 
 def _nothing(_: object) -> None:

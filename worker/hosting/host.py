@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +36,16 @@ from worker.hosting.child import SHARED_BYTES, Child, make_scratch
 from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, connect_one
 from worker.hosting.gate import Gate
+from worker.hosting.limits import computed_s
 from worker.hosting.requests import Batches, Served
 from worker.hosting.sandbox import View, chosen
+from worker.hosting.send_log import NOTHING, SendLog
+from worker.hosting.setup import setup_of
 from worker.hosting.watch import OpWatch
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
 from worker.session import events, instructions, wire
 from worker.session.pipe_events import event_of
-from worker.transport.contract import TransportConfig
 
 if TYPE_CHECKING:
     from worker.blobs import BlobStore
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
     from worker.config import WorkerConfig
     from worker.hosting.launch import Ending
     from worker.pipe.status import Waiting
-    from worker.session.wire import AssignedStage, LinkRequest
+    from worker.session.wire import AssignedStage, LinkRequest, ReconfiguredStage
     from worker.stage.assignment import PeerLink
     from worker.transport.network import PeerNetwork
 
@@ -147,6 +151,7 @@ class ComputeHost:
         config = self._config
         make_state_dir(config.state_dir)
         private_folder(config.blob_dir)
+        shutil.rmtree(config.send_log_dir, ignore_errors=True)  # of an earlier life, whose stage is gone
         with self._lock:
             self._launch(self._pool_view())
 
@@ -186,6 +191,12 @@ class ComputeHost:
         """What the computation waits for, None: for nothing."""
         now = self._now
         return None if now is None else now.child.status.waiting(time.monotonic())
+
+    @property
+    def logged_from(self) -> int:
+        """First step from which on the send log holds all that the held stage sent."""
+        now = self._now
+        return NOTHING if now is None or now.gate is None else now.gate.logged_from
 
     @property
     def memory_bytes(self) -> int:
@@ -248,8 +259,12 @@ class ComputeHost:
                     if self._now.gate is not None:
                         self._now.gate.step_over(step)
                 self._tell(pb.ToCompute(run_step=_step(job, version, step)))
-            case instructions.ApplyStep(job, version, step, scale, store):
+            case instructions.Reconfigure(job, version, step, work):
+                self._reconfigure(version, step, work)
+            case instructions.ApplyStep(job, version, step, scale, store, replay_from):
                 self._at(version, step)
+                if self._now is not None and self._now.gate is not None:
+                    self._now.gate.trim_log(replay_from)
                 message = _step(job, version, step, gradient_scale=scale, store=store)
                 self._tell(pb.ToCompute(apply_step=message))
             case instructions.Evaluate(job, version, step, coded):
@@ -307,12 +322,25 @@ class ComputeHost:
         assert now is not None  # noqa: S101 - launched
         self._leave_gate(now)
         child = now.child
-        peers = frozenset(link.worker for link in work.links)
-        now.gate = Gate(job, peers, self._ports.network, child.incoming, child.send, child.end)
+        assigned = work.message
+        first_step = assigned.replay.first_step if assigned.HasField("replay") else assigned.first_step
+        folder = self._config.send_log_dir / str(next(self._numbers))
+        sent = SendLog(folder, job, self._config.send_log_bytes, first_step)
+        network = self._ports.network
+        now.gate = Gate(job, version, _stages(assigned), network, child.incoming, child.send, sent, child.end)
         now.watch = OpWatch()
         self._links = work.links
-        self._ports.network.register(job, now.gate)
-        child.send(pb.ToCompute(load=work.message))
+        network.register(job, now.gate)
+        child.send(pb.ToCompute(load=assigned))
+
+    def _reconfigure(self, version: int, step: int, work: ReconfiguredStage) -> None:
+        now = self._now
+        if now is None or now.gate is None:
+            raise StorageError(f"the stage is gone: {self._last_death}")
+        self._at(version, step)
+        self._links = work.links
+        now.gate.reconfigure(_stages(work.message), version, step)
+        now.child.send(pb.ToCompute(reconfigure=work.message))
 
     def _join(self, joining: instructions.JoinFederation) -> None:
         invitation: control.Participate = joining.work
@@ -408,31 +436,9 @@ class ComputeHost:
     def _settle_in(self, now: _Now) -> None:
         """Tell a process who it computes for."""
         now.served = Served(now.child, self._ports.blobs, self._ports.batches)
-        now.child.send(pb.ToCompute(setup=self._setup(now.child.scratch)))
-
-    def _setup(self, scratch: Path) -> pb.ComputeSetup:
-        config, transport = self._config, TransportConfig()
-        return pb.ComputeSetup(
-            worker=self._worker,
-            state_dir=str(config.state_dir.absolute()),
-            blob_dir=str(config.blob_dir.absolute()),
-            scratch_dir=str(scratch),
-            device=config.device,
-            threads=config.threads,
-            memory_bytes=config.memory_bytes,
-            gpu_memory_bytes=config.gpu_memory_bytes,
-            compute_share=self._share,
-            feed_ahead_steps=config.feed_ahead_steps,
-            feed_bytes=config.feed_bytes,
-            kept_bytes=config.kept_bytes,
-            min_batch=config.min_batch,
-            min_samples=config.min_samples,
-            min_steps=config.min_steps,
-            min_clients=config.min_clients,
-            codec_speeds=self._speeds.read(),
-            max_queued_bytes=transport.max_queued_bytes,
-            max_queued_messages=transport.max_messages,
-        )
+        scratch, speeds = now.child.scratch, self._speeds.read()
+        setup = setup_of(self._config, self._worker, scratch, self._share, speeds)
+        now.child.send(pb.ToCompute(setup=setup))
 
     def _tell(self, message: pb.ToCompute) -> None:
         now = self._now
@@ -542,7 +548,7 @@ class ComputeHost:
             if now_s - pinged_s > PING_S:
                 pinged_s = now_s
                 child.send(pb.ToCompute(ping=1))
-            late = now.watch.overdue(child.status.running(), now_s, child.cpu_s)
+            late = now.watch.overdue(child.status.running(), now_s, partial(computed_s, child.launched.pid))
             silent_s = now_s - now.answered_s
             if late is None and silent_s > (PONG_S if now.ready else READY_S):
                 late = f"it has not answered for {silent_s:.0f} s"
@@ -683,6 +689,11 @@ def _turn_over(event: events.Event) -> str | None:
         case events.TurnBroke(during=during):
             return during
     return None
+
+
+def _stages(message: control.Assign | control.Reconfigure) -> dict[str, int]:
+    """Stages of the neighbours, by their workers."""
+    return {entry.peer.worker: entry.stage for entry in message.peers}
 
 
 def _step(job: str, version: int, step: int, **more: Any) -> pb.ComputeStep:

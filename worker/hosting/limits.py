@@ -53,6 +53,16 @@ def descendants(root: int) -> list[int]:
     return found[: MOST_PROCESSES + 1]
 
 
+def computed_s(root: int) -> float:
+    """Return the CPU seconds of all processes below ``root``."""
+    total = 0.0
+    for pid in descendants(root):
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(pid).cpu_times()
+            total += times.user + times.system
+    return total
+
+
 def _children(process: int) -> list[int]:
     try:
         tasks = list(Path(f"/proc/{process}/task").iterdir())

@@ -5,9 +5,8 @@ coordinator names, the same stages may exchange under a new version with other c
 
 Only declared messages are taken: key, sender, shape and dtype are known before a step begins.
 Everything else (late, duplicate, of another plan version, of another size) is dropped and counted,
-never added twice. What was sent in the current step is kept, so that a neighbour that has lost it
-can have it again. A step that is run again sends the same bits under the same keys, so a message
-that is still unread serves either run.
+never added twice. A step that is run again sends the same bits under the same keys, so a message
+that is still unread serves either run; one that is repeated alone is sent to nobody.
 """
 
 from __future__ import annotations
@@ -21,14 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from atoll.errors import BadFrame
+from atoll.errors import BadFrame, StorageError
 from atoll.opdag import TensorMeta
 from compressors.base import Packet, parse_packet
+from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
 from worker.links.codecs import Coding, StageCodecs
 from worker.links.ports import Arrival, Network
 from worker.transport.contract import PeerLost
-from worker.transport.frames import MessageKey
+from worker.transport.frames import Direction, MessageKey
 
 FILLING_AT_ONCE = 2
 """Buffers a key may have at a time: one that a lost connection left, one for its repetition."""
@@ -36,6 +36,9 @@ SEND_POLL_S = 0.25
 TOGETHER_BYTES = 16 << 10
 """A shorter message waits for those of the same hop, to cost both ends less; a longer one leaves while the
 next is encoded."""
+
+MAX_WHY_CHARS = 300
+Record = Callable[[str, MessageKey, bytes, bytes | bytearray | memoryview, float | None], None]
 
 
 class LinksAborted(Exception):  # not an AtollError: it is shown to no user
@@ -73,9 +76,12 @@ class Links:
         *,
         device: torch.device | str = "cpu",
         announce: Callable[[list[tuple[Arrival, int]]], object] = lambda _: None,
+        record: Record | None = None,
+        sends_from: int = 0,
     ) -> None:
         """``codecs`` None: everything travels exactly. ``announce`` hears of messages before any of them is
-        taken, each with the payload bytes that it may have."""
+        taken, each with the payload bytes that it may have. Messages of steps before ``sends_from`` are
+        given to ``record`` instead of being sent."""
         self.job = job
         self.refused: Counter[str] = Counter()
         self._network, self._device, self._announce = network, device, announce
@@ -84,8 +90,9 @@ class Links:
         # Version -> its first step and codecs; the newest last.
         self._eras: dict[int, tuple[int, StageCodecs]] = {plan_version: (0, codecs or StageCodecs())}
         self._expected: dict[MessageKey, _Expected] = {}
-        self._kept: dict[str, dict[MessageKey, Packet]] = {}
+        self._record, self._sends_from = record, sends_from
         self._lost: dict[str, str] = {}
+        self._not_there = ""  # why a step cannot be repeated
         self._done_step = -1
         self._aborted = ""
         self._door = _Door(self)
@@ -119,6 +126,23 @@ class Links:
             codecs.use = self._codecs(self.plan_version).use
             self._eras[plan_version] = (first_step, codecs)
 
+    def reconfigure(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
+        """From ``first_step`` on take messages of this version and no others; who was lost, and what was
+        aborted, counts no more."""
+        with self._lock:
+            if plan_version <= self.plan_version:
+                raise ValueError(f"version {plan_version} after {self.plan_version}")
+            codecs.use = self._codecs(self.plan_version).use
+            self._eras = {plan_version: (first_step, codecs)}
+            self._done_step = first_step - 1
+            self._expected.clear()
+            self._lost.clear()
+            self._aborted = ""
+
+    def ask(self, peer: str, key: MessageKey) -> None:
+        """Ask ``peer`` for what it sent this stage in ``key``'s step; it may be asked again."""
+        self._network.send(peer, key, b"", b"", SEND_POLL_S)
+
     def codec_use(self) -> dict[str, CodecUse]:
         """Work of the codecs on the way to and from each peer since the last call."""
         return self._codecs(self.plan_version).take_use()
@@ -130,8 +154,6 @@ class Links:
         must not change before ``step_done``. Raises PeerLost, LinksAborted.
         """
         packet = self._codecs(key.plan_version).encode(peer, key, tensor)
-        with self._lock:
-            self._kept.setdefault(peer, {})[key] = packet
         self._transmit(peer, key, packet, more=more and len(packet.payload) < TOGETHER_BYTES)
 
     def receive(self, key: MessageKey, timeout_s: float) -> Tensor | None:
@@ -153,22 +175,11 @@ class Links:
         tensor = self._codecs(key.plan_version).decode(expected.peer, key, packet)
         return None if tensor is None else tensor.to(self._device)
 
-    def resend(self, peer: str) -> int:
-        """``peer`` is back: queue everything of the current step again; returns how many messages."""
-        with self._lock:
-            self._lost.pop(peer, None)
-            kept = list(self._kept.get(peer, {}).items())
-        for key, packet in kept:
-            self._transmit(peer, key, packet)
-        return len(kept)
-
     def step_done(self, step: int) -> None:
-        """Messages of ``step`` and before are not wanted any more, nor kept."""
+        """Messages of ``step`` and before are not wanted any more."""
         with self._lock:
             self._done_step = max(self._done_step, step)
             self._expected = {key: e for key, e in self._expected.items() if key.step > step}
-            for peer, kept in self._kept.items():
-                self._kept[peer] = {key: packet for key, packet in kept.items() if key.step > step}
             ends = [first for first, _ in self._eras.values()][1:]  # each where the next begins
             over = [version for version, end in zip(self._eras, ends, strict=False) if end <= step + 1]
             for version in over:
@@ -190,7 +201,6 @@ class Links:
         self._network.forget(self.job, self.plan_version)
         with self._lock:
             self._expected.clear()
-            self._kept.clear()
 
     # ---------------------------------------------------------------- the network's side
 
@@ -209,6 +219,12 @@ class Links:
 
     def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
         """A whole message: keep it for ``receive``."""
+        if key.direction is Direction.REPLAY:
+            why = f"{peer}: {clean(header.decode(errors='replace'), MAX_WHY_CHARS)}"
+            with self._lock:
+                self._not_there = self._not_there or why
+                self._arrived.notify_all()
+            return
         packet, error = None, None
         try:
             packet = parse_packet(header, payload)
@@ -267,6 +283,8 @@ class Links:
     def _raise_if_hopeless(self, expected: _Expected) -> None:
         if self._aborted:
             raise LinksAborted(self._aborted)
+        if self._not_there:
+            raise StorageError(self._not_there)
         if expected.error is not None:
             raise expected.error
         if expected.peer in self._lost:
@@ -281,7 +299,10 @@ class Links:
                 if peer in self._lost:
                     raise PeerLost(peer, self._lost[peer])
             try:
-                self._network.send(peer, key, header, packet.payload, SEND_POLL_S, more)
+                if self._record is not None and key.step < self._sends_from:
+                    self._record(peer, key, header, packet.payload, SEND_POLL_S)
+                else:
+                    self._network.send(peer, key, header, packet.payload, SEND_POLL_S, more)
             except TimeoutError:
                 continue  # full: look whether anybody still wants it
             return

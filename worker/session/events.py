@@ -18,11 +18,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
+    """A stage to load. ``eras``: (first step, version) of the steps that it repeats by itself before that."""
+
     job: str
     version: int
     peers: frozenset[str]
     first_step: int
     work: Any = field(repr=False, compare=False)  # opaque here: what LoadStage is given
+    eras: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Reconfigure:
 
     job: str
     version: int
-    base: int  # version that the stage was assigned, or last reconfigured, under
+    base: int  # the oldest version that this stage may have been assigned, or last reconfigured, under
     step: int
     peers: frozenset[str]
     work: Any = field(repr=False, compare=False)  # opaque here: what the instruction is given
@@ -64,6 +67,7 @@ class StepCommit:
     last: bool
     evaluate_coded: bool = False
     relink: Relink | None = None
+    replay_from: int = 0  # messages of earlier steps may leave the send log
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +274,5 @@ Event = (
     Welcome | Assign | StepStart | StepCommit | StepDiscard | Release | Dismiss | ProbeOps | ProbeLink
     | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
     | PeerLost | LeaveAsked | PauseAsked | ResumeAsked | Drained | Participate | TrainRound | EvaluateRound
-    | RoundTaken | Joined
-    | UpdateStored | RoundEvaluated | TurnBroke
+    | RoundTaken | Joined | UpdateStored | RoundEvaluated | TurnBroke | Reconfigure
 )  # fmt: skip

@@ -32,11 +32,13 @@ def _invited(state: Session, event: ev.Participate) -> Step:
         state,
         phase=Phase.JOINING,
         job=event.job,
+        assigned=event.version,
         eras=((0, event.version),),
         peers=frozenset(),
         step=0,
         commit=None,
-        spoiled=False,
+        pending=None,
+        whole=False,
         unacknowledged=(),
     )
     return state, (*dropped, do.JoinFederation(event.job, event.version, event.work))

@@ -213,5 +213,5 @@ class Quit:
 Instruction = (
     LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
     | TimeOps | TimeLink | Send | Reconnect | HangUp | Quit | JoinFederation | TrainLocally | EvaluateLocally
-    | SettleRound | Suspend | Wake
+    | SettleRound | Suspend | Wake | Reconfigure
 )  # fmt: skip

@@ -4,7 +4,8 @@ Connection and work are separate: losing the coordinator changes nothing in what
 a message that may have been lost is kept and sent again after the next welcome. Every event
 of a job carries (job, version, step); what does not match the state is late or duplicate, which
 is normal on the internet: it is ignored and counted. A commit may announce that the stages change
-their links two steps on: from that step everything carries the new version, before it the old.
+their links two steps on: from that step everything carries the new version, before it the old. Where the plan
+is reconfigured the stage stays, and the step in flight begins anew under the new version.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ BACKOFF_STAGED_S = 1.0  # the same of the few that hold a stage: a step waits fo
 MAX_ERAS = 32  # versions remembered of one assignment: a snapshot may be stored long after its step
 HOLDING = WELCOMED - {Phase.IDLE}
 ORDERS = (
-    ev.Assign, ev.StepStart, ev.StepCommit, ev.StepDiscard, ev.Release, ev.ProbeOps, ev.ProbeLink,
-    ev.Participate, ev.TrainRound, ev.EvaluateRound, ev.RoundTaken,
+    ev.Assign, ev.Reconfigure, ev.StepStart, ev.StepCommit, ev.StepDiscard, ev.Release, ev.ProbeOps,
+    ev.ProbeLink, ev.Participate, ev.TrainRound, ev.EvaluateRound, ev.RoundTaken,
 )  # fmt: skip
 """What a coordinator says on its stream. A dismissal is none: it is ours, too, when we are refused."""
 
@@ -73,8 +74,8 @@ def _of_smaller_term(state: Session, welcome: ev.Welcome) -> bool:
 
 def _current(state: Session, event: ev.Event) -> bool:
     """True unless an event names another plan than ours, or a step another version than it runs under;
-    Assign, Participate and probes are judged by their handler."""
-    if isinstance(event, ev.Assign | ev.Release | ev.Participate):
+    Assign, Reconfigure, Participate and probes are judged by their handler."""
+    if isinstance(event, ev.Assign | ev.Reconfigure | ev.Release | ev.Participate):
         return True
     job: str | None = getattr(event, "job", None)
     version: int | None = getattr(event, "version", None)
@@ -84,6 +85,9 @@ def _current(state: Session, event: ev.Event) -> bool:
         return job == state.job
     if isinstance(event, ev.StepDiscard):
         return job == state.job and version in state.versions
+    loading = state.phase is Phase.LOADING and isinstance(event, ev.StageBroke)
+    if loading or isinstance(event, ev.StageLoaded):
+        return job == state.job and version == state.assigned
     return job == state.job and version == state.version_at(getattr(event, "step", 0))
 
 
@@ -165,11 +169,13 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
         state,
         phase=Phase.LOADING,
         job=event.job,
-        eras=((0, event.version),),
+        assigned=event.version,
+        eras=(*event.eras, (event.first_step, event.version)) if event.eras else ((0, event.version),),
         peers=event.peers,
         step=event.first_step,
         commit=None,
-        spoiled=False,
+        pending=None,
+        whole=False,
         unacknowledged=(),
     )
     return state, (*dropped, do.LoadStage(event.job, event.version, event.work))
@@ -178,18 +184,26 @@ def _assigned(state: Session, event: ev.Assign) -> Step:
 @TRANSITIONS.on(*HOLDING)
 def _released(state: Session, event: ev.Release) -> Step:
     # A release of a version that we do not know (its Assign was lost) still ends the older one.
-    if event.job != state.job or event.version < state.versions[0]:
+    if event.job != state.job or event.version < state.assigned:
         return ignore(state)
     dropped = drop(state, event.reason)
     cleared = replace(
-        state, phase=Phase.IDLE, job="", eras=(), peers=frozenset(), commit=None, unacknowledged=()
+        state,
+        phase=Phase.IDLE,
+        job="",
+        assigned=0,
+        eras=(),
+        peers=frozenset(),
+        commit=None,
+        pending=None,
+        unacknowledged=(),
     )
     return cleared, dropped
 
 
 @TRANSITIONS.on(Phase.LOADING)
 def _loaded(state: Session, event: ev.StageLoaded) -> Step:
-    return send(replace(state, phase=Phase.READY), Kind.LOADED, event.message)
+    return send(replace(state, phase=Phase.READY, whole=True), Kind.LOADED, event.message)
 
 
 @TRANSITIONS.on(Phase.READY)
@@ -213,7 +227,9 @@ def _committed(state: Session, event: ev.StepCommit) -> Step:
     if event.step != state.step:
         return ignore(state)
     state = acknowledged(replace(state, phase=Phase.APPLYING, commit=event), Kind.READY)
-    apply = do.ApplyStep(state.job, state.version, event.step, event.gradient_scale, event.store)
+    apply = do.ApplyStep(
+        state.job, state.version, event.step, event.gradient_scale, event.store, event.replay_from
+    )
     relink = event.relink
     if relink is None:
         return state, (apply,)
@@ -221,21 +237,20 @@ def _committed(state: Session, event: ev.StepCommit) -> Step:
         reason = f"links of version {relink.version} from step {relink.first_step} with commit {event.step}"
         return _broke(state, ev.StageBroke(state.job, state.version, event.step, f"{reason} come too late"))
     change = do.ChangeLinks(state.job, state.version, event.step, relink)
-    return _with_era(state, relink), (change, apply)
+    return _with_era(state, relink.first_step, relink.version), (change, apply)
 
 
-def _with_era(state: Session, relink: ev.Relink) -> Session:
+def _with_era(state: Session, first_step: int, version: int) -> Session:
     """Drop what was announced for that step or later before, and has not begun."""
-    first, *later = (era for era in state.eras if era[0] < relink.first_step)
-    kept = later[-MAX_ERAS:]
-    return replace(state, eras=(first, *kept, (relink.first_step, relink.version)))
+    kept = tuple(era for era in state.eras if era[0] < first_step)[-MAX_ERAS:]
+    return replace(state, eras=(*kept, (first_step, version)))
 
 
 @TRANSITIONS.on(Phase.APPLYING)
 def _applied(state: Session, event: ev.StepApplied) -> Step:
     if event.step != state.step or state.commit is None:
         return ignore(state)
-    if state.commit.evaluate:
+    if state.commit.evaluate and state.pending is None:
         evaluate = do.Evaluate(state.job, state.version, event.step, state.commit.evaluate_coded)
         return replace(state, phase=Phase.EVALUATING), (evaluate,)
     return _next(state)
@@ -251,8 +266,10 @@ def _evaluated(state: Session, event: ev.EvalDone) -> Step:
 
 
 def _next(state: Session) -> Step:
-    last = state.commit is not None and state.commit.last
-    state = replace(state, step=state.step + 1, commit=None)
+    last, pending = state.commit is not None and state.commit.last, state.pending
+    state = replace(state, step=state.step + 1, commit=None, pending=None)
+    if pending is not None:
+        return _reconfigure(state, pending)
     if last:
         return replace(state, phase=Phase.READY), ()
     return replace(state, phase=Phase.TRAINING), (do.RunStep(state.job, state.version, state.step),)
@@ -262,11 +279,67 @@ def _next(state: Session) -> Step:
 def _discarded(state: Session, event: ev.StepDiscard) -> Step:
     """Back to ready; a step that runs again is started again, under a new plan version where
     neighbours may have messages of the first attempt under way."""
-    if event.step != state.step or state.spoiled:
+    if event.step != state.step or not state.whole:
         return ignore(state)
     state = acknowledged(state, Kind.READY, Kind.FAILED)
     discard = do.DiscardStep(state.job, state.version, event.step, event.reason)
     return replace(state, phase=Phase.READY), (discard,)
+
+
+# ---------------------------------------------------------------- other workers for some stages of the plan
+
+
+@TRANSITIONS.on(*WELCOMED)
+def _reconfigured(state: Session, event: ev.Reconfigure) -> Step:
+    """Keep the stage, and begin the step in flight anew with other neighbours."""
+    if event.job == state.job and event.version <= max(state.assigned, _version(state.pending)):
+        return ignore(state)
+    why = _misfit(state, event)
+    if why:
+        failed = do.StageFailed(event.job, event.version, event.step, why)
+        if event.job != state.job:
+            return state, (do.Send(failed),)
+        state, sent = send(replace(state, phase=Phase.FAILED, whole=False, pending=None), Kind.FAILED, failed)
+        return state, (do.Interrupt(why), *sent)
+    if state.phase is Phase.APPLYING:
+        return replace(state, pending=event), ()
+    if state.phase is not Phase.EVALUATING:
+        return _reconfigure(state, event)
+    # Who is lost may be waited for here; the coordinator has dropped this evaluation.
+    state, todo = _reconfigure(replace(state, step=state.step + 1, commit=None), event)
+    return state, (do.Interrupt("the plan is reconfigured"), *todo)
+
+
+def _version(event: ev.Reconfigure | None) -> int:
+    return event.version if event is not None else 0
+
+
+def _misfit(state: Session, event: ev.Reconfigure) -> str:
+    """Return why the stage that is held cannot go on under the new version, "" when it can."""
+    if event.job != state.job or state.phase not in STAGED:
+        return "holds no stage of this job"
+    if not state.whole:
+        return f"its stage is not whole ({state.phase})"
+    if state.assigned < event.base:
+        return f"its stage is of plan {state.assigned}, which is older than plan {event.base}"
+    over = state.phase in (Phase.APPLYING, Phase.EVALUATING)
+    if event.step != state.step + over:
+        return f"its stage is after {state.step} steps, not {event.step}"
+    return ""
+
+
+def _reconfigure(state: Session, event: ev.Reconfigure) -> Step:
+    state = acknowledged(state, Kind.LOADED, Kind.READY, Kind.FAILED)
+    state = replace(
+        _with_era(state, event.step, event.version),
+        phase=Phase.LOADING,
+        assigned=event.version,
+        peers=event.peers,
+    )
+    return state, (do.Reconfigure(event.job, event.version, event.step, event.work),)
+
+
+# ---------------------------------------------------------------- what a stage holds, and how it breaks
 
 
 @TRANSITIONS.on(*HOLDING)
@@ -276,9 +349,15 @@ def _stored(state: Session, event: ev.Stored) -> Step:
 
 @TRANSITIONS.on(Phase.LOADING, Phase.READY, Phase.TRAINING, Phase.APPLYING, Phase.EVALUATING)
 def _broke(state: Session, event: ev.StageBroke) -> Step:
-    failed = do.StageFailed(event.job, event.version, event.step, event.reason, event.lost_peer)
-    spoiled = state.spoiled or event.gone or state.phase not in (Phase.TRAINING, Phase.WAITING)
-    return send(replace(state, phase=Phase.FAILED, spoiled=spoiled), Kind.FAILED, failed)
+    loading = state.phase is Phase.LOADING
+    step = state.step if loading else event.step
+    failed = do.StageFailed(event.job, event.version, step, event.reason, event.lost_peer)
+    if state.phase is Phase.EVALUATING:  # the step whose model was to be evaluated is applied
+        state = replace(state, step=state.step + 1, commit=None)
+    elif state.phase in (Phase.READY, Phase.APPLYING):
+        state = replace(state, whole=False)
+    whole = state.whole and not event.gone
+    return send(replace(state, phase=Phase.FAILED, whole=whole, pending=None), Kind.FAILED, failed)
 
 
 @TRANSITIONS.on(Phase.WAITING, Phase.FAILED)

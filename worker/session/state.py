@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from worker.session.events import StepCommit
+from worker.session.events import Reconfigure, StepCommit
 from worker.session.instructions import DropStage, Instruction, Send
 
 RECENT = 12  # events remembered for error messages
@@ -78,11 +78,13 @@ class Session:
     term: int = 0  # the greatest that a coordinator welcomed us under
     outdated: bool = False  # who is connected has a smaller one: nothing that it says counts
     job: str = ""
-    eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending; the first was assigned
+    assigned: int = 0  # version that the stage was assigned, or last reconfigured, under
+    eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending
     peers: frozenset[str] = frozenset()
     step: int = 0
     commit: StepCommit | None = None  # being carried out
-    spoiled: bool = False  # an apply broke half way: only a new plan can help
+    pending: Reconfigure | None = None  # comes after the step whose commit is being carried out
+    whole: bool = False  # the stage is held as it is after ``step`` steps; of the next no trace that stays
     unacknowledged: tuple[Kept, ...] = ()
     ignored: int = 0
     recent: tuple[str, ...] = ()
@@ -98,7 +100,7 @@ class Session:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Plan versions of this assignment, ascending."""
+        """Plan versions that the stage has had, ascending."""
         return tuple(version for _, version in self.eras)
 
 
@@ -107,7 +109,7 @@ class Held:
     """A stage that is held, for a coordinator that may have been restarted; see ``held``."""
 
     job: str
-    version: int  # assigned
+    version: int  # assigned, or last reconfigured under
     step: int  # in flight, so as many are applied
     loaded: bool
     ready: bool  # the step was reported; its commit is awaited or being carried out
@@ -115,12 +117,12 @@ class Held:
 
 def held(state: Session) -> Held | None:
     """Return the stage that a session holds, None where it holds none."""
-    if state.phase not in STAGED:
+    if state.phase not in STAGED or (state.phase is Phase.FAILED and not state.whole):
         return None
     applied = state.phase is Phase.EVALUATING  # the step whose model is evaluated is over
     ready = state.phase in (Phase.WAITING, Phase.APPLYING)
     loaded = state.phase is not Phase.LOADING
-    return Held(state.job, state.versions[0], state.step + applied, loaded, ready)
+    return Held(state.job, state.assigned, state.step + applied, loaded, ready)
 
 
 Step = tuple[Session, tuple[Instruction, ...]]

@@ -39,7 +39,8 @@ MAX_SPANS_A_MESSAGE = 2000
 MAX_REASON_CHARS = 2000
 MAX_VERSION = (1 << 32) - 1
 MAX_STEP = (1 << 63) - 1
-ANSWERED = frozenset({"assign", "commit", "participate", "train_round", "evaluate_round"})
+MAX_REPLAY, MAX_REPLAY_ERAS = 8192, 1024  # steps, and versions of theirs
+ANSWERED = frozenset({"assign", "reconfigure", "commit", "participate", "train_round", "evaluate_round"})
 """Messages that must be answered even when refused, or a job would wait for ever."""
 
 
@@ -48,6 +49,14 @@ class AssignedStage:
     """A stage to load, as it was assigned: the compute process alone looks into ``message``."""
 
     message: pb.Assign
+    links: tuple[PeerLink, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReconfiguredStage:
+    """What changes for a stage that is held: the compute process alone looks into ``message``."""
+
+    message: pb.Reconfigure
     links: tuple[PeerLink, ...]
 
 
@@ -98,6 +107,9 @@ def refusal(message: pb.ToWorker, reason: str) -> instructions.StageFailed | ins
         return instructions.StageFailed(
             message.commit.job, message.commit.plan_version, message.commit.step, reason
         )
+    if message.WhichOneof("body") == "reconfigure":
+        refused = message.reconfigure
+        return instructions.StageFailed(refused.job, refused.plan_version, refused.step, reason)
     return instructions.StageFailed(message.assign.job, message.assign.plan_version, 0, reason)
 
 
@@ -114,10 +126,47 @@ def _assign(m: pb.Assign) -> events.Assign:
     links = neighbours(m)
     peers = frozenset(link.worker for link in links)
     job = bounds.name("job", m.job, DEFAULT_LIMITS)
-    return events.Assign(job, m.plan_version, peers, m.first_step, AssignedStage(m, links))
+    eras = _replayed(m) if m.HasField("replay") else ()
+    return events.Assign(job, m.plan_version, peers, m.first_step, AssignedStage(m, links), eras)
 
 
-def neighbours(m: pb.Assign) -> tuple[PeerLink, ...]:
+def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
+    """(first step, version) of the steps that a stage is to repeat."""
+    replay = m.replay
+    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - 1)
+    steps = m.first_step - replay.first_step
+    bounds.within("gradient scales of a replay", len(replay.gradient_scales), steps, min(steps, MAX_REPLAY))
+    for scale in replay.gradient_scales:
+        bounds.number("gradient scale", scale)
+    for done in bounds.count("checkpoints in a replay", replay.stores, steps):
+        bounds.within("checkpoint in a replay", done, replay.first_step + 1, m.first_step)
+    eras = tuple((era.first_step, era.plan_version) for era in replay.eras)
+    bounds.within("versions in a replay", len(eras), 1, MAX_REPLAY_ERAS)
+    firsts, versions = zip(*eras, strict=True)
+    if list(firsts) != sorted(set(firsts)) or list(versions) != sorted(set(versions)):
+        raise BadFrame("the versions in a replay are not in order")
+    bounds.within("first version in a replay", firsts[0], 0, replay.first_step)
+    bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
+    bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
+    for era in replay.eras:
+        for link in bounds.count("links", era.links, DEFAULT_LIMITS.items):
+            convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS)
+    return eras
+
+
+def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
+    links = neighbours(m)
+    return events.Reconfigure(
+        bounds.name("job", m.job, DEFAULT_LIMITS),
+        bounds.within("plan version", m.plan_version, m.base_version + 1, MAX_VERSION),
+        m.base_version,
+        bounds.within("step", m.step, 0, MAX_STEP),
+        frozenset(link.worker for link in links),
+        ReconfiguredStage(m, links),
+    )
+
+
+def neighbours(m: pb.Assign | pb.Reconfigure) -> tuple[PeerLink, ...]:
     """The peers of a stage, each once. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
@@ -130,7 +179,16 @@ def _commit(m: pb.StepCommit) -> events.StepCommit:
     scale = bounds.number("gradient scale", m.gradient_scale)
     relink = _relink(m) if m.HasField("relink") else None
     return events.StepCommit(
-        m.job, m.plan_version, m.step, scale, m.store, m.evaluate, m.last, m.evaluate_coded, relink
+        m.job,
+        m.plan_version,
+        m.step,
+        scale,
+        m.store,
+        m.evaluate,
+        m.last,
+        m.evaluate_coded,
+        relink,
+        bounds.within("first step of a replay", m.replay_from, 0, m.step + 1),
     )
 
 
@@ -175,6 +233,7 @@ _READERS: Mapping[str, Any] = {
     "probe_ops": _ops,
     "probe_link": _link,
     "assign": _assign,
+    "reconfigure": _reconfigure,
     "start": lambda m: events.StepStart(m.job, m.plan_version, m.step),
     "commit": _commit,
     "discard": lambda m: events.StepDiscard(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),

@@ -21,10 +21,30 @@ class PeerLink:
     dial: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Era:
+    """Steps from ``first_step`` on, which ran under one plan version with its codecs."""
+
+    version: int
+    first_step: int
+    links: tuple[LinkSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Steps that a stage repeats by itself before it is loaded: from ``first_step`` on, one a scale."""
+
+    first_step: int
+    eras: tuple[Era, ...]  # ascending; the first begins at or before first_step
+    gradient_scales: tuple[float, ...]
+    stores: frozenset[int]  # numbers of steps after which the state is stored
+
+
 @dataclass(frozen=True)
 class Assignment:
     """One stage of one plan version. ``states`` describes every leaf of the programs, inputs
-    included; ``tensors`` maps every other leaf to its blob."""
+    included; ``tensors`` maps every other leaf to its blob, of the state after ``first_step`` steps or, where
+    there is a ``replay``, before that."""
 
     job: str
     version: int
@@ -36,6 +56,7 @@ class Assignment:
     tensors: Mapping[str, str]
     states: Mapping[str, StateMeta]
     first_step: int
+    replay: Replay | None = None
 
     @property
     def stage(self) -> int:
@@ -57,6 +78,28 @@ class Assignment:
         if worst >= len(self.plan.stages):
             raise BadFrame(f"a link names stage {worst} of {len(self.plan.stages)}")
         return replace(self, version=version, plan=self.plan.relinked(version, links))
+
+    def reconfigured(self, plan: Plan, links: tuple[PeerLink, ...], step: int) -> Assignment:
+        """The same stage from ``step`` on under a later plan that has some stages on other workers.
+
+        PlanError for a plan under which the stage would compute otherwise.
+        """
+        if plan.job != self.job or plan.only.micros != self.plan.only.micros:
+            raise PlanError(f"a plan of {plan.job} for other micro-batches cannot take over {self.job}")
+        before, after = [replace(s, worker="") for s in self.plan.stages], plan.stages
+        if [replace(s, worker="") for s in after] != before or plan.schedule is not self.plan.schedule:
+            raise PlanError(
+                f"plan {plan.version} has other stages than {self.version}: it must be loaded anew"
+            )
+        return replace(self, version=plan.version, plan=plan, links=links, first_step=step, replay=None)
+
+    @property
+    def eras(self) -> tuple[tuple[int, Assignment], ...]:
+        """(first step, assignment under the version from there on), ascending; the last is this one."""
+        if self.replay is None:
+            return ((0, self),)
+        before = [(era.first_step, self.relinked(era.version, era.links)) for era in self.replay.eras]
+        return (*before, (self.first_step, self))
 
     def inputs(self, program: StageProgram) -> dict[str, TensorMeta]:
         return {name: self.states[name].meta for name in program.inputs}

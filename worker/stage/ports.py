@@ -39,6 +39,14 @@ class TensorLinks(Protocol):
         """Messages of ``step`` and before are not wanted any more."""
         ...
 
+    def reconfigure(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
+        """From ``first_step`` on messages are of this version alone, whatever was lost or aborted before."""
+        ...
+
+    def ask(self, peer: str, key: MessageKey) -> None:
+        """Ask for what ``peer`` sent this stage in ``key``'s step. Raises PeerLost, TimeoutError."""
+        ...
+
     def close(self) -> None: ...
 
 

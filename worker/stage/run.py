@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.block_sums import fold
+from atoll.errors import BadFrame
 from atoll.microbatch import Work
 from worker.cancel import Cancel
 from worker.links.codecs import StageCodecs, lossy
@@ -27,6 +28,7 @@ from worker.pipe.status import Waiting
 from worker.spans import Span, Spans
 from worker.stage.expected import evaluation_arrivals, step_arrivals
 from worker.stage.ports import HeldOut, MicroBatches, TensorLinks
+from worker.stage.replay import Asks
 from worker.stage.reports import LongWait, Progress, StepReport
 from worker.transport.frames import Direction, MessageKey
 
@@ -77,9 +79,11 @@ class StageRun:
         self._stage, self._links, self._feed, self._held_out = stage, links, feed, held_out
         self._notice = notice
         self._cpu.forget()
-        self._eras = [(0, assignment)]  # first step -> the plan version from there on, ascending
+        self._eras = list(assignment.eras)  # first step -> the plan version from there on, ascending
+        self._asks: Asks | None = None  # while steps are repeated
         self._actions = assignment.plan.actions(assignment.stage)
         self._expected: int | None = None  # last step whose messages are taken
+        self._steps = 0  # whose updates the stage has
         self._busy = {Work.FORWARD: 0.0, Work.BACKWARD: 0.0}
         self._waited_s = 0.0
         self._step_s = 0.0  # the last one's
@@ -88,6 +92,7 @@ class StageRun:
 
     def open(self, first_step: int) -> None:
         """Take messages of the first step; before anybody is told that this stage is loaded."""
+        self._steps = first_step
         self._expect_up_to(first_step)
         self._feed.start(first_step)
 
@@ -106,6 +111,43 @@ class StageRun:
         later = self.assignment.relinked(version, links)
         self._links.relink(version, first_step, codecs_of(later, self._cpu))
         self._eras = [*(era for era in self._eras if era[0] < first_step), (first_step, later)]
+
+    def reconfigure(self, later: Assignment) -> None:
+        """Go on at ``later.first_step`` under its plan, with other neighbours.
+
+        BadFrame when the stage has another number of steps.
+        """
+        step = later.first_step
+        if self._steps != step:
+            raise BadFrame(f"the stage has {self._steps} steps, and is to go on after {step}")
+        self._stage.discard()
+        self._links.reconfigure(later.version, step, codecs_of(later, self._cpu))
+        self._eras = [*(era for era in self._eras if era[0] < step), (step, later)]
+        self.assignment = later
+        self._expected = step - 1
+        self._expect_up_to(step)
+        self._cpu.forget()
+
+    def replay(self, cancel: Cancel, stored: Callable[[int], None], notice: Callable[[int], None]) -> None:
+        """Repeat the steps of the assignment's ``replay`` from the neighbours' send logs, after ``open`` of
+        its first step. ``stored(step)`` is called where the state is to be stored, ``notice(step)`` after
+        each. Raises StorageError when a neighbour does not have a step, and what ``run_step`` does.
+        """
+        asked = self.assignment.replay
+        if asked is None:
+            return
+        self._asks = Asks(self.assignment, self._links, asked.first_step, self.assignment.first_step)
+        for step, scale in enumerate(asked.gradient_scales, asked.first_step):
+            self._expect_up_to(min(step + self._asks.ahead, self.assignment.first_step))
+            self._asks.up_to(step + self._asks.ahead)
+            self.run_step(step, cancel)
+            self.apply(step, scale)
+            self.spans.take()  # these steps are in the timeline already
+            if step + 1 in asked.stores:
+                stored(step)
+            notice(step)
+        self._asks = None
+        self._cpu.forget()
 
     def run_step(self, step: int, cancel: Cancel) -> StepReport:
         """Forwards, backwards, tied parameters; ends where the commit decides.
@@ -158,6 +200,7 @@ class StageRun:
             self._stage.apply(gradient_scale)
             self._synchronize()
         self._optimizer_s = self._finish_s + taken.seconds
+        self._steps = step + 1
         self._feed.step_done(step)
         self._progress.tick()
 
@@ -307,6 +350,8 @@ class StageRun:
         for number in range(first, step + 1):
             assignment = self.at(number)
             self._links.expect(step_arrivals(assignment, number))
+            if number < self.assignment.first_step:
+                continue  # no evaluation is repeated
             self._links.expect(evaluation_arrivals(assignment, number))
             if lossy(assignment.plan.links):
                 self._links.expect(evaluation_arrivals(assignment, number, Direction.EVALUATION_CODED))
@@ -346,6 +391,8 @@ class StageRun:
                 self._progress.waits = Waiting(
                     peer, key.direction.name.lower(), key.step, time.monotonic() - waited_s
                 )
+                if self._asks is not None:
+                    self._asks.waited(peer, key.step, waited_s)
                 if waited_s >= told_at_s:
                     told_at_s = 2 * waited_s
                     self._notice(LongWait(key, peer, waited_s))

@@ -213,7 +213,9 @@ class Stage:
                 parameter.grad.mul_(factor)
 
     def discard(self) -> None:
-        """Leave no trace of the step: gradients dropped, mutated buffers as at begin_step."""
+        """Leave no trace of the step, nor of an evaluation that did not end: gradients dropped, mutated
+        buffers as before."""
+        self._undo_evaluation()
         for name, value in self._rollback.items():
             self._executor.buffers[name].copy_(value)
         self._forget()
@@ -238,13 +240,18 @@ class Stage:
 
     def evaluation_loss(self) -> float | None:
         """Mean loss of the micro-batches evaluated since the last call; None without any."""
-        for name, value in self._eval_rollback.items():
-            self._evaluator.buffers[name].copy_(value)  # type: ignore[union-attr]
-        self._eval_rollback = {}
-        losses, self._eval_losses = self._eval_losses, []
+        losses = list(self._eval_losses)
+        self._undo_evaluation()
         if not losses:
             return None
         return math.fsum(float(loss) for loss in losses) / len(losses)
+
+    def _undo_evaluation(self) -> None:
+        """Buffers as they were before it, no losses."""
+        for name, value in self._eval_rollback.items():
+            self._evaluator.buffers[name].copy_(value)  # type: ignore[union-attr]
+        self._eval_rollback = {}
+        self._eval_losses = []
 
     def snapshot(self) -> dict[str, dict[str, Tensor]]:
         """CPU copies of parameters, their optimizer state and buffers, as safetensors takes them."""

@@ -68,12 +68,14 @@ class Direction(IntEnum):
     FORWARD = 3
     EVALUATION = 4
     EVALUATION_CODED = 5  # the same batches, through the links' codecs
-    REPLAY = 6  # empty: send me again what you sent my stage in this step
+    REPLAY = 6  # empty: send me again what you sent my stage in this step; micro NOT_HERE: it cannot be
 
     # An Enum's own is a Python function, and keys are looked up ten times a message.
     __hash__ = int.__hash__
 
 
+NOT_HERE = 1
+"""``micro`` of the answer to a REPLAY that cannot be obeyed; its header is the reason."""
 MEASURED = frozenset({Direction.FORWARD, Direction.BACKWARD})
 """Boundary tensors of training steps: what a link's rate is measured by. Tied parameters and evaluation
 come in bursts of their own size at steps of their own, and no codec of the plan answers for them."""

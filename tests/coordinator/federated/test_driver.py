@@ -452,12 +452,12 @@ def test_a_client_whose_owner_limits_it_is_expected_later_before_a_round_shows_i
     state = driver.jobs["fed-1"]  # type: ignore[attr-defined]
     known = replace(state.clients["b"], train_s=2.0, uplink_bps=8e6)
     driver.jobs["fed-1"] = replace(state, clients={**state.clients, "b": known})  # type: ignore[attr-defined]
-    world.says("b", ev.Heartbeat(0.0, "fed-1", 1, 0, 0, 0, None, ev.Guest(compute_share=0.25)))
+    world.says("b", ev.Heartbeat(0.0, "fed-1", 1, 0, 0, 0, guest=ev.Guest(compute_share=0.25)))
     clients = driver.jobs["fed-1"].clients  # type: ignore[attr-defined]
     assert (clients["b"].train_s, clients["b"].uplink_bps) == (8.0, 2e6)
     assert clients["a"].train_s == state.clients["a"].train_s
     # A pause takes it out of the round, as one that is gone, and it is invited again afterwards.
-    world.says("b", ev.Heartbeat(0.0, "fed-1", 1, 0, 0, 0, None, ev.Guest(paused="on battery")))
+    world.says("b", ev.Heartbeat(0.0, "fed-1", 1, 0, 0, 0, guest=ev.Guest(paused="on battery")))
     assert not driver.uses("fed-1", "b")
     assert world.scheduler.roster.workers["b"].member.phase is member.Phase.POOL
     world.done.clear()

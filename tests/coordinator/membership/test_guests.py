@@ -20,7 +20,7 @@ PAUSED = Guest(paused="on battery")
 
 
 def beat(job: str = "", guest: Guest = UNLIMITED) -> ev.Heartbeat:
-    return ev.Heartbeat(0.0, job, 1 if job else 0, 0, 0, 0, None, guest)
+    return ev.Heartbeat(0.0, job, 1 if job else 0, 0, 0, 0, guest=guest)
 
 
 def test_a_paused_worker_leaves_its_job_stays_a_member_and_is_planned_when_it_resumes() -> None:
@@ -31,9 +31,22 @@ def test_a_paused_worker_leaves_its_job_stays_a_member_and_is_planned_when_it_re
     assert (known.member.phase, known.idle, known.reason) == ("pool", False, "paused: on battery")
     assert world.state().phase is Phase.PAUSED
     released = {worker: message.reason for worker, message in world.messages(do.Release)}
-    assert released == dict.fromkeys(("a", "b"), "b is paused: on battery")
+    assert released.keys() == {"a", "b"}
+    assert all(reason.startswith("b is paused: on battery") for reason in released.values())
     world.says("b", beat())
     assert world.state().phase is Phase.LOADING
+
+
+def test_where_another_can_take_over_a_pause_costs_no_committed_step() -> None:
+    world = Scripted().training()
+    world.step()
+    world.done.clear()
+    world.says("b", beat(guest=PAUSED))
+    known = world.scheduler.roster.workers["b"]
+    assert (known.member.phase, known.member.job, known.idle) == ("pool", "", False)
+    assert "b" not in {place.worker for place in world.state().plan.places}  # type: ignore[union-attr]
+    assert [worker for worker, _ in world.messages(do.Release)] == ["b"]
+    assert world.state().step == 1
 
 
 def test_a_paused_worker_is_never_quarantined_and_no_plan_counts_on_it() -> None:

@@ -65,7 +65,7 @@ def committed(state: JobState, now_s: float = 1.0) -> tuple[JobState, list[jobs.
     todo: list[jobs.Todo] = []
     at = state.step
     for stage in range(STAGES):
-        state, todo = step(state, ready(stage, at), now_s)
+        state, todo = step(state, ready(stage, at, version=state.version), now_s)
     return state, todo
 
 
@@ -234,20 +234,82 @@ def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
     assert any(isinstance(t, ReleaseAll) for t in todo)
 
 
-@pytest.mark.parametrize("changes", [{"loss": math.nan}, {"loss": math.inf}, {"finite": False}])
-def test_a_loss_or_gradient_that_is_not_finite_stops_the_job_with_its_checkpoint(
+def not_finite(state: JobState, **changes: Any) -> tuple[JobState, list[jobs.Todo]]:
+    """Every stage reports the step in flight, the last one as not finite."""
+    todo: list[jobs.Todo] = []
+    for rank in range(state.n_ranks):
+        report = ready(rank, state.step, version=state.version, **(changes if rank == STAGES - 1 else {}))
+        state, todo = step(state, report)
+    return state, todo
+
+
+def replanned(state: JobState, *workers: str) -> JobState:
+    """The paused job trains with the next plan, on these workers."""
+    planned = plan(state.version + 1)
+    stages = tuple(replace(s, worker=w) for s, w in zip(planned.stages, workers, strict=True))
+    events: list[jobs.Event] = [jobs.Picked("go"), jobs.Profiled()]
+    events.append(jobs.Planned(replace(planned, replicas=one_replica(2, stages))))
+    events += [FromRank(rank, Loaded("j", planned.version)) for rank in range(STAGES)]
+    for event in events:
+        state, _ = step(state, event)
+    assert state.phase is Phase.TRAINING
+    return state
+
+
+NOT_FINITE = pytest.mark.parametrize("changes", [{"loss": math.nan}, {"loss": math.inf}, {"finite": False}])
+
+
+@NOT_FINITE
+def test_a_step_that_is_not_finite_on_one_workers_word_is_done_again(changes: dict[str, Any]) -> None:
+    state, todo = not_finite(training(), **changes)
+    assert state.phase is Phase.PAUSED
+    assert "at step 1 on stage 2 on w2; done again" in state.reason
+    assert state.doubt is not None
+    assert state.doubt.suspects == ("w2", "w1", "w0")
+    discards = [t.message for t in todo if isinstance(t, ToRanks)]
+    assert [type(d) for d in discards] == [StepDiscard]
+    state, todo = committed(replanned(state, "w0", "w1", "w2"))
+    assert commits(todo)
+    assert state.doubt is None
+
+
+@NOT_FINITE
+def test_a_loss_or_gradient_that_is_not_finite_twice_stops_the_job_with_its_checkpoint(
     changes: dict[str, Any],
 ) -> None:
+    """Nobody else fits: the same workers find the same."""
     state = training(checkpoint_every=1)
     state, _ = committed(state)
     for stage in range(STAGES):
         state, _ = step(state, stored(stage, 0))
-    state, todo = step(state, ready(2, 1, **changes))
+    state, _ = not_finite(state, **changes)
+    state, todo = not_finite(replanned(state, "w0", "w1", "w2"), **changes)
     assert state.phase is Phase.FAILED
     assert "last good checkpoint is of step 1" in state.reason
     discards = [t.message for t in todo if isinstance(t, ToRanks)]
     assert [type(d) for d in discards] == [StepDiscard]
     assert state.checkpoint.step == 1
+
+
+def test_a_job_has_diverged_once_nobody_took_part_in_every_try() -> None:
+    state, _ = not_finite(training(), loss=math.nan)
+    state, _ = not_finite(replanned(state, "w0", "w1", "w3"), loss=math.nan)
+    assert state.phase is Phase.PAUSED
+    assert state.doubt is not None
+    assert state.doubt.suspects == ("w1", "w0")
+    state, _ = not_finite(replanned(state, "w4", "w3", "w2"), loss=math.nan)
+    assert state.phase is Phase.FAILED
+    assert "loss became nan at step 1 on stage 2 on w2, and again" in state.reason
+
+
+def test_a_doubt_lasts_until_its_step_is_committed() -> None:
+    """The steps since the checkpoint are done again before it."""
+    state, _ = committed(training())
+    state, _ = not_finite(state, finite=False)
+    state, _ = committed(replanned(state, "w0", "w1", "w2"))
+    assert state.doubt is not None
+    state, _ = committed(state)
+    assert state.doubt is None
 
 
 def test_a_lost_stage_pauses_the_job_and_the_next_plan_goes_on_from_the_checkpoint() -> None:

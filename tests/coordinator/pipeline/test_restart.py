@@ -132,21 +132,22 @@ def test_workers_with_the_state_go_on_and_hear_the_last_commit_again() -> None:
         (Held("job-9", 1, 2), "with a stage of job-9"),
     ],
 )
-def test_one_worker_that_does_not_fit_sends_the_job_back_to_its_checkpoint(
-    held: Held | None, why: str
-) -> None:
+def test_one_worker_that_does_not_fit_is_given_its_stage_again(held: Held | None, why: str) -> None:
     world = Scripted().training("a", "b", steps=5)
     world.step()
     world.step()
     world.restart()
     back(world, "a", Held("job-1", 1, 2))
     back(world, "b", held)
-    assert world.to("a", do.Release)
-    assert world.to("b", do.Release)
     assert any(why in str(i.fields.get("reason")) for i in world.all(do.Log))
-    world.wait(20.0)
+    said = [type(m) for m in world.to("b", object) if isinstance(m, do.Release | do.Assign)]
+    assert said == [do.Release, do.Assign]
+    (assign,) = world.to("b", do.Assign)
+    assert (assign.first_step, assign.replay.first_step, assign.replay.scales) == (2, 0, (1.0, 1.0))
+    (moved,) = world.to("a", do.Reconfigure)
+    assert (moved.base, moved.step, moved.plan.version) == (1, 2, 2)
     world.load()
-    assert (world.state().phase, world.state().version, world.state().step) == (Phase.TRAINING, 2, 0)
+    assert (world.state().phase, world.state().version, world.state().step) == (Phase.TRAINING, 2, 2)
 
 
 def test_reports_that_are_repeated_count_whatever_comes_first() -> None:
@@ -220,4 +221,4 @@ def test_facts_of_a_plan_end_with_it() -> None:
     ledger.apply(CheckpointStored("job-1", 2, {}))
     assert (record.storing, record.awaiting_eval) == ((), None)
     back_to = Returning(1, frozenset("ab"), {"b"}, 1.0)
-    assert back_to.unfit(world.state(), Held("job-1", 1, world.state().step)) == ""
+    assert back_to.unfit(world.state(), "b", Held("job-1", 1, world.state().step)) == ""

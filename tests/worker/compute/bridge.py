@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protos import atoll_compute_pb2 as pb
 from tests.patience import HUNG_S
 from worker.compute.ports import Arenas, DaemonNetwork, QueueBounds, Requests
 from worker.hosting.gate import Gate
+from worker.hosting.send_log import SendLog
 from worker.pipe.arena import Allocator, Arena
 from worker.spans import Spans
 
@@ -25,8 +27,17 @@ class Bridge:
     """Worker ``name`` of a hub, computing for one job; ``close`` ends its threads."""
 
     def __init__(
-        self, hub: Hub, name: str, peers: set[str], room: int = 1 << 20, bounds: QueueBounds = BOUNDS
+        self,
+        hub: Hub,
+        name: str,
+        stages: Mapping[str, int],
+        room: int = 1 << 20,
+        bounds: QueueBounds = BOUNDS,
+        folder: Path | None = None,
+        version: int = 1,
+        first_step: int = 0,
     ) -> None:
+        """``stages``: of the peers. ``folder``: of the send log; None: nothing is logged."""
         incoming, outgoing = Arena.make(room), Arena.make(room)
         self.arenas, self.spans = Arenas(incoming, outgoing), Spans()
         self._to_compute: queue.SimpleQueue[pb.ToCompute | None] = queue.SimpleQueue()
@@ -34,7 +45,8 @@ class Bridge:
         self.requests = Requests(self._to_daemon.put)
         self.network = DaemonNetwork(self._to_daemon.put, self.requests, self.arenas, bounds, self.spans)
         self._port: Any = hub.port(name)
-        self._peers, self._allocator = frozenset(peers), Allocator(incoming)
+        self._stages, self._allocator = stages, Allocator(incoming)
+        self._log = folder, version, first_step
         self.open_gate()
         self.held: list[object] = []
         """Blocks that a transport has not sent yet, where ``slow``."""
@@ -50,10 +62,14 @@ class Bridge:
 
     def open_gate(self) -> None:
         """As when a job is assigned (again): the process stays."""
-        self.gate = Gate("job", self._peers, self._port, self._allocator, self._to_compute.put)
+        folder, version, first_step = self._log
+        log = SendLog(folder or Path(), "job", 1 << 24 if folder else 0, first_step)
+        tell = self._to_compute.put
+        self.gate = Gate("job", version, self._stages, self._port, self._allocator, tell, log)
         self._port.register("job", self.gate)
 
     def close(self) -> None:
+        self.gate.close()
         self._to_compute.put(None)
         self._to_daemon.put(None)
         for thread in self._threads:

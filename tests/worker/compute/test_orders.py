@@ -21,7 +21,7 @@ from tests.worker.stage.crew import TRAINING, assign, case, cut_evenly
 from worker.compute import orders
 from worker.federated.orders import EvaluateOrder, ModelRef, TrainOrder
 from worker.session import wire
-from worker.stage.assignment import Assignment, PeerLink
+from worker.stage.assignment import Assignment, Era, PeerLink, Replay
 
 HASH = "a" * 64
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
@@ -104,6 +104,68 @@ def test_an_assignment_that_breaks_a_bound_is_refused(stage: Assignment, change:
     change(message)
     with pytest.raises(AtollError, match=why):
         orders.assignment(message)
+
+
+def repeated(stage: Assignment) -> pb.Assign:
+    """The assignment at step 9 with steps 4 to 8 to repeat, the links changed at 6."""
+    message = sent(replace(stage, first_step=9))
+    message.plan_version = message.plan.version = 7
+    eras = [pb.PlanEra(plan_version=3, first_step=2), pb.PlanEra(plan_version=5, first_step=6)]
+    eras[1].links.append(link_to_proto(LINK))
+    scales = [1.0, 0.5, 1.0, 1.0, 0.25]
+    message.replay.CopyFrom(pb.Replay(first_step=4, eras=eras, gradient_scales=scales, stores=[8]))
+    return message
+
+
+def test_steps_to_repeat_run_under_the_versions_of_then(stage: Assignment) -> None:
+    found = orders.assignment(repeated(stage))
+    assert found.replay == Replay(
+        4, (Era(3, 2, ()), Era(5, 6, (LINK,))), (1.0, 0.5, 1.0, 1.0, 0.25), frozenset({8})
+    )
+    assert [(first, era.version, era.plan.links) for first, era in found.eras] == [
+        (2, 3, ()),
+        (6, 5, (LINK,)),
+        (9, 7, stage.plan.links),
+    ]
+    assert {era.plan.stages for _, era in found.eras} == {stage.plan.stages}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: m.replay.gradient_scales.append(1.0), "gradient scales"),
+        (lambda m: m.replay.gradient_scales.pop(), "gradient scales"),
+        (lambda m: m.replay.gradient_scales.__setitem__(0, float("nan")), "gradient scale"),
+        (lambda m: setattr(m.replay, "first_step", 9), "steps to repeat"),
+        (lambda m: setattr(m.replay.eras[0], "first_step", 5), "no version for step 4"),
+        (lambda m: setattr(m.replay.eras[1], "first_step", 2), "do not ascend"),
+        (lambda m: setattr(m.replay.eras[1], "plan_version", 3), "do not ascend"),
+        (lambda m: setattr(m.replay.eras[1], "plan_version", 7), "version of a step"),
+        (lambda m: setattr(m.replay.eras[1], "first_step", 9), "first step of a version"),
+        (lambda m: m.replay.ClearField("eras"), "no version for step 4"),
+        (lambda m: setattr(m.replay.eras[1].links[0], "ratio", 0.5), "ratio"),
+        (lambda m: m.replay.stores.append(10), "step to store after"),
+        (lambda m: m.replay.stores.append(4), "step to store after"),
+    ],
+)
+def test_steps_to_repeat_that_contradict_each_other_are_refused(
+    stage: Assignment, change: Change, why: str
+) -> None:
+    message = repeated(stage)
+    change(message)
+    with pytest.raises(BadFrame, match=why):
+        orders.assignment(message)
+
+
+def test_other_workers_for_a_plans_stages_are_decoded_and_bounded(stage: Assignment) -> None:
+    plan = replace(stage.plan, version=8)
+    message = pb.Reconfigure(job="job", plan_version=8, step=5, plan=to_proto(plan), peers=sent(stage).peers)
+    found = orders.reconfiguration(message)
+    assert (found.plan.stages, found.plan.version, found.step) == (plan.stages, 8, 5)
+    assert found.links == stage.links
+    message.plan_version = 9
+    with pytest.raises(BadFrame, match="said to be version 9"):
+        orders.reconfiguration(message)
 
 
 def test_new_links_are_decoded_and_bounded() -> None:

@@ -191,7 +191,7 @@ def pair() -> Iterator[Pair]:
 
     def begin(hub: Hub | None = None, **options: Any) -> tuple[Bridge, Bridge]:
         both = hub or Hub()
-        made.extend(Bridge(both, f"w-{at}", {f"w-{1 - at}"}, **options) for at in range(2))
+        made.extend(Bridge(both, f"w-{at}", {f"w-{1 - at}": 1 - at}, **options) for at in range(2))
         return made[0], made[1]
 
     yield begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from protos import atoll_control_pb2 as pb
 from protos.atoll_compute_pb2 import ComputeJoin
 from tests.patience import HUNG_S
+from worker.cancel import Cancel
 from worker.compute.workbench import PROBE_S, Workbench
 from worker.machine import op_timing
 from worker.machine.cpu import CpuMeter
@@ -170,6 +172,38 @@ def test_an_order_that_breaks_a_bound_is_a_failure_of_its_job_and_the_bench_goes
     gauge.entered.get(timeout=HUNG_S)
     gauge.go_on.put(None)
     assert said.get(timeout=HUNG_S).codec_speeds.speeds
+    assert bench.stop(20.0)
+
+
+def test_a_snapshot_on_its_way_to_the_store_outlives_what_stops_the_step() -> None:
+    bench, _, _ = bench_with(Gauge())
+    cancels: queue.SimpleQueue[Cancel] = queue.SimpleQueue()
+    go_on = threading.Event()
+
+    def lasting(cancel: Cancel) -> None:
+        cancels.put(cancel)
+        assert go_on.wait(HUNG_S)
+
+    bench._submit(lasting, store=True)
+    bench._submit(lasting)
+    stored, step = sorted(
+        (cancels.get(timeout=HUNG_S) for _ in range(2)), key=lambda c: not bench._pending[c]
+    )
+    bench.do(instructions.Interrupt("lost a neighbour"))
+    bench.do(instructions.DiscardStep("j", 1, 3, "lost a neighbour"))
+    assert (step.is_set, stored.is_set) == (True, False)
+    bench.do(instructions.DropStage("j", 1, "released"))
+    assert stored.is_set
+    go_on.set()
+    assert bench.stop(20.0)
+
+
+def test_other_neighbours_for_a_stage_that_is_not_there_are_a_failure_of_its_job() -> None:
+    bench, posted, _ = bench_with(Gauge())
+    bench.do(instructions.Reconfigure("j", 2, 3, pb.Reconfigure(job="j", plan_version=2, step=3)))
+    failure = posted.get(timeout=HUNG_S)
+    assert (failure.job, failure.version, failure.step) == ("j", 2, 3)
+    assert "no stage is loaded" in failure.reason
     assert bench.stop(20.0)
 
 

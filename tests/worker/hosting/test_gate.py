@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +12,17 @@ import pytest
 
 from atoll.errors import BadFrame
 from protos import atoll_compute_pb2 as pb
+from tests.patience import HUNG_S
 from tests.worker.links.hub import Hub
 from worker.hosting import gate
 from worker.hosting.gate import AT_ONCE, Gate
+from worker.hosting.replays import MAX_ASKED
+from worker.hosting.send_log import SendLog
 from worker.pipe import arena as arenas
 from worker.pipe.arena import HEAD_BYTES, Allocator, Arena
 from worker.pipe.keys import from_key, to_key
 from worker.transport.contract import PeerLost
-from worker.transport.frames import Direction, MessageKey
+from worker.transport.frames import NOT_HERE, Direction, MessageKey
 
 ROOM = 4 * arenas.PAGE
 KEY = MessageKey("j", 1, 5, 0, 0, Direction.FORWARD)
@@ -26,7 +32,7 @@ NEXT = MessageKey("j", 1, 5, 1, 0, Direction.FORWARD)
 class Setup:
     """A gate of worker "me" for job "j" with one neighbour, and what the compute process hears."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.hub, self.heard = Hub(), list[pb.ToCompute]()
         self.port = self.hub.port("me")
         arena = Arena.make(ROOM)
@@ -34,9 +40,9 @@ class Setup:
         self.incoming = Allocator(arena)
         network: Any = self.port
         self.ended: list[str] = []
-        self.gate = Gate(
-            "j", frozenset({"peer"}), network, self.incoming, self.heard.append, self.ended.append
-        )
+        log = SendLog(folder, "j", 1 << 20, 0)
+        stages = {"peer": 3}
+        self.gate = Gate("j", 1, stages, network, self.incoming, self.heard.append, log, self.ended.append)
         self.port.register("j", self.gate)
 
     def want(self, *keys: MessageKey, peer: str = "peer", most: int = ROOM) -> None:
@@ -62,8 +68,10 @@ class Setup:
 
 
 @pytest.fixture
-def setup() -> Setup:
-    return Setup()
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    made = Setup(tmp_path / "log")
+    yield made
+    made.gate.close()
 
 
 def test_what_is_wanted_lies_in_the_arena_as_it_was_sent(setup: Setup) -> None:
@@ -231,3 +239,107 @@ def test_nothing_passes_a_closed_gate_and_the_arena_is_empty(setup: Setup) -> No
     assert setup.port.forgotten == [("j", None)]
     assert setup.incoming.allocate(ROOM) == HEAD_BYTES
     assert len(setup.arrived()) == 1
+
+
+# ------------------------------------------------------------ other neighbours, and what they ask for
+
+
+def ask(step: int, version: int = 1) -> MessageKey:
+    return MessageKey("j", version, step, 0, 2, Direction.REPLAY)
+
+
+def until(met: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + HUNG_S
+    while not met():
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)
+
+
+def sent(setup: Setup, key: MessageKey, data: bytes, peer: str = "peer", *, log_only: bool = False) -> None:
+    message = pb.Outgoing(peer=peer, key=to_key(key), header=b"h", log_only=log_only)
+    setup.gate.send(message, np.frombuffer(data, np.uint8))
+
+
+def test_who_takes_over_is_sent_a_step_again_under_its_old_keys_as_often_as_it_asks(setup: Setup) -> None:
+    setup.hub.port("peer")
+    evaluation = KEY._replace(direction=Direction.EVALUATION)
+    for key in (KEY, evaluation, NEXT, KEY._replace(step=6)):
+        sent(setup, key, b"abc")
+    setup.hub.sent.clear()
+    for times in (1, 2):
+        assert setup.send(ask(5), b"")
+        until(lambda most=2 * times: len(setup.hub.sent) >= most)
+    assert [key for _, _, key in setup.hub.sent] == [KEY, NEXT] * 2
+    assert setup.hub.packets[KEY] == [b"habc"] * 3
+    assert setup.arrived() == []
+
+
+def test_a_step_that_is_not_there_is_answered_with_the_reason(setup: Setup) -> None:
+    setup.hub.port("peer")
+    setup.gate.trim_log(6)
+    assert setup.send(ask(5), b"")
+    until(lambda: setup.hub.sent)
+    [(_, peer, key)] = setup.hub.sent
+    assert (peer, key) == ("peer", ask(5)._replace(micro=NOT_HERE))
+    assert setup.hub.packets[key] == [b"step 5 is not in the send log, which begins at 6"]
+    setup.want(key)  # and who asked takes the answer
+    assert setup.send(key, b"")
+    assert setup.arrived() == [(key, b"")]
+
+
+def test_what_is_asked_for_while_its_step_lasts_follows_as_it_is_sent(setup: Setup) -> None:
+    setup.hub.port("peer")
+    assert setup.send(ask(5), b"")
+    for key in (KEY, NEXT):
+        sent(setup, key, b"abc", log_only=True)
+        until(lambda key=key: key in [k for *_, k in setup.hub.sent])
+    assert [key for *_, key in setup.hub.sent] == [KEY, NEXT]
+
+
+@pytest.mark.parametrize(
+    ("peer", "key", "data"),
+    [("other", ask(5), b""), ("peer", ask(5, version=2), b""), ("peer", ask(5), b"x")],
+    ids=["a stranger", "of another plan", "with bytes"],
+)
+def test_nobody_else_is_sent_a_step_again(setup: Setup, peer: str, key: MessageKey, data: bytes) -> None:
+    setup.hub.port("peer")
+    sent(setup, KEY, b"abc")
+    assert not setup.send(key, data, peer)
+    if peer != "peer":
+        setup.gate.deliver(peer, key, b"", memoryview(data))
+    assert setup.gate._replays._asked == {}
+
+
+def test_a_peer_may_have_asked_for_so_many_steps_at_a_time(setup: Setup) -> None:
+    setup.port.full = True
+    for step in range(5, 5 + 3 * MAX_ASKED):
+        assert setup.send(ask(step), b"")
+    assert len(setup.gate._replays._asked) <= MAX_ASKED
+
+
+def test_after_a_reconfiguration_neither_old_messages_nor_lost_peers_pass(setup: Setup) -> None:
+    for name in ("peer", "new"):
+        setup.hub.port(name)
+    setup.want(KEY)
+    sent(setup, KEY._replace(step=4), b"kept")
+    sent(setup, KEY, b"abc")
+    setup.gate.reconfigure({"new": 3}, 2, 5)
+    assert setup.port.forgotten == [("j", 1)]
+    setup.hub.sent.clear()
+    # The compute process has not heard of it: what it says of the old plan is dropped, not punished.
+    sent(setup, NEXT, b"abc")
+    setup.want(NEXT)
+    assert not setup.send(KEY, b"x")
+    assert not setup.send(NEXT, b"x")
+    assert setup.hub.sent == []
+    again = KEY._replace(plan_version=2)
+    sent(setup, again, b"abc", "new")
+    setup.want(again, peer="new")
+    assert setup.send(again, b"x", "new")
+    assert not setup.send(ask(4), b"", "peer")
+    assert setup.send(ask(4, 2), b"", "new")
+    assert setup.send(ask(5, 2), b"", "new")
+    until(lambda: len(setup.hub.sent) == 3)
+    assert [key for *_, key in setup.hub.sent] == [again, KEY._replace(step=4), again]
+    with pytest.raises(BadFrame, match="none of which is here"):
+        sent(setup, again, b"abc", "peer")

@@ -18,9 +18,10 @@ from worker.config import WorkerConfig
 from worker.data.registry import add_dataset, dataset_folder, known_facts
 from worker.hosting import child, host
 from worker.hosting.host import MAX_DEATHS, ComputeHost, HostPorts
+from worker.hosting.send_log import NOTHING
 from worker.pipe.keys import from_key
 from worker.session import events, instructions
-from worker.session.wire import AssignedStage
+from worker.session.wire import AssignedStage, ReconfiguredStage
 from worker.stage.assignment import PeerLink
 from worker.transport.frames import Direction, MessageKey
 
@@ -48,10 +49,10 @@ class World:
         self.host.prepare()
         return self.host.start("w-a", self.ports)
 
-    def load(self, job: str = "j", version: int = 1) -> None:
-        work = AssignedStage(
-            control.Assign(job=job, plan_version=version), (PeerLink("w-b", (("192.0.2.1", 1),), True),)
-        )
+    def load(self, job: str = "j", version: int = 1, first_step: int = 0) -> None:
+        peer = control.StagePeer(stage=1, peer=control.PeerAddress(worker="w-b"))
+        assign = control.Assign(job=job, plan_version=version, peers=[peer], first_step=first_step)
+        work = AssignedStage(assign, (PeerLink("w-b", (("192.0.2.1", 1),), True),))
         self.host.do(instructions.LoadStage(job, version, work))
 
     def join(self, job: str = "f") -> None:
@@ -115,6 +116,51 @@ def test_a_process_says_what_it_is_and_computes_a_step(start: Start) -> None:
     world.host.do(instructions.Evaluate("j", 1, 5))
     said = [world.sent.get(timeout=HUNG_S).WhichOneof("body") for _ in range(2)]
     assert said == ["spans", "log"]  # of its own job alone
+
+
+def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is_whole(start: Start) -> None:
+    world = start(
+        load="posted('StepApplied')",
+        reconfigure="posted('StageLoaded', plan_version=m.plan_version,"
+        " message=control.FromWorker(loaded=control.Loaded(job='j', plan_version=m.plan_version)))",
+    )
+    assert world.host.logged_from == NOTHING
+    world.load(first_step=4)
+    world.event()
+    assert world.host.logged_from == 4
+    world.host.do(instructions.ApplyStep("j", 1, 9, 1.0, False, replay_from=8))
+    assert world.host.logged_from == 8
+    peer = control.StagePeer(stage=1, peer=control.PeerAddress(worker="w-c"))
+    message = control.Reconfigure(job="j", plan_version=2, step=10, peers=[peer])
+    work = ReconfiguredStage(message, (PeerLink("w-c", (("192.0.2.1", 1),), True),))
+    world.host.do(instructions.Reconfigure("j", 2, 10, work))
+    loaded = world.event()
+    assert (type(loaded), loaded.version) == (events.StageLoaded, 2)
+    assert ("j", 1) in world.network.forgotten
+    assert world.host._links == work.links
+    world.host.do(instructions.DropStage("j", 2, "over"))
+    assert world.host.logged_from == NOTHING
+
+
+def test_a_stage_that_is_gone_is_not_reconfigured(start: Start) -> None:
+    world = start(load="posted('StepApplied')")
+    world.load()
+    world.event()
+    world.child.kill("for a test")
+    assert isinstance(world.event(), events.StageBroke)
+    work = ReconfiguredStage(control.Reconfigure(job="j", plan_version=2), ())
+    world.host.do(instructions.Reconfigure("j", 2, 3, work))
+    broke = world.event()
+    assert "the stage is gone" in broke.reason
+
+
+def test_what_an_earlier_life_logged_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / "state" / "send_log" / "3"
+    left.mkdir(parents=True)
+    world = World(tmp_path / "state", {}, monkeypatch)
+    world.start()
+    assert not left.exists()
+    world.host.stop(0.2)
 
 
 def test_a_device_that_is_not_there_is_an_error_of_use(
@@ -523,7 +569,7 @@ def test_keys_on_the_scripted_pipe_are_those_of_the_transport() -> None:
 
 
 def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Start) -> None:
-    world = start(setup="ready() if m.compute_share == 1.0 else time.sleep(0.1) or ready()")
+    world = start(setup="ready(); say(codec_speeds=f'{m.compute_share} {m.memory_bytes}'.encode())")
     first = world.child
     world.load()
     world.host.limit_share(0.25)
@@ -538,8 +584,7 @@ def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Star
     world.host.do(instructions.Wake())
     eventually(lambda: world.child.alive and world.host._now is not None and world.host._now.ready)
     assert world.child is not first
-    assert world.host._setup(Path("scratch")).compute_share == 0.25
-    assert world.host._setup(Path("scratch")).memory_bytes == 1 << 28
+    eventually(lambda: world.host._speeds.read() == f"0.25 {1 << 28}".encode())
     assert world.host.device.memory_limit_bytes == 1 << 28
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from atoll.errors import BadFrame
+from atoll.errors import BadFrame, StorageError
 from atoll.opdag import TensorMeta
 from compressors.base import Packet
 from tests.patience import HUNG_S
@@ -17,7 +17,7 @@ from tests.worker.links.hub import Hub, Port
 from worker.links.codecs import StageCodecs
 from worker.links.links import Links, LinksAborted
 from worker.transport.contract import PeerLost
-from worker.transport.frames import Direction, MessageKey
+from worker.transport.frames import NOT_HERE, Direction, MessageKey
 
 META = TensorMeta((2, 3), "float32")
 TENSOR = torch.arange(6, dtype=torch.float32).reshape(2, 3)
@@ -211,24 +211,49 @@ def test_abort_ends_a_wait_for_a_tensor_and_for_a_full_queue() -> None:
         assert isinstance(raised[0], LinksAborted)
 
 
-def test_the_current_steps_messages_are_sent_again_to_a_peer_that_is_back() -> None:
-    wire, sender, other, receiver = pair()
-    old, new, back = key(0), key(1), key(1, direction=Direction.BACKWARD)
-    for k in (old, new):
-        sender.send("w-b", k, TENSOR)
-    sender.send("w-b", back, None)
-    sender.step_done(0)
+def test_who_is_lost_can_be_sent_nothing_until_the_plan_is_reconfigured() -> None:
+    _, sender, _, receiver = pair()
     sender.lost("w-b", "killed")
     with pytest.raises(PeerLost):
-        sender.send("w-b", key(1, micro=1), TENSOR)
-    receiver.close()
-    again = Links(other, "job", 3)
-    again.expect([Coming(new), Coming(back)])
-    wire.hub.sent.clear()
-    assert sender.resend("w-b") == 3
-    assert old not in wire.sent
-    assert again.receive(new, 1) is not None
-    assert again.receive(back, 1) is None
+        sender.send("w-b", key(1), TENSOR)
+    sender.abort("the plan is reconfigured")
+    late, again = key(1), key(1, version=4)
+    receiver.expect([Coming(late)])
+    for links in (sender, receiver):
+        links.reconfigure(4, 1, StageCodecs())
+    receiver.expect([Coming(again)])
+    assert receiver.expect_buffer("w-a", late, 24) is None
+    assert receiver.refused == {"stale_plan": 1}
+    sender.send("w-b", again, TENSOR)
+    got = receiver.receive(again, 1)
+    assert got is not None
+    assert torch.equal(got, TENSOR)
+    receiver.expect([Coming(key(0, version=4))])  # over: not taken
+    assert receiver.expect_buffer("w-a", key(0, version=4), 24) is None
+    assert receiver.refused["late"] == 1
+    with pytest.raises(ValueError, match="version 4 after 4"):
+        receiver.reconfigure(4, 2, StageCodecs())
+
+
+def test_what_is_sent_in_repeated_steps_is_recorded_alone() -> None:
+    recorded: list[MessageKey] = []
+    hub = Hub()
+    hub.port("w-b")
+    links = Links(hub.port("w-a"), "job", 3, record=lambda peer, key, *_: recorded.append(key), sends_from=2)
+    for step in range(4):
+        links.send("w-b", key(step), TENSOR)
+    assert recorded == [key(0), key(1)]
+    assert hub.port("w-a").sent == [key(2), key(3)]
+
+
+def test_a_step_that_cannot_be_repeated_ends_every_wait_with_the_peers_words() -> None:
+    _, _, _, receiver = pair()
+    refusal = key(1, micro=NOT_HERE, direction=Direction.REPLAY)
+    receiver.expect([Coming(key(1)), Coming(refusal)])
+    receiver.deliver("w-a", refusal, b"step 1 is not\x1b[2J here", memoryview(b""))
+    with pytest.raises(StorageError, match=r"w-a: step 1 is not.*here") as raised:
+        receiver.receive(key(1), 1)
+    assert "\x1b" not in str(raised.value)
 
 
 def test_closing_an_old_plan_version_leaves_the_new_one_in_place() -> None:
@@ -264,18 +289,6 @@ def test_from_its_step_on_a_new_version_is_taken_and_the_old_one_is_stale() -> N
     got = receiver.receive(new, 1)
     assert got is not None
     assert torch.equal(got, TENSOR + 1)
-
-
-def test_the_old_versions_messages_are_sent_again_while_their_step_lasts() -> None:
-    wire, sender, _, _ = pair()
-    sender.relink(4, 2, StageCodecs())
-    sender.send("w-b", key(1), TENSOR)
-    sender.lost("w-b", "killed")
-    wire.hub.sent.clear()
-    assert sender.resend("w-b") == 1
-    assert wire.sent == [key(1)]
-    sender.step_done(1)
-    assert sender.resend("w-b") == 0
 
 
 def test_versions_only_rise() -> None:

@@ -54,6 +54,16 @@ JOINED: tuple[e.Event, ...] = (e.Welcome("w-a", 0.5),)
 LOADED: tuple[e.Event, ...] = (*JOINED, assigned(), e.StageLoaded("j", 1, "loaded"))
 TRAINING: tuple[e.Event, ...] = (*LOADED, e.StepStart("j", 1, 4))
 WAITING: tuple[e.Event, ...] = (*TRAINING, e.StepDone("j", 1, 4, "ready 4"))
+EVALUATING: tuple[e.Event, ...] = (*WAITING, commit(4, evaluate=True), e.StepApplied("j", 1, 4))
+
+
+def moved(version: int = 2, step: int = 4, base: int = 1, job: str = "j") -> e.Reconfigure:
+    return e.Reconfigure(job, version, base, step, frozenset({"w-c"}), "news")
+
+
+def failures(todo: list[do.Instruction]) -> list[do.StageFailed]:
+    sent = (i.message for i in todo if isinstance(i, do.Send))
+    return [message for message in sent if isinstance(message, do.StageFailed)]
 
 
 def test_a_start_of_another_step_than_the_next_is_ignored():
@@ -330,7 +340,13 @@ def test_a_worker_that_never_saw_a_coordinator_takes_any_and_one_refused_waits_l
             Held("j", 1, 5, loaded=True, ready=False),
         ),
         ((*WAITING, commit(4), e.StepApplied("j", 1, 4)), Held("j", 1, 5, loaded=True, ready=False)),
-        ((*WAITING, commit(4), e.StageBroke("j", 1, 4, "disk")), Held("j", 1, 4, loaded=True, ready=False)),
+        ((*WAITING, commit(4), e.StageBroke("j", 1, 4, "disk")), None),
+        ((*TRAINING, e.StageBroke("j", 1, 4, "killed", gone=True)), None),
+        ((*TRAINING, e.PeerLost("w-b", "reset")), Held("j", 1, 4, loaded=True, ready=False)),
+        ((*EVALUATING, e.PeerLost("w-b", "reset")), Held("j", 1, 5, loaded=True, ready=False)),
+        ((*TRAINING, moved()), Held("j", 2, 4, loaded=False, ready=False)),
+        ((*TRAINING, moved(), e.StageLoaded("j", 2, "loaded")), Held("j", 2, 4, loaded=True, ready=False)),
+        ((*TRAINING, moved(), e.StageBroke("j", 2, 4, "no", "w-c")), Held("j", 2, 4, True, False)),
         ((*TRAINING, e.Release("j", 1, "why")), None),
         ((*JOINED, e.Participate("f", 1, "work")), None),
     ],
@@ -444,7 +460,7 @@ def test_new_links_that_cannot_be_are_a_failure_that_only_a_new_plan_heals(wrong
     (failed,) = [i.message for i in todo if isinstance(i, do.Send) and isinstance(i.message, do.StageFailed)]
     assert "too late" in failed.reason
     assert not any(isinstance(i, do.ApplyStep) for i in todo)
-    assert (state.phase, state.spoiled) == (Phase.FAILED, True)
+    assert (state.phase, state.whole) == (Phase.FAILED, False)
 
 
 def test_later_words_about_links_that_have_not_begun_replace_the_earlier():
@@ -464,7 +480,7 @@ def test_what_is_remembered_of_many_new_links_is_bounded():
         state, _ = told(state, done, said, applied)
     assert state.step == 4 + 3 * s.MAX_ERAS
     assert len(state.eras) <= s.MAX_ERAS + 2
-    assert state.versions[0] == 1
+    assert state.assigned == 1
 
 
 def test_a_coded_evaluation_is_asked_for_by_the_commit():
@@ -473,21 +489,157 @@ def test_a_coded_evaluation_is_asked_for_by_the_commit():
     assert todo[-1] == do.Evaluate("j", 1, 4, coded=True)
 
 
+# ---------------------------------------------------------------- other neighbours, the same stage
+
+RECONFIGURE = do.Reconfigure("j", 2, 4, "news")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        LOADED,
+        TRAINING,
+        WAITING,
+        (*TRAINING, e.PeerLost("w-b", "reset")),
+        (*TRAINING, e.StageBroke("j", 1, 4, "no answer", "w-b")),
+        (*TRAINING, e.StepDiscard("j", 1, 4, "again")),
+    ],
+)
+def test_a_stage_stays_and_the_step_in_flight_begins_anew_with_other_neighbours(before: tuple[e.Event, ...]):
+    state, _ = told(Session(), *before)
+    state, todo = told(state, moved())
+    assert todo == [RECONFIGURE]
+    assert (state.phase, state.peers, state.unacknowledged) == (Phase.LOADING, frozenset({"w-c"}), ())
+    late = (e.StepDone("j", 1, 4, "ready 4"), commit(4), e.StageLoaded("j", 1, "late"), moved())
+    assert told(state, *late)[1] == []
+    state, todo = told(state, e.StageLoaded("j", 2, "loaded"), e.StepStart("j", 2, 4))
+    assert todo == [do.Send("loaded"), do.RunStep("j", 2, 4)]
+    again = replace(commit(4), version=2)
+    state, todo = told(state, e.StepDone("j", 2, 4, "ready"), again, e.StepApplied("j", 2, 4))
+    assert todo[-1] == do.RunStep("j", 2, 5)
+
+
+@pytest.mark.parametrize("flags", [{}, {"evaluate": True}, {"last": True}, {"store": True}])
+def test_what_is_applied_goes_first_and_its_evaluation_is_left_out(flags: dict[str, bool]):
+    state, todo = told(Session(), *WAITING, commit(4, **flags), moved(step=5))
+    assert (state.phase, held(state)) == (Phase.APPLYING, Held("j", 1, 4, loaded=True, ready=True))
+    assert not any(isinstance(i, do.Reconfigure) for i in todo)
+    state, todo = told(state, e.StepApplied("j", 1, 4))
+    assert todo == [do.Reconfigure("j", 2, 5, "news")]
+    assert held(state) == Held("j", 2, 5, loaded=False, ready=False)
+    _, todo = told(state, e.Stored("j", 1, 4, "stored 4"))
+    assert todo == [do.Send("stored 4")], "a snapshot is of the version of its step"
+
+
+def test_the_newest_of_two_that_wait_for_an_apply_counts():
+    state, _ = told(Session(), *WAITING, commit(4), moved(step=5), moved(3, step=5), moved(step=5))
+    assert told(state, e.StepApplied("j", 1, 4))[1] == [do.Reconfigure("j", 3, 5, "news")]
+
+
+def test_an_apply_that_breaks_leaves_nothing_to_go_on_with():
+    state, _ = told(Session(), *WAITING, commit(4), moved(step=5), e.StageBroke("j", 1, 4, "disk"))
+    (failed,) = failures(told(state, moved(3, step=5))[1])
+    assert "not whole" in failed.reason
+
+
+def test_an_evaluation_under_way_is_left_for_the_next_neighbours():
+    state, todo = told(Session(), *EVALUATING, moved(step=5))
+    assert [type(i) for i in todo[-2:]] == [do.Interrupt, do.Reconfigure]
+    assert told(state, e.EvalDone("j", 1, 4, "eval"))[1] == []
+
+
+def test_an_evaluation_that_lost_a_neighbour_leaves_the_stage_as_it_was_after_the_step():
+    state, todo = told(Session(), *EVALUATING, e.PeerLost("w-b", "reset"))
+    assert [(f.version, f.step, f.lost_peer) for f in failures(todo)] == [(1, 4, "w-b")]
+    assert told(state, moved(step=5))[1] == [do.Reconfigure("j", 2, 5, "news")]
+
+
+def test_a_second_loss_while_the_first_is_being_replaced():
+    state, _ = told(Session(), *WAITING, moved())
+    broke = e.StageBroke("j", 2, 0, "cannot connect", "w-c")
+    state, todo = told(state, broke)
+    assert [(f.version, f.step) for f in failures(todo)] == [(2, 4)]
+    state, todo = told(state, moved(3))
+    assert todo == [do.Reconfigure("j", 3, 4, "news")]
+    state, todo = told(state, moved(4), e.StageLoaded("j", 3, "late"), e.StageLoaded("j", 4, "loaded"))
+    assert todo == [do.Reconfigure("j", 4, 4, "news"), do.Send("loaded")]
+    assert told(state, e.StepStart("j", 4, 4))[1] == [do.RunStep("j", 4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "why"),
+    [
+        (JOINED, moved(), "holds no stage"),
+        (TRAINING, moved(job="k"), "holds no stage"),
+        ((*JOINED, e.Participate("j", 1, "work")), moved(), "holds no stage"),
+        ((*JOINED, assigned()), moved(), "not whole"),
+        ((*TRAINING, e.StageBroke("j", 1, 4, "killed", gone=True)), moved(), "not whole"),
+        (TRAINING, moved(step=5), "after 4 steps, not 5"),
+        (WAITING, moved(step=3), "after 4 steps, not 3"),
+        ((*WAITING, commit(4)), moved(step=4), "after 4 steps, not 4"),
+        (TRAINING, moved(4, base=3), "older than plan 3"),
+    ],
+)
+def test_what_does_not_fit_is_said(before: tuple[e.Event, ...], asked: e.Reconfigure, why: str):
+    state, _ = told(Session(), *before)
+    after, todo = told(state, asked)
+    (failed,) = failures(todo)
+    assert why in failed.reason
+    assert (failed.job, failed.version, failed.step) == (asked.job, asked.version, asked.step)
+    assert not any(isinstance(i, do.Reconfigure) for i in todo)
+    assert after.job == state.job
+    if state.job == asked.job:
+        assert isinstance(told(after, e.Release("j", asked.version, "back"))[1][-1], do.DropStage)
+
+
+def test_links_that_have_not_begun_are_forgotten():
+    state, _ = told(Session(), *WAITING, relinked(4), e.StepApplied("j", 1, 4), moved(3, step=5))
+    assert state.eras == ((0, 1), (5, 3))
+    state, _ = told(state, e.StageLoaded("j", 3, "loaded"), e.StepStart("j", 3, 5))
+    assert through(state, 5, 6).version == 3
+
+
+def test_steps_that_are_repeated_are_reported_under_the_versions_that_they_had():
+    news = replace(assigned(4, first_step=9), eras=((0, 1), (6, 3)))
+    state, todo = told(Session(), *JOINED, news)
+    assert todo == [do.LoadStage("j", 4, "work")]
+    assert [state.version_at(step) for step in (5, 6, 8, 9)] == [1, 3, 3, 4]
+    state, todo = told(state, e.Stored("j", 3, 8, "stored 8"), e.StageLoaded("j", 4, "loaded"))
+    assert todo == [do.Send("stored 8"), do.Send("loaded")]
+    assert told(state, e.StepStart("j", 4, 9))[1] == [do.RunStep("j", 4, 9)]
+
+
+def test_a_stage_that_cannot_be_repeated_names_the_step_that_waits_for_it():
+    news = replace(assigned(4, first_step=9), eras=((6, 3),))
+    state, _ = told(Session(), *JOINED, news)
+    (failed,) = failures(told(state, e.StageBroke("j", 4, 0, "a message is missing"))[1])
+    assert (failed.version, failed.step) == (4, 9)
+
+
+def test_a_coordinator_of_a_smaller_term_reconfigures_nothing():
+    state, _ = told(Session(), e.Welcome("w-a", 0.5, term=2), *TRAINING[1:], e.Welcome("w-a", 0.5, term=1))
+    assert told(state, moved())[1] == []
+
+
 RELINKS = st.none() | st.builds(e.Relink, st.integers(1, 3), st.integers(0, 5))
 EVENTS = st.one_of(
     st.sampled_from([*JOINED, assigned(), assigned(2), assigned(1, "k"), e.Drained()]),
-    st.builds(e.StepStart, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
-    st.builds(e.StageLoaded, st.just("j"), st.integers(1, 2), st.just("loaded")),
-    st.builds(e.StepDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("ready")),
-    st.builds(e.StepApplied, st.just("j"), st.integers(1, 2), st.integers(0, 3)),
-    st.builds(e.EvalDone, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("eval")),
+    st.builds(e.StepStart, st.just("j"), st.integers(1, 4), st.integers(0, 3)),
+    st.builds(e.StageLoaded, st.just("j"), st.integers(1, 4), st.just("loaded")),
+    st.builds(e.StepDone, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("ready")),
+    st.builds(e.StepApplied, st.just("j"), st.integers(1, 4), st.integers(0, 3)),
+    st.builds(e.EvalDone, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("eval")),
     st.builds(
-        e.StepCommit, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just(1.0), st.booleans(),
+        e.StepCommit, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just(1.0), st.booleans(),
         st.booleans(), st.booleans(), st.booleans(), RELINKS,
     ),
-    st.builds(e.StepDiscard, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
+    st.builds(e.StepDiscard, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("why")),
+    st.builds(
+        e.Reconfigure, st.just("j"), st.integers(2, 4), st.integers(0, 3), st.integers(0, 3),
+        st.just(PEERS), st.just("news"),
+    ),
     st.builds(e.Release, st.sampled_from("jk"), st.integers(1, 2), st.just("why")),
-    st.builds(e.StageBroke, st.just("j"), st.integers(1, 2), st.integers(0, 3), st.just("why")),
+    st.builds(e.StageBroke, st.just("j"), st.integers(1, 4), st.integers(0, 3), st.just("why")),
     st.builds(e.PeerLost, st.just("w-b"), st.just("why")),
     st.builds(e.Disconnected, st.just("why"), st.floats(0, 0.99)),
     st.builds(e.Dismiss, st.just("why"), st.booleans()),
@@ -500,13 +652,13 @@ EVENTS = st.one_of(
 def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[e.Event]):
     state = Session()
     computed: set[tuple[str, int, int]] = set()
-    applied: set[tuple[str, int, int]] = set()
+    applied: set[int] = set()  # of the stage that is held
     for event in events:
         loaded_before = (state.job, state.version)
         state, todo = handle(state, event)
         assert len(state.unacknowledged) <= 5
         assert len(state.recent) <= s.RECENT
-        assert list(state.eras) == sorted(set(state.eras))
+        assert [first for first, _ in state.eras] == sorted({first for first, _ in state.eras})
         assert list(state.versions) == sorted(set(state.versions))
         for instruction in todo:
             if isinstance(instruction, do.RunStep):
@@ -514,10 +666,10 @@ def test_no_order_of_events_applies_a_step_twice_or_two_at_a_time(events: list[e
             if isinstance(instruction, do.ApplyStep):
                 at = (instruction.job, instruction.version, instruction.step)
                 assert at in computed, "a step was applied that was not the one computed"
-                assert at not in applied, "a step was applied twice"
-                computed, applied = set(), applied | {at}
+                assert instruction.step not in applied, "a step was applied twice"
+                computed, applied = set(), applied | {instruction.step}
             if isinstance(instruction, do.LoadStage):
-                applied = {a for a in applied if a[:2] != (instruction.job, instruction.version)}
+                applied = set()
                 assert (instruction.job, instruction.version) != loaded_before
 
 

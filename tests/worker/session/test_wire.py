@@ -12,6 +12,7 @@ from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
 from worker.session.state import Phase, Session
+from worker.stage.assignment import PeerLink
 from worker.stage.reports import StageReport, StepReport
 from worker.transport.contract import Goodput
 
@@ -39,7 +40,7 @@ def test_a_welcome_carries_the_term_of_its_coordinator() -> None:
 
 def test_a_session_without_a_stage_introduces_none() -> None:
     assert messages.held_stage(Session()) is None
-    waiting = Session(phase=Phase.WAITING, job="j", eras=((0, 3), (9, 4)), step=12)
+    waiting = Session(phase=Phase.WAITING, job="j", assigned=3, eras=((0, 3), (9, 4)), step=12)
     assert messages.held_stage(waiting) == pb.HeldStage(
         job="j", plan_version=3, step=12, loaded=True, ready=True
     )
@@ -114,3 +115,84 @@ def test_what_codecs_did_for_a_peer_that_was_not_measured_is_left_out() -> None:
     ready = messages.step_ready("j", 1, report, False, {"w-a": CodecUse(dense_bytes=80)}).ready
     messages.add_goodput(ready, [Goodput("w-b", 10, 0.5, 0.01, 4e6)])
     assert [(link.peer, link.dense_bytes) for link in ready.links] == [("w-b", 0)]
+
+
+# ---------------------------------------------------------------- reconfigurations and replays
+
+ADDRESS = pb.PeerAddress(worker="w-b", addresses=[pb.Address(host="10.0.0.2", port=7000)])
+
+
+def moved(**changes: object) -> pb.ToWorker:
+    fields = {"job": "j", "plan_version": 3, "base_version": 1, "step": 7, **changes}
+    peers = fields.pop("peers", [pb.StagePeer(stage=1, peer=ADDRESS, dial=True)])
+    return pb.ToWorker(reconfigure=pb.Reconfigure(peers=peers, **fields))  # type: ignore[arg-type]
+
+
+def test_a_reconfiguration_carries_its_message_and_the_new_neighbours() -> None:
+    sent = moved()
+    links = (PeerLink("w-b", (("10.0.0.2", 7000),), True),)
+    work = messages.ReconfiguredStage(sent.reconfigure, links)
+    assert messages.event_from(sent) == events.Reconfigure("j", 3, 1, 7, frozenset({"w-b"}), work)
+    assert getattr(messages.event_from(sent), "work") == work  # noqa: B009 - left out of comparisons
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        moved(job=""),
+        moved(plan_version=1),
+        moved(step=1 << 63),
+        moved(peers=[pb.StagePeer(peer=pb.PeerAddress(worker="w\u202e"))]),
+    ],
+)
+def test_a_reconfiguration_beyond_a_bound_is_refused_and_the_job_hears_why(wrong: pb.ToWorker) -> None:
+    with pytest.raises(BadFrame) as refused:
+        messages.event_from(wrong)
+    assert "reconfigure" in messages.ANSWERED
+    answer, sent = messages.refusal(wrong, str(refused.value)), wrong.reconfigure
+    assert (answer.job, answer.version, answer.step) == (sent.job, sent.plan_version, sent.step)  # type: ignore[union-attr]
+
+
+def replayed(**changes: object) -> pb.ToWorker:
+    eras = [pb.PlanEra(plan_version=1, first_step=0), pb.PlanEra(plan_version=2, first_step=6)]
+    fields = {"first_step": 5, "eras": eras, "gradient_scales": [1.0, 0.5], "stores": [6], **changes}
+    assign = pb.Assign(job="j", plan_version=3, first_step=7, replay=pb.Replay(**fields))  # type: ignore[arg-type]
+    return pb.ToWorker(assign=assign)
+
+
+def test_an_assignment_says_which_versions_the_repeated_steps_had() -> None:
+    event = messages.event_from(replayed())
+    assert isinstance(event, events.Assign)
+    assert event.eras == ((0, 1), (6, 2))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replayed(first_step=7),
+        replayed(gradient_scales=[1.0]),
+        replayed(gradient_scales=[1.0, float("nan")]),
+        replayed(gradient_scales=[1.0, -1.0]),
+        replayed(first_step=0, gradient_scales=[1.0] * 8),
+        replayed(stores=[5]),
+        replayed(stores=[8]),
+        replayed(eras=[]),
+        replayed(eras=[pb.PlanEra(plan_version=1, first_step=6)]),
+        replayed(eras=[pb.PlanEra(plan_version=3, first_step=0)]),
+        replayed(eras=[pb.PlanEra(plan_version=1), pb.PlanEra(plan_version=2, first_step=7)]),
+        replayed(eras=[pb.PlanEra(plan_version=2), pb.PlanEra(plan_version=1, first_step=6)]),
+        replayed(eras=[pb.PlanEra(plan_version=1), pb.PlanEra(plan_version=2)]),
+        replayed(eras=[pb.PlanEra(plan_version=1, links=[link_to_proto(LinkSpec(0, 1, "topk", 0.5))])]),
+    ],
+)
+def test_a_replay_beyond_a_bound_is_refused(wrong: pb.ToWorker) -> None:
+    with pytest.raises(BadFrame):
+        messages.event_from(wrong)
+
+
+def test_a_commit_says_from_where_on_messages_may_be_wanted_and_never_of_steps_to_come() -> None:
+    plain = pb.StepCommit(job="j", plan_version=1, step=5, gradient_scale=1.0, replay_from=6)
+    assert getattr(messages.event_from(pb.ToWorker(commit=plain)), "replay_from") == 6  # noqa: B009
+    plain.replay_from = 7
+    with pytest.raises(BadFrame):
+        messages.event_from(pb.ToWorker(commit=plain))

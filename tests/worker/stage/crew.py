@@ -152,13 +152,16 @@ class Crew:
         for run in self.runs:
             run.open(0)
 
-    def run_of(self, assignment: Assignment) -> StageRun:
+    def run_of(
+        self, assignment: Assignment, tensors: Mapping[str, Mapping[str, Tensor]] | None = None
+    ) -> StageRun:
+        """A run of the assigned stage, from ``tensors`` or, without any, from the captured ones."""
         me = assignment.worker_of(assignment.stage)
         stage = Stage(
             assignment.program,
             assignment.eval_program,
             assignment.training,
-            self.made.tensors,
+            self.made.tensors if tensors is None else tensors,
             states=self.made.states,
             actions=assignment.plan.actions(assignment.stage),
         )
@@ -173,7 +176,14 @@ class Crew:
         spans = Spans()
         network = self.network_of(me)
         announce = getattr(network, "announce", lambda _: None)
-        links = Links(network, "job", 1, codecs_of(assignment), announce=announce)
+        record = getattr(network, "record", None)
+        (_, first), *later = assignment.eras
+        codecs, sends_from = codecs_of(first), assignment.first_step
+        links = Links(
+            network, "job", first.version, codecs, announce=announce, record=record, sends_from=sends_from
+        )
+        for begins, era in later:
+            links.relink(era.version, begins, codecs_of(era))
         self.links.append(links)
         return StageRun(assignment, stage, links, feed, held_out, Meters(spans, Progress()))
 

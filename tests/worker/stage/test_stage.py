@@ -231,6 +231,15 @@ def test_evaluation_averages_and_changes_nothing():
     assert ours.stages[0].evaluation_loss() is None
 
 
+def test_an_evaluation_that_did_not_end_is_no_part_of_the_next():
+    ours = pipeline(spec(), evaluate=True)
+    before, expected = ours.snapshot(), ours.evaluate(batches(9, 3))
+    ours.stages[0].evaluate_micro(0, batches(5)[0], {})
+    ours.discard()
+    assert same(ours.snapshot(), before)
+    assert ours.evaluate(batches(9, 3)) == expected
+
+
 def test_evaluation_with_state_of_another_stage_is_refused():
     with pytest.raises(PlanError, match="another stage trains"):
         LocalPipeline(

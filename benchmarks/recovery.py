@@ -1,0 +1,183 @@
+"""How long a job stands still when a worker is lost: send logs against going back to the checkpoint.
+
+A GPT cut in three trains on the first workers of a scenario, the others are backups. Some steps after a
+checkpoint the worker of one stage is killed (kill -9). Either the stage is taken over from the send logs, or,
+with `--send-log-bytes 0` at each worker, the job goes back to its checkpoint. Downtime: from the last commit
+before the loss to the commit of the step that was in flight, less the median step. The runs without a loss
+show what the log costs a step. Every run ends with the losses of the first one, bit for bit.
+
+  python -m benchmarks.recovery --seed 0 --json
+  python -m benchmarks.recovery --scenario homes --stage 1 --stage 2 --json
+  python -m benchmarks.recovery --log --json    # the log alone: MB/s to this disk, CPU time a GB
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import (
+    CommandFailed,
+    LabFleet,
+    conclude,
+    execute,
+    fitting,
+    machine,
+    need_lab,
+    parser,
+    settings_options,
+)
+from coordinator.client.job_file import load_job
+from coordinator.client.prepare import prepare
+from coordinator.planning.planner import GIVEN_CUT
+from worker.hosting.send_log import SendLog
+from worker.transport.frames import Direction, MessageKey
+
+STAGES = 3
+SETTINGS = ("LENGTH=64", "N_MICRO=4", "eval_batches=0")
+ARMS = {"log": (), "checkpoint": ("--send-log-bytes", "0")}
+SKIPPED = 3  # first steps, which load caches and open connections
+
+
+class Fleet(LabFleet):
+    """Workers with the options of an arm and memory for any stage, whatever the scenario says of it."""
+
+    def __init__(self, scenario: str, options: Sequence[str]) -> None:
+        super().__init__(scenario)
+        self._options = options
+
+    def _worker(self, host: str) -> list[str]:
+        command = super()._worker(host)
+        if "--memory" in command:
+            at = command.index("--memory")
+            del command[at : at + 2]
+        return [*command, *self._options]
+
+    def kill(self, host: str) -> None:
+        """End all processes of a worker at once."""
+        self.lab.kill(self._daemons[1 + self.scenario.join_order.index(host)])
+
+
+def cut_of(job: str, settings: Sequence[str]) -> str:
+    """The partitioner that cuts the job's ops in even thirds."""
+    positions = prepare(load_job(Path(job), list(settings))).graphs.dag.cuttable()
+    starts = (positions[len(positions) * at // STAGES] for at in range(1, STAGES))
+    return GIVEN_CUT + ",".join(map(str, starts))
+
+
+def run(
+    fleet: Fleet, job: str, cut: str, settings: Sequence[str], kill: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Train; kill the worker of stage ``kill[0]`` when ``kill[1]`` steps are committed; the figures."""
+    submitted = fleet.atoll(
+        "submit", job, "--partitioner", cut, *settings_options(settings), "--detach", "--json"
+    )
+    name, killed_s, at_step = submitted["job"], 0.0, 0
+    names = {w["worker"]: w["name"] for w in fleet.status()["workers"]}
+    holders: list[str] = []
+    last: dict[str, Any] = {}
+    with fleet._command("watch", name, "--json") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = json.loads(line)
+            if last.get("plan") and not killed_s:
+                holders = [stage["workers"][0] for stage in last["plan"]["stages"]]
+            if kill is not None and not killed_s and last["step"] >= kill[1]:
+                fleet.kill(names[holders[kill[0]]])
+                killed_s, at_step = time.time(), last["step"]
+    if last.get("state") != "finished":
+        raise CommandFailed(
+            f"{name} ended {last.get('state')}: {last.get('reason')} {fleet.log('coordinator')}"
+        )
+    points = [
+        (int(r["step"]), float(r["value"]), float(r["time_s"]))
+        for r in fleet.rows(name)
+        if r["name"] == "loss"
+    ]
+    losses = [
+        value for _, value, _ in sorted({step: (step, value, 0.0) for step, value, _ in points}.values())
+    ]
+    figures = {"plan_version": last["plan_version"], "losses": losses, "at_step": at_step}
+    return figures | times(points, killed_s)
+
+
+def times(points: Sequence[tuple[int, float, float]], killed_s: float) -> dict[str, Any]:
+    """Median step, and how long the step in flight was late; ``points``: (step, loss, time) as they came."""
+    before = [(step, at_s) for step, _, at_s in points if not killed_s or at_s < killed_s]
+    lasted_s = [b - a for (_, a), (_, b) in zip(before[SKIPPED:], before[SKIPPED + 1 :], strict=False)]
+    found = {"step_s": statistics.median(lasted_s)}
+    if killed_s:
+        in_flight, last_s = before[-1][0] + 1, before[-1][1]
+        again_s = next(at_s for step, _, at_s in points if step >= in_flight and at_s > last_s)
+        found["downtime_s"] = again_s - last_s - found["step_s"]
+        found["repeated_steps"] = sum(step < in_flight and at_s > last_s for step, _, at_s in points)
+    return found
+
+
+def log_rate(seed: int, message_bytes: int = 8 << 20, messages: int = 96) -> dict[str, float]:
+    """Append messages of a large boundary as fast as they are written, and read them again."""
+    payload = memoryview(np.random.default_rng(seed).bytes(message_bytes))
+    with tempfile.TemporaryDirectory(prefix="atoll-send-log-") as folder:
+        log = SendLog(Path(folder) / "log", "job", 64 << 30, 0)
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        for at in range(messages):
+            key = MessageKey("job", 1, at // 8, at % 8, 0, Direction.FORWARD)
+            log.append(1, key, b"", payload, wait=True)
+        read = sum(len(r.payload) for step in range(messages // 8) for r in log.records(step, 1))
+        took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        right = read == messages * message_bytes and log.logged_from == 0
+        log.close()
+    gigabytes = messages * message_bytes / 1e9
+    return {
+        "right": right,
+        "written_and_read_mb_per_s": 1e3 * gigabytes / took_s,
+        "cpu_s_per_gb": cpu_s / gigabytes,
+    }
+
+
+def main() -> int:
+    """Command line."""
+    made = parser(__doc__, scenario="homes", job="examples/gpt.py")
+    made.add_argument("--steps", type=int, default=40)
+    made.add_argument("--checkpoint-every", type=int, default=8)
+    made.add_argument(
+        "--kill-after", type=int, default=28, help="steps; a checkpoint is to be stored by then"
+    )
+    made.add_argument("--stage", type=int, action="append", help="that is lost; may repeat (default 1)")
+    made.add_argument("--log", action="store_true", help="measure the send log alone")
+    options = made.parse_args()
+    if options.log:
+        figures = log_rate(options.seed)
+        print("  ".join(f"{name} {value:.2f}" for name, value in figures.items()))
+        return conclude(figures, options.json, "" if figures["right"] else "the log lost messages")
+    need_lab(options.json)
+    more = (f"steps={options.steps}", f"checkpoint_every={options.checkpoint_every}", f"seed={options.seed}")
+    settings = [*fitting(SETTINGS, options.job), *more]
+    cut = cut_of(options.job, settings)
+    rows: list[dict[str, Any]] = []
+    for scenario in options.scenario or ["homes"]:
+        for loss in (None, *((stage, options.kill_after) for stage in options.stage or [1])):
+            for arm, given in ARMS.items():
+                with Fleet(scenario, given) as fleet:
+                    row = {"scenario": scenario, "arm": arm, "stage": None if loss is None else loss[0]}
+                    rows.append(row | run(fleet, options.job, cut, settings, loss))
+                shown = {key: value for key, value in rows[-1].items() if key != "losses"}
+                print(
+                    "  ".join(
+                        f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items()
+                    ),
+                    flush=True,
+                )
+    wrong = [f"{row['arm']}, stage {row['stage']}" for row in rows if row["losses"] != rows[0]["losses"]]
+    return conclude({"machine": machine(), "rows": rows}, options.json, ", ".join(wrong))
+
+
+if __name__ == "__main__":
+    execute(main)

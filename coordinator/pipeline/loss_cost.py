@@ -1,0 +1,71 @@
+"""What the loss of a stage would cost now: seconds until the job goes on, and why. Pure.
+
+Measured figures come first: what loading took, what a stage was busy in its last step, rates of links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from coordinator.pipeline.assigning import neighbours
+from coordinator.pipeline.reconfigure import Choice, begun, choose
+
+if TYPE_CHECKING:
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.facts import JobRecord
+    from coordinator.messages.jobs import JobState
+
+
+@dataclass(frozen=True, slots=True)
+class LossCost:
+    """Seconds that the job stands still, and what they are made of."""
+
+    seconds: float
+    why: str
+
+
+def loss_costs(state: JobState, record: JobRecord, roster: Roster) -> list[LossCost]:
+    """Return by rank what its loss would cost; nothing while the plan's stages were never all loaded."""
+    if state.plan is None or not begun(state):
+        return []
+    return [_cost(state, record, roster, rank) for rank in range(state.n_ranks)]
+
+
+def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> LossCost:
+    notice_s = roster.liveness.dead_after_s
+    steps = state.step - state.checkpoint.step
+    chosen = choose(state, record, roster, {rank})
+    if isinstance(chosen, Choice):
+        load_s, each_s = state.load_s.get(rank, 0.0), _repeated_s(state, roster, rank)
+        how = f"{chosen.workers[rank]} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
+        again = f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""
+    else:
+        load_s, each_s = max(state.load_s.values(), default=0.0), _step_s(state)
+        how = (
+            f"back to step {state.checkpoint.step} ({chosen.reason}): {notice_s:.1f} s to notice, "
+            f"{load_s:.1f} s to load"
+        )
+        again = f", {steps} steps of {each_s:.2g} s by all" if steps else ""
+    return LossCost(notice_s + load_s + steps * each_s, how + again)
+
+
+def _repeated_s(state: JobState, roster: Roster, rank: int) -> float:
+    """Return what a step takes that a rank repeats: computing, or its messages where they take longer."""
+    report, prediction, plan = state.reports.get(rank), state.plan and state.plan.prediction, state.plan
+    busy_s = report.forward_s + report.backward_s + report.optimizer_s if report is not None else 0.0
+    if not busy_s and prediction:
+        busy_s = prediction.stages[rank].compute_s
+    sent_s, places = 0.0, plan.places if plan is not None else ()
+    for other in neighbours(plan, rank) if plan is not None else ():
+        theirs = state.reports.get(other)
+        for link in theirs.links if theirs is not None else ():
+            known = roster.links.table.get(places[other].worker, link.peer)
+            if link.peer == places[rank].worker and known is not None:
+                sent_s = max(sent_s, 8 * link.n_bytes / known.bandwidth_bps)
+    return max(busy_s, sent_s)
+
+
+def _step_s(state: JobState) -> float:
+    prediction = state.plan.prediction if state.plan is not None else None
+    return state.median_step_s or (prediction.step_s if prediction is not None else 0.0)

@@ -1,0 +1,118 @@
+"""Losses of running jobs: from a worker that is gone, or a stage that broke, to who takes over. Pure.
+
+A stage that says it lost a peer is not believed at once: the peer is gone, which shows within the time in
+which the dead are noticed, or the two have lost each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from coordinator.messages.jobs import RUNNING, Event, FromRank, JobState, Replaced, StageLost
+from coordinator.pipeline import machine
+from coordinator.pipeline.profiling import Hold, Profiling
+from coordinator.pipeline.reconfigure import Choice, Refused, begun, choose
+
+if TYPE_CHECKING:
+    from coordinator.membership.effects import Effects
+    from coordinator.messages.events import StageFailed
+
+
+@dataclass(frozen=True, slots=True)
+class _Accused:
+    """A stage failed as it lost a peer; what becomes of that shows by ``until_s``."""
+
+    failed: FromRank[StageFailed]
+    until_s: float
+
+
+@dataclass(slots=True)
+class Losses:
+    """``step``: step a job's machine."""
+
+    effects: Effects
+    profiling: Profiling
+    dead_after_s: float
+    step: Callable[[str, Event], None]
+    _accused: dict[str, _Accused] = field(default_factory=dict)  # by job
+
+    def replace(
+        self, state: JobState, rank: int, reason: str, failed: FromRank[StageFailed] | None = None
+    ) -> None:
+        """Have another worker take over a rank, or go back to the checkpoint; ``failed``: its stage broke."""
+        assert state.plan is not None  # noqa: S101 - it has ranks
+        worker = state.plan.places[rank].worker
+        chosen = self.choose(state, {rank}, (worker,) if failed is not None else ())
+        if isinstance(chosen, Choice):
+            self.replaced(state, chosen, {rank}, reason, blamed=failed is not None)
+        elif failed is not None:
+            self.step(state.job, failed)
+        else:
+            self.step(state.job, StageLost(f"{reason}; {chosen.reason}" if begun(state) else reason))
+
+    def choose(
+        self, state: JobState, ranks: Collection[int], again: Collection[str] = ()
+    ) -> Choice | Refused:
+        """Return who takes over these ranks; see ``reconfigure.choose``."""
+        if self.effects.storage:
+            return Refused(self.effects.storage)
+        return choose(state, self.effects.ledger.jobs[state.job], self.effects.roster, ranks, again)
+
+    def replaced(
+        self, state: JobState, chosen: Choice, ranks: Collection[int], reason: str, blamed: bool = False
+    ) -> None:
+        """Carry out a choice: who takes over what, and repeats how much, is the job's reason."""
+        steps = state.step - state.checkpoint.step
+        repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
+        taken = ", ".join(
+            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}" for rank in sorted(ranks)
+        )
+        words = f"{reason}; {taken}{repeating}" if ranks else f"{reason}; all connect anew"
+        self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed))
+
+    def failed(self, state: JobState, failed: FromRank[StageFailed], not_before_s: float = 0.0) -> None:
+        """A stage broke, or lost a peer: nobody is judged for that before ``not_before_s``."""
+        message = failed.message
+        until_s = self.effects.now_s + self.dead_after_s
+        if state.phase not in RUNNING or machine.staleness(state, failed) is not None:
+            self.step(state.job, failed)
+        elif not begun(state):
+            if message.lost_peer:
+                self.profiling.holds[state.job] = Hold(until_s, unless_gone=message.lost_peer)
+            else:
+                self.profiling.read_again(state.job)
+            self.step(state.job, failed)
+        elif message.lost_peer and state.rank_of(message.lost_peer) is not None:
+            self._accused.setdefault(state.job, _Accused(failed, max(until_s, not_before_s)))
+        else:
+            assert state.plan is not None  # noqa: S101 - it has ranks
+            label = self.effects.label(state.plan.places[failed.rank].worker)
+            self.replace(state, failed.rank, f"{label} failed: {message.reason}", failed)
+
+    def forget(self, job: str) -> None:
+        """A job has other workers, or none: what its stages said of each other is over."""
+        self._accused.pop(job, None)
+
+    def judge(self, jobs: Mapping[str, JobState], returning: Collection[str]) -> None:
+        """Let time pass; jobs that are ``returning`` wait for their workers first."""
+        for job, accused in list(self._accused.items()):
+            if self.effects.now_s >= accused.until_s and job not in returning:
+                del self._accused[job]
+                if jobs[job].phase in RUNNING:
+                    self._not_gone(jobs[job], accused.failed)
+
+    def _not_gone(self, state: JobState, failed: FromRank[StageFailed]) -> None:
+        """Two that are here have lost each other: all connect anew, and where that does not help the one that
+        was named gives up its place."""
+        peer = state.rank_of(failed.message.lost_peer)
+        if peer is None or machine.staleness(state, failed) is not None:
+            return
+        ranks = {peer} if state.failures else set()
+        chosen = self.choose(state, ranks)
+        if isinstance(chosen, Choice):
+            words = f"rank {failed.rank} and rank {peer} lost each other: {failed.message.reason}"
+            self.replaced(state, chosen, ranks, words)
+        else:
+            self.step(state.job, failed)

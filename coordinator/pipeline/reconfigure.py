@@ -1,0 +1,176 @@
+"""Who takes over the place of a worker that is lost, and what it repeats: all others keep their stage. Pure.
+
+A stage is a function of its state and its messages. The newest checkpoint has the state; the neighbours' send
+logs have the messages since; the journal has the scale of each step and the codecs of each version. So
+whoever comes repeats those steps by itself, up to the one that was in flight. Two neighbours that are lost
+at once lack each other's log: then the job goes back to its checkpoint, as where no worker fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING
+
+from coordinator.membership.link_table import MIN_BANDWIDTH_BPS
+from coordinator.messages import instructions as do
+from coordinator.messages.facts import Checkpoint
+from coordinator.messages.jobs import STEPPING, JobState, Phase
+from coordinator.pipeline.assigning import neighbours
+from coordinator.planning.costs.fleet import UNKNOWN
+
+if TYPE_CHECKING:
+    from coordinator.membership.roster import Roster
+    from coordinator.messages.facts import JobRecord
+    from coordinator.planning.costs.fleet import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Workers by rank from now on; those of ``newcomers`` are given their stage."""
+
+    workers: tuple[str, ...]
+    newcomers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why nobody takes over; ``for_now``: a worker that joins might."""
+
+    reason: str
+    for_now: bool = False
+
+
+def begun(state: JobState) -> bool:
+    """Whether all ranks of the plan have held their stages, so that those who are left go on with them."""
+    return state.moving or state.phase in STEPPING or state.phase is Phase.STORING
+
+
+def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) -> do.Replay | None:
+    """Return what a newcomer repeats after ``source``; None where that is as new as the step in flight."""
+    steps = state.step - source.step
+    if steps <= 0:
+        return None
+    eras = [era for era in record.eras if era.first_step < state.step]
+    over = [era for era in eras if era.first_step <= source.step][:-1]
+    stores = tuple(
+        sorted(done for done, parts in state.stores.items() if source.step < done and rank not in parts)
+    )
+    kept = tuple(era for era in eras if era not in over)
+    return do.Replay(source.step, kept, tuple(record.scales[-steps:]), stores)
+
+
+def not_repeatable(state: JobState, record: JobRecord) -> str:
+    """Return why the journal does not say enough for a replay, "" when it does."""
+    steps = state.step - state.checkpoint.step
+    if steps > len(record.scales):
+        return f"{steps} steps since the checkpoint are more than the {len(record.scales)} known"
+    if steps and not any(era.first_step <= state.checkpoint.step for era in record.eras):
+        return f"the codecs of step {state.checkpoint.step} are not known any more"
+    return ""
+
+
+def choose(
+    state: JobState,
+    record: JobRecord,
+    roster: Roster,
+    lost: Collection[int],
+    again: Collection[str] = (),
+) -> Choice | Refused:
+    """Return who takes over the ``lost`` ranks, or why nobody can; ``again``: workers of lost ranks that may
+    have theirs once more where no other fits.
+
+    Ranks that were loading already begin anew.
+    """
+    plan = state.plan
+    if plan is None or not begun(state):
+        return Refused("not all stages were loaded")
+    if len(plan.replicas) != 1:
+        return Refused("plans of several replicas are made anew")
+    wrong = not_repeatable(state, record)
+    if wrong:
+        return Refused(wrong)
+    workers = [place.worker for place in plan.places]
+    loading = {r for r in range(len(workers)) if state.moving and record.given(r) == state.assigned}
+    newcomers = frozenset(lost) | (loading - state.loaded)
+    wrong = _unlogged(state, roster, newcomers)
+    if wrong:
+        return Refused(wrong)
+    precision = state.spec.training.precision.value
+    idle = roster.plannable(roster.idle(), precision)
+    known = [w for w in dict.fromkeys((*idle, *workers)) if w in roster.workers]
+    fleet = {device.worker: device for device in roster.fleet(known, precision).devices}
+    for rank in sorted(lost):
+        free = [w for w in idle if w not in workers] + [w for w in again if w == workers[rank]]
+        worth = {w: _seconds(state, roster, rank, fleet, w) for w in free}
+        fit = [w for w in free if worth[w] < inf]
+        if not fit:
+            return Refused(f"no idle worker can take over stage {plan.places[rank].stage}", for_now=True)
+        # Of the same class first, so that what it repeats has the same bits; then the fastest.
+        same = fleet[workers[rank]].device_class if workers[rank] in fleet else None
+        workers[rank] = min(fit, key=lambda w: (w in again, fleet[w].device_class != same, worth[w]))
+    return Choice(tuple(workers), newcomers)
+
+
+def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int]) -> str:
+    """Return whose messages since the checkpoint nobody has any more, "" where all are there."""
+    if state.plan is None or state.step == state.checkpoint.step:
+        return ""
+    places = state.plan.places
+    for rank in sorted(newcomers):
+        for other in sorted(neighbours(state.plan, rank)):
+            if other in newcomers:
+                return f"stages {places[rank].stage} and {places[other].stage} lack each other's messages"
+            logged = logged_from(state, roster, other)
+            if logged > state.checkpoint.step:
+                return f"stage {places[other].stage} has its messages from step {logged} on only"
+    return ""
+
+
+def logged_from(state: JobState, roster: Roster, rank: int) -> int:
+    """Return the step from which on a rank's send log is whole, 0 before it has said so."""
+    known = roster.workers.get(state.plan.places[rank].worker) if state.plan is not None else None
+    beat = known.beat if known is not None else None
+    return beat.logged_from if beat is not None and beat.job == state.job else 0
+
+
+def logs_short(state: JobState, roster: Roster) -> bool:
+    """Whether a send log does not reach back to the newest checkpoint, and no newer one is coming."""
+    if state.phase not in STEPPING or state.stores or state.store_owed:
+        return False
+    return any(logged_from(state, roster, rank) > state.checkpoint.step for rank in range(state.n_ranks))
+
+
+def _seconds(state: JobState, roster: Roster, rank: int, fleet: Mapping[str, Device], worker: str) -> float:
+    """Return the seconds a step that a worker would compute in a rank, and its messages travel; infinite
+    where it has not the memory, or no way to a neighbour."""
+    plan = state.plan
+    assert plan is not None  # noqa: S101 - the caller has looked
+    was, prediction = plan.places[rank].worker, plan.prediction
+    peers = [plan.places[other].worker for other in neighbours(plan, rank)]
+    if not all(roster.connectable(worker, peer) for peer in peers):
+        return inf
+    seconds = 0.0
+    if prediction is not None:
+        stage = prediction.stages[rank]
+        if stage.memory_bytes > fleet[worker].memory_limit_bytes:
+            return inf
+        usual = [_unit_s(fleet[w]) for w in (was, *(place.worker for place in plan.places)) if w in fleet]
+        reference = next(filter(None, usual), 0.0)
+        seconds = stage.compute_s * (_unit_s(fleet[worker]) / reference if reference else 1.0)
+    sent = (
+        {(link.source, link.target): link.bytes_per_step for link in prediction.links} if prediction else {}
+    )
+    for peer in peers:
+        for pair, old in (((worker, peer), (was, peer)), ((peer, worker), (peer, was))):
+            link = roster.links.table.get(*pair) or UNKNOWN
+            if link.bandwidth_bps <= MIN_BANDWIDTH_BPS:
+                return inf
+            seconds += 8 * sent.get(old, 0) / link.bandwidth_bps + link.latency_s
+    return seconds
+
+
+def _unit_s(device: Device) -> float:
+    """Return the seconds of all timed ops, the same ones on every device of a job; 0 where none were."""
+    return device.scale * sum(forward + backward for forward, backward in device.timings.values())

@@ -1,0 +1,71 @@
+"""A worker that is lost costs the step in flight: who takes over repeats the others, and nobody else does."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from coordinator.messages.facts import PlanAdopted, Reconfigured, StepCommitted, from_record
+from tests.sim.faults import Crash, CutOff, Fault, Freeze, Hang, KillCoordinator, Leave, Partition
+from tests.sim.world import Scenario, World, violation_of
+
+JOB = "job-1"
+LOADED_S = 5.2
+STEPS = 16
+
+
+def ran(scenario: Scenario) -> tuple[World, list[Reconfigured]]:
+    """Run a world whose every step has to be committed once, under the plan that was adopted first."""
+    why, world = violation_of(scenario)
+    assert why == ""
+    assert world.coordinator.shadow.jobs[JOB].outcome == "finished"
+    facts = [from_record(record) for record in world.coordinator.folder.records]
+    assert [fact.step for fact in facts if isinstance(fact, StepCommitted)] == list(range(STEPS))
+    assert len([fact for fact in facts if isinstance(fact, PlanAdopted)]) == 1
+    return world, [fact for fact in facts if isinstance(fact, Reconfigured)]
+
+
+@pytest.mark.parametrize("kind", [Crash, Leave, Freeze, Hang, Partition, CutOff])
+@pytest.mark.parametrize("worker", ["w0", "w1", "w2"])
+def test_every_step_is_committed_once_whoever_is_lost_and_however(kind: type[Fault], worker: str) -> None:
+    fault = kind(round(LOADED_S + 0.7, 2), 0.0 if kind in (Crash, Hang) else 9.0, worker)  # type: ignore[call-arg]
+    _, moves = ran(Scenario(seed=1, workers=5, faults=(fault,)))
+    assert [fact.newcomers for fact in moves] == [(int(worker[1]),)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_at_any_moment_one_after_the_other_and_with_the_coordinator(seed: int) -> None:
+    random = Random(seed)
+    at_s, faults = LOADED_S, []
+    workers = ["w0", "w1", "w2"]
+    random.shuffle(workers)
+    for worker in workers[: random.randint(1, 3)]:
+        at_s += 4.0 * random.random()
+        faults.append(random.choice((Crash, Leave))(round(at_s, 3), 0.0, worker))
+        if random.random() < 0.4:
+            faults.append(KillCoordinator(round(at_s + random.random(), 3), round(0.05 + random.random(), 3)))
+        at_s += 6.5
+    ran(Scenario(seed=seed, workers=6, faults=tuple(faults)))
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.5, 0.6, 0.9, 1.2])
+def test_the_newcomer_dies_while_it_loads(delay_s: float) -> None:
+    faults = (Crash(LOADED_S + 1.0, 0.0, "w1"), Crash(round(LOADED_S + 1.4 + delay_s, 2), 0.0, "w3"))
+    _, moves = ran(Scenario(seed=3, workers=5, faults=faults))
+    assert [fact.workers[1] for fact in moves][-1] == "w4"
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.35, 0.4, 0.45, 0.5, 0.8, 1.0, 1.2, 1.5])
+def test_the_coordinator_dies_while_a_newcomer_loads(delay_s: float) -> None:
+    faults = (Crash(LOADED_S + 1.0, 0.0, "w1"), KillCoordinator(round(LOADED_S + 1.0 + delay_s, 2), 0.2))
+    ran(Scenario(seed=4, workers=5, faults=faults))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stage_that_is_lost_after_the_last_commit_costs_no_step(seed: int) -> None:
+    undisturbed, _ = ran(Scenario(seed=seed, workers=5))
+    facts = [from_record(record) for record in undisturbed.coordinator.folder.records]
+    end_s = max(fact.at_s for fact in facts if isinstance(fact, StepCommitted)) - 1000.0
+    for late_s in (0.01, 0.2, 0.45):
+        ran(Scenario(seed=seed, workers=5, faults=(Crash(round(end_s + late_s, 3), 0.0, f"w{seed % 3}"),)))
