@@ -35,6 +35,7 @@ BCRS = "bcrs"
 with which all end together."""
 MAX_OPTIONS = 64
 MAX_METRICS = 16
+MAX_PATTERN = 256
 MAX_FIELDS = 64
 MAX_DIMS = 8
 MAX_SAMPLES = 2**40
@@ -82,6 +83,7 @@ class Federated:
     error_feedback: bool = True
     downlink: str = Downlink.OFF.value
     max_samples: int = COUNTED_SAMPLES  # that a client may register: no claim weighs more
+    local: tuple[str, ...] = ()  # tensors that each client keeps for itself, by shell wildcards: ("head.*",)
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -108,6 +110,12 @@ class Federated:
         for what, options in (("options", self.options), ("selector_options", self.selector_options)):
             _check_options(what, options)
         parse_uplink(self.uplink)
+        if not isinstance(self.local, tuple) or len(self.local) > MAX_OPTIONS:
+            raise UsageError(
+                f"local = {str(self.local)[:64]}; give a tuple of at most {MAX_OPTIONS} patterns"
+            )
+        if bad := [p for p in self.local if not isinstance(p, str) or not 1 <= len(p) <= MAX_PATTERN]:
+            raise UsageError(f"local: {str(bad[0])[:64]!r}; give patterns of 1 to {MAX_PATTERN} characters")
         if self.downlink not in {mode.value for mode in Downlink}:
             raise UsageError(f"downlink {self.downlink[:64]!r}; give off, lossless or delta")
 

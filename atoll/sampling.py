@@ -53,11 +53,16 @@ def split(n: int, share: float, seed: int, client: str) -> Split:
 
     UsageError when nothing is left to train on.
     """
-    held = max(1, min(n - 1, round(share * n))) if share > 0.0 else 0
+    held = held_out_of(n, share)
     if n - held < 1:
         raise UsageError(f"{n} samples with {share:g} held out leave none to train on; register more data")
     order = np.random.default_rng([seed, client_key(client), _SPLIT]).permutation(n).astype(np.int64)
     return Split(np.sort(order[: n - held]), np.sort(order[n - held :]))
+
+
+def held_out_of(n: int, share: float) -> int:
+    """Return how many of ``n`` samples ``split`` holds out."""
+    return max(1, min(n - 1, round(share * n))) if share > 0.0 else 0
 
 
 def steps_an_epoch(n: int, batch: int) -> int:

@@ -24,6 +24,8 @@ from safetensors.numpy import save_file
 from atoll.errors import AtollError, JobFailed
 from benchmarks.waits import came_about
 from coordinator.client.client import Client, connect
+from coordinator.messages.facts import RoundClosed, from_record
+from coordinator.storage.journal import StoredJournal
 from worker.data.registry import add_dataset
 
 if TYPE_CHECKING:
@@ -38,10 +40,21 @@ COORDINATOR = "coordinator"
 
 
 class FederatedFleet:
-    """One worker for each of ``clients``, which holds its arrays as data set ``data``."""
+    """One worker for each of ``clients``, which holds its arrays as data set ``data``.
 
-    def __init__(self, clients: Sequence[Arrays], data: str = "digits", threads: int = 1) -> None:
+    ``parted(state_dir, worker)`` may part them among a population. ``options``: of `atoll-worker join`.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Arrays],
+        data: str = "digits",
+        threads: int = 1,
+        parted: Callable[[Path, str], object] = lambda state_dir, worker: None,
+        options: Sequence[str] = (),
+    ) -> None:
         self.clients, self.data, self.threads = clients, data, threads
+        self._parted, self._options = parted, options
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._temporary = tempfile.TemporaryDirectory(prefix="atoll-federation-")
         self.folder = Path(self._temporary.name)
@@ -87,12 +100,13 @@ class FederatedFleet:
         path = self.folder / f"{worker}.safetensors"
         save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
         add_dataset(self.folder / worker, self.data, path, [])
+        self._parted(self.folder / worker, worker)
 
     def join(self, worker: str) -> None:
         """Start a worker."""
         address = f"127.0.0.1:{self.entry_port}"
         options = ["--token", self.token, "--name", worker, "--threads", str(self.threads)]
-        options += ["--device", "cpu", "--listen", "127.0.0.1:0", *self._state(worker)]
+        options += ["--device", "cpu", "--listen", "127.0.0.1:0", *self._state(worker), *self._options]
         self._spawn(worker, "worker.cli", "join", address, *options)
 
     def kill(self, name: str) -> None:
@@ -127,6 +141,14 @@ class FederatedFleet:
         if last is None or last.state != "finished":
             reason = "" if last is None else f"{last.state}: {last.reason}"
             raise JobFailed(f"{job} {reason}\n{self.log(COORDINATOR)}\n{self.log('worker0')}")
+
+    def closed_rounds(self, job: str) -> list[RoundClosed]:
+        """Closed rounds of a job, from the coordinator's journal."""
+        with contextlib.closing(
+            StoredJournal(f"sqlite:///{self.folder / COORDINATOR / 'journal.sqlite'}")
+        ) as journal:
+            facts = map(from_record, journal.replay())
+            return [fact for fact in facts if isinstance(fact, RoundClosed) and fact.job == job]
 
     def _answers(self) -> bool:
         with contextlib.suppress(AtollError):

@@ -199,6 +199,10 @@ class LabFleet:
     def _environment(self) -> dict[str, str]:
         return {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "wan0"}
 
+    def _serve_options(self) -> list[str]:
+        """Further options of `atoll serve`."""
+        return []
+
     def _serve(self) -> None:
         state = self.folder / "coordinator"
         self._spawn(
@@ -213,6 +217,7 @@ class LabFleet:
                 "0.0.0.0:7700",
                 "--state-dir",
                 str(state),
+                *self._serve_options(),
             ],
         )
 

@@ -102,6 +102,38 @@ class Probing:
 
 
 @dataclass(frozen=True, slots=True)
+class Relaying:
+    """Relays for workers of which neither can be dialled."""
+
+    port: int | None = None  # of this coordinator's own; 0: the one after the work port; None: it has none
+    others: tuple[tuple[str, int], ...] = ()  # HOST, PORT of `atoll relay` elsewhere
+    line_bps: float = 0.0  # that the own relay passes in all, and plans count on; 0: not bounded, as measured
+    day_bytes: int = 0  # that the own relay passes in 24 hours; 0: not bounded
+    ticket_s: float = 600.0  # a ticket may be shown so long; those in use are renewed at half of it
+    ticket_bytes: int = 64 * GIB  # and carries so much
+    ticket_connections: int = 32  # at once
+
+    @property
+    def used(self) -> bool:
+        """There is a relay."""
+        return self.port is not None or bool(self.others)
+
+    def __post_init__(self) -> None:
+        if not 0 <= (self.port or 0) <= 65535:
+            raise UsageError(f"--relay-port {self.port}; give 1 to 65535")
+        if not 0.0 <= self.line_bps < math.inf or self.day_bytes < 0:
+            raise UsageError(
+                f"a relay of {self.line_bps} bit/s and {self.day_bytes} bytes a day; give 0 (not bounded) "
+                "or more"
+            )
+        if not 10.0 <= self.ticket_s <= 86_400.0 or self.ticket_bytes < MIB:
+            raise UsageError(
+                f"relay tickets of {self.ticket_s} s and {self.ticket_bytes} bytes; give 10 to 86400 s and "
+                "at least 1 MiB"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
     """One coordinator process."""
 
@@ -120,6 +152,7 @@ class CoordinatorConfig:
     liveness: Liveness = field(default_factory=Liveness)
     probing: Probing = field(default_factory=Probing)
     adaptation: Adaptation = field(default_factory=Adaptation)
+    relaying: Relaying = field(default_factory=Relaying)
     concurrent_jobs: int = 1  # further jobs wait in the queue
     concurrent_federations: int = 4  # the same of federated ones: each has a process of its own
     keep_checkpoints: int = 2
@@ -180,6 +213,8 @@ class CoordinatorConfig:
                 f"keepalive_s = {self.keepalive_s}, keepalive_timeout_s = {self.keepalive_timeout_s}; "
                 "give 0.01 to 3600"
             )
+        if self.insecure and self.relaying.used:
+            raise UsageError("--insecure without relays: one would see what passes it; leave either out")
         scheme, separator, _ = self.blobs_url.partition("://")
         if separator and scheme not in ("s3", "file"):
             raise UsageError(f"--blobs {self.blobs_url}: give a folder or s3://BUCKET/PREFIX")
@@ -206,6 +241,10 @@ class CoordinatorConfig:
     @property
     def runs_dir(self) -> Path:
         return self.state_dir / "runs"
+
+    @property
+    def relay_key_path(self) -> Path:
+        return self.state_dir / "relay-key"
 
     @property
     def owner_token_path(self) -> Path:

@@ -114,7 +114,7 @@ class Scheduler:
     _tick_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.roster = Roster(self.config.liveness, self.config.probing)
+        self.roster = Roster(self.config.liveness, self.config.probing, self.config.relaying)
         self.effects = Effects(self.ledger, self.roster, self._lost, self.now_s)
         self.measuring = Measuring(self.config.probing, self.effects)
         self.drivers = tuple(kind(self.config, self.effects, self.measuring) for kind in self.kinds)
@@ -232,6 +232,7 @@ class Scheduler:
             effects.log(Name.WORKER_READMITTED, worker=name)
             effects.advance = True
         self.measuring.expire()
+        self.measuring.renew_tickets(self.config.relaying.ticket_s / 2)
         for driver in self.drivers:
             driver.tick()
 
@@ -263,6 +264,8 @@ class Scheduler:
                 self.measuring.ops_probed(name, message)
             case ev.LinkProbed():
                 self.measuring.link_probed(name, message)
+            case ev.PeerJoined():
+                self._joined(name, message)
             case _:
                 driver = self.driver_of(message.job)
                 if driver is not None:
@@ -270,6 +273,16 @@ class Scheduler:
                 else:
                     why = f"of {name} about {message.job}, which is not known"
                     self.effects.drop(type(message).__name__, why)
+
+    def _joined(self, name: str, message: ev.PeerJoined) -> None:
+        if message.peer not in self.roster.workers:
+            self.effects.drop("PeerJoined", f"of {name} about {message.peer}, which is not known")
+            return
+        self.roster.joined.reported(name, message)
+        if message.way:
+            self.effects.log(
+                Name.PEER_JOINED, worker=name, peer=message.peer, way=message.way, relay=message.relay
+            )
 
     def _uploading(self, event: ev.Uploading) -> None:
         worker = self.roster.workers.get(event.worker)

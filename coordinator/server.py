@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import signal
 import sys
@@ -32,6 +33,9 @@ from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
 from coordinator.client.endpoint import address_text
 from coordinator.config import CoordinatorConfig
+from coordinator.messages.instructions import Addresses
+from coordinator.relay.book import RelayLimits
+from coordinator.relay.server import Relay
 from coordinator.services.access import Calls, EntryAccess, EntryThrottle, WorkerAccess
 from coordinator.services.blobs import BlobService, OwnerRights, WorkerRights
 from coordinator.services.descriptors import raise_limit
@@ -39,6 +43,7 @@ from coordinator.services.doors import Door, StageData
 from coordinator.services.owner import OwnerService
 from coordinator.services.prometheus import Exporter
 from coordinator.services.recovery import SNAPSHOT_EVERY, Folded, recover
+from coordinator.services.relay_ways import RelayWays
 from coordinator.services.sweep import sweep_for_ever
 from coordinator.services.work import WorkService
 from coordinator.shell import Shell, scheduler_for
@@ -53,6 +58,7 @@ from protos.credentials import Authority, Identity, JoinToken, new_token, secret
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
 from protos.private_files import state_folder, write_private
+from protos.relay_tickets import made_key_file
 from protos.telemetry import Event
 
 FIRST_TOKEN = "first"  # noqa: S105 - its name in the list
@@ -62,6 +68,7 @@ FOLDER_VERSION = 3  # raised as docs/decisions/023-versions-of-wire-and-disk.md 
 OLDEST_FOLDER = 1  # that is read as it is
 MAX_STREAMS = 128  # of one connection to the entry port
 SPARE_DESCRIPTORS = 1024  # beside a session of every worker: newcomers, owners, files
+MAX_PORT = 65535
 GRACE_S = 0.3  # for calls in progress when the server stops
 COMMAND_CHECK_S = 2.0  # a coordinator that nobody uses notices so late that another commands
 COMMAND_ANSWER_S = 30.0
@@ -81,6 +88,7 @@ class Started:
     join_command: str
     join_token: str | None
     owner_token: str | None
+    relay_port: int | None = None  # None: no relay here
 
 
 class Server:
@@ -139,6 +147,8 @@ class Server:
         self.shell.restored(folded.records)
         self.desk = AppDesk(self.shell)
         self.exporter: Exporter | None = None
+        self.relay: Relay | None = None
+        self._relays: Addresses = ()
         self._servers: list[grpc.aio.Server] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -155,6 +165,7 @@ class Server:
         identity = self.authority.server_identity() if self.authority is not None else None
         wanted = config.work_port or (config.entry_port + 1 if config.entry_port else 0)
         work_port = await self._serve_work(wanted, identity)
+        relay_port = await self._serve_relays(work_port)
         owner = OwnerService(self.shell, self.register, self.authority, work_port)
         owner_token = self._owner_token(work_port)
         entry_port = await self._serve_entry(config.entry_port, identity, owner, owner_token, work_port)
@@ -169,7 +180,8 @@ class Server:
             )
         ]
         if config.metrics_port is not None:
-            self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port)
+            book = self.relay.book if self.relay is not None else None
+            self.exporter = Exporter(self.shell, config.metrics_host, config.metrics_port, book)
         self._lock.note(address_text(config.host, entry_port))
         join_token = self._join_token(owner, work_port)
         log.info(
@@ -183,7 +195,12 @@ class Server:
         if config.insecure:
             log.warning("server.insecure", note="no TLS, no tokens: for experiments on this machine only")
         return Started(
-            entry_port, work_port, self._join_command(entry_port, join_token), join_token, owner_token
+            entry_port,
+            work_port,
+            self._join_command(entry_port, join_token),
+            join_token,
+            owner_token,
+            relay_port,
         )
 
     async def broken(self) -> None:
@@ -232,6 +249,8 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.exporter is not None:
             self.exporter.close()
+        if self.relay is not None:
+            await self.relay.stop()
         await self.shell.aggregators.stop()
         self.shell.stop()
         self.journal.close()
@@ -250,6 +269,33 @@ class Server:
         rpc.add_DataServicer_to_server(StageData(self.shell, DataProvider(self.blobs), insecure), server)
         apps_rpc.add_AppWorkServicer_to_server(NodeApps(self.desk, insecure), server)
         return await self._listen(server, port, identity, mutual=True)
+
+    async def _serve_relays(self, work_port: int) -> int | None:
+        """Make tickets for the relays there are, and run the own one; returns its port. UsageError when a
+        port that was asked for is taken: without a wish the relay is left out."""
+        config, relaying = self.config, self.config.relaying
+        if not relaying.used:
+            return None
+        key, port = made_key_file(config.relay_key_path), None
+        if relaying.port is not None:
+            next_one = work_port + 1 if config.entry_port and work_port < MAX_PORT else 0
+            limits = RelayLimits(
+                rate_bytes_per_s=relaying.line_bps / 8 or math.inf, day_bytes=relaying.day_bytes or math.inf
+            )
+            relay = Relay(key, limits, self._clock)
+            try:
+                port = await relay.start(config.host, relaying.port or next_one)
+            except UsageError as error:
+                if relaying.port:
+                    raise
+                log.warning("relay.left_out", reason=str(error), remedy="give a free --relay-port")
+            else:
+                self.relay = relay
+                log.info(Event.RELAY_STARTED.value, port=port)
+        own = (("", port),) if port is not None else ()
+        self._relays = (*own, *relaying.others)
+        self.shell.relays = RelayWays(key, self._relays, relaying, self._clock)
+        return port
 
     async def _serve_entry(
         self,
@@ -272,7 +318,15 @@ class Server:
             ("grpc.max_concurrent_streams", MAX_STREAMS),
             ("grpc.max_connection_idle_ms", round(1000 * config.idle_connection_s)),
         )
-        door = Door(self.register, self.journal, self.authority, work_port, config.max_workers, self._clock)
+        door = Door(
+            self.register,
+            self.journal,
+            self.authority,
+            work_port,
+            config.max_workers,
+            self._clock,
+            self._relays,
+        )
         rpc.add_EntryServicer_to_server(door, server)
         rpc.add_OwnerServicer_to_server(owner, server)
         apps_rpc.add_AppsServicer_to_server(OwnerApps(self.desk), server)

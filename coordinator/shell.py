@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -36,6 +36,7 @@ from coordinator.storage.blob_store import BlobStore
 from coordinator.storage.graph_store import Graphs, GraphStore
 from coordinator.storage.journal import Fenced, Journal
 from coordinator.storage.run_log import Logs, Point, RunLogs
+from protos import atoll_control_pb2 as pb
 from protos import telemetry
 from protos.telemetry import Event as Name
 
@@ -78,6 +79,13 @@ class Outbox:
         self.close(reason)
 
 
+class Relays(Protocol):
+    """Makes tickets for the relays that are there."""
+
+    def way(self, worker: str, peer: str, use: do.RelayUse) -> pb.RelayWay | None:
+        """Return ``worker``'s way to ``peer`` by relays."""
+
+
 @dataclass(slots=True)
 class _Posted:
     event: ev.Event
@@ -110,6 +118,7 @@ class Shell:
     inquiries: dict[str, tuple[JobSpec, asyncio.Future[Plan]]] = field(default_factory=dict)
     observe: Callable[[do.Instruction], None] = lambda instruction: None
     moved: Callable[[do.MemberMoved], None] = lambda moved: None
+    relays: Relays | None = None
     aggregators: Aggregators = field(init=False)
     _events: asyncio.Queue[_Posted] = field(default_factory=asyncio.Queue)
     _unwritten: list[Fact] = field(default_factory=list)

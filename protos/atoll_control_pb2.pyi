@@ -115,16 +115,21 @@ Global___HelloRequest: _TypeAlias = HelloRequest  # noqa: Y015
 
 @_typing.final
 class HelloReply(_message.Message):
+    """relays: as of RelayWay."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     TIME_S_FIELD_NUMBER: _builtins.int
     WORK_PORT_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     time_s: _builtins.float
     work_port: _builtins.int
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
     def __init__(
         self,
         *,
@@ -132,10 +137,11 @@ class HelloReply(_message.Message):
         version: _builtins.str = ...,
         time_s: _builtins.float = ...,
         work_port: _builtins.int = ...,
+        relays: _abc.Iterable[Global___Address] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "relays", b"relays", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -664,25 +670,58 @@ class LinkProbed(_message.Message):
 Global___LinkProbed: _TypeAlias = LinkProbed  # noqa: Y015
 
 @_typing.final
+class RosterEntry(_message.Message):
+    """population, clients: where a federated job's data set is parted among clients, their registered samples and a
+    hash of all their data: hosts of equal hashes may train each other's clients.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    n_samples: _builtins.int
+    def __init__(
+        self,
+        *,
+        client: _builtins.str = ...,
+        n_samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "n_samples", b"n_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
+
+@_typing.final
 class Loaded(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     PLAN_VERSION_FIELD_NUMBER: _builtins.int
     TOOK_S_FIELD_NUMBER: _builtins.int
+    POPULATION_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     took_s: _builtins.float
+    population: _builtins.str
+    @_builtins.property
+    def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         plan_version: _builtins.int = ...,
         took_s: _builtins.float = ...,
+        population: _builtins.str = ...,
+        clients: _abc.Iterable[Global___RosterEntry] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "plan_version", b"plan_version", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "plan_version", b"plan_version", "population", b"population", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -967,6 +1006,35 @@ class Spans(_message.Message):
 Global___Spans: _TypeAlias = Spans  # noqa: Y015
 
 @_typing.final
+class PeerJoined(_message.Message):
+    """How this worker is joined with a peer: direct (it dialled) | reversed (the peer did) | relayed; empty: not any
+    more. relay: HOST:PORT of the one that both dialled.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    way: _builtins.str
+    relay: _builtins.str
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        way: _builtins.str = ...,
+        relay: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "relay", b"relay", "way", b"way"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerJoined: _TypeAlias = PeerJoined  # noqa: Y015
+
+@_typing.final
 class WorkerLog(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1064,6 +1132,66 @@ class UpdateReady(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class LoadsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class SumsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     JOB_FIELD_NUMBER: _builtins.int
     ROUND_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
@@ -1077,6 +1205,12 @@ class UpdateReady(_message.Message):
     UPLOAD_S_FIELD_NUMBER: _builtins.int
     DOWNLOAD_BYTES_FIELD_NUMBER: _builtins.int
     DOWNLOAD_S_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    STATEFUL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     n_samples: _builtins.int
@@ -1091,6 +1225,13 @@ class UpdateReady(_message.Message):
     download_bytes: _builtins.int
     """0: the broadcast was at hand"""
     download_s: _builtins.float
+    order: _builtins.str
+    """Of a host that trained clients of a population: ``update`` is their sum in whole numbers (unset where all
+    were refused), loads and sums its bounds and scalars, the numbers above are means or sums over the rows.
+    TrainRound's
+    """
+    stateful: _builtins.bool
+    """the clients' states are kept on this host"""
     @_builtins.property
     def update(self) -> Global___BlobRef: ...
     @_builtins.property
@@ -1101,6 +1242,16 @@ class UpdateReady(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """"loss" is the mean over the local steps"""
 
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientRow]: ...
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """why a client is not in the sum"""
+
+    @_builtins.property
+    def loads(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    @_builtins.property
+    def sums(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1117,14 +1268,107 @@ class UpdateReady(_message.Message):
         upload_s: _builtins.float = ...,
         download_bytes: _builtins.int = ...,
         download_s: _builtins.float = ...,
+        order: _builtins.str = ...,
+        rows: _abc.Iterable[Global___ClientRow] | None = ...,
+        refused: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        loads: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        sums: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        stateful: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "job", b"job", "metrics", b"metrics", "n_samples", b"n_samples", "round", b"round", "scalars", b"scalars", "square_loss", b"square_loss", "steps", b"steps", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "job", b"job", "loads", b"loads", "metrics", b"metrics", "n_samples", b"n_samples", "order", b"order", "refused", b"refused", "round", b"round", "rows", b"rows", "scalars", b"scalars", "square_loss", b"square_loss", "stateful", b"stateful", "steps", b"steps", "sums", b"sums", "train_s", b"train_s", "update", b"update", "upload_bytes", b"upload_bytes", "upload_s", b"upload_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateReady: _TypeAlias = UpdateReady  # noqa: Y015
+
+@_typing.final
+class ClientRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    SQUARE_LOSS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    CODED_BYTES_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    n_samples: _builtins.int
+    steps: _builtins.int
+    loss: _builtins.float
+    square_loss: _builtins.float
+    seconds: _builtins.float
+    coded_bytes: _builtins.int
+    """of its own update, had it travelled"""
+    def __init__(
+        self,
+        *,
+        client: _builtins.str = ...,
+        n_samples: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        loss: _builtins.float = ...,
+        square_loss: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        coded_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "coded_bytes", b"coded_bytes", "loss", b"loss", "n_samples", b"n_samples", "seconds", b"seconds", "square_loss", b"square_loss", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClientRow: _TypeAlias = ClientRow  # noqa: Y015
+
+@_typing.final
+class EvaluatedRow(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MetricsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CLIENT_FIELD_NUMBER: _builtins.int
+    N_SAMPLES_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    METRICS_FIELD_NUMBER: _builtins.int
+    client: _builtins.str
+    n_samples: _builtins.int
+    loss: _builtins.float
+    @_builtins.property
+    def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        client: _builtins.str = ...,
+        n_samples: _builtins.int = ...,
+        loss: _builtins.float = ...,
+        metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "loss", b"loss", "metrics", b"metrics", "n_samples", b"n_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluatedRow: _TypeAlias = EvaluatedRow  # noqa: Y015
 
 @_typing.final
 class ClientEvaluated(_message.Message):
@@ -1158,6 +1402,7 @@ class ClientEvaluated(_message.Message):
     TOOK_S_FIELD_NUMBER: _builtins.int
     DOWNLOAD_BYTES_FIELD_NUMBER: _builtins.int
     DOWNLOAD_S_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     n_samples: _builtins.int
@@ -1167,6 +1412,10 @@ class ClientEvaluated(_message.Message):
     download_s: _builtins.float
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvaluatedRow]:
+        """of a population's clients, of which the numbers above are means or sums"""
+
     def __init__(
         self,
         *,
@@ -1178,10 +1427,11 @@ class ClientEvaluated(_message.Message):
         took_s: _builtins.float = ...,
         download_bytes: _builtins.int = ...,
         download_s: _builtins.float = ...,
+        rows: _abc.Iterable[Global___EvaluatedRow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "job", b"job", "loss", b"loss", "metrics", b"metrics", "n_samples", b"n_samples", "round", b"round", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["download_bytes", b"download_bytes", "download_s", b"download_s", "job", b"job", "loss", b"loss", "metrics", b"metrics", "n_samples", b"n_samples", "round", b"round", "rows", b"rows", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1237,6 +1487,7 @@ class FromWorker(_message.Message):
     CLIENT_EVALUATED_FIELD_NUMBER: _builtins.int
     CLIENT_FAILED_FIELD_NUMBER: _builtins.int
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
+    PEER_JOINED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def introduction(self) -> Global___Introduction: ...
     @_builtins.property
@@ -1269,6 +1520,8 @@ class FromWorker(_message.Message):
     def client_failed(self) -> Global___ClientFailed: ...
     @_builtins.property
     def codec_speeds(self) -> Global___CodecSpeeds: ...
+    @_builtins.property
+    def peer_joined(self) -> Global___PeerJoined: ...
     def __init__(
         self,
         *,
@@ -1288,12 +1541,13 @@ class FromWorker(_message.Message):
         client_evaluated: Global___ClientEvaluated | None = ...,
         client_failed: Global___ClientFailed | None = ...,
         codec_speeds: Global___CodecSpeeds | None = ...,
+        peer_joined: Global___PeerJoined | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "client_evaluated", b"client_evaluated", "client_failed", b"client_failed", "codec_speeds", b"codec_speeds", "eval_ready", b"eval_ready", "failed", b"failed", "heartbeat", b"heartbeat", "introduction", b"introduction", "leaving", b"leaving", "link_probed", b"link_probed", "loaded", b"loaded", "log", b"log", "ops_probed", b"ops_probed", "peer_joined", b"peer_joined", "ready", b"ready", "spans", b"spans", "stored", b"stored", "update_ready", b"update_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["introduction", "heartbeat", "ops_probed", "link_probed", "loaded", "failed", "ready", "eval_ready", "stored", "spans", "log", "leaving", "update_ready", "client_evaluated", "client_failed", "codec_speeds", "peer_joined"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -1395,23 +1649,67 @@ class ProbeOps(_message.Message):
 Global___ProbeOps: _TypeAlias = ProbeOps  # noqa: Y015
 
 @_typing.final
-class PeerAddress(_message.Message):
+class RelayWay(_message.Message):
+    """The way by relays, for two of which neither can be dialled. Either end goes to ``addresses`` (an empty host is
+    the coordinator's own), shows ``ticket`` and proves with ``key`` that it is its own; one of them dials there,
+    the other waits for it. after_s: other ways have so long before. An end that gets a new one uses it from then on.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
-    worker: _builtins.str
+    TICKET_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    DIAL_FIELD_NUMBER: _builtins.int
+    AFTER_S_FIELD_NUMBER: _builtins.int
+    LASTS_S_FIELD_NUMBER: _builtins.int
+    ticket: _builtins.bytes
+    key: _builtins.bytes
+    dial: _builtins.bool
+    after_s: _builtins.float
+    lasts_s: _builtins.float
     @_builtins.property
     def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
     def __init__(
         self,
         *,
-        worker: _builtins.str = ...,
         addresses: _abc.Iterable[Global___Address] | None = ...,
+        ticket: _builtins.bytes = ...,
+        key: _builtins.bytes = ...,
+        dial: _builtins.bool = ...,
+        after_s: _builtins.float = ...,
+        lasts_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "after_s", b"after_s", "dial", b"dial", "key", b"key", "lasts_s", b"lasts_s", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayWay: _TypeAlias = RelayWay  # noqa: Y015
+
+@_typing.final
+class PeerAddress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    RELAY_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
+    @_builtins.property
+    def relay(self) -> Global___RelayWay: ...
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        addresses: _abc.Iterable[Global___Address] | None = ...,
+        relay: Global___RelayWay | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["relay", b"relay"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "relay", b"relay", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1453,8 +1751,8 @@ Global___ProbeLink: _TypeAlias = ProbeLink  # noqa: Y015
 
 @_typing.final
 class ExpectPeer(_message.Message):
-    """Accept connections of this peer from now on; dial it where
-    it accepts none itself. Workers refuse peers that nobody announced.
+    """Accept connections of this peer from now on; dial it at once where it accepts none itself, else where it
+    does not come within a second. Workers refuse peers that nobody announced.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1956,6 +2254,10 @@ class TrainRound(_message.Message):
     RATIO_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
+    DRAWN_FIELD_NUMBER: _builtins.int
+    DRAWN_SAMPLES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     codec: _builtins.str
@@ -1965,8 +2267,17 @@ class TrainRound(_message.Message):
     """from now"""
     seed: _builtins.int
     """of what codec and rule draw on this client in this round"""
+    order: _builtins.str
+    """A population's clients to train here in turn; a host is given others of the same round after its answer.
+    names that set of clients
+    """
+    drawn: _builtins.int
+    """clients of the round on all hosts, and the samples that they have registered together"""
+    drawn_samples: _builtins.int
     @_builtins.property
     def model(self) -> Global___Model: ...
+    @_builtins.property
+    def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1977,10 +2288,14 @@ class TrainRound(_message.Message):
         ratio: _builtins.float = ...,
         deadline_s: _builtins.float = ...,
         seed: _builtins.int = ...,
+        order: _builtins.str = ...,
+        clients: _abc.Iterable[_builtins.str] | None = ...,
+        drawn: _builtins.int = ...,
+        drawn_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "deadline_s", b"deadline_s", "job", b"job", "model", b"model", "ratio", b"ratio", "round", b"round", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "codec", b"codec", "deadline_s", b"deadline_s", "drawn", b"drawn", "drawn_samples", b"drawn_samples", "job", b"job", "model", b"model", "order", b"order", "ratio", b"ratio", "round", b"round", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1988,7 +2303,7 @@ Global___TrainRound: _TypeAlias = TrainRound  # noqa: Y015
 
 @_typing.final
 class EvaluateRound(_message.Message):
-    """The model after ``round`` rounds on the client's held-out share."""
+    """The model after ``round`` rounds on the client's held-out share; ``clients``: of a population."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1996,11 +2311,14 @@ class EvaluateRound(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     deadline_s: _builtins.float
     @_builtins.property
     def model(self) -> Global___Model: ...
+    @_builtins.property
+    def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -2008,10 +2326,11 @@ class EvaluateRound(_message.Message):
         round: _builtins.int = ...,
         model: Global___Model | None = ...,
         deadline_s: _builtins.float = ...,
+        clients: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_s", b"deadline_s", "job", b"job", "model", b"model", "round", b"round"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "deadline_s", b"deadline_s", "job", b"job", "model", b"model", "round", b"round"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2019,7 +2338,9 @@ Global___EvaluateRound: _TypeAlias = EvaluateRound  # noqa: Y015
 
 @_typing.final
 class RoundTaken(_message.Message):
-    """What became of this client's update of ``round``. Taken: its next state is the one that counts."""
+    """What became of this client's update of ``round``. Taken: its next state is the one that counts; of a
+    population, that of ``clients``.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2027,10 +2348,13 @@ class RoundTaken(_message.Message):
     ROUND_FIELD_NUMBER: _builtins.int
     TAKEN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CLIENTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     round: _builtins.int
     taken: _builtins.bool
     reason: _builtins.str
+    @_builtins.property
+    def clients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -2038,10 +2362,11 @@ class RoundTaken(_message.Message):
         round: _builtins.int = ...,
         taken: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        clients: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "reason", b"reason", "round", b"round", "taken", b"taken"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "job", b"job", "reason", b"reason", "round", b"round", "taken", b"taken"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2352,6 +2677,8 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class LinkStatus(_message.Message):
+    """way: direct (the source dialled) | reversed | relayed; empty: not joined now."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SOURCE_FIELD_NUMBER: _builtins.int
@@ -2359,11 +2686,13 @@ class LinkStatus(_message.Message):
     BANDWIDTH_BPS_FIELD_NUMBER: _builtins.int
     LATENCY_S_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    WAY_FIELD_NUMBER: _builtins.int
     source: _builtins.str
     target: _builtins.str
     bandwidth_bps: _builtins.float
     latency_s: _builtins.float
     shared: _builtins.str
+    way: _builtins.str
     def __init__(
         self,
         *,
@@ -2372,10 +2701,11 @@ class LinkStatus(_message.Message):
         bandwidth_bps: _builtins.float = ...,
         latency_s: _builtins.float = ...,
         shared: _builtins.str = ...,
+        way: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bandwidth_bps", b"bandwidth_bps", "latency_s", b"latency_s", "shared", b"shared", "source", b"source", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bandwidth_bps", b"bandwidth_bps", "latency_s", b"latency_s", "shared", b"shared", "source", b"source", "target", b"target", "way", b"way"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2665,6 +2995,7 @@ class ClientStatus(_message.Message):
     TRAIN_S_FIELD_NUMBER: _builtins.int
     BYTES_UP_FIELD_NUMBER: _builtins.int
     BYTES_DOWN_FIELD_NUMBER: _builtins.int
+    POPULATION_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     state: _builtins.str
     """training | trained | evaluating | ready | loading | left out | gone"""
@@ -2683,6 +3014,8 @@ class ClientStatus(_message.Message):
     bytes_up: _builtins.int
     """of its last round"""
     bytes_down: _builtins.int
+    population: _builtins.int
+    """clients that it speaks for; 0: its own data"""
     @_builtins.property
     def metrics(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]: ...
     def __init__(
@@ -2700,10 +3033,11 @@ class ClientStatus(_message.Message):
         train_s: _builtins.float = ...,
         bytes_up: _builtins.int = ...,
         bytes_down: _builtins.int = ...,
+        population: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "codec", b"codec", "loss", b"loss", "metrics", b"metrics", "n_samples", b"n_samples", "ratio", b"ratio", "reason", b"reason", "state", b"state", "train_s", b"train_s", "uplink_bps", b"uplink_bps", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "codec", b"codec", "loss", b"loss", "metrics", b"metrics", "n_samples", b"n_samples", "population", b"population", "ratio", b"ratio", "reason", b"reason", "state", b"state", "train_s", b"train_s", "uplink_bps", b"uplink_bps", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -2729,6 +3063,7 @@ class FederatedStatus(_message.Message):
     BYTES_DOWN_FIELD_NUMBER: _builtins.int
     ROUND_S_FIELD_NUMBER: _builtins.int
     PACE_FIELD_NUMBER: _builtins.int
+    ASSIGNMENT_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     data: _builtins.str
     chosen: _builtins.int
@@ -2745,6 +3080,8 @@ class FederatedStatus(_message.Message):
     round_s: _builtins.float
     pace: _builtins.str
     """why the ratios are what they are"""
+    assignment: _builtins.str
+    """of a population: who trains whom, and why"""
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClientStatus]: ...
     @_builtins.property
@@ -2768,10 +3105,11 @@ class FederatedStatus(_message.Message):
         bytes_down: _builtins.int = ...,
         round_s: _builtins.float | None = ...,
         pace: _builtins.str = ...,
+        assignment: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "central_loss", b"central_loss", "clients_loss", b"clients_loss", "round_s", b"round_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "arrived", b"arrived", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "central_loss", b"central_loss", "central_metrics", b"central_metrics", "chosen", b"chosen", "clients", b"clients", "clients_loss", b"clients_loss", "clients_metrics", b"clients_metrics", "data", b"data", "dropped", b"dropped", "pace", b"pace", "round_s", b"round_s", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss", "_clients_loss", b"_clients_loss", "_round_s", b"_round_s", "arrived", b"arrived", "assignment", b"assignment", "bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "central_loss", b"central_loss", "central_metrics", b"central_metrics", "chosen", b"chosen", "clients", b"clients", "clients_loss", b"clients_loss", "clients_metrics", b"clients_metrics", "data", b"data", "dropped", b"dropped", "pace", b"pace", "round_s", b"round_s", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__central_loss: _TypeAlias = _typing.Literal["central_loss"]  # noqa: Y015
     _WhichOneofArgType__central_loss: _TypeAlias = _typing.Literal["_central_loss", b"_central_loss"]  # noqa: Y015

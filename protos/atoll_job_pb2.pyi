@@ -822,6 +822,7 @@ class FederatedSpec(_message.Message):
     DATA_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     MAX_SAMPLES_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     local_epochs: _builtins.int
     local_steps: _builtins.int
@@ -850,6 +851,10 @@ class FederatedSpec(_message.Message):
     def selector_options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___FieldOfInput]: ...
+    @_builtins.property
+    def local(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """patterns of tensors that each client keeps for itself"""
+
     def __init__(
         self,
         *,
@@ -870,10 +875,11 @@ class FederatedSpec(_message.Message):
         data: _builtins.str = ...,
         inputs: _abc.Iterable[Global___FieldOfInput] | None = ...,
         max_samples: _builtins.int = ...,
+        local: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "data", b"data", "deadline_s", b"deadline_s", "downlink", b"downlink", "error_feedback", b"error_feedback", "evaluate_every", b"evaluate_every", "held_out", b"held_out", "inputs", b"inputs", "local", b"local", "local_epochs", b"local_epochs", "local_steps", b"local_steps", "max_samples", b"max_samples", "min_clients", b"min_clients", "options", b"options", "selector", b"selector", "selector_options", b"selector_options", "strategy", b"strategy", "uplink", b"uplink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

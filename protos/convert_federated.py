@@ -66,6 +66,7 @@ def federated_to_proto(spec: FederatedSpec) -> pb.FederatedSpec:
         error_feedback=rule.error_feedback,
         downlink=rule.downlink,
         max_samples=rule.max_samples,
+        local=rule.local,
         data=spec.data,
         inputs=[pb.FieldOfInput(input=name, field=spec.inputs[name]) for name in sorted(spec.inputs)],
     )
@@ -94,6 +95,7 @@ def federated_from_proto(message: pb.FederatedSpec, limits: Limits) -> Federated
         error_feedback=message.error_feedback,
         downlink=message.downlink,
         max_samples=message.max_samples or COUNTED_SAMPLES,  # a job journalled before there was a bound
+        local=tuple(bounds.count("local", message.local, MAX_OPTIONS)),
     )
     return FederatedSpec(rule, message.data, inputs)
 

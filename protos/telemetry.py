@@ -34,6 +34,8 @@ class Event(StrEnum):
     SESSION_REFUSED = "session.refused"
     LINK_PROBED = "link.probed"
     LINK_CHANGED = "link.changed"
+    PEER_JOINED = "peer.joined"
+    RELAY_STARTED = "relay.started"
     RECONFIGURED = "job.reconfigured"
     LINKS_JUDGED = "links.judged"
     OPS_PROBED = "ops.probed"
@@ -77,6 +79,11 @@ LINK_RATIO = Metric(
     "Dense bytes over bytes sent in the last step",
     ("source", "target", "codec"),
 )
+RELAY_BYTES = Metric("atoll_relay_bytes_total", "Bytes that this coordinator's relay has passed")
+RELAY_CONNECTIONS = Metric(
+    "atoll_relay_connections_count", "Connections at the relay, waiting or joined", ("state",)
+)
+RELAY_REFUSED = Metric("atoll_relay_refused_total", "Connections that the relay refused", ("cause",))
 DROPPED = Metric("atoll_messages_dropped_total", "Late, duplicate or stale messages", ("kind",))
 
 METRICS = (
@@ -88,5 +95,8 @@ METRICS = (
     LOSS,
     LINK_RATE,
     LINK_RATIO,
+    RELAY_BYTES,
+    RELAY_CONNECTIONS,
+    RELAY_REFUSED,
     DROPPED,
 )

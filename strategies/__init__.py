@@ -21,6 +21,7 @@ from strategies.feddyn import FedDyn
 from strategies.fedimpro import FedImpro
 from strategies.fednova import FedNova
 from strategies.fedprox import FedProx
+from strategies.fedrep import FedRep
 from strategies.fedyogi import FedYogi
 from strategies.krum import Krum
 from strategies.moon import Moon
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "trimmed_mean": TrimmedMean,
     "krum": Krum,
     "fedbn": FedBN,
+    "fedrep": FedRep,
     "ditto": Ditto,
     "qfedavg": QFedAvg,
     "opwa": Opwa,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from atoll.errors import UsageError
 from atoll.opdag import DTYPE_BYTES, TensorMeta
+from strategies.wrapped import NET
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,6 +96,21 @@ class Layout:
     def with_roles(self, role: Role, names: Iterable[str]) -> Layout:
         """The same tensors, ``names`` in another role."""
         return Layout(self.metas, {**self.roles, **dict.fromkeys(names, role)})
+
+
+def own_parts(layout: Layout, patterns: Collection[str]) -> Layout:
+    """The same tensors, those that match ``patterns`` local. UsageError for a pattern that matches no tensor
+    that training changes: it would keep nothing at home."""
+    changed = layout.names(*SHARED)
+    for pattern in patterns:
+        names = [n for n in changed if fnmatchcase(n, pattern) or fnmatchcase(n.removeprefix(NET), pattern)]
+        if not names:
+            raise UsageError(
+                f"local: no tensor that training changes matches {pattern!r}; such are "
+                f"{', '.join(changed[:6])}"
+            )
+        layout = layout.with_roles(Role.LOCAL, names)
+    return layout
 
 
 def meta_of(array: Array) -> TensorMeta:

@@ -21,6 +21,51 @@ if TYPE_CHECKING:
     Parts = list[Array]
 
 MAX_TRIES = 1000
+MAX_CLIENTS = 100_000
+WAYS = {
+    "iid": "equal random parts",
+    "dirichlet:BETA": "label skew as NIID-Bench defines it",
+    "unbalanced:BETA": "the same without its balancing",
+    "labels:COUNT": "COUNT labels a client",
+    "shards[:EACH]": "runs of samples sorted by label, EACH (2) a client",
+    "quantity:BETA": "unequal sizes of one mixture",
+    "noise:LEVEL": "equal parts, noise that grows with the client's number up to LEVEL (images)",
+    "natural": "by genre, never parted; the default of texts",
+    "documents": "by document, never parted",
+}
+
+
+def parts_of(
+    how: str, labels: Array, owners: Sequence[Hashable], clients: int, seed: int, least: int = 10
+) -> Parts:
+    """Sample numbers by client. ``owners``: whose sample each is, for natural splits; ``clients`` 0:
+    as many as there are owners. ``least``: samples of a client where sizes are drawn.
+    UsageError for an unknown way or one that does not work out."""
+    name, _, rest = how.partition(":")
+    if not 0 <= clients <= MAX_CLIENTS:
+        raise UsageError(f"{clients} clients; give 1 to {MAX_CLIENTS}")
+    if name == "natural" and not rest:
+        return natural(owners, clients or None)
+    if name == "documents" and not rest:
+        return natural(range(len(labels)), clients or None)
+    if not clients:
+        raise UsageError(f"--how {how[:40]} needs --clients; only natural splits know how many there are")
+    number = _number(how, rest)
+    n = len(labels)
+    if (name == "iid" and number is None) or (name == "noise" and number is not None):
+        return iid(n, clients, seed)
+    if name == "shards":
+        return shards(labels, clients, seed, _whole(how, 2.0 if number is None else number))
+    if number is not None:
+        if name == "dirichlet":
+            return dirichlet_niid_bench(labels, clients, number, seed, least)
+        if name == "unbalanced":
+            return dirichlet_unbalanced(labels, clients, number, seed, least)
+        if name == "labels":
+            return labels_per_client(labels, clients, _whole(how, number), seed)
+        if name == "quantity":
+            return quantity_skew(n, clients, number, seed, least)
+    raise UsageError(f"no way {how[:40]!r} to split; there are {', '.join(WAYS)}")
 
 
 def iid(n: int, clients: int, seed: int) -> Parts:
@@ -135,6 +180,19 @@ def fingerprint(parts: Parts) -> str:
     for part in parts:
         digest.update(np.ascontiguousarray(part, "<i8").tobytes())
     return digest.hexdigest()
+
+
+def _number(how: str, text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise UsageError(f"--how {how[:40]}: {text[:20]!r} is no number") from None
+
+
+def _whole(how: str, number: float) -> int:
+    if number != int(number):
+        raise UsageError(f"--how {how[:40]}: give a whole number")
+    return int(number)
 
 
 def _dirichlet(labels: Array, clients: int, beta: float, seed: int, least: int, *, balanced: bool) -> Parts:

@@ -103,10 +103,13 @@ class Correction:
 @dataclass(frozen=True)
 class Phase:
     """A local training. ``start``: tensors to set; all others start as the job gave them, so that a round is
-    a function of broadcast, client state and seed."""
+    a function of broadcast, client state and seed, ``carried`` ones as the phase before left them.
+    ``frozen``: parameters that it does not train."""
 
     start: Arrays
     correction: Correction = field(default_factory=Correction)
+    frozen: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

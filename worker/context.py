@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from strategies.layout import Array
     from worker.blobs import BlobStore
     from worker.cancel import Cancel
+    from worker.data.population import Population
     from worker.links.ports import Arrival
     from worker.machine.cpu import CpuMeter
     from worker.machine.device import Device
@@ -66,7 +67,8 @@ class ComputeContext:
     """Resources that stages and participations share.
 
     ``open_data(name)``: the arrays of a registered data set by field, samples along the first axis, perhaps
-    memory-mapped. ``scratch``: a folder for files that are to be stored.
+    memory-mapped. ``open_population(name)``: the clients that it was parted among. ``scratch``: a folder for
+    files that are to be stored.
     """
 
     worker: str
@@ -76,6 +78,7 @@ class ComputeContext:
     blobs: BlobStore
     fetch_of: Callable[[str], Fetch]  # job -> its micro-batches
     open_data: Callable[[str], Mapping[str, Array]]
+    open_population: Callable[[str], Population | None]
     scratch: Path
     spans: Spans
     progress: Progress

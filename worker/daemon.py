@@ -34,7 +34,6 @@ from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import batches, metered
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
-from worker.hosting.connecting import connect_one
 from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
@@ -50,7 +49,7 @@ from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.wire import PeerExpected
-from worker.transport.contract import TransportConfig
+from worker.transport.contract import TransportConfig, Way
 from worker.transport.network import PeerNetwork
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class Daemon:
 
     def _serve(self) -> None:
         config, member = self._config, self._membership
-        transport = TransportConfig(use_proxy=config.use_proxy)
+        transport = TransportConfig(use_proxy=config.use_proxy, coordinator=config.host)
         network = PeerNetwork(
             member.identity,
             config.listen,
@@ -148,6 +147,7 @@ class Daemon:
             config=transport,
             name=member.worker,
             traffic=self._traffic,
+            joined=self._peer_joined,
         )
         bulk = member.channel(config)  # of its own: an upload must not hold up a commit
         self._network = network
@@ -199,6 +199,8 @@ class Daemon:
                 if self._apps is not None:
                     self._apps.attend(self._membership)
                 self._host.report_codecs()
+                for joined in self._network.reported():
+                    self._send(messages.peer_joined(*joined))
             self._perform_all(todo)
 
     def _handle(self, event: events.Event) -> tuple[instructions.Instruction, ...]:
@@ -443,18 +445,13 @@ class Daemon:
     def _peer_lost(self, peer: str, reason: str) -> None:
         self._events.put(events.PeerLost(peer, reason))
 
+    def _peer_joined(self, peer: str, way: Way | None, relay: str) -> None:
+        if way is not None:
+            log.info("peer.joined", peer=peer, way=str(way), relay=relay or None)
+        self._send(messages.peer_joined(peer, way, relay))
+
     def _expect_peer(self, expected: PeerExpected) -> None:
-        self._network.admit(expected.peer)
-        if not expected.dial:
-            return
-
-        def dial() -> None:
-            try:
-                connect_one(self._network, expected.peer, expected.addresses, True, EXPECTED_DIAL_S)
-            except AtollError as error:
-                log.info("peer.unreachable", peer=expected.peer, reason=str(error))
-
-        threading.Thread(target=dial, name=f"atoll-dial-{expected.peer}", daemon=True).start()
+        self._network.expect(expected.peer, expected.paths, EXPECTED_DIAL_S)
 
     def _catch_signals(self) -> Callable[[], None]:
         """Leave on Ctrl+C or SIGTERM; returns what puts the old handlers back."""

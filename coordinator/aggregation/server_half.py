@@ -42,7 +42,7 @@ from strategies.files import (
     update_metas,
 )
 from strategies.fixed import Accumulator, FixedSums, Grid, check_sums, real
-from strategies.layout import Layout
+from strategies.layout import Layout, own_parts
 from strategies.linear import SAMPLES, Linear
 from strategies.sums import Contribution, total
 from strategies.values import ClientUpdate, ServerState
@@ -319,7 +319,8 @@ def layout_of(spec: JobSpec, graphs: Graphs) -> Layout:
         states |= dag.buffers | dag.parameters
     groups = stepwise_groups(programs[0].parameters, spec.training.optimizer)
     frozen = frozenset(name for name, group in groups.items() if group.frozen)
-    return Layout.of_state({name: states[name] for name in sorted(used)}, frozen)
+    found = Layout.of_state({name: states[name] for name in sorted(used)}, frozen)
+    return found if spec.federated is None else own_parts(found, spec.federated.rule.local)
 
 
 def _dags(graphs: Graphs) -> list[OpDag]:

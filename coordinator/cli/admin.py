@@ -16,6 +16,7 @@ from coordinator.cli.options import (
     Insecure,
     StateDir,
 )
+from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
 from coordinator.client.endpoint import Endpoint, default_state_dir, parse_address, remember
 from protos.command_line import AsJson, out, print_json, with_groups
@@ -34,6 +35,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(token_app, name="token")
 
 
+@with_groups
 def serve(
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on.")] = "0.0.0.0:7700",
     advertise: Annotated[str, typer.Option(help="Address in the join command.")] = "",
@@ -63,6 +65,8 @@ def serve(
     ] = "",
     insecure: Insecure = False,
     json: AsJson = False,
+    *,
+    relays: RelayOptions,
 ) -> None:
     """Run the coordinator until it is interrupted; prints the command with which workers join."""
     from coordinator.config import CoordinatorConfig
@@ -80,6 +84,7 @@ def serve(
         advertise=advertise,
         insecure=insecure,
         **_metrics(metrics),
+        relaying=relays.relaying(insecure=insecure),
         database_url=database,
         blobs_url=blobs,
         max_workers=max_workers,
@@ -92,6 +97,7 @@ def serve(
                 {
                     "address": Endpoint(host, started.entry_port).address,
                     "work_address": Endpoint(host, started.work_port).address,
+                    "relay_address": started.relay_port and Endpoint(host, started.relay_port).address,
                     "state_dir": str(folder),
                     "insecure": insecure,
                     "join_command": started.join_command,
@@ -110,12 +116,8 @@ def serve(
 
 def _metrics(text: str) -> dict[str, Any]:
     """Return the metrics' address as fields of the configuration; UsageError when it is no [HOST:]PORT."""
-    if not text:
-        return {}
-    host, port = parse_address(f"127.0.0.1:{text}" if text.isdigit() else text, -1)
-    if port < 0:
-        raise UsageError(f"--metrics {text!r}; write a port, or HOST:PORT, for example 127.0.0.1:9100")
-    return {"metrics_host": host, "metrics_port": port}
+    address = metrics_address(text)
+    return {} if address is None else {"metrics_host": address[0], "metrics_port": address[1]}
 
 
 @with_groups

@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import atoll
-from coordinator.cli import admin, checkpoints, codecs, flower, journals, submit
+from coordinator.cli import admin, checkpoints, codecs, flower, journals, relay, simulate, submit
 from coordinator.cli import data as cli_data
 from coordinator.cli import jobs as cli_jobs
 from coordinator.cli.demo import command as cli_demo
@@ -39,12 +39,14 @@ def common(use_proxy: UseProxy = False) -> None:
 cli_demo.register(app)
 admin.register(app)
 submit.register(app)
+simulate.register(app)
 cli_jobs.register(app)
 checkpoints.register(app)
 codecs.register(app)
 flower.register(app)
 cli_data.register(app)
 journals.register(app)
+relay.register(app)
 
 
 @app.command(epilog="Example: atoll ops examples/gpt.py")

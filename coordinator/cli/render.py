@@ -177,11 +177,11 @@ def jobs_table(jobs: Sequence[pb.JobUpdate]) -> RenderableType:
 
 
 def _rates_table(links: Sequence[pb.LinkStatus], names: Names) -> Table:
-    table = _table("link", "rate", "one way", "shares")
+    table = _table("link", "rate", "one way", "joined", "shares")
     for link in links:
         pair = f"{_name(names, link.source)} > {_name(names, link.target)}"
         rate = in_bits(link.bandwidth_bps) if link.bandwidth_bps else "?"
-        add_row(table, pair, rate, in_seconds(link.latency_s), link.shared)
+        add_row(table, pair, rate, in_seconds(link.latency_s), link.way or "-", link.shared)
     return table
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,21 +26,9 @@ from strategies import partition_data
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-MAX_CLIENTS = 10_000
 WINDOW = 128  # bytes of a sample of text
 MAP = "split.json"
 SCHEMA = "schema.txt"
-WAYS = {
-    "iid": "equal random parts",
-    "dirichlet:BETA": "label skew as NIID-Bench defines it",
-    "unbalanced:BETA": "the same without its balancing",
-    "labels:COUNT": "COUNT labels a client",
-    "shards[:EACH]": "runs of samples sorted by label, EACH (2) a client",
-    "quantity:BETA": "unequal sizes of one mixture",
-    "noise:LEVEL": "equal parts, noise that grows with the client's number up to LEVEL (images)",
-    "natural": "by genre, never parted; the default of texts",
-    "documents": "by document, never parted",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +52,6 @@ class Split:
     clients: tuple[Part, ...]
 
 
-def parts_of(
-    how: str, labels: NDArray[Any], owners: Sequence[Hashable], clients: int, seed: int
-) -> list[NDArray[Any]]:
-    """Sample numbers by client. ``owners``: whose sample each is, for natural splits; ``clients`` 0:
-    as many as there are owners. UsageError for an unknown way or one that does not work out."""
-    name, _, rest = how.partition(":")
-    if not 0 <= clients <= MAX_CLIENTS:
-        raise UsageError(f"{clients} clients; give 1 to {MAX_CLIENTS}")
-    if name == "natural" and not rest:
-        return partition_data.natural(owners, clients or None)
-    if name == "documents" and not rest:
-        return partition_data.natural(range(len(labels)), clients or None)
-    if not clients:
-        raise UsageError(f"--how {how[:40]} needs --clients; only natural splits know how many there are")
-    number = _number(how, rest)
-    n = len(labels)
-    if (name == "iid" and number is None) or (name == "noise" and number is not None):
-        return partition_data.iid(n, clients, seed)
-    if name == "shards":
-        return partition_data.shards(labels, clients, seed, _whole(how, 2.0 if number is None else number))
-    if number is not None:
-        if name == "dirichlet":
-            return partition_data.dirichlet_niid_bench(labels, clients, number, seed)
-        if name == "unbalanced":
-            return partition_data.dirichlet_unbalanced(labels, clients, number, seed)
-        if name == "labels":
-            return partition_data.labels_per_client(labels, clients, _whole(how, number), seed)
-        if name == "quantity":
-            return partition_data.quantity_skew(n, clients, number, seed)
-    raise UsageError(f"no way {how[:40]!r} to split; there are {', '.join(WAYS)}")
-
-
 def split_images(data: Mnist, how: str, clients: int, seed: int, take: int, out: Path) -> Split:
     """Deal out ``take`` training images drawn by the seed (0: all, in their order)."""
     if not 0 <= take <= len(data.labels):
@@ -103,7 +59,7 @@ def split_images(data: Mnist, how: str, clients: int, seed: int, take: int, out:
     if how in ("natural", "documents"):
         raise UsageError(f"--how {how} is for texts; MNIST's files do not tell who wrote a digit")
     images, labels = taken(data, take, seed)
-    parts = parts_of(how, labels, (), clients, seed)
+    parts = partition_data.parts_of(how, labels, (), clients, seed)
     noise = float(how.partition(":")[2]) if how.startswith("noise:") else 0.0
     _fresh(out)
     found = []
@@ -137,7 +93,7 @@ def split_texts(documents: Sequence[Document], how: str, clients: int, seed: int
     numbers = np.unique(genres, return_inverse=True)[1]
     if how.startswith("noise"):
         raise UsageError("--how noise adds noise to images; it does not apply to text")
-    parts = parts_of(how, numbers, genres, clients, seed)
+    parts = partition_data.parts_of(how, numbers, genres, clients, seed)
     _fresh(out)
     found = []
     for at, mine in enumerate(parts):
@@ -156,19 +112,6 @@ def _finish(split: Split, schema: list[str], out: Path) -> Split:
     _write(out / SCHEMA, "\n".join(schema) + "\n")
     _write(out / MAP, json.dumps(asdict(split), indent=1) + "\n")
     return split
-
-
-def _number(how: str, text: str) -> float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise UsageError(f"--how {how[:40]}: {text[:20]!r} is no number") from None
-
-
-def _whole(how: str, number: float) -> int:
-    if number != int(number):
-        raise UsageError(f"--how {how[:40]}: give a whole number")
-    return int(number)
 
 
 def _fresh(out: Path) -> None:

@@ -24,6 +24,10 @@ WRAPPERS = {"vhl": "Vhl", "fedimpro": "FedImpro", "moon": "Moon"}
 """Rules that change the loss, and the class of ``strategies.NAME_module`` that wraps the owner's net."""
 
 
+PERSONAL = ("ditto",)
+"""Strategies with a whole personal model, which common tensors that are local would not fit."""
+
+
 def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
     """The strategy of a federated job; UsageError for what no round could be run with."""
     found = make_strategy(rule.strategy, rule.options)
@@ -42,6 +46,12 @@ def check_federated(rule: Federated, training: TrainingSpec) -> Strategy:
     if rule.clients and rule.clients < found.min_updates:
         raise UsageError(f"{rule.strategy} needs {found.min_updates} updates a round; raise clients to that")
     check_uplink(rule)
+    if rule.local and rule.strategy in PERSONAL:
+        raise UsageError(
+            f"{rule.strategy} keeps a model of its own for each client; leave out local=, or take fedavg"
+        )
+    if rule.strategy == "fedrep" and not rule.local:
+        raise UsageError("fedrep trains a head of each client's own; name it: Federated(local=('head.*',))")
     return found
 
 

@@ -75,9 +75,9 @@ def opened(at_round: int, drawn: Mapping[str, int]) -> Cohort:
 
 
 def deal(
-    roster: Roster, cohort: Cohort, hosts: Collection[str], elapsed_s: float = 0.0
+    roster: Roster, cohort: Cohort, hosts: Collection[str], elapsed_s: Mapping[str, float] | None = None
 ) -> tuple[Cohort, Assignment]:
-    """Give waiting clients to ``hosts``. ``elapsed_s``: since hosts began, where some are at work.
+    """Give waiting clients to ``hosts``. ``elapsed_s``: since a host at work began.
 
     UsageError without a host.
     """
@@ -86,8 +86,14 @@ def deal(
     for client, host in cohort.at.items():
         if host in known:
             busy[host] = busy.get(host, 0.0) + known[host].seconds(roster.steps[client])
-    busy = {host: max(0.0, seconds - elapsed_s) for host, seconds in busy.items()}
-    tasks = [Task(c, roster.steps[c], roster.homes.get(c, ""), roster.move_s) for c in sorted(cohort.waiting)]
+    elapsed = elapsed_s or {}
+    busy = {host: max(0.0, seconds - elapsed.get(host, 0.0)) for host, seconds in busy.items()}
+    tasks = [
+        Task(c, roster.steps[c], roster.homes[c], roster.move_s)
+        if c in roster.homes
+        else Task(c, roster.steps[c])
+        for c in sorted(cohort.waiting)
+    ]
     found = assign(tasks, known, busy)
     at = {client: host for host, clients in found.clients.items() for client in clients}
     return replace(cohort, waiting=frozenset(), at={**cohort.at, **at}), found

@@ -87,14 +87,22 @@ class FederatedDriver:
         evaluated = {where: evaluation_of(fact) for where, fact in record.evaluated.items()}
         state = replace(state, evaluation=evaluated.get(CLIENTS), central_evaluation=evaluated.get(CENTRAL))
         if closed is not None:
-            took_part = frozenset((*closed.participants, *closed.dropped))
+            counted = {
+                host: tuple(entry["clients"])
+                for host, entry in closed.participants.items()
+                if "clients" in entry
+            }
+            dropped = {} if counted else closed.dropped  # of a population these are no workers
+            took_part = frozenset((*closed.participants, *dropped))
             state = replace(
                 state,
                 round=closed.round + 1,
                 state=closed.state,
                 last=closed,
                 selector=selector_from_json(closed.selector),
-                verdicts={**dict.fromkeys(closed.participants, ""), **closed.dropped},
+                verdicts={**dict.fromkeys(closed.participants, ""), **dropped},
+                counted=counted,
+                homes={client: host for host, clients in closed.homes.items() for client in clients},
                 clients={name: self._remembered(name, closed.participants) for name in took_part},
                 awaited=frozenset(closed.participants),
                 hold_until_s=self.effects.now_s + RESTART_GRACE_S,
@@ -319,6 +327,8 @@ class FederatedDriver:
                         todo.n_samples,
                         todo.n_clients,
                         todo.least,
+                        todo.sums,
+                        todo.drawn,
                     )
                 )
             case fed.EvaluateCentrally(at_round):
@@ -359,7 +369,7 @@ class FederatedDriver:
             Name.ROUND_CLOSED,
             job=fact.job,
             round=fact.round,
-            arrived=len(told),
+            arrived=sum(len(t.get("clients", [t])) for t in told.values()),
             lost=len(fact.dropped),
             loss=fact.loss,
             took_s=round(fact.took_s, 4),

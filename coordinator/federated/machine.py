@@ -15,6 +15,8 @@ import math
 from dataclasses import replace
 
 from atoll.transitions import Transitions
+from coordinator.federated import population
+from coordinator.federated.cohorts import expired
 from coordinator.federated.metrics import (
     CENTRAL,
     evaluation_points,
@@ -27,6 +29,7 @@ from coordinator.federated.rounds import (
     close,
     close_if_complete,
     close_summed,
+    deal,
     drop,
     end,
     evaluate_message,
@@ -36,6 +39,7 @@ from coordinator.federated.rounds import (
     repeat,
     strike,
     train_message,
+    verdict,
     waits_for_owner,
     with_client,
 )
@@ -148,22 +152,24 @@ def _broke(state: FederationState, event: AggregatorBroke, now_s: float) -> Outc
     return after, [*why, Open(state.round, state.state)]
 
 
-def _blame(state: FederationState, worker: str, reason: str) -> Outcome:
+def _blame(state: FederationState, name: str, reason: str) -> Outcome:
     """The aggregator broke over one client's update: nobody is given that one again."""
     why = f"its update broke the aggregator: {reason}"
-    struck, let = strike(state, worker, why)
-    less, said = drop(struck, worker, why)
-    blob = state.updates[worker].update
-    rest = {name: update for name, update in state.updates.items() if name != worker}
-    todo: list[Todo] = [
-        *let,
-        *said,
-        Say(worker, RoundTaken(state.job, state.round, False, why)),
-        Forget((blob,)),
-    ]
-    after = replace(less, updates=rest, opened=False)
-    if len(rest) < least(after):
-        after, more = repeat(after, f"{len(rest)} updates can be counted")
+    blob = state.updates[name].update
+    worker = population.sender(state, name)
+    struck, todo = strike(state, worker, why)
+    if state.cohort is None:
+        less, said = drop(struck, worker, why)
+        rest = {other: update for other, update in state.updates.items() if other != name}
+        less = replace(less, updates=rest)
+        todo += [*said, Say(worker, RoundTaken(state.job, state.round, False, why))]
+    else:
+        less = population.refused(struck, name, why)
+        todo.append(Without(state.round, worker, why))
+    todo.append(Forget((blob,)))
+    after = replace(less, opened=False)
+    if (left := population.arrived(after)) < least(after):
+        after, more = repeat(after, f"{left} updates can be counted")
         todo += more
     return after, todo if after.ended else [*todo, Open(after.round, after.state)]
 
@@ -204,12 +210,22 @@ def _back(state: FederationState, event: ClientBack, now_s: float) -> Outcome:
 
 @TRANSITIONS.on(*FEDERATING)
 def _loaded(state: FederationState, event: FromClient[Loaded], now_s: float) -> Outcome:
-    worker = event.worker
-    here = with_client(state, replace(state.clients[worker], loaded=True))
-    todo: list[Todo] = []
-    if worker in here.verdicts:
-        why = here.verdicts[worker]
-        todo.append(Say(worker, RoundTaken(here.job, here.round - 1, not why, why)))
+    worker, message = event.worker, event.message
+    client = replace(
+        state.clients[worker], loaded=True, population=message.population, roster=message.clients
+    )
+    if client.roster and (wrong := population.misfit(state, client)) is not None:
+        after, todo = _without(
+            with_client(state, replace(client, loaded=False, out=wrong)), worker, wrong, now_s
+        )
+        return after, [Let(worker, wrong), *todo]
+    here = with_client(state, client)
+    todo = [Say(worker, verdict(here, worker))] if worker in here.verdicts else []
+    if here.phase is Phase.TRAINING and here.cohort is not None:
+        if worker in here.orders:
+            todo.append(Say(worker, train_message(here, worker, now_s)))
+        dealt, more = deal(here, now_s)
+        return dealt, [*todo, *more]
     if here.phase is Phase.TRAINING and worker in here.chosen:
         if worker not in here.updates and worker not in here.dropped:
             todo.append(Say(worker, train_message(here, worker, now_s)))
@@ -226,7 +242,7 @@ def _lose(state: FederationState, event: ClientLost, now_s: float) -> Outcome:
     client = state.clients.get(event.worker)
     if client is None or not client.present:
         return state, []
-    gone = with_client(state, replace(client, present=False, loaded=False, model=""))
+    gone = with_client(state, replace(client, present=False, loaded=False, model="", gone_s=now_s))
     return _without(gone, event.worker, f"lost: {event.reason}", now_s)
 
 
@@ -243,7 +259,8 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
         return state, [Dropped(f"{event.worker} failed in round {report.round}, this is {state.round}")]
     if state.phase is Phase.EVALUATING:
         return _without(state, event.worker, reason, now_s)
-    if event.worker not in state.chosen or event.worker in state.updates or event.worker in state.dropped:
+    awaited = event.worker in state.chosen and event.worker not in {**state.updates, **state.dropped}
+    if not (awaited if state.cohort is None else event.worker in state.orders):
         return state, [Dropped(f"{event.worker} failed, but no update of it is awaited")]
     struck, let = strike(state, event.worker, reason)
     after, todo = _without(struck, event.worker, reason, now_s)
@@ -252,6 +269,10 @@ def _fail_client(state: FederationState, event: FromClient[ClientFailed], now_s:
 
 def _without(state: FederationState, worker: str, reason: str, now_s: float) -> Outcome:
     """Whatever is under way goes on without this client."""
+    if state.phase is Phase.TRAINING and state.cohort is not None:
+        said = [Without(state.round, worker, reason)] if worker in state.orders else []
+        after, more = deal(population.without(state, worker), now_s)
+        return after, [*said, *more]
     if state.phase is Phase.TRAINING and worker in state.chosen:
         if worker in state.updates or worker in state.dropped:
             return state, []
@@ -273,6 +294,8 @@ def _without(state: FederationState, worker: str, reason: str, now_s: float) -> 
 @TRANSITIONS.on(Phase.TRAINING)
 def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: float) -> Outcome:
     worker, update = event.worker, event.message
+    if state.cohort is not None and update.round == state.round:
+        return _host_answered(state, worker, update, now_s)
     if worker in state.updates:
         return state, [Dropped(f"{worker} says round {update.round} twice")]
     if update.round != state.round or worker not in state.chosen or worker in state.dropped:
@@ -289,6 +312,31 @@ def _updated(state: FederationState, event: FromClient[UpdateReady], now_s: floa
     client = measured(state.clients[worker], update, took_s)
     heard = with_client(state, replace(client, model=state.model.full.hash))
     return close_if_complete(replace(heard, updates={**state.updates, worker: update}))
+
+
+def _host_answered(state: FederationState, worker: str, update: UpdateReady, now_s: float) -> Outcome:
+    """Take a host's sum. One that comes late is dropped without a verdict: that of the round covers it."""
+    order = state.orders.get(worker)
+    forget = _forgotten(state, update)
+    heard, why = population.answered(state, worker, update)
+    if why or order is None or update.host is None:
+        return state, [Dropped(f"sum of {worker}: {why}"), *forget]
+    client = state.clients[worker]
+    if update.host.rows:
+        wrong = _impossible(client, update) or population.impossible(client, update.host, MAX_FIGURE)
+        if wrong is not None:
+            struck, let = strike(state, worker, wrong)
+            less, todo = _without(struck, worker, wrong, now_s)
+            return less, [*let, *forget, *todo]
+        client = measured(client, update, now_s - order.begun_s)
+    assert state.model is not None  # noqa: S101 - a round is in flight
+    return deal(with_client(heard, replace(client, model=state.model.full.hash)), now_s)
+
+
+def _forgotten(state: FederationState, update: UpdateReady) -> list[Todo]:
+    """Forget the blob of a refused update; a replayed one may name what somebody's good one names too."""
+    kept = {"", *(other.update for other in state.updates.values())}
+    return [] if update.update in kept else [Forget((update.update,))]
 
 
 def _impossible(client: Client, update: UpdateReady) -> str | None:
@@ -312,11 +360,12 @@ def _large(value: float) -> bool:
 
 def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome:
     """An update that is late, of another round, or of nobody who was asked."""
+    if state.cohort is not None and update.round == state.round:  # the round's verdict covers it
+        return state, [Dropped(f"sum of {worker}: late"), *_forgotten(state, update)]
     if update.round == state.round - 1 and worker in state.verdicts:
         # Said before; perhaps the verdict did not reach it.
-        why = state.verdicts[worker]
-        said = RoundTaken(state.job, update.round, not why, why)
-        return state, [Dropped(f"{worker} repeats round {update.round}"), Say(worker, said)]
+        said = Say(worker, verdict(state, worker))
+        return state, [Dropped(f"{worker} repeats round {update.round}"), said]
     why = state.dropped.get(worker, f"an update of round {update.round}; this is round {state.round}")
     if update.round == state.round and worker not in state.chosen:
         why = f"not chosen in round {state.round}"
@@ -324,10 +373,7 @@ def _refuse(state: FederationState, worker: str, update: UpdateReady) -> Outcome
         Dropped(f"update of {worker}: {why}"),
         Say(worker, RoundTaken(state.job, update.round, False, why)),
     ]
-    # A replayed update may name a blob that somebody's good one names too.
-    if update.update not in {u.update for u in state.updates.values()}:
-        todo.append(Forget((update.update,)))
-    return state, todo
+    return state, [*todo, *_forgotten(state, update)]
 
 
 def _unheard(state: FederationState, event: FromClient[Loaded | ClientMessage], kind: str) -> Outcome:
@@ -344,17 +390,25 @@ def _aggregated(state: FederationState, event: Aggregated, now_s: float) -> Outc
     if (event.round, event.attempt) != (state.round, state.attempt):
         return state, [Dropped(f"a sum of round {event.round}, attempt {event.attempt}")]
     todo: list[Todo] = []
-    for worker in sorted(event.dropped):
-        state, let = strike(state, worker, event.dropped[worker])
-        state, said = drop(state, worker, event.dropped[worker])
+    blobs = tuple(state.updates[w].update for w in event.dropped if w in state.updates)
+    for name in sorted(event.dropped):
+        worker = population.sender(state, name)
+        state, let = strike(state, worker, event.dropped[name])
+        if state.cohort is None:
+            state, said = drop(state, worker, event.dropped[name])
+        else:
+            said = [Without(state.round, worker, event.dropped[name])]
+            state = population.refused(state, name, event.dropped[name])
         todo += [*let, *said]
     good = {name: update for name, update in state.updates.items() if name not in event.dropped}
     if event.state is None or event.model is None:
-        blobs = tuple(state.updates[w].update for w in event.dropped if w in state.updates)
         refused: list[Todo] = [
-            Say(w, RoundTaken(state.job, state.round, False, why)) for w, why in sorted(event.dropped.items())
+            Say(w, RoundTaken(state.job, state.round, False, why))
+            for w, why in sorted(event.dropped.items())
+            if w in state.clients
         ]
-        after, more = repeat(replace(state, updates=good), f"{len(good)} updates can be counted")
+        state = replace(state, updates=good)
+        after, more = repeat(state, f"{population.arrived(state)} updates can be counted")
         return after, [*todo, *refused, Forget(blobs), *more]
     closed, more = close_summed(state, event, good, now_s)
     return closed, [*todo, *more]
@@ -371,6 +425,10 @@ def _client_evaluated(state: FederationState, event: FromClient[ClientEvaluated]
     client = state.clients[worker]
     if _large(report.loss) or not 1 <= report.n_samples <= client.n_samples:
         wrong = f"a loss of {report.loss} on {report.n_samples} of {client.n_samples} samples"
+        return _without(state, worker, wrong, now_s)
+    strange = report.rows.keys() - {*state.assessing.get(worker, ())}
+    if strange or any(_large(row.loss) for row in report.rows.values()):
+        wrong = f"rows of {sorted(strange)[:3]}, or a loss beyond {MAX_FIGURE:g}"
         return _without(state, worker, wrong, now_s)
     large = [name for name, value in report.metrics.items() if math.isfinite(value) and _large(value)]
     if large:
@@ -413,7 +471,11 @@ def _tick(state: FederationState, event: Tick, now_s: float) -> Outcome:
     if state.phase is Phase.GATHERING:
         return gather(state, now_s) if state.opened else (state, [])
     if now_s < state.due_s:
-        return state, []
+        waits = state.phase is Phase.TRAINING and state.cohort is not None and state.cohort.waiting
+        return deal(state, now_s) if waits else (state, [])
+    if state.phase is Phase.TRAINING and state.cohort is not None:
+        why = f"late: not trained within {state.federated.rule.deadline_s:g} s"
+        return close(replace(state, cohort=expired(state.cohort, why), orders={}))
     if state.phase is Phase.TRAINING:
         late = [name for name in state.chosen if name not in state.updates and name not in state.dropped]
         todo: list[Todo] = []
@@ -444,6 +506,8 @@ def _interrupt(state: FederationState, event: Interrupted, now_s: float) -> Outc
         reason=f"{event.reason}; goes on at round {state.round + 1}",
         opened=False,
         chosen=(),
+        cohort=None,
+        orders={},
         updates={},
         dropped={},
         asked=frozenset(),
@@ -478,4 +542,4 @@ def _remember_lost(state: FederationState, event: ClientLost, now_s: float) -> O
     client = state.clients.get(event.worker)
     if client is None:
         return state, []
-    return with_client(state, replace(client, present=False, loaded=False, model="")), []
+    return with_client(state, replace(client, present=False, loaded=False, model="", gone_s=now_s)), []

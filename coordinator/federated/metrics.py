@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import fsum, isfinite
+from math import fsum, isfinite, nan
 from typing import Any
 
 from coordinator.federated.state import Client, Evaluation, FederationState
 from coordinator.messages.events import ClientEvaluated, UpdateReady
 from coordinator.messages.facts import RoundClosed, RoundEvaluated
 from coordinator.messages.jobs import Point
+from strategies.fairness import FIGURES, fairness
 from strategies.selection import Outcome, smoothed
 
 LOSS = "loss"
@@ -116,7 +117,21 @@ def over_clients(at_round: int, told: Mapping[str, ClientEvaluated]) -> Evaluati
         if finite:
             metrics[name] = weighted(finite)
     loss = weighted((r.n_samples, r.loss) for r in reports)
-    return Evaluation(at_round, loss, metrics, sum(r.n_samples for r in reports), len(reports))
+    clients = sum(len(r.rows) or 1 for r in reports)
+    return Evaluation(at_round, loss, metrics, sum(r.n_samples for r in reports), clients)
+
+
+def spread_points(at_round: int, told: Mapping[str, ClientEvaluated]) -> list[Point]:
+    """Metric points of how evenly the model serves the clients, for each metric that two or more reported."""
+    rows = [row for worker in sorted(told) for row in (told[worker].rows.values() or [told[worker]])]
+    names = sorted({name for row in rows for name in row.metrics})[:MAX_METRICS]
+    points = []
+    for name in names:
+        values = [row.metrics[name] for row in rows if isfinite(row.metrics.get(name, nan))]
+        if len(values) > 1:
+            figures = fairness(values)
+            points += [Point(at_round, f"{CLIENTS}_{name}_{what}", figures[what]) for what in FIGURES]
+    return points
 
 
 def fact_of(job: str, where: str, found: Evaluation) -> RoundEvaluated:
@@ -136,7 +151,7 @@ def round_points(state: FederationState, fact: RoundClosed) -> list[Point]:
     points = {
         "learning_rate": state.spec.training.learning_rate(fact.round),
         "round_s": fact.took_s,
-        "participants": float(len(told)),
+        "participants": float(sum(len(t.get("clients", [t])) for t in told.values())),
         "dropped": float(len(fact.dropped)),
         "bytes_up": float(sum(t["bytes_up"] for t in told.values())),
         "bytes_down": float(sum(t["bytes_down"] for t in told.values())),

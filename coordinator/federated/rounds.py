@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
+from coordinator.federated import population
 from coordinator.federated.metrics import (
     CLIENTS,
     client_points,
@@ -20,7 +21,9 @@ from coordinator.federated.metrics import (
     over_clients,
     round_points,
     shown,
+    spread_points,
 )
+from coordinator.federated.population import books
 from coordinator.federated.selection import chosen, coding, learnt, selector_to_json, strayed, to_ask
 from coordinator.federated.state import (
     Aggregate,
@@ -49,6 +52,7 @@ MAX_REPEATS = 3  # of one round
 BESIDE_BYTES = 32 * 2**20
 """Of a model that the owner's machine evaluates while clients train: with larger ones, whose rounds are long
 anyway, it would hold the weights just when clients, perhaps on the same machine, need most."""
+NONE_COUNTED = "the round was closed without its clients"
 MAX_STRIKES = 3  # rounds in a row in which a client failed or sent what cannot be counted
 
 Outcome = tuple[FederationState, list[Todo]]
@@ -90,7 +94,7 @@ def with_client(state: FederationState, client: Client) -> FederationState:
 
 def gather(state: FederationState, now_s: float) -> Outcome:
     """Begin the round once there are enough clients, and those that still load were waited for."""
-    need, ready = least(state), state.ready
+    need, ready = least(state), state.members
     loading = [c.worker for c in state.clients.values() if c.present and not c.loaded and not c.out]
     absent = state.awaited - {c.worker for c in state.clients.values() if c.present}
     waits = bool(loading or absent) and now_s < state.hold_until_s
@@ -119,19 +123,29 @@ def begin_round(state: FederationState, now_s: float) -> Outcome:
         due_s=now_s + state.federated.rule.deadline_s,
         attempt=state.attempt + 1,
     )
-    if len(state.ready) < least(state):
+    if len(state.members) < least(state):
         return gather(replace(fresh, hold_until_s=now_s), now_s)
-    asked = frozenset(to_ask(fresh)) - fresh.told.keys()
-    if not asked:
+    wanted = frozenset(to_ask(fresh)) - population.losses(fresh).keys()
+    if not wanted:
         return choose(fresh, now_s)
-    reason = f"round {state.round + 1} of {state.rounds}: {len(asked)} clients tell their loss"
-    asking = replace(fresh, phase=Phase.EVALUATING, reason=reason, asking=True, asked=asked)
+    reason = f"round {state.round + 1} of {state.rounds}: {len(wanted)} clients tell their loss"
+    assessing = population.assess(fresh, wanted)
+    asked = frozenset(assessing)
+    asking = replace(
+        fresh, phase=Phase.EVALUATING, reason=reason, asking=True, asked=asked, assessing=assessing
+    )
     return asking, [Say(worker, evaluate_message(asking, worker, now_s)) for worker in sorted(asked)]
 
 
 def choose(state: FederationState, now_s: float) -> Outcome:
     """Fix the participants and their codecs, and send each the model."""
-    names, selector = chosen(state, {name: told.loss for name, told in state.told.items()})
+    names, selector = chosen(state, population.losses(state))
+    reason = f"round {state.round + 1} of {state.rounds}: {len(names)} clients train"
+    if population.is_population(state):
+        parted = population.opened(replace(state, selector=selector, reason=reason), names)
+        due_s = now_s + state.federated.rule.deadline_s
+        begun = replace(parted, phase=Phase.TRAINING, asking=False, begun_s=now_s, due_s=due_s)
+        return deal(replace(begun, asked=frozenset()), now_s)
     how = coding(state, names)
     ratios = how.by_client
     clients = {
@@ -143,7 +157,8 @@ def choose(state: FederationState, now_s: float) -> Outcome:
     training = replace(
         state,
         phase=Phase.TRAINING,
-        reason=f"round {state.round + 1} of {state.rounds}: {len(names)} clients train",
+        reason=reason,
+        cohort=None,
         chosen=names,
         ratios=ratios,
         pace=how.reason,
@@ -158,10 +173,18 @@ def choose(state: FederationState, now_s: float) -> Outcome:
     return training, [Say(worker, train_message(training, worker, now_s)) for worker in names]
 
 
+def deal(state: FederationState, now_s: float) -> Outcome:
+    """Give a population's waiting clients to hosts, and close the round where there is nothing left to do."""
+    dealt, hosts = population.dealt(state, now_s)
+    todo: list[Todo] = [Say(host, train_message(dealt, host, now_s)) for host in hosts]
+    after, more = close_if_complete(dealt)
+    return after, [*todo, *more]
+
+
 def train_message(state: FederationState, worker: str, now_s: float) -> TrainRound:
     """What a participant is told."""
     codec, ratio = state.ratios[worker]
-    return TrainRound(
+    message = TrainRound(
         state.job,
         state.round,
         model_for(state, worker),
@@ -170,12 +193,25 @@ def train_message(state: FederationState, worker: str, now_s: float) -> TrainRou
         max(0.001, state.due_s - now_s),
         seed_of(state.spec.training.seed, worker, state.round),
     )
+    if state.cohort is None:
+        return message
+    order, drawn = state.orders[worker], state.cohort.drawn
+    return replace(
+        message, order=order.key, clients=order.clients, drawn=len(drawn), drawn_samples=sum(drawn.values())
+    )
+
+
+def verdict(state: FederationState, worker: str) -> RoundTaken:
+    """Result of a worker's update of the last round."""
+    why = state.verdicts[worker]
+    return RoundTaken(state.job, state.round - 1, not why, why, state.counted.get(worker, ()))
 
 
 def evaluate_message(state: FederationState, worker: str, now_s: float) -> EvaluateRound:
     """What a client is told that shall evaluate."""
     within_s = max(0.001, state.due_s - now_s)
-    return EvaluateRound(state.job, state.round, model_for(state, worker), within_s)
+    clients = state.assessing.get(worker, ())
+    return EvaluateRound(state.job, state.round, model_for(state, worker), within_s, clients)
 
 
 def model_for(state: FederationState, worker: str) -> Model:
@@ -187,6 +223,10 @@ def model_for(state: FederationState, worker: str) -> Model:
 
 def close_if_complete(state: FederationState) -> Outcome:
     """Close the round once everybody chosen has answered or is out."""
+    if state.cohort is not None:
+        left, of = len(state.cohort.waiting) + len(state.cohort.at), len(state.cohort.drawn)
+        reason = f"round {state.round + 1} of {state.rounds}: {left} of {of} clients train"
+        return close(state) if state.cohort.complete else (replace(state, reason=reason), [])
     if len(state.updates) + len(state.dropped) < len(state.chosen):
         waiting = len(state.chosen) - len(state.updates) - len(state.dropped)
         reason = f"round {state.round + 1} of {state.rounds}: {waiting} of {len(state.chosen)} clients train"
@@ -196,8 +236,9 @@ def close_if_complete(state: FederationState) -> Outcome:
 
 def close(state: FederationState) -> Outcome:
     """Sum what came, or repeat the round."""
-    if len(state.updates) < least(state):
-        return repeat(state, f"{len(state.updates)} of {len(state.chosen)} updates came")
+    if (came := population.arrived(state)) < least(state):
+        of = len(state.chosen if state.cohort is None else state.cohort.drawn)
+        return repeat(state, f"{came} of {of} updates came")
     reason = f"round {state.round + 1} of {state.rounds}: summing {len(state.updates)} updates"
     return aggregate(replace(state, phase=Phase.AGGREGATING, reason=reason, strayed=strayed(state)))
 
@@ -207,11 +248,12 @@ def aggregate(state: FederationState) -> Outcome:
     asked = replace(state, attempt=state.attempt + 1)
     if not state.opened:  # it is being started, and will be asked then
         return asked, []
+    n_clients = max(1, population.size(state))
+    if state.cohort is not None:
+        sums, drawn = state.cohort.sums, state.cohort.drawn
+        return asked, [Aggregate(state.round, asked.attempt, {}, {}, n_clients, least(state), sums, drawn)]
     registered = {name: state.clients[name].n_samples for name in state.updates}
-    ask = Aggregate(
-        state.round, asked.attempt, state.updates, registered, max(1, len(state.clients)), least(state)
-    )
-    return asked, [ask]
+    return asked, [Aggregate(state.round, asked.attempt, state.updates, registered, n_clients, least(state))]
 
 
 def repeat(state: FederationState, reason: str) -> Outcome:
@@ -220,12 +262,15 @@ def repeat(state: FederationState, reason: str) -> Outcome:
     why = f"round {state.round + 1} is repeated: {reason}, {need} are needed"
     told = "; ".join(f"{name}: {reason}" for name, reason in sorted(state.dropped.items())[:4])
     todo: list[Todo] = [
-        Say(name, RoundTaken(state.job, state.round, False, why)) for name in sorted(state.updates)
+        Say(name, RoundTaken(state.job, state.round, False, why))
+        for name in sorted({population.sender(state, name) for name in state.updates})
     ]
     if state.updates:
         todo.append(Forget(tuple(u.update for u in state.updates.values())))
-    again = replace(state, updates={}, dropped={}, chosen=(), repeats=state.repeats + 1)
-    if again.repeats > MAX_REPEATS and len(again.ready) >= need:
+    again = replace(
+        state, updates={}, dropped={}, chosen=(), cohort=None, orders={}, repeats=state.repeats + 1
+    )
+    if again.repeats > MAX_REPEATS and len(again.members) >= need:
         failed, more = end(
             again, Phase.FAILED, f"round {state.round + 1} failed {again.repeats} times ({told}): {reason}"
         )
@@ -243,8 +288,18 @@ def close_summed(
     if made is None or model is None or before is None:
         raise LookupError(f"{state.job}: a round cannot close without a state and a model")
     took_s = now_s - (now_s if state.begun_s is None else state.begun_s)
-    selector = learnt(state, outcomes(good, state.clients))
-    told = {name: shown(state.clients[name], good[name], *state.ratios[name]) for name in sorted(good)}
+    senders = {name: population.sender(state, name) for name in good}
+    told = {
+        name: shown(state.clients[host], good[name], *state.ratios[host])
+        for name, host in sorted(senders.items())
+    }
+    dropped = dict(state.dropped)
+    if state.cohort is None:
+        selector = learnt(state, outcomes(good, state.clients))
+    else:
+        state = population.learnt(state, good)
+        selector = learnt(state, population.outcomes(state, good))
+        told, dropped = population.participants(state, told), dict(books(state).out)
     fact = RoundClosed(
         state.job,
         state.round,
@@ -253,19 +308,22 @@ def close_summed(
         model.size,
         mean_loss(good.values()),
         told,
-        dict(sorted(state.dropped.items())),
+        dict(sorted(dropped.items())),
         selector_to_json(selector),
         took_s,
         now_s,
+        population.homes_by_host(state),
     )
     clients = {
         name: replace(client, strikes=0, metrics=told[name]["metrics"]) if name in told else client
         for name, client in state.clients.items()
     }
-    verdicts = {**dict.fromkeys(good, ""), **state.dropped}
+    none = dict.fromkeys(state.chosen, NONE_COUNTED) if state.cohort is not None else {}
+    verdicts = {**none, **dict.fromkeys(told, ""), **state.dropped}
     after = replace(
         state,
         round=state.round + 1,
+        counted={} if state.cohort is None else state.counted,
         state=made.hash,
         model=Model(model, event.delta, before.full.hash if event.delta is not None else ""),
         selector=selector,
@@ -275,6 +333,8 @@ def close_summed(
         updates={},
         dropped={},
         chosen=(),
+        cohort=None,
+        orders={},
         repeats=0,
         failures=0,
         loss=fact.loss,
@@ -284,11 +344,7 @@ def close_summed(
         round_times_s=(*state.round_times_s, took_s)[-RECENT:],
     )
     todo: list[Todo] = [Record(fact), Closed(fact)]
-    todo += [
-        Say(name, RoundTaken(state.job, state.round, not why, why))
-        for name, why in sorted(verdicts.items())
-        if after.clients[name].present
-    ]
+    todo += [Say(name, verdict(after, name)) for name in sorted(verdicts) if after.clients[name].present]
     used = [u.update for u in state.updates.values()]
     if before.delta is not None:
         used.append(before.delta.hash)  # led to the model that this round began with
@@ -311,13 +367,15 @@ def evaluate(state: FederationState, now_s: float) -> Outcome:
         and state.spec.eval_data is not None
         and (last or (training.eval_every and state.round % training.eval_every == 0))
     )
-    asked = frozenset(state.ready) if on_clients else frozenset()
+    assessing = population.assess(state) if on_clients else {}
+    asked = frozenset(assessing)
     evaluating = replace(
         state,
         phase=Phase.EVALUATING,
         reason=f"evaluating after round {state.round} of {state.rounds}",
         asking=False,
         asked=asked,
+        assessing=assessing,
         central=central,
         due_s=now_s + rule.deadline_s,
     )
@@ -338,7 +396,7 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
     """Go on once every evaluation is there that the next round must wait for."""
     if state.asked or waits_for_owner(state):
         return state, []
-    if state.asking and len(state.ready) < least(state):  # those who were asked are gone
+    if state.asking and len(state.members) < least(state):  # those who were asked are gone
         return gather(replace(state, asking=False, hold_until_s=now_s), now_s)
     if state.asking:
         return choose(state, now_s)
@@ -350,6 +408,7 @@ def evaluated_if_complete(state: FederationState, now_s: float) -> Outcome:
             Record(fact_of(state.job, CLIENTS, found)),
             *evaluation_points(CLIENTS, found),
             *client_points(state.round, state.told),
+            *spread_points(state.round, state.told),
         ]
     if state.round >= state.rounds:
         after, more = end(state, Phase.FINISHED, f"{state.round} rounds done")
@@ -366,6 +425,8 @@ def end(state: FederationState, phase: Phase, reason: str) -> Outcome:
         reason=reason,
         opened=False,
         chosen=(),
+        cohort=None,
+        orders={},
         updates={},
         asked=frozenset(),
         central=False,

@@ -13,7 +13,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from atoll.compression import LOSSLESS, OFF
+from atoll.compression import OFF
 from atoll.errors import StorageError
 from atoll.federated import BCRS, Federated, parse_uplink
 from atoll.opdag import TensorMeta
@@ -45,20 +45,21 @@ def selector_of(rule: Federated) -> Selector:
 def candidates(state: FederationState) -> dict[str, Candidate]:
     """Clients that could take part now."""
     share = 1.0 - state.federated.rule.held_out
-    samples = {name: max(LEAST_SAMPLES, int(state.clients[name].n_samples * share)) for name in state.ready}
-    return candidates_of(samples, {name: client.round_s for name, client in state.clients.items()})
+    samples = {name: max(LEAST_SAMPLES, int(count * share)) for name, count in state.members.items()}
+    seconds = {name: client.round_s for name, client in state.clients.items() if not client.roster}
+    return candidates_of(samples, {**seconds, **state.client_s})
 
 
 def places(state: FederationState) -> int:
     """How many of them a round takes."""
-    wanted = state.federated.rule.clients
-    return min(wanted, len(state.ready)) if wanted else len(state.ready)
+    wanted, here = state.federated.rule.clients, len(state.members)
+    return min(wanted, here) if wanted else here
 
 
 def to_ask(state: FederationState) -> tuple[str, ...]:
     """Whose loss the selector needs before it chooses; empty where everybody takes part anyway."""
     count = places(state)
-    if count == len(state.ready):
+    if count == len(state.members):
         return ()
     selector = selector_of(state.federated.rule)
     return selector.ask(candidates(state), count, state.round, state.spec.training.seed)
@@ -96,14 +97,11 @@ class Coding:
 def coding(state: FederationState, names: tuple[str, ...]) -> Coding:
     """How the round's participants send their updates."""
     wanted = parse_uplink(state.federated.rule.uplink)
-    if wanted.mode == OFF:
-        return Coding(dict.fromkeys(names, (NONE, 1.0)))
     if wanted.mode != BCRS:
-        ratio = wanted.ratio or 1.0
-        return Coding(dict.fromkeys(names, (LOSSLESS if wanted.mode == LOSSLESS else wanted.mode, ratio)))
+        return Coding(dict.fromkeys(names, even_coding(state.federated.rule)))
     known = any(state.clients[name].uplink_bps for name in names)
     if not known or not any(meta.nbytes for meta in state.up):
-        return Coding(dict.fromkeys(names, (BCRS_CODEC, wanted.ratio or BASE)))
+        return Coding(dict.fromkeys(names, even_coding(state.federated.rule)))
     base = wanted.ratio or (None if all(_seen(state.clients[name]) for name in names) else BASE)
     uplinks = {name: _uplink(state, name) for name in names}
     found = by_uplink(state.up, uplinks, base, max(CLOSEST, min(PLANNED, EVEN - state.strayed)))
@@ -111,11 +109,22 @@ def coding(state: FederationState, names: tuple[str, ...]) -> Coding:
     return Coding(chosen, found.reason, found.spread if base is None else None)
 
 
+def even_coding(rule: Federated) -> tuple[str, float]:
+    """Codec and ratio of an update where all clients' are alike: as long as no uplink is known, and of a
+    population's clients, which have none of their own."""
+    wanted = parse_uplink(rule.uplink)
+    if wanted.mode == OFF:
+        return NONE, 1.0
+    return (BCRS_CODEC, wanted.ratio or BASE) if wanted.mode == BCRS else (wanted.mode, wanted.ratio or 1.0)
+
+
 def strayed(state: FederationState) -> float:
     """How much wider the round's finish times came than planned, smoothed; one laggard counts as no more
     than what is allowed."""
+    if state.spread is None:
+        return state.strayed
     took = [state.clients[name].took_s for name in state.updates]
-    if state.spread is None or len(took) < len(state.chosen) or min(took) <= 0.0:
+    if len(took) < len(state.chosen) or min(took) <= 0.0:
         return state.strayed
     wider = spread(took) - state.spread
     return smoothed(state.strayed, max(0.0, min(EVEN, wider)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -9,6 +11,8 @@ from typing import Any, Generic, TypeVar
 from atoll.federated import FederatedSpec
 from atoll.job import JobSpec
 from atoll.opdag import TensorMeta
+from coordinator.federated.cohorts import Cohort
+from coordinator.federated.makespan import HostTimes
 from coordinator.messages.events import (
     Aggregated,
     AggregatorBroke,
@@ -20,7 +24,7 @@ from coordinator.messages.events import (
     UpdateReady,
 )
 from coordinator.messages.facts import Checkpoint, RoundClosed
-from coordinator.messages.instructions import EvaluateRound, Model, RoundTaken, TrainRound
+from coordinator.messages.instructions import EvaluateRound, HostSums, Model, RoundTaken, TrainRound
 from coordinator.messages.jobs import ENDED, Broken, Cancelled, Dropped, JobState, Phase, Point, Record, Waits
 
 VERSION = 1  # of every Participate: one job, one participation
@@ -32,6 +36,9 @@ class Client:
 
     worker: str
     n_samples: int  # that it registered
+    population: str = ""  # hash of the data of the clients that it speaks for; "": it is one itself
+    roster: Mapping[str, int] = field(default_factory=dict)  # their registered samples
+    gone_s: float = -math.inf  # since when it is not present
     present: bool = True
     loaded: bool = False
     out: str = ""  # why it takes no part: until it joins anew, or with ``barred`` ever again
@@ -54,6 +61,11 @@ class Client:
     dropped: str = ""  # why its last round was closed without it
 
     @property
+    def members(self) -> Mapping[str, int]:
+        """The clients that it speaks for, itself where the data are its own: registered samples by name."""
+        return self.roster or {self.worker: self.n_samples}
+
+    @property
     def ready(self) -> bool:
         return self.present and self.loaded and not self.out
 
@@ -70,6 +82,20 @@ class Evaluation:
 
 
 # ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Clients of a population that a host trains now."""
+
+    clients: tuple[str, ...]
+    begun_s: float
+
+    @property
+    def key(self) -> str:
+        """Name of this set of clients: a host that is given it again answers as before."""
+        return hashlib.sha256("\n".join(sorted(self.clients)).encode()).hexdigest()[:16]
+
 
 MessageT = TypeVar("MessageT", bound=Loaded | ClientMessage, covariant=True)
 
@@ -159,6 +185,8 @@ class Aggregate:
     n_samples: Mapping[str, int]  # that each registered: no update may claim more
     n_clients: int
     least: int  # with fewer good ones nothing changes
+    sums: Mapping[str, HostSums] = field(default_factory=dict)  # of hosts of a population
+    drawn: Mapping[str, int] | None = None  # ... whose clients have registered so much
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +295,16 @@ class FederationState:
     dropped: Mapping[str, str] = field(default_factory=dict)
     begun_s: float | None = None
     due_s: float = 0.0
+    # ... of a population: ``chosen`` are hosts then, ``updates`` their sums
+    cohort: Cohort | None = None
+    orders: Mapping[str, Order] = field(default_factory=dict)  # by host
+    counted: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by host, of the last round
+    homes: Mapping[str, str] = field(default_factory=dict)  # host of each client's state
+    times: Mapping[str, HostTimes] = field(default_factory=dict)  # of hosts
+    client_s: Mapping[str, float] = field(default_factory=dict)  # of a client's training, smoothed
+    assignment: str = ""  # why who trains whom
     # an evaluation
+    assessing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # a population's clients by host
     asking: bool = False  # for the selector, before a round; else of what a round brought
     asked: frozenset[str] = frozenset()
     told: Mapping[str, ClientEvaluated] = field(default_factory=dict)  # of the broadcast of ``round``
@@ -305,6 +342,12 @@ class FederationState:
     def ready(self) -> tuple[str, ...]:
         """Clients that can take part now."""
         return tuple(sorted(name for name, client in self.clients.items() if client.ready))
+
+    @property
+    def members(self) -> dict[str, int]:
+        """Registered samples of all that could train now, by client."""
+        ready = (self.clients[name] for name in self.ready)
+        return {name: samples for client in ready for name, samples in client.members.items()}
 
     def bars(self, worker: str) -> bool:
         """Whether this client may not take part any more, whatever process speaks for it."""

@@ -95,6 +95,7 @@ class Effects:
         self.report_member(after, restarted=restarted)
         if restarted or after.gone:
             self.roster.links.forget(worker)
+            self.roster.joined.ways.forget(worker)
             self.roster.ops.forget(worker)
             if before.job:
                 self.lost(before.job, worker, f"{self.label(worker)} is lost: {after.reason}")

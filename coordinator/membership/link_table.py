@@ -18,7 +18,7 @@ import numpy as np
 
 from coordinator.membership.pairs import PairMap
 from coordinator.planning.costs.fleet import UNKNOWN, Fleet
-from coordinator.planning.costs.network import LinkEstimate, Pair, Uplink
+from coordinator.planning.costs.network import LinkEstimate, Pair, RelayLine, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -270,6 +270,7 @@ def measured_fleet(
     uplinks: Sequence[Uplink] = (),
     unknown: LinkEstimate = UNKNOWN,
     guessed: tuple[Floats, Floats] | None = None,
+    relays: tuple[RelayLine, ...] = (),
 ) -> Fleet:
     """Return the live fleet: estimates of ``table``, ``unknown`` where a pair was never probed (or what is
     ``guessed`` of it: bit/s and seconds [source, target]); rates as training's messages get them.
@@ -295,5 +296,5 @@ def measured_fleet(
     np.fill_diagonal(latency, 0.0)
     bandwidth = alone / drag
     dragged = tuple(map(table.dragged_line, uplinks))
-    probed = Fleet(tuple(devices), alone, latency, tuple(uplinks))
-    return Fleet(tuple(devices), bandwidth, latency, dragged, probed=probed)
+    probed = Fleet(tuple(devices), alone, latency, tuple(uplinks), relays=relays)
+    return Fleet(tuple(devices), bandwidth, latency, dragged, relays=relays, probed=probed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 
 from coordinator.config import Probing
 from coordinator.membership.effects import Effects
@@ -27,6 +27,7 @@ class Measuring:
     config: Probing
     effects: Effects
     _requests: int = 0
+    _renewed_s: float = -inf
     _timed: dict[str, set[str]] = field(default_factory=dict)  # job -> workers with nothing left to time
     _among: frozenset[str] = frozenset()  # of a large fleet: between these every pair is known
 
@@ -41,6 +42,21 @@ class Measuring:
         late_links, late_ops = roster.links.expire(now_s), roster.ops.expire(now_s)
         if late_links or late_ops:
             self.effects.advance = True
+
+    def renew_tickets(self, every_s: float) -> None:
+        """Give relayed pairs that work for one job new tickets, so that a broken stream can be replaced."""
+        effects, roster = self.effects, self.effects.roster
+        if effects.now_s - self._renewed_s < every_s:
+            return
+        self._renewed_s = effects.now_s
+        for one, other in roster.joined.relayed():
+            jobs = {roster.workers[w].member.job for w in (one, other) if w in roster.workers}
+            if len(jobs) == 1 and "" not in jobs:
+                for worker, peer in ((one, other), (other, one)):
+                    addresses = roster.addresses(peer, worker)
+                    effects.send(
+                        worker, do.ExpectPeer(peer, addresses, False, roster.relay_use(worker, peer))
+                    )
 
     # ------------------------------------------------------------ ops
 
@@ -166,9 +182,17 @@ class Measuring:
         source, target = request.source, request.target
         theirs = self.effects.roster.addresses(target, source)
         ours = self.effects.roster.addresses(source, target)
-        expect = do.ExpectPeer(source, ours, dial=not theirs)
+        expect = do.ExpectPeer(source, ours, not theirs, self.effects.roster.relay_use(target, source))
         most = self.config.max_bytes if request.rate else 0
-        probe = do.ProbeLink(request.request, target, theirs, bool(theirs), self.config.seconds, most)
+        probe = do.ProbeLink(
+            request.request,
+            target,
+            theirs,
+            bool(theirs),
+            self.config.seconds,
+            most,
+            self.effects.roster.relay_use(source, target),
+        )
         self.effects.emit(do.SendTo(target, expect))
         self.effects.emit(do.SendTo(source, probe))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
 from atoll.plan import LinkPrediction
-from coordinator.config import Liveness, Probing
+from coordinator.config import Liveness, Probing, Relaying
 from coordinator.membership import member as members
 from coordinator.membership.deadlines import Deadlines
 from coordinator.membership.guests import slower, within_limits
@@ -18,8 +18,9 @@ from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.member import Member, Phase
 from coordinator.membership.op_probing import OpProbing
+from coordinator.membership.relayed import Joined
 from coordinator.messages.events import UNLIMITED, Goodput, Guest, Heartbeat, Introduction, StepReady
-from coordinator.messages.instructions import Addresses
+from coordinator.messages.instructions import Addresses, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
 from coordinator.planning.costs.fleet import UNKNOWN, Device, Fleet
@@ -120,9 +121,11 @@ class Roster:
 
     liveness: Liveness
     probing: Probing
+    relaying: Relaying = field(default_factory=Relaying)
     workers: dict[str, Worker] = field(default_factory=dict)
     planned: dict[str, Planned] = field(default_factory=dict)  # by job
     links: LinkProbing = field(init=False)
+    joined: Joined = field(init=False)
     ops: OpProbing = field(init=False)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
@@ -132,6 +135,7 @@ class Roster:
 
     def __post_init__(self) -> None:
         self.links = LinkProbing(self.probing)
+        self.joined = Joined(self.relaying)
         self.ops = OpProbing(self.probing)
 
     def open(self, worker: str, session: int, introduction: Introduction, now_s: float) -> Member | None:
@@ -266,8 +270,15 @@ class Roster:
         return them.addresses + (them.nearby if them.seen == us.seen else ())
 
     def connectable(self, one: str, other: str) -> bool:
-        """Return whether one of two workers may dial the other."""
+        """Return whether two workers can be joined: one may dial the other, or there is a relay."""
+        return self.relaying.used or self._dialable(one, other)
+
+    def _dialable(self, one: str, other: str) -> bool:
         return bool(self.addresses(one, other) or self.addresses(other, one))
+
+    def relay_use(self, worker: str, peer: str) -> RelayUse | None:
+        """Return what ``worker`` may do at the relays to meet ``peer``, None without relays."""
+        return self.joined.use(worker, peer, dialable=self._dialable(worker, peer))
 
     def fingerprint(self) -> Fingerprint:
         """Changes whenever the set of usable workers, or a limit of theirs, does."""
@@ -286,7 +297,9 @@ class Roster:
         guessed = None
         if len(workers) > self.probing.all_pairs_up_to:
             guessed = guesses(workers, self.links.survey.place_of, self.links.table, UNKNOWN)
-        fleet = measured_fleet(devices, self.links.table, self.links.uplinks(sites), guessed=guessed)
+        relays = self.joined.lines(workers, self.links.solo_bps)
+        uplinks = self.links.uplinks(sites)
+        fleet = measured_fleet(devices, self.links.table, uplinks, guessed=guessed, relays=relays)
         return within_limits(fleet, {worker: self.workers[worker].guest for worker in workers})
 
     def in_order(self, workers: Iterable[str]) -> list[str]:

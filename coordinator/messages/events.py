@@ -136,10 +136,21 @@ class LinkProbed:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """``way``: direct | reversed | relayed, "" when the worker is not joined with the peer any more."""
+
+    peer: str
+    way: str
+    relay: str = ""  # HOST:PORT
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     job: str
     version: int
     took_s: float = 0.0
+    population: str = ""  # hash of the data of ``clients``
+    clients: Mapping[str, int] = field(default_factory=dict)  # registered samples by client of a population
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +213,34 @@ class StageFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """Numbers of a population's client whose update is in a host's sum."""
+
+    n_samples: int
+    steps: int
+    loss: float
+    square_loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """Clients in a host's sum, and why others are not; the sum's loads by term and its scalars.
+    ``stateful``: the clients' states are on this host."""
+
+    rows: Mapping[str, Row]
+    refused: Mapping[str, str]
+    loads: Mapping[str, int]
+    sums: Mapping[str, int]
+    stateful: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateReady:
-    """A client's update of a round lies in the blob store. What it says of itself is not judged yet."""
+    """A client's update of a round lies in the blob store. What it says of itself is not judged yet.
+
+    ``host``: the update is a sum over clients of a population, or with ``update`` "" all were refused.
+    """
 
     job: str
     round: int
@@ -219,10 +256,22 @@ class UpdateReady:
     upload_s: float = 0.0
     download_bytes: int = 0
     download_s: float = 0.0
+    host: HostRows | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedRow:
+    """Means over the held-out samples of a population's client."""
+
+    n_samples: int
+    loss: float
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientEvaluated:
+    """Means over a client's held-out samples; ``rows``: a population's clients, whose means they are."""
+
     job: str
     round: int
     n_samples: int
@@ -231,6 +280,7 @@ class ClientEvaluated:
     took_s: float = 0.0
     download_bytes: int = 0
     download_s: float = 0.0
+    rows: Mapping[str, EvaluatedRow] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +308,7 @@ PeerMessage = (
     | CodecSpeeds
     | OpsProbed
     | LinkProbed
+    | PeerJoined
     | Loaded
     | StepReady
     | EvalReady

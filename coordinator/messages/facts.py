@@ -146,7 +146,8 @@ class RoundClosed:
     """A federated round is over and its state in the store: written before anybody hears of it.
 
     ``state`` is the server's state after it, ``model`` the next broadcast. ``participants`` holds what
-    each one counted showed (``coordinator.federated.metrics``), ``dropped`` why others were not.
+    each one counted showed (``coordinator.federated.metrics``), ``dropped`` why others were not. ``homes``:
+    of a population whose clients keep a state, by host the clients whose state lies there.
     """
 
     job: str
@@ -160,6 +161,7 @@ class RoundClosed:
     selector: Any  # its state, JSON-ready
     took_s: float
     at_s: float
+    homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,14 @@ class ProbeOps:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayUse:
+    """Leave to meet a peer at the relays: one end dials there, the other waits for it."""
+
+    dials: bool
+    after_s: float  # other ways have so long before
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeLink:
     request: int
     peer: str
@@ -44,6 +52,7 @@ class ProbeLink:
     dial: bool
     seconds: float
     max_bytes: int
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class ExpectPeer:
     peer: str
     addresses: Addresses
     dial: bool
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +71,7 @@ class RankPeer:
     worker: str
     addresses: Addresses
     dial: bool
+    relay: RelayUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +176,11 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class TrainRound:
-    """Train, and put the update into the store coded with ``codec`` at ``ratio``."""
+    """Train, and put the update into the store coded with ``codec`` at ``ratio``.
+
+    ``clients``: of a population, to be trained in turn, ``order`` the name of their set; ``drawn`` and
+    ``drawn_samples``: how many the round has, and what they have registered together.
+    """
 
     job: str
     round: int
@@ -174,6 +189,10 @@ class TrainRound:
     ratio: float
     deadline_s: float  # from now
     seed: int
+    order: str = ""
+    clients: tuple[str, ...] = ()
+    drawn: int = 0
+    drawn_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +201,18 @@ class EvaluateRound:
     round: int
     model: Model
     deadline_s: float
+    clients: tuple[str, ...] = ()  # of a population
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """Result of a client's update."""
+    """Result of a client's update; ``clients``: of a population, those that are counted."""
 
     job: str
     round: int
     taken: bool
     reason: str = ""
+    clients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,7 +235,14 @@ class Doubt:
     said: str
 
 
-Todo = Record | ToRanks | AssignAll | Reassign | ReleaseAll | Point | Dropped | LinksDue
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Have the step in flight, which is doubted, done again by others where there are any."""
+
+    reason: str
+
+
+Todo = Record | ToRanks | AssignAll | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,4 +51,4 @@ def _peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.Ran
     """The lower rank dials where both can be reached, else whoever can reach the other."""
     mine, theirs = roster.addresses(me, peer), roster.addresses(peer, me)
     dial = bool(theirs) and (my_rank < rank or not mine)
-    return do.RankPeer(rank, peer, theirs, dial)
+    return do.RankPeer(rank, peer, theirs, dial, roster.relay_use(me, peer))

@@ -36,6 +36,7 @@ from coordinator.messages.jobs import (
     Profiled,
     Reassign,
     Record,
+    Redo,
     ReleaseAll,
     Resumed,
     StageLost,
@@ -564,6 +565,8 @@ class PipelineDriver:
             case AssignAll():
                 self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
                 self._assign(state)
+            case Redo(reason):
+                self.losses.doubted(self.jobs[state.job], reason)
             case Reassign():
                 self._reassign(state, todo)
             case ReleaseAll(reason):

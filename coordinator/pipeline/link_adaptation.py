@@ -179,7 +179,7 @@ class Adapting:
 
 
 def believing(fleet: Fleet, rates_bps: Mapping[Pair, float]) -> Fleet:
-    """The fleet with these pair rates. An uplink through which one pair gets more than it was
+    """The fleet with these pair rates. An uplink or a relay through which one pair gets more than it was
     thought to carry carries at least that."""
     bandwidth = fleet.bandwidth_bps.copy()
     for (source, target), bps in rates_bps.items():
@@ -193,8 +193,12 @@ def believing(fleet: Fleet, rates_bps: Mapping[Pair, float]) -> Fleet:
         up_bps = max([uplink.up_bps, *(bps / fleet.payload_share for bps in up)])
         down_bps = max([uplink.down_bps, *(bps / fleet.payload_share for bps in down)])
         uplinks.append(replace(uplink, up_bps=up_bps, down_bps=down_bps))
+    relays = []
+    for relay in fleet.relays:
+        through = [bps / fleet.payload_share for pair, bps in rates_bps.items() if pair in relay.pairs]
+        relays.append(replace(relay, bps=max([relay.bps, *through])))
     assert np.all(bandwidth > 0)  # noqa: S101 - rates are judged before they are believed
-    return replace(fleet, bandwidth_bps=bandwidth, uplinks=tuple(uplinks))
+    return replace(fleet, bandwidth_bps=bandwidth, uplinks=tuple(uplinks), relays=tuple(relays))
 
 
 def capped(spec: JobSpec, cap: float | None) -> JobSpec:

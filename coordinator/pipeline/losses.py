@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.messages.jobs import RUNNING, Event, FromRank, JobState, Replaced, StageLost
 from coordinator.pipeline import machine
+from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.reconfigure import Choice, Refused, begun, choose
 
@@ -71,6 +72,17 @@ class Losses:
         )
         words = f"{reason}; {taken}{repeating}" if ranks else f"{reason}; all connect anew"
         self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed))
+
+    def doubted(self, state: JobState, reason: str) -> None:
+        """Do a step that is not finite again, without those whom its doubt leaves out; from the checkpoint
+        where nobody can take over."""
+        for some in left_out(state):
+            ranks = {rank for rank in map(state.rank_of, some) if rank is not None}
+            chosen = self.choose(state, ranks) if ranks or not some else None
+            if isinstance(chosen, Choice):
+                self.replaced(state, chosen, ranks, reason)
+                return
+        self.step(state.job, StageLost(reason))
 
     def failed(self, state: JobState, failed: FromRank[StageFailed], not_before_s: float = 0.0) -> None:
         """A stage broke, or lost a peer: nobody is judged for that before ``not_before_s``."""

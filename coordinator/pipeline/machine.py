@@ -48,6 +48,7 @@ from coordinator.messages.jobs import (
     Profiled,
     Reassign,
     Record,
+    Redo,
     ReleaseAll,
     Relinked,
     Replaced,
@@ -381,10 +382,9 @@ def _doubt(state: JobState, ready: Mapping[int, StepReady]) -> Outcome:
             f"{state.checkpoint.step}; lower the learning rate or set a clip norm, then submit with --resume"
         )
         ended, todo = _end(state, Phase.FAILED, reason)
-    else:
-        reason = f"{doubt.said}; done again, without {doubt.suspects[0]} if the fleet can spare it"
-        ended, todo = _interrupt(replace(state, doubt=doubt), reason, blamed=False)
-    return ended, [discard, *todo]
+        return ended, [discard, *todo]
+    reason = f"{doubt.said}; done again, without {doubt.suspects[0]} if the fleet can spare it"
+    return replace(state, doubt=doubt, ready={}), [discard, Redo(reason)]
 
 
 @TRANSITIONS.on(Phase.EVALUATING)

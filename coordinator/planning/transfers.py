@@ -53,6 +53,9 @@ def seconds(fleet: Fleet, sent: Floats) -> float:
             8.0 * float(sent[np.ix_(inside, ~inside)].sum()) / uplink.up_bps,
             8.0 * float(sent[np.ix_(~inside, inside)].sum()) / uplink.down_bps,
         )
+    for relay in fleet.relays:
+        known = [(fleet.index[a], fleet.index[b]) for a, b in relay.pairs if {a, b} <= fleet.index.keys()]
+        worst = max(worst, 8.0 * float(sum(sent[pair] for pair in known)) / relay.bps)
     return worst / fleet.payload_share
 
 

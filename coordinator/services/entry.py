@@ -13,6 +13,7 @@ import structlog
 import atoll
 from atoll.errors import ProtocolMismatch, StorageError
 from coordinator.messages.facts import Record
+from coordinator.services.relay_ways import relay_addresses
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     import grpc
 
+    from coordinator.messages.instructions import Addresses
     from coordinator.services.register import Register
     from coordinator.storage.journal import Journal
     from protos.credentials import Authority
@@ -47,6 +49,7 @@ class EntryService(rpc.EntryServicer):
         work_port: int,
         max_workers: int,
         clock: Callable[[], float] = time.time,
+        relays: Addresses = (),
     ) -> None:
         self._register = register
         self._journal = journal
@@ -54,6 +57,7 @@ class EntryService(rpc.EntryServicer):
         self._work_port = work_port
         self._max_workers = max_workers
         self._clock = clock
+        self._relays = relays
 
     async def Hello(self, request: pb.HelloRequest, context: Context) -> pb.HelloReply:  # noqa: N802
         """Versions and time, for anybody."""
@@ -62,6 +66,7 @@ class EntryService(rpc.EntryServicer):
             version=atoll.__version__,
             time_s=self._clock(),
             work_port=self._work_port,
+            relays=relay_addresses(self._relays),
         )
 
     async def Enroll(self, request: pb.EnrollRequest, context: Context) -> pb.EnrollReply:  # noqa: N802

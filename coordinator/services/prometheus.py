@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +12,7 @@ from atoll.errors import UsageError
 from coordinator.membership import member
 from coordinator.messages import jobs as job_state
 from coordinator.messages.jobs import RUNNING
+from coordinator.relay.book import CAUSES, Book, RelayLimits
 from coordinator.services.views import carried
 from protos import telemetry
 
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
     from coordinator.shell import Shell
 
 
-class Exporter:
-    """Reads the scheduler's state when scraped; a scrape never waits for training."""
+class Collector(Protocol):
+    """Yields metrics whenever it is asked."""
 
-    def __init__(self, shell: Shell, host: str, port: int) -> None:
-        self._shell = shell
+    def collect(self) -> Iterable[Metric]:
+        """Every metric as it is now."""
+
+
+class Page:
+    """Metrics on a port of their own. UsageError when it cannot be had."""
+
+    def __init__(self, collector: Collector, host: str, port: int) -> None:
         registry = CollectorRegistry()
-        registry.register(self)
+        registry.register(collector)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -35,6 +42,22 @@ class Exporter:
                 f"cannot serve metrics on {host}:{port}: {error.strerror}; give another --metrics port"
             ) from None
         self.host, self.port = str(self._server.server_address[0]), int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(2)
+
+
+class Exporter:
+    """Reads the scheduler's state when scraped; a scrape never waits for training."""
+
+    def __init__(self, shell: Shell, host: str, port: int, relay: Book[Any] | None = None) -> None:
+        """``relay``: the books of the coordinator's own one, None where it runs none."""
+        self._shell, self._relay = shell, relay or Book(RelayLimits())
+        self._page = Page(self, host, port)
+        self.host, self.port = self._page.host, self._page.port
 
     def collect(self) -> Iterable[Metric]:
         """Every metric of ``protos.telemetry`` that the coordinator knows."""
@@ -61,6 +84,7 @@ class Exporter:
             rates.add_metric([source, target], link.bandwidth_bps)
         yield rates
         yield self._ratios()
+        yield from relay_metrics(self._relay)
         dropped = CounterMetricFamily(telemetry.DROPPED.name, telemetry.DROPPED.help, labels=["kind"])
         for kind, number in list(scheduler.effects.dropped.items()):
             dropped.add_metric([kind], number)
@@ -81,9 +105,33 @@ class Exporter:
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(2)
+        self._page.close()
+
+
+class RelayExporter:
+    """The metrics of a relay that runs by itself."""
+
+    def __init__(self, relay: Book[Any]) -> None:
+        self._relay = relay
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric of a relay."""
+        return relay_metrics(self._relay)
+
+
+def relay_metrics(relay: Book[Any]) -> Iterable[Metric]:
+    """What a relay has passed and refused, and who is there."""
+    passed = CounterMetricFamily(telemetry.RELAY_BYTES.name, telemetry.RELAY_BYTES.help)
+    passed.add_metric([], relay.joined_bytes)
+    yield passed
+    waiting = relay.waiting
+    yield _gauge(telemetry.RELAY_CONNECTIONS, {"waiting": waiting, "joined": relay.connections - waiting})
+    refused = CounterMetricFamily(
+        telemetry.RELAY_REFUSED.name, telemetry.RELAY_REFUSED.help, labels=["cause"]
+    )
+    for cause in CAUSES:
+        refused.add_metric([cause], relay.refused[cause])
+    yield refused
 
 
 def _gauge(metric: telemetry.Metric, values: Mapping[str, float | None]) -> GaugeMetricFamily:

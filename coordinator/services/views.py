@@ -191,10 +191,11 @@ def _gflops(scheduler: Scheduler, name: str) -> float:
 
 
 def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:
-    """Every measured link, with the shared uplink it passes."""
+    """Every measured link, with how its ends are joined, and the shared uplink or relay it passes."""
     roster = scheduler.roster
     sites = {w: x.introduction.site for w, x in roster.workers.items() if not x.member.gone}
     uplinks = roster.links.uplinks(sites)
+    relays = roster.joined.lines(sites, roster.links.solo_bps)
     passed: dict[str, set[int]] = {}  # worker -> uplinks that it is behind
     for at, uplink in enumerate(uplinks):
         for worker in uplink.members:
@@ -203,6 +204,7 @@ def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:
     for (source, target), link in sorted(roster.links.table.estimates.items()):
         crossed = passed.get(source, set()) ^ passed.get(target, set())
         shared = [uplinks[at].name for at in sorted(crossed)]
+        shared += [relay.name for relay in relays if (source, target) in relay.pairs]
         found.append(
             pb.LinkStatus(
                 source=source,
@@ -210,6 +212,7 @@ def link_statuses(scheduler: Scheduler) -> list[pb.LinkStatus]:
                 bandwidth_bps=link.bandwidth_bps,
                 latency_s=link.latency_s,
                 shared=", ".join(shared),
+                way=roster.joined.way((source, target)),
             )
         )
     return found

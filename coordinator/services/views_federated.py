@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from coordinator.federated.population import arrived
 from coordinator.messages.jobs import Phase
 from protos import atoll_control_pb2 as pb
 
@@ -23,14 +24,15 @@ def federated_status(driver: FederatedDriver, job: str) -> pb.FederatedStatus:
     status = pb.FederatedStatus(
         strategy=state.federated.rule.strategy,
         data=state.federated.data,
-        chosen=len(state.chosen),
-        arrived=len(state.updates),
-        dropped=len(state.dropped),
+        chosen=len(state.chosen if state.cohort is None else state.cohort.drawn),
+        arrived=arrived(state),
+        dropped=len(state.dropped if state.cohort is None else state.cohort.out),
         clients=[_client(state, state.clients[name]) for name in sorted(state.clients)],
         bytes_up=state.bytes_up,
         bytes_down=state.bytes_down,
         round_s=times[len(times) // 2] if times else None,
         pace=state.pace,
+        assignment=state.assignment,
     )
     unfit = driver.unfit.get(job, {})
     status.clients.extend(
@@ -59,6 +61,7 @@ def _client(state: FederationState, client: Client) -> pb.ClientStatus:
         state=standing(state, client),
         reason=client.out or state.dropped.get(client.worker, client.dropped),
         n_samples=client.n_samples,
+        population=len(client.roster),
         loss=client.loss,
         metrics=_figures(client.metrics),
         codec=client.codec,
@@ -77,6 +80,8 @@ def standing(state: FederationState, client: Client) -> str:
         return OUT
     if not client.present:
         return GONE
+    if state.phase is Phase.TRAINING and state.cohort is not None and name in state.chosen:
+        return TRAINING if name in state.orders else TRAINED
     if state.phase is Phase.TRAINING and name in state.chosen:
         return DROPPED if name in state.dropped else TRAINED if name in state.updates else TRAINING
     if state.phase is Phase.EVALUATING and name in state.asked:

@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 from atoll.errors import BadFrame
+from atoll.federated import MAX_SAMPLES, checked_name
 from atoll.opdag import op_refs
 from atoll.plan import Plan
 from atoll.program import stage_programs
@@ -23,6 +24,7 @@ from protos.convert import metas_to_proto, state_to_proto, to_proto
 from protos.convert_federated import datasets_from_proto, figures
 from protos.convert_plan import link_to_proto
 from protos.text_limits import clean
+from strategies.partition_data import MAX_CLIENTS
 
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096
@@ -30,8 +32,12 @@ MAX_PAUSED_CHARS = 300
 MAX_RATE_BPS = 1e15
 LEAST_SHARE = 0.001
 MAX_CODECS = 100
+MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
 MAX_MOVED_BYTES = 1 << 44
+MAX_DRAWN = 4096  # clients of a round
+MAX_TERMS = 64  # of a host's sums
+MAX_WHY_CHARS = 200  # a client
 
 # ---------------------------------------------------------------- from a worker
 
@@ -139,6 +145,12 @@ def _link_probed(m: pb.LinkProbed) -> ev.LinkProbed:
     return ev.LinkProbed(m.request, peer, m.rtt_s, m.bandwidth_bps, clean(m.error, MAX_REASON_CHARS))
 
 
+def _peer_joined(m: pb.PeerJoined) -> ev.PeerJoined:
+    if m.way not in ("", "direct", "reversed", "relayed"):
+        raise BadFrame(f"joined {m.way[:40]!r}; possible are direct, reversed, relayed")
+    return ev.PeerJoined(bounds.name("peer", m.peer, LIMITS), m.way, clean(m.relay, MAX_RELAY_CHARS))
+
+
 def _ready(m: pb.StepReady) -> ev.StepReady:
     return ev.StepReady(
         job=m.job,
@@ -186,10 +198,11 @@ def _failed(m: pb.StageFailed) -> ev.StageFailed:
 
 
 def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:
+    host = _host_rows(m) if m.order else None
     return ev.UpdateReady(
         job=bounds.name("job", m.job, LIMITS),
         round=m.round,
-        update=bounds.blob_hash("update", m.update.hash),
+        update=bounds.blob_hash("update", m.update.hash) if host is None or host.rows else "",
         update_bytes=m.update.size,
         n_samples=m.n_samples,
         steps=m.steps,
@@ -201,7 +214,29 @@ def _update_ready(m: pb.UpdateReady) -> ev.UpdateReady:
         upload_s=_seconds("upload_s", m.upload_s),
         download_bytes=_moved("download_bytes", m.download_bytes),
         download_s=_seconds("download_s", m.download_s),
+        host=host,
     )
+
+
+def _host_rows(m: pb.UpdateReady) -> ev.HostRows:
+    rows = {
+        checked_name("client", r.client): ev.Row(
+            r.n_samples, r.steps, r.loss, r.square_loss, _seconds("seconds", r.seconds)
+        )
+        for r in bounds.count("clients", m.rows, MAX_DRAWN)
+    }
+    bounds.count("refused clients", m.refused, MAX_DRAWN)
+    refused = {checked_name("client", who): clean(why, MAX_WHY_CHARS) for who, why in m.refused.items()}
+    loads, sums = (dict(bounds.count("bounds of sums", held, MAX_TERMS)) for held in (m.loads, m.sums))
+    return ev.HostRows(rows, refused, loads, sums, m.stateful)
+
+
+def _loaded(m: pb.Loaded) -> ev.Loaded:
+    clients = {
+        checked_name("client", e.client): bounds.within("samples of a client", e.n_samples, 1, MAX_SAMPLES)
+        for e in bounds.count("clients of a population", m.clients, MAX_CLIENTS)
+    }
+    return ev.Loaded(m.job, m.plan_version, m.took_s, clean(m.population, 64), clients)
 
 
 def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
@@ -214,6 +249,12 @@ def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
         took_s=_seconds("took_s", m.took_s),
         download_bytes=_moved("download_bytes", m.download_bytes),
         download_s=_seconds("download_s", m.download_s),
+        rows={
+            checked_name("client", r.client): ev.EvaluatedRow(
+                r.n_samples, r.loss, figures("metrics", r.metrics, LIMITS)
+            )
+            for r in bounds.count("clients", m.rows, MAX_CLIENTS)
+        },
     )
 
 
@@ -236,7 +277,8 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
     "codec_speeds": lambda m: ev.CodecSpeeds(_speeds(m.speeds)),
     "ops_probed": _ops_probed,
     "link_probed": _link_probed,
-    "loaded": lambda m: ev.Loaded(m.job, m.plan_version, m.took_s),
+    "peer_joined": _peer_joined,
+    "loaded": _loaded,
     "failed": _failed,
     "ready": _ready,
     "eval_ready": _eval_ready,
@@ -250,7 +292,15 @@ _READERS: dict[str, Callable[[Any], ev.PeerMessage]] = {
 # ---------------------------------------------------------------- to a worker
 
 
-def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
+Way = Callable[[str, do.RelayUse], pb.RelayWay | None]
+"""Makes a worker's way to a peer by relays."""
+
+
+def no_way(peer: str, use: do.RelayUse) -> None:
+    """Return that there is no relay."""
+
+
+def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.ToWorker:
     """The pb2 form of what the scheduler wants said. Reads DAGs for Assign and ProbeOps."""
     match message:
         case do.StepCommit():
@@ -278,30 +328,38 @@ def to_worker(message: do.Message, graphs: GraphStore) -> pb.ToWorker:
                 ratio=message.ratio,
                 deadline_s=message.deadline_s,
                 seed=message.seed,
+                order=message.order,
+                clients=message.clients,
+                drawn=message.drawn,
+                drawn_samples=message.drawn_samples,
             )
             return pb.ToWorker(train_round=train)
-        case do.EvaluateRound(job, at_round, model, deadline_s):
-            evaluate = pb.EvaluateRound(job=job, round=at_round, model=_model(model), deadline_s=deadline_s)
+        case do.EvaluateRound(job, at_round, model, deadline_s, clients):
+            evaluate = pb.EvaluateRound(
+                job=job, round=at_round, model=_model(model), deadline_s=deadline_s, clients=clients
+            )
             return pb.ToWorker(evaluate_round=evaluate)
-        case do.RoundTaken(job, at_round, taken, reason):
-            return pb.ToWorker(round_taken=pb.RoundTaken(job=job, round=at_round, taken=taken, reason=reason))
+        case do.RoundTaken(job, at_round, taken, reason, clients):
+            verdict = pb.RoundTaken(job=job, round=at_round, taken=taken, reason=reason, clients=clients)
+            return pb.ToWorker(round_taken=verdict)
         case do.Dismiss(reason, for_good):
             return pb.ToWorker(dismiss=pb.Dismiss(reason=reason, for_good=for_good))
         case do.ProbeLink():
             probe = pb.ProbeLink(
                 request=message.request,
-                peer=_peer(message.peer, message.addresses),
+                peer=_peer(message.peer, message, way),
                 seconds=message.seconds,
                 max_bytes=message.max_bytes,
                 dial=message.dial,
             )
             return pb.ToWorker(probe_link=probe)
-        case do.ExpectPeer(peer, addresses, dial):
-            return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=_peer(peer, addresses), dial=dial))
+        case do.ExpectPeer():
+            expected = _peer(message.peer, message, way)
+            return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))
         case do.Assign():
-            return pb.ToWorker(assign=_assign(message, graphs))
+            return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
-            return pb.ToWorker(reconfigure=_reconfigure(message))
+            return pb.ToWorker(reconfigure=_reconfigure(message, way))
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 
@@ -345,7 +403,7 @@ def _commit(message: do.StepCommit) -> pb.StepCommit:
     return commit
 
 
-def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
+def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
     plan = message.plan
     stage = plan.places[message.rank].stage
     both = graphs.programs(plan)
@@ -358,7 +416,7 @@ def _assign(message: do.Assign, graphs: GraphStore) -> pb.Assign:
         training=to_proto(message.spec.training),
         program=to_proto(both.train[stage]),
         plan=to_proto(plan),
-        peers=_peers(plan, message.peers),
+        peers=_peers(plan, message.peers, way),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         metas=state_to_proto(states),
         data=to_proto(message.spec.data),
@@ -387,22 +445,21 @@ def _replay(replay: do.Replay) -> pb.Replay:
     )
 
 
-def _reconfigure(message: do.Reconfigure) -> pb.Reconfigure:
+def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
     return pb.Reconfigure(
         job=message.job,
         plan_version=message.plan.version,
         base_version=message.base,
         step=message.step,
         plan=to_proto(message.plan),
-        peers=_peers(message.plan, message.peers),
+        peers=_peers(message.plan, message.peers, way),
     )
 
 
-def _peers(plan: Plan, peers: Iterable[do.RankPeer]) -> list[pb.StagePeer]:
+def _peers(plan: Plan, peers: Iterable[do.RankPeer], way: Way) -> list[pb.StagePeer]:
     places = plan.places
     return [
-        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p.addresses), dial=p.dial)
-        for p in peers
+        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers
     ]
 
 
@@ -436,7 +493,7 @@ def _model(model: do.Model) -> pb.Model:
     return sent
 
 
-def _peer(worker: str, addresses: do.Addresses) -> pb.PeerAddress:
-    return pb.PeerAddress(
-        worker=worker, addresses=[pb.Address(host=host, port=port) for host, port in addresses]
-    )
+def _peer(worker: str, paths: do.ProbeLink | do.ExpectPeer | do.RankPeer, way: Way) -> pb.PeerAddress:
+    addresses = [pb.Address(host=host, port=port) for host, port in paths.addresses]
+    relay = way(worker, paths.relay) if paths.relay is not None else None
+    return pb.PeerAddress(worker=worker, addresses=addresses, relay=relay)

@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,7 +22,13 @@ from coordinator.messages import instructions as do
 from coordinator.pipeline.relink import current
 from coordinator.services.blob_rights import StageRole, role_of
 from coordinator.services.resolving import resolved
-from coordinator.services.wire import introduction_from, message_from, probe_ops_message, to_worker
+from coordinator.services.wire import (
+    introduction_from,
+    message_from,
+    no_way,
+    probe_ops_message,
+    to_worker,
+)
 from coordinator.shell import Outbox, Shell
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
@@ -123,7 +130,7 @@ class WorkService(rpc.WorkServicer):
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
             while (message := await outbox.queue.get()) is not None:
-                converted = await self._converted(message)
+                converted = await self._converted(worker, message)
                 if converted is not None:
                     await context.write(converted)
         except asyncio.CancelledError:
@@ -242,7 +249,7 @@ class WorkService(rpc.WorkServicer):
             return message
         return ev.StateStored(message.job, message.version, message.step, {}, error, forged)
 
-    async def _converted(self, message: do.Message) -> pb.ToWorker | None:
+    async def _converted(self, worker: str, message: do.Message) -> pb.ToWorker | None:
         """The message as pb2; what needs a DAG is built in a thread."""
         shell = self._shell
         if isinstance(message, do.ProbeOps):
@@ -257,9 +264,10 @@ class WorkService(rpc.WorkServicer):
             return await asyncio.to_thread(
                 lambda: probe_ops_message(message, dict(shell.graphs.graphs(*dags).probes))
             )
+        way = partial(shell.relays.way, worker) if shell.relays is not None else no_way
         if isinstance(message, do.Assign | do.Participate):
-            return await asyncio.to_thread(to_worker, message, shell.graphs)
-        return to_worker(message, shell.graphs)
+            return await asyncio.to_thread(to_worker, message, shell.graphs, way)
+        return to_worker(message, shell.graphs, way)
 
     def _note(self, worker: str, request: pb.FromWorker) -> None:
         """Spans and log lines: kept for people, bounded, deciding nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import PlanAdopted, from_record
+from coordinator.messages.facts import PlanAdopted, Reconfigured, from_record
 from tests.sim.faults import Fault, Poison, Slander, Slow
 from tests.sim.world import Scenario, World, pipeline_job
 
@@ -42,8 +42,13 @@ class Watched(World):
         return self.coordinator.scheduler.jobs["job-1"].reason
 
     def plans(self) -> list[list[str]]:
-        facts = map(from_record, self.coordinator.folder.records)
-        return [[p.worker for p in fact.plan.places] for fact in facts if isinstance(fact, PlanAdopted)]
+        found = []
+        for fact in map(from_record, self.coordinator.folder.records):
+            if isinstance(fact, PlanAdopted):
+                found.append([place.worker for place in fact.plan.places])
+            elif isinstance(fact, Reconfigured):
+                found.append(list(fact.workers))
+        return found
 
 
 def world(*faults: Fault, workers: int = 5, seed: int = 1) -> Watched:

@@ -74,8 +74,6 @@ def said(message: Any) -> Any:
             return ev.StageFailed(job, version, step, reason, lost_peer)
         case todo.ClientFailed(job, at_round, reason, during):
             return ev.ClientFailed(job, at_round, reason, during)
-        case todo.StillHeld(job, version):
-            return ev.Loaded(job, version)
         case todo.Refused(request, "", reason):
             return ev.OpsProbed(request, {}, reason)
         case todo.Refused(request, peer, reason):

@@ -126,6 +126,51 @@ def show(
     return 0
 
 
+@data.command(
+    epilog="Examples: atoll-worker data part mnist --how dirichlet:0.1 --clients 1000 --by label; "
+    "atoll-worker data part ratings --how natural --by user; atoll-worker data part mnist --as clinic-7"
+)
+def part(
+    name: Name,
+    how: Annotated[
+        str,
+        typer.Option(
+            metavar="WAY",
+            help="iid, dirichlet:BETA, unbalanced:BETA, labels:COUNT, shards[:EACH], quantity:BETA, natural.",
+        ),
+    ] = "",
+    clients: Annotated[int, typer.Option(metavar="N", help="So many clients; natural ones are counted.")] = 0,
+    by: Annotated[
+        str, typer.Option(metavar="FIELD", help="Field of labels, or of whose each sample is.")
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Of the draw: hosts with the same data and seed agree.")] = 0,
+    own_name: Annotated[
+        str, typer.Option("--as", metavar="CLIENT", help="One client, the data set's owner, of this name.")
+    ] = "",
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> int:
+    """Let a data set speak for many clients, which this machine trains in turn.
+
+    A job sees each of them as a client of its own; what leaves is one sum over those that a round draws.
+    """
+    from worker.data.population import name_owner, part_dataset
+
+    if bool(how) == bool(own_name):
+        raise UsageError("give either --how, the clients of this data set, or --as, the name of its only one")
+    folder = state_dir or default_state_dir()
+    found = (
+        name_owner(folder, name, own_name) if own_name else part_dataset(folder, name, how, clients, seed, by)
+    )
+    sizes = sorted(found.clients.values())
+    if json:
+        print_json({"name": name, "how": found.how, "clients": len(sizes), "sha256": found.sha256})
+        return 0
+    out.print(f"{name}: {len(sizes):,} clients ({found.how}), {sizes[0]:,} to {sizes[-1]:,} samples each")
+    out.print("What others learn besides: the clients' names and numbers of samples.")
+    return 0
+
+
 @data.command(epilog="Example: atoll-worker data remove mnist")
 def remove(name: Name, state_dir: StateDir = None) -> int:
     """Remove a data set and the worker's copy of it; your own files stay."""

@@ -25,6 +25,7 @@ from protos.certificate_words import shown_certificate
 from protos.credentials import Identity, JoinToken, fingerprint
 from protos.grpc_errors import to_atoll_error
 from protos.text_limits import clean
+from worker.cli.ways import greeted, relay_name, relays_of
 from worker.control.calls import open_channel
 from worker.control.enroll import greet
 from worker.hosting.protections import protections
@@ -189,7 +190,8 @@ def _examine_coordinator(config: WorkerConfig, report: Report, telling: Callable
         config.entry_address, ca, None, config.max_message_bytes, use_proxy=config.use_proxy
     ) as channel:
         stub = rpc.EntryStub(channel)
-        _greet(config, report, stub, ca)
+        reply = _greet(config, report, stub, ca)
+        _meet_relays(config, report, reply)
         report.figures["coordinator_verified"] = verified
         if token is not None:
             report.add("identity", Mark.OK, "its certificate is the token's coordinator")
@@ -200,7 +202,9 @@ def _examine_coordinator(config: WorkerConfig, report: Report, telling: Callable
             return
         telling("measuring both directions")
         _measure_rates(config, report, stub, token)
-        _reach_back(config, report, stub, token)
+        if config.inbound:
+            _reach_back(config, report, stub, token)
+        _way_to_peers(config, report)
 
 
 def _connect(config: WorkerConfig, report: Report) -> None:
@@ -257,8 +261,9 @@ def _trust(config: WorkerConfig, report: Report) -> tuple[JoinToken | None, byte
     return None, shown, False
 
 
-def _greet(config: WorkerConfig, report: Report, stub: Any, ca: bytes | None) -> None:
-    """Versions, clock and round trip. The first call also opens TLS and does not count."""
+def _greet(config: WorkerConfig, report: Report, stub: Any, ca: bytes | None) -> pb.HelloReply:
+    """Versions, clock and round trip; returns the last greeting. The first call also opens TLS and does not
+    count."""
     greet(stub, config.entry_address, ca, CONNECT_TIMEOUT_S)
     trips, offsets = [], []
     for _ in range(GREETINGS):
@@ -282,6 +287,46 @@ def _greet(config: WorkerConfig, report: Report, stub: Any, ca: bytes | None) ->
         report.add("clock", Mark.NOTE, found, "switch on time synchronisation")
     else:
         report.add("clock", Mark.OK, found)
+    return reply
+
+
+def _meet_relays(config: WorkerConfig, report: Report, reply: pb.HelloReply) -> None:
+    """Whether the relays greet, at which workers meet that cannot dial each other."""
+    report.figures["relays"] = []
+    for relay in relays_of(config, reply):
+        name = relay_name(relay)
+        took_s, why_not = greeted(relay)
+        if why_not:
+            report.add(
+                "relay", Mark.NOTE, f"{name}: {why_not}", "ask the owner to open that port, or your firewall"
+            )
+        else:
+            report.figures["relays"].append({"address": name, "greeted_s": took_s})
+            report.add("relay", Mark.OK, f"{name} greets in {took_s * 1e3:.1f} ms")
+
+
+def _way_to_peers(config: WorkerConfig, report: Report) -> None:
+    """By which way other workers would be joined with this one."""
+    reachable = config.inbound and report.figures.get("inbound_reachable", False)
+    relays = [relay["address"] for relay in report.figures["relays"]]
+    up_bps = report.figures.get("up_bps")
+    report.figures["way"] = "direct" if reachable else "relayed" if relays else "outbound"
+    if reachable:
+        report.add("way to peers", Mark.OK, "direct: they dial this machine, or it dials them")
+    elif relays:
+        rate = f", at most {up_bps / 1e6:.1f} Mbit/s up" if up_bps else ""
+        report.add(
+            "way to peers",
+            Mark.OK,
+            f"direct to those that can be dialled, with the others through the relay {relays[0]}{rate}",
+        )
+    else:
+        report.add(
+            "way to peers",
+            Mark.NOTE,
+            "direct to those that can be dialled; there is no relay for the others",
+            "have the owner run one: `atoll serve` without --no-relay",
+        )
 
 
 def _measure_rates(config: WorkerConfig, report: Report, stub: Any, token: JoinToken | None) -> None:
@@ -353,7 +398,8 @@ def _reach_back(config: WorkerConfig, report: Report, stub: Any, token: JoinToke
             "inbound",
             Mark.NOTE,
             f"nobody reaches {clean(reply.host, 60)}:{port} from outside ({clean(reply.error, 80)})",
-            "fine while the others can be reached; else forward a port, with --listen and --advertise",
+            "fine: others are dialled from here or met at a relay; faster with a forwarded port, --listen "
+            "and --advertise",
         )
 
 

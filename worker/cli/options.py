@@ -63,8 +63,8 @@ class Joining:
         typer.Option(
             "--use-proxy/--no-use-proxy",
             envvar="ATOLL_USE_PROXY",
-            help="Connect to coordinator and peers through the environment's proxy (https_proxy); default: "
-            "directly.",
+            help="Connect to coordinator, peers and relays through the environment's proxy (https_proxy); "
+            "default: directly.",
         ),
     ] = None
 

@@ -6,6 +6,7 @@ UsageError of the types' own checks, for what breaks a bound.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from atoll.plan import LinkSpec, Plan
 from protos import atoll_control_pb2 as pb
 from protos import bounds, convert, convert_plan
 from protos.bounds import DEFAULT_LIMITS
+from strategies.partition_data import MAX_CLIENTS
 from worker.federated.orders import EvaluateOrder, Joining, ModelRef, TrainOrder
 from worker.machine.op_probe import OpProbe
 from worker.session import wire
@@ -118,14 +120,16 @@ def joining(m: pb.Participate) -> Joining:
 def train_order(m: pb.TrainRound) -> TrainOrder:
     """A round to train."""
     codec = bounds.name("codec", m.codec, DEFAULT_LIMITS)
+    ratio = bounds.number("ratio", m.ratio, 1.0, MAX_RATIO)
+    clients = _clients(m.clients)
     return TrainOrder(
-        m.round, _model(m.model), codec, bounds.number("ratio", m.ratio, 1.0, MAX_RATIO), m.seed
+        m.round, _model(m.model), codec, ratio, m.seed, m.order, clients, m.drawn, m.drawn_samples
     )
 
 
 def evaluate_order(m: pb.EvaluateRound) -> EvaluateOrder:
     """A model to evaluate."""
-    return EvaluateOrder(m.round, _model(m.model))
+    return EvaluateOrder(m.round, _model(m.model), _clients(m.clients))
 
 
 def ops_request(m: pb.ProbeOps) -> OpsRequest:
@@ -153,6 +157,14 @@ def _tensors(m: pb.Assign | pb.Participate) -> dict[str, str]:
         bounds.name("tensor", t.name, DEFAULT_LIMITS): bounds.blob_hash("blob", t.blob)
         for t in bounds.count("tensors", list(m.tensors), DEFAULT_LIMITS.items)
     }
+
+
+def _clients(names: Iterable[str]) -> tuple[str, ...]:
+    """Clients of a population, each once."""
+    found = tuple(bounds.count("clients", list(names), MAX_CLIENTS))
+    if len(set(found)) < len(found):
+        raise BadFrame("an order names a client twice")
+    return found
 
 
 def _model(m: pb.Model) -> ModelRef:

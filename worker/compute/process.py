@@ -30,6 +30,7 @@ from worker.compute.ports import (
 )
 from worker.compute.workbench import Workbench
 from worker.context import ComputeContext, ComputeSettings
+from worker.data.population import load_population
 from worker.data.registry import open_dataset
 from worker.machine.codec_speed import CodecGauge
 from worker.machine.cpu import CpuMeter, usable
@@ -112,6 +113,7 @@ class ComputeProcess:
             blobs=DaemonBlobs(self._requests, Path(setup.blob_dir)),
             fetch_of=partial(daemon_batches, self._requests),
             open_data=partial(open_dataset, settings.state_dir),
+            open_population=partial(load_population, settings.state_dir),
             scratch=Path(setup.scratch_dir),
             spans=spans,
             progress=self._progress,
@@ -185,7 +187,7 @@ class ComputeProcess:
             case "evaluate_round":
                 do(instructions.EvaluateLocally(m.job, m.round, m))
             case "settle":
-                do(instructions.SettleRound(m.job, m.round, m.taken))
+                do(instructions.SettleRound(m.job, m.round, m.taken, tuple(m.clients)))
             case "time_ops":
                 do(instructions.TimeOps(m.request, m))
             case "report_codecs":

@@ -20,6 +20,7 @@ from atoll.errors import AtollError
 from worker.cancel import Cancel, Cancelled
 from worker.compute import orders
 from worker.compute.loading import load
+from worker.federated.orders import HostAnswer
 from worker.federated.participation import Participation
 from worker.federated.trainer import LOSS
 from worker.links.links import LinksAborted
@@ -124,8 +125,8 @@ class Workbench:
             case instructions.EvaluateLocally(job, at_round, order):
                 evaluate = partial(self._evaluate_round, order)
                 self._submit(self._turn(job, at_round, "evaluate", evaluate))
-            case instructions.SettleRound(job, at_round, taken):
-                self._submit(lambda c: self._settle(job, at_round, taken))
+            case instructions.SettleRound():
+                self._submit(lambda c: self._settle(instruction))
             case instructions.DiscardStep():
                 self._cancel(instruction.reason)
                 self._submit(lambda c: self._discard())
@@ -345,7 +346,8 @@ class Workbench:
         self._part = Participation(work, self._context, cancel, invitation.noise_key)
         took_s = time.perf_counter() - started_s
         log.info("job.joined", job=work.job, data=work.federated.data, took_s=round(took_s, 3))
-        message = messages.loaded(work.job, work.version, took_s)
+        members = self._part.members
+        message = messages.loaded(work.job, work.version, took_s, members.hash, members.usable)
         self._post(events.Joined(work.job, work.version, message))
 
     def _train(self, order: TrainOrder, cancel: Cancel) -> None:
@@ -355,12 +357,13 @@ class Workbench:
             "round.trained",
             job=job,
             round=order.round,
-            loss=update.answer.metrics[LOSS],
+            loss=None if isinstance(update.answer, HostAnswer) else update.answer.metrics[LOSS],
+            clients=len(order.clients) or None,
             train_s=round(update.train_s, 3),
             upload_bytes=update.upload_bytes,
         )
-        message = wire_federated.update_ready(job, order.round, update)
-        self._post(events.UpdateStored(job, order.round, message))
+        message = wire_federated.update_ready(job, order, update)
+        self._post(events.UpdateStored(job, order.round, message, order.order))
 
     def _evaluate_round(self, asked: pb.EvaluateRound, cancel: Cancel) -> None:
         order = orders.evaluate_order(asked)
@@ -369,14 +372,14 @@ class Workbench:
         message = wire_federated.client_evaluated(job, order.round, found)
         self._post(events.RoundEvaluated(job, order.round, message))
 
-    def _settle(self, job: str, at_round: int, taken: bool) -> None:
+    def _settle(self, verdict: instructions.SettleRound) -> None:
         """Keep or drop an update's state; never cancelled, since the verdict holds whatever comes next."""
-        if self._part is None or self._part.joining.job != job:
+        if self._part is None or self._part.joining.job != verdict.job:
             return
         try:
-            self._part.settle(at_round, taken)
+            self._part.settle(verdict.round, verdict.taken, verdict.clients)
         except AtollError as error:
-            log.error("round.not_kept", job=job, round=at_round, reason=str(error))
+            log.error("round.not_kept", job=verdict.job, round=verdict.round, reason=str(error))
 
     @property
     def _participation(self) -> Participation:

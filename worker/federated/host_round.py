@@ -7,7 +7,8 @@ training and the sums, whatever the number of clients. Source: FedML Parrot; pap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,66 +18,59 @@ from atoll.errors import BadUpdate, JobFailed, UsageError
 from atoll.sampling import client_key
 from compressors.model_file import NONE, Coding, read_update, write_sums, write_update
 from strategies.files import parted, sums_arrays, update_arrays, update_metas
-from strategies.fixed import Accumulator, FixedSums, Grid
+from strategies.fixed import Accumulator, Grid
 from strategies.linear import Linear
+from worker.federated.orders import HostAnswer, Row
 from worker.federated.trainer import LOSS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from compressors.container import Stored
     from strategies.layout import Arrays
     from strategies.values import Broadcast, ClientUpdate
+    from worker.cancel import Cancel
     from worker.federated.local_model import Client
     from worker.federated.population_states import Held, PopulationStates
     from worker.federated.trainer import LocalTrainer
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Numbers of a client whose update is in a sum; ``coded_bytes``: of its own update, had it travelled."""
-
-    client: str
-    n_samples: int
-    steps: int
-    loss: float
-    square_loss: float
-    coded_bytes: int
-
-
 @dataclass(frozen=True)
-class HostAnswer:
-    """A host's upload: the file of ``sums`` and the clients in it; ``refused``: why others are not."""
+class HostRound:
+    """A round on a host. ``path``: of the sum's file; ``noise_seed``: of what the strategy draws on a
+    client."""
 
-    stored: Stored
-    sums: FixedSums
-    rows: tuple[Row, ...]
-    refused: Mapping[str, str]
+    broadcast: Broadcast
+    grid: Grid
+    coding: Coding
+    path: Path
+    noise_seed: Callable[[str], int] = lambda client: 0
 
 
 def train_clients(
     trainer: LocalTrainer,
     clients: Iterable[Client],
-    broadcast: Broadcast,
-    grid: Grid,
-    coding: Coding,
+    asked: HostRound,
     states: PopulationStates,
-    path: Path,
-) -> HostAnswer | None:
-    """Train ``clients`` one after another; their sum is written to ``path``, their states are proposed.
+    cancel: Cancel | None = None,
+) -> HostAnswer:
+    """Train ``clients`` one after another; their sum is written, their states are proposed.
 
-    A client whose training fails, or whose update the grid does not hold, is refused alone. None where none
-    is left. UsageError for a strategy that needs each update apart.
+    A client whose training fails, or whose update the grid does not hold, is refused alone. UsageError for a
+    strategy that needs each update apart; Cancelled.
     """
     core = trainer.rule.core
     if not isinstance(core, Linear):
         raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
-    held, rows, refused = Accumulator(grid), [], {}
+    broadcast, coding, path = asked.broadcast, asked.coding, asked.path
+    held, rows, refused = Accumulator(asked.grid), [], {}
     with states.begin(broadcast.round, coding.codec) as drafts:
         for client in clients:
+            began_s = time.perf_counter()
             before = states.load(client.name, broadcast.round, coding.codec)
             try:
-                found = trainer.train(client, broadcast, before.state)
+                found = trainer.train(
+                    client, broadcast, before.state, cancel, noise_seed=asked.noise_seed(client.name)
+                )
                 update, size, left = _coded(trainer, client.name, found.update, coding, before, path)
                 held.add(core.contribute(trainer.layout, update))
             except (BadUpdate, JobFailed, UsageError) as error:
@@ -91,14 +85,13 @@ def train_clients(
                     update.metrics[LOSS],
                     found.square_loss,
                     size,
+                    time.perf_counter() - began_s,
                 )
             )
-        if not rows:
-            return None
         sums = held.sums()
-        stored = write_sums(path, sums_arrays(sums))
+        stored = write_sums(path, sums_arrays(sums)) if rows else None
         drafts.finish()
-    return HostAnswer(stored, sums, tuple(rows), refused)
+    return HostAnswer(stored, sums, tuple(rows), refused, drafts.stateful)
 
 
 def _coded(

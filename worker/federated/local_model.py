@@ -71,12 +71,19 @@ def _meta(tensor: Tensor) -> TensorMeta:
 
 class LocalData:
     """One client's samples: arrays by field, each with the samples along its first axis, perhaps
-    memory-mapped. ``inputs``: input of the model -> field.
+    memory-mapped. ``inputs``: input of the model -> field. ``rows``: the client's samples among them, None:
+    all are.
 
     UsageError when a field is missing, has another shape or dtype than the input, or another length.
     """
 
-    def __init__(self, fields: Fields, inputs: Mapping[str, str], metas: Mapping[str, TensorMeta]) -> None:
+    def __init__(
+        self,
+        fields: Fields,
+        inputs: Mapping[str, str],
+        metas: Mapping[str, TensorMeta],
+        rows: Array | None = None,
+    ) -> None:
         missing = [name for name in metas if inputs.get(name) not in fields]
         if missing:
             raise UsageError(
@@ -92,11 +99,14 @@ class LocalData:
                     f"field {inputs[name]!r} holds {array.dtype} samples of shape {array.shape[1:]}, input "
                     f"{name!r} takes {meta.dtype} {meta.shape[1:]}; register the data in that form"
                 )
-        self.n_samples = lengths.pop()
+        self._rows = rows
+        self.n_samples = lengths.pop() if rows is None else len(rows)
         self.batch = next(iter(metas.values())).shape[0]
 
     def take(self, samples: Array, device: torch.device) -> dict[str, Tensor]:
         """The micro-batch of these samples, in memory of torch's own: kernels look at alignment."""
+        if self._rows is not None:
+            samples = self._rows[samples]
         return {
             name: torch.from_numpy(array[samples]).to(device, DTYPES[meta.dtype], copy=True)
             for name, (array, meta) in self._sources.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from atoll.federated import FederatedSpec
@@ -13,6 +13,7 @@ from atoll.program import StageProgram
 
 if TYPE_CHECKING:
     from compressors.container import Stored
+    from strategies.fixed import FixedSums
     from strategies.values import ClientUpdate
 
 
@@ -47,30 +48,63 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class TrainOrder:
-    """``seed``: of what codec and rule draw on this client in this round."""
+    """``seed``: of what codec and rule draw on this client in this round. ``clients``: of a population, to be
+    trained in turn; ``drawn`` and ``drawn_samples``: how many the round has on all hosts, and what they have
+    registered together."""
 
     round: int
     model: ModelRef
     codec: str
     ratio: float
     seed: int
+    order: str = ""
+    clients: tuple[str, ...] = ()
+    drawn: int = 0
+    drawn_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateOrder:
-    """A model to evaluate on the held-out share."""
+    """A model to evaluate on the held-out share, of ``clients`` where they are a population's."""
 
     round: int
     model: ModelRef
+    clients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Numbers of a client whose update is in a host's sum; ``coded_bytes``: of its own update, had it
+    travelled; ``seconds``: of its training."""
+
+    client: str
+    n_samples: int
+    steps: int
+    loss: float
+    square_loss: float
+    coded_bytes: int
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True)
+class HostAnswer:
+    """A host's upload: the file of ``sums`` (None: nobody is in it) and the clients in it; ``refused``: why
+    others are not; ``stateful``: some of them keep a state here."""
+
+    stored: Stored | None
+    sums: FixedSums
+    rows: tuple[Row, ...]
+    refused: Mapping[str, str]
+    stateful: bool = False
 
 
 @dataclass(frozen=True)
 class Update:
     """A round's answer, stored: ``answer`` and its numbers, without its arrays."""
 
-    answer: ClientUpdate
+    answer: ClientUpdate | HostAnswer
     square_loss: float
-    stored: Stored
+    stored: Stored | None
     train_s: float
     upload_bytes: int
     upload_s: float
@@ -89,9 +123,9 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Assessment:
-    """An evaluation's answer."""
+    """An evaluation's answer: ``found`` by client, "" for this machine's own data."""
 
-    found: Evaluated
+    found: Mapping[str, Evaluated]
     took_s: float
     download_bytes: int
     download_s: float

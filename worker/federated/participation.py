@@ -1,33 +1,41 @@
 """Taking part in a federated job: fetch the model, train on this machine's own data, send the update.
 
 The data stays here; what leaves is the update's file, a few numbers, and the mean loss and metrics on
-the held-out share. What the rule and the codec keep for the next round is on disk before the update is
-announced, and counts only once the coordinator says that it was taken (``worker.federated.client_state``).
+the held-out share. Where the data are a population's, the clients that an order names train in turn, and
+the update is one sum over them (``worker.federated.host_round``). What the rule and the codec keep for the
+next round is on disk before the update is announced, and counts only once the coordinator says that it was
+taken (``worker.federated.client_state``, ``population_states``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from atoll.errors import BadFrame, JobFailed
+from atoll.errors import BadFrame, JobFailed, UsageError
 from atoll.rehearse import OpCost, rehearse
+from atoll.sampling import client_key
 from compressors.container import drop_pages
 from compressors.model_file import Coding, packet_seed, write_update
 from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.files import broadcast_metas, broadcast_of, lossy_names, update_arrays, update_metas
+from strategies.linear import Linear
 from strategies.returned import check_returned
 from worker.blobs import BlobFile, most_bytes
 from worker.federated.broadcasts import Models
 from worker.federated.client_state import ClientStore
 from worker.federated.floors import check_held_out, check_job
-from worker.federated.local_model import Client, LocalData, LocalModel
-from worker.federated.orders import Assessment, EvaluateOrder, Joining, TrainOrder, Update
+from worker.federated.host_round import HostRound, train_clients
+from worker.federated.local_model import LocalModel
+from worker.federated.members import Members
+from worker.federated.orders import Assessment, Evaluated, EvaluateOrder, Joining, TrainOrder, Update
+from worker.federated.population_states import PopulationStates
 from worker.federated.trainer import LocalTrainer
 from worker.machine.malloc import give_back
 from worker.machine.torch_device import torch_device
@@ -35,14 +43,21 @@ from worker.stage import tensor_blobs
 from worker.stage.op_marks import OpMarks
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import Tensor
 
+    from compressors.container import Stored
+    from strategies.values import ClientUpdate
     from worker.cancel import Cancel
     from worker.context import ComputeContext
+    from worker.federated.broadcasts import Fetched
+    from worker.federated.orders import HostAnswer
 
 UPDATE = "update"
 MODELS = "models"
+CLIENTS = "clients"
 
 
 class Participation:
@@ -63,8 +78,15 @@ class Participation:
         metas = {name: state.meta for name, state in joining.states.items() if name not in inputs}
         # The trainer looks as well; here no byte of the model was fetched yet.
         check_returned(joining.programs, inputs, metas, strategy, config.floors)
-        data = LocalData(context.open_data(joining.federated.data), joining.federated.inputs, inputs)
-        self._client = Client.of(context.worker, data, spec.held_out, joining.training.seed)
+        self.members = Members(
+            context.worker,
+            context.open_data(joining.federated.data),
+            joining.federated.inputs,
+            inputs,
+            spec.held_out,
+            joining.training.seed,
+            context.open_population(joining.federated.data),
+        )
         leaves = {n: s for n, s in joining.states.items() if n not in inputs}
         model = LocalModel(
             joining.program,
@@ -77,12 +99,12 @@ class Participation:
         self._trainer = LocalTrainer(
             model, strategy, spec, device, floors=config.floors, tick=context.progress.tick
         )
-        self._trainer.check_client(self._client)
+        self.members.check(self._trainer)
         executors = self._trainer.executors
         for executor, cost in zip(executors, costs, strict=True):
             executor.watch = OpMarks(context.status, executor.program, cost, context.duty)
-        if spec.evaluate_every:
-            check_held_out(len(self._client.split.held_out), joining.batch, config.floors)
+        if spec.evaluate_every and not self.members.hash:
+            check_held_out(len(self.members.owner.split.held_out), joining.batch, config.floors)
         layout = self._trainer.layout
         self._up, self._lossy = update_metas(strategy, layout), lossy_names(layout)
         self._store = ClientStore(config.state_dir, joining.job, config.kept_bytes)
@@ -92,6 +114,7 @@ class Participation:
             broadcast_metas(strategy, layout),
             context.progress.tick,
         )
+        self._population: PopulationStates | None = None
         self._noise_key = noise_key
         self._last_sent: int | None = None  # the last round whose update was, perhaps in part
         self._trainer.rest()  # until the first broadcast
@@ -101,63 +124,120 @@ class Participation:
         """Train one round and store the update. Raises as the constructor, JobFailed, Cancelled."""
         fetched = self._models.fetch(order.model, cancel)
         nbytes, seconds, began_s = fetched.bytes, fetched.seconds, time.perf_counter()
-        state, left = self._store.load(order.round, order.codec)
-        broadcast = broadcast_of(order.round, fetched.arrays)
-        trained = self._trainer.train(
-            self._client,
-            broadcast,
-            state,
-            cancel,
-            noise_seed=self._noise_seed(order),
-            loaded=partial(drop_pages, fetched.arrays.values()),
-        )
-        del fetched, broadcast, state  # before the codec needs memory
         coding = Coding(order.codec, order.ratio, self._lossy, self.joining.federated.rule.error_feedback)
         path = self._store.folder / UPDATE
-        with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
-            arrays = update_arrays(trained.update)
-            stored = write_update(path, arrays, coding, order.seed, left.get, draft.keep)
-            draft.finish(trained.state)
-        answer, square_loss = replace(trained.update, delta={}, extra={}), trained.square_loss
-        del arrays, trained, left
+        if order.clients:
+            host = self._train_clients(order, fetched, coding, path, cancel)
+            answer: ClientUpdate | HostAnswer = replace(host, sums=replace(host.sums, arrays={}))
+            stored, square_loss = host.stored, 0.0
+            del host  # and the sums
+        else:
+            answer, square_loss, stored = self._train_owner(order, fetched, coding, path, cancel)
+        del fetched
         self._trainer.rest()  # while the update is sent, and until the next order
         give_back()
         train_s, began_s = time.perf_counter() - began_s, time.perf_counter()
         # The first may be one that was sent before this process began.
         context, new = self._context, self._last_sent is not None and order.round > self._last_sent
         self._last_sent = order.round
-        file = BlobFile(path, stored.hash, stored.size)
-        sent = context.blobs.store([file], cancel, context.progress.tick, new=new)
+        sent = 0
+        if stored is not None:
+            file = BlobFile(path, stored.hash, stored.size)
+            sent = context.blobs.store([file], cancel, context.progress.tick, new=new)
         upload_s = time.perf_counter() - began_s
         path.unlink(missing_ok=True)
         return Update(answer, square_loss, stored, train_s, sent, upload_s, nbytes, seconds)
 
+    def _train_owner(
+        self, order: TrainOrder, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel
+    ) -> tuple[ClientUpdate, float, Stored]:
+        """Write the update of this machine's only client; its numbers."""
+        state, left = self._store.load(order.round, order.codec)
+        broadcast = broadcast_of(order.round, fetched.arrays)
+        trained = self._trainer.train(
+            self.members.owner,
+            broadcast,
+            state,
+            cancel,
+            noise_seed=self._noise_seed(order.seed),
+            loaded=partial(drop_pages, fetched.arrays.values()),
+        )
+        fetched.arrays.clear()  # before the codec needs memory
+        del broadcast, state
+        with self._store.begin(order.round, order.codec, coding.left_out(self._up)) as draft:
+            arrays = update_arrays(trained.update)
+            stored = write_update(path, arrays, coding, order.seed, left.get, draft.keep)
+            draft.finish(trained.state)
+        return replace(trained.update, delta={}, extra={}), trained.square_loss, stored
+
+    def _train_clients(
+        self, order: TrainOrder, fetched: Fetched, coding: Coding, path: Path, cancel: Cancel
+    ) -> HostAnswer:
+        """Write the sum over the clients that the order names."""
+        core = self._trainer.rule.core
+        if not isinstance(core, Linear):
+            raise UsageError(f"{core.name} needs each update apart; its clients cannot be a population")
+        return train_clients(
+            self._trainer,
+            map(self.members.client, order.clients),
+            HostRound(
+                broadcast_of(order.round, fetched.arrays),
+                core.grid(order.drawn, order.drawn_samples),
+                coding,
+                path,
+                lambda client: self._noise_seed(client_key(f"{client}/{order.round}")),
+            ),
+            self._states(),
+            cancel,
+        )
+
     def evaluate(self, order: EvaluateOrder, cancel: Cancel) -> Assessment:
-        """Mean loss and metrics of what this client would use, on its held-out share."""
+        """Mean loss and metrics of what each client would use, on its held-out share; a population's clients
+        that have too little of it are left out."""
         fetched = self._models.fetch(order.model, cancel)
         began_s = time.perf_counter()
-        state, _ = self._store.load(order.round, "")
         broadcast = broadcast_of(order.round, fetched.arrays)
-        found = self._trainer.evaluate(
-            self._client, broadcast, state, cancel, loaded=partial(drop_pages, fetched.arrays.values())
-        )
+        found: dict[str, Evaluated] = {}
+        if order.clients:
+            for client in map(self.members.client, order.clients):
+                held = self._states().load(client.name, order.round, "")
+                with suppress(UsageError):
+                    found[client.name] = self._trainer.evaluate(client, broadcast, held.state, cancel)
+        else:
+            state, _ = self._store.load(order.round, "")
+            drop = partial(drop_pages, fetched.arrays.values())
+            owner = self.members.owner
+            found[""] = self._trainer.evaluate(owner, broadcast, state, cancel, loaded=drop)
         self._trainer.rest()
         give_back()
-        if not all(map(isfinite, (found.loss, *found.metrics.values()))):
-            raise JobFailed(f"round {order.round}: the held-out loss is {found.loss}")
+        if not found:
+            raise UsageError(f"none of {len(order.clients)} clients has enough held-out data to evaluate on")
+        for name, each in found.items():
+            if not all(map(isfinite, (each.loss, *each.metrics.values()))):
+                raise JobFailed(
+                    f"round {order.round}: the held-out loss{name and f' of {name}'} is {each.loss}"
+                )
         return Assessment(found, time.perf_counter() - began_s, fetched.bytes, fetched.seconds)
 
-    def settle(self, at_round: int, taken: bool) -> None:
-        """The coordinator's word on the update of ``at_round``."""
+    def settle(self, at_round: int, taken: bool, clients: Collection[str] = ()) -> None:
+        """The coordinator's word on the update of ``at_round``; of a population: who of it was counted."""
         self._store.settle(at_round, taken)
+        if self.members.hash or self._population is not None:
+            self._states().settle(at_round, clients)
 
     def close(self) -> None:
         """The job is over here, or another takes its place; what the rule keeps stays on disk."""
         self._models.clear()
 
-    def _noise_seed(self, order: TrainOrder) -> int:
+    def _states(self) -> PopulationStates:
+        if self._population is None:
+            folder, most = self._store.folder / CLIENTS, self._context.config.kept_bytes
+            self._population = PopulationStates(folder, most)
+        return self._population
+
+    def _noise_seed(self, seed: int) -> int:
         """Not to be guessed by whoever knows the order: noise that can be subtracted hides nothing."""
-        return packet_seed(int.from_bytes(self._noise_key[:8], "little") ^ order.seed, self.joining.job)
+        return packet_seed(int.from_bytes(self._noise_key[:8], "little") ^ seed, self.joining.job)
 
 
 def check(joining: Joining) -> None:

@@ -245,6 +245,11 @@ class RoundStates:
         self._drafted[client] = Kept(self._round, name, stored.size, self._codec)
         self._bytes += stored.size
 
+    @property
+    def stateful(self) -> bool:
+        """Return whether some client keeps a state."""
+        return bool(self._drafted)
+
     def finish(self) -> None:
         """Propose all of them together."""
         self._store.propose(self._round, self._drafted)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from atoll.ops import check_node
 from atoll.sampling import epoch_batches, held_out_batches, local_steps, op_seed_of
 from compressors.container import drop_pages
 from strategies.checking import check_broadcast, check_optimizer, check_update
-from strategies.layout import SHARED, Role
+from strategies.layout import SHARED, Role, own_parts
 from strategies.returned import check_returned
 from strategies.values import Done
 from worker.cancel import Cancel
@@ -95,7 +95,7 @@ class LocalTrainer:
         self.model, self.rule, self.federated = model, rule, federated
         self.training = model.training
         self.device = torch.device(device)
-        self.layout = rule.adapt(model.layout())
+        self.layout = rule.adapt(own_parts(model.layout(), federated.local))
         self._tick = tick
         self._sent = frozenset(self.layout.names(*SHARED, Role.TOLD))
         names = {n for p in programs for n in (*p.parameters, *p.buffers, *p.constants)}
@@ -114,6 +114,7 @@ class LocalTrainer:
         if self._evaluator is not None:
             self._written |= {*self._evaluator.mutated_buffers}
         self._set: set[str] = set()  # names whose value is not the job's own
+        self._held: Collection[str] = ()  # parameters that the phase does not train
         self._optimizer = make_optimizer(self._parameters, self.training.optimizer)
 
     # ---------------------------------------------------------------- a round
@@ -224,7 +225,8 @@ class LocalTrainer:
         loaded: Callable[[], None],
     ) -> tuple[Done, float]:
         """What came of it, and the mean of the squared losses."""
-        self._begin(phase.start)
+        self._begin(phase.start, phase.carried)
+        self._held = phase.frozen
         if not phase.correction:
             loaded()
         wanted = self.rule.facts.needs_start_loss and at == 0
@@ -280,7 +282,7 @@ class LocalTrainer:
                     if gradient is None:
                         gradient = torch.zeros_like(parameter)
                     gradient = correction.gradient(name, gradient, parameter)
-                parameter.grad = gradient
+                parameter.grad = None if name in self._held else gradient
         self._clip()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -379,11 +381,12 @@ class LocalTrainer:
         executor.load(self._values, self._frozen if differentiate else ())
         return executor
 
-    def _begin(self, start: Arrays) -> None:
-        """Every tensor as ``start`` says, else as the job gave it; no optimizer state."""
-        for name in sorted((self._set | self._written) - start.keys()):
+    def _begin(self, start: Arrays, carried: Collection[str] = ()) -> None:
+        """Every tensor as ``start`` says, ``carried`` as it is, else as the job gave it; no optimizer
+        state."""
+        for name in sorted((self._set | self._written) - start.keys() - {*carried}):
             self._values[name].copy_(self.model.tensors[name])
-        self._set = set()
+        self._set &= {*carried}
         self._put(start)
         self._forget()
 

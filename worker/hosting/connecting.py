@@ -13,6 +13,7 @@ from atoll.errors import AtollError
 if TYPE_CHECKING:
     from worker.cancel import Cancel
     from worker.stage.assignment import PeerLink
+    from worker.transport.contract import Paths
     from worker.transport.network import PeerNetwork
 
 POLL_S = 0.1
@@ -23,22 +24,14 @@ def connect(links: Sequence[PeerLink], network: PeerNetwork, timeout_s: float, c
     deadline_s = time.monotonic() + timeout_s
     for link in links:
         network.admit(link.worker)
-    waits = [
-        partial(connect_one, network, link.worker, link.addresses, link.dial, timeout_s) for link in links
-    ]
+    waits = [partial(connect_one, network, link.worker, link.paths, timeout_s) for link in links]
     _together(waits, deadline_s, cancel)
 
 
-def connect_one(
-    network: PeerNetwork, peer: str, addresses: tuple[tuple[str, int], ...], dial: bool, timeout_s: float
-) -> None:
-    """Connect to ``peer``: dial it, or wait until it dials. Raises ConnectionFailed."""
-    if network.connected(peer):
-        return
-    if dial:
-        network.dial(peer, addresses, timeout_s)
-    else:
-        network.wait_for(peer, timeout_s)
+def connect_one(network: PeerNetwork, peer: str, paths: Paths, timeout_s: float) -> None:
+    """Be connected to ``peer`` by whichever way works first. Raises ConnectionFailed."""
+    if not network.connected(peer):
+        network.meet(peer, paths, timeout_s)
 
 
 def _together(waits: Sequence[Callable[[], object]], deadline_s: float, cancel: Cancel) -> None:

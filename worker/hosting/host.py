@@ -228,10 +228,9 @@ class ComputeHost:
     def limit_memory(self, memory_bytes: int, gpu_memory_bytes: int) -> bool:
         """Have every process that is started from now on bounded so; True when the one that there is must
         make way for that."""
-        config = self._config
-        same = (config.memory_bytes, config.gpu_memory_bytes) == (memory_bytes, gpu_memory_bytes)
-        self._config = replace(config, memory_bytes=memory_bytes, gpu_memory_bytes=gpu_memory_bytes)
-        return not same
+        before = self._config
+        self._config = replace(before, memory_bytes=memory_bytes, gpu_memory_bytes=gpu_memory_bytes)
+        return self._config != before
 
     def report_codecs(self) -> None:
         """Have the speeds of codecs reported that are known, and those measured that are not."""
@@ -288,8 +287,9 @@ class ComputeHost:
                 self._turn(job, at_round, "train", pb.ToCompute(train=order))
             case instructions.EvaluateLocally(job, at_round, order):
                 self._turn(job, at_round, "evaluate", pb.ToCompute(evaluate_round=order))
-            case instructions.SettleRound(job, at_round, taken):
-                self._tell(pb.ToCompute(settle=pb.ComputeRound(job=job, round=at_round, taken=taken)))
+            case instructions.SettleRound(job, at_round, taken, clients):
+                settle = pb.ComputeRound(job=job, round=at_round, taken=taken, clients=clients)
+                self._tell(pb.ToCompute(settle=settle))
             case instructions.TimeOps(request, ops) if not ops.ops:
                 # The coordinator times the way here: nothing that computes may stand in it.
                 self._ports.post(events.Probed(wire.ops_probed(request, {}, "")))
@@ -668,7 +668,7 @@ class ComputeHost:
         error = ""
         network = self._ports.network
         try:
-            connect_one(network, peer, target.addresses, target.dial, CONNECT_S)
+            connect_one(network, peer, target.paths, CONNECT_S)
             rtt_s = network.rtt(peer)
             if target.max_bytes:  # 0 asks for the round trip alone
                 rate_bps = network.bandwidth(peer, target.seconds, max(target.max_bytes, MIN_PROBE_BYTES))

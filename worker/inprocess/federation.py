@@ -22,6 +22,7 @@ from compressors.model_file import NONE, Coding, read_update, write_update
 from strategies import make_strategy
 from strategies.checking import check_feedback
 from strategies.files import lossy_names, parted, update_arrays, update_metas
+from strategies.layout import own_parts
 from strategies.selection import Outcome, candidates_of, smoothed
 from strategies.selectors import make_selector
 from strategies.values import Broadcast, ClientState, ClientUpdate
@@ -135,7 +136,8 @@ class LocalFederation:
             self._owner = Client.whole("owner", LocalData(held_out_data, own, model.inputs))
         layout = self.trainer.layout
         weights = {n: model.tensors[n].detach().cpu().numpy().copy() for n in layout.metas}
-        self.state: ServerState = self.strategy.init(model.layout(), weights, len(clients))
+        parts = own_parts(model.layout(), federated.local)
+        self.state: ServerState = self.strategy.init(parts, weights, len(clients))
         self.client_states = dict.fromkeys(clients, ClientState())
         self.selector = make_selector(federated.selector, federated.selector_options)
         self._selection = self.selector.init()

@@ -17,7 +17,8 @@ from strategies.files import sums_metas, sums_slots
 from strategies.fixed import Accumulator, FixedSums, check_sums, real
 from strategies.linear import Linear
 from strategies.selection import Outcome
-from worker.federated.host_round import HostAnswer, Row, train_clients
+from worker.federated.host_round import HostRound, train_clients
+from worker.federated.orders import HostAnswer, Row
 from worker.federated.population_states import PopulationStates
 from worker.inprocess.federation import nbytes
 
@@ -102,7 +103,7 @@ class LocalPopulation:
         refused = {name: why for _, answer, _ in answers for name, why in answer.refused.items()}
         up_bytes = dict.fromkeys(self.hosts, 0)
         for host, answer, _ in answers:
-            up_bytes[host] += answer.stored.size
+            up_bytes[host] += answer.stored.size if answer.stored else 0
         return PopulationRound(broadcast.round, rows, refused, up_bytes, moved)
 
     def _answers(
@@ -123,18 +124,15 @@ class LocalPopulation:
                     answer = train_clients(
                         self.federation.trainer,
                         self._until(names, lost.pop(host, None)),
-                        broadcast,
-                        grid,
-                        self.federation.coding(),
+                        HostRound(broadcast, grid, self.federation.coding(), path),
                         self.states[host],
-                        path,
                     )
                 except _Lost:
                     left += names
                     hosts = [other for other in hosts if other != host]
                     self.states[host] = self._opened(host)  # as it finds its folder once it is back
                 else:
-                    answers += [(host, answer, path)] if answer is not None else []
+                    answers += [(host, answer, path)] if answer.rows else []
         return answers, moved
 
     def _until(self, names: Sequence[str], end: int | None) -> Iterator[Client]:

@@ -96,9 +96,12 @@ class Participate:
 
 @dataclass(frozen=True, slots=True)
 class TrainRound:
+    """``key``: names the clients of a population that are to be trained; "": our own data."""
+
     job: str
     round: int
     order: Any = field(repr=False, compare=False)
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +113,13 @@ class EvaluateRound:
 
 @dataclass(frozen=True, slots=True)
 class RoundTaken:
-    """Outcome of our update of ``round``."""
+    """Outcome of our update of ``round``; ``clients``: those of a population that are counted."""
 
     job: str
     round: int
     taken: bool
     reason: str
+    clients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +213,12 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class UpdateStored:
-    """A round is trained, and its update in the blob store."""
+    """A round is trained, and its update in the blob store; ``key``: TrainRound's."""
 
     job: str
     round: int
     message: Any = field(repr=False, compare=False)
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def _invited(state: Session, event: ev.Participate) -> Step:
         if event.version < state.version or (event.version == state.version and state.phase is Phase.JOINING):
             return ignore(state)
         if event.version == state.version and state.phase in MEMBERS:
-            return state, (do.Send(do.StillHeld(event.job, event.version)),)
+            return state, (do.Send(state.joined),)
     dropped = drop(state, f"replaced by {event.job} version {event.version}")
     state = replace(
         state,
@@ -46,19 +46,22 @@ def _invited(state: Session, event: ev.Participate) -> Step:
 
 @TRANSITIONS.on(Phase.JOINING)
 def _joined(state: Session, event: ev.Joined) -> Step:
-    return send(replace(state, phase=Phase.ENROLLED), Kind.LOADED, event.message)
+    state = replace(state, phase=Phase.ENROLLED, joined=event.message)
+    return send(state, Kind.LOADED, event.message)
 
 
 @TRANSITIONS.on(*MEMBERS)
 def _train(state: Session, event: ev.TrainRound) -> Step:
-    answer = _answer(state, Kind.UPDATE, event.round)
+    answer = _answer(state, Kind.UPDATE, event.round, event.key)
     if answer:
         return state, answer
-    training = state.phase is Phase.TRAINING_ROUND
+    training = state.phase is Phase.TRAINING_ROUND and event.key == state.key
     if event.round < state.step or (event.round == state.step and training):
         return ignore(state)
     stopped = _stopped(state, f"round {event.round} begins")
-    state = replace(_silenced(state, event.round), phase=Phase.TRAINING_ROUND, step=event.round)
+    state = replace(
+        _silenced(state, event.round), phase=Phase.TRAINING_ROUND, step=event.round, key=event.key
+    )
     return state, (*stopped, do.TrainLocally(event.job, event.round, event.order))
 
 
@@ -80,7 +83,7 @@ def _evaluate(state: Session, event: ev.EvaluateRound) -> Step:
 @TRANSITIONS.on(*MEMBERS)
 def _settled(state: Session, event: ev.RoundTaken) -> Step:
     state = acknowledged(state, Kind.UPDATE, round=event.round)
-    settle = do.SettleRound(event.job, event.round, event.taken)
+    settle = do.SettleRound(event.job, event.round, event.taken, event.clients)
     if state.phase is Phase.TRAINING_ROUND and event.round == state.step:
         reason = f"round {event.round} was closed: {event.reason}"
         return replace(state, phase=Phase.ENROLLED), (do.Interrupt(reason), settle)
@@ -89,9 +92,9 @@ def _settled(state: Session, event: ev.RoundTaken) -> Step:
 
 @TRANSITIONS.on(Phase.TRAINING_ROUND)
 def _stored(state: Session, event: ev.UpdateStored) -> Step:
-    if event.round != state.step:
+    if (event.round, event.key) != (state.step, state.key):
         return ignore(state)
-    return send(replace(state, phase=Phase.ENROLLED), Kind.UPDATE, event.message, event.round)
+    return send(replace(state, phase=Phase.ENROLLED), Kind.UPDATE, event.message, event.round, event.key)
 
 
 @TRANSITIONS.on(Phase.EVALUATING_ROUND)
@@ -110,9 +113,9 @@ def _broke(state: Session, event: ev.TurnBroke) -> Step:
     return send(replace(state, phase=Phase.FAILED if loading else Phase.ENROLLED), Kind.FAILED, failed)
 
 
-def _answer(state: Session, kind: Kind, at_round: int) -> tuple[do.Send, ...]:
-    """The answer that was given for this round, to be sent again."""
-    kept = (k for k in state.unacknowledged if (k.kind, k.round) == (kind, at_round))
+def _answer(state: Session, kind: Kind, at_round: int, key: str = "") -> tuple[do.Send, ...]:
+    """The answer that was given for this round and these clients, to be sent again."""
+    kept = (k for k in state.unacknowledged if (k.kind, k.round, k.key) == (kind, at_round, key))
     return tuple(do.Send(k.message) for k in kept)
 
 

@@ -122,11 +122,12 @@ class EvaluateLocally:
 
 @dataclass(frozen=True, slots=True)
 class SettleRound:
-    """Keep what came of ``round``, or forget it."""
+    """Keep what came of ``round``, or forget it; of a population, what came of ``clients``."""
 
     job: str
     round: int
     taken: bool
+    clients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +162,6 @@ class ClientFailed:
     round: int
     reason: str
     during: str
-
-
-@dataclass(frozen=True, slots=True)
-class StillHeld:
-    """Message to the coordinator: the federated job it offers is loaded here already."""
-
-    job: str
-    version: int
 
 
 @dataclass(frozen=True, slots=True)

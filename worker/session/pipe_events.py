@@ -11,6 +11,7 @@ from protos.text_limits import clean
 from worker.session import events as ev
 
 MAX_REASON_CHARS = 2000
+MAX_KEY_CHARS = 64
 _MESSAGES: dict[type, tuple[str, ...]] = {
     ev.StageLoaded: ("loaded",),
     ev.StepDone: ("ready",),
@@ -73,6 +74,8 @@ def event_of(m: pb.Posted) -> ev.Event:
             fields[step] = m.step
     if "message" in kind.__slots__:
         fields["message"] = m.message
+    if "key" in kind.__slots__:
+        fields["key"] = clean(m.message.update_ready.order, MAX_KEY_CHARS)
     if "reason" in kind.__slots__:
         fields["reason"] = clean(m.reason, MAX_REASON_CHARS)
     if "lost_peer" in kind.__slots__:

@@ -64,6 +64,7 @@ class Kept:
     kind: Kind
     message: object
     round: int | None = None  # of a federated job's update or evaluation
+    key: str = ""  # of the clients that an update is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Session:
     eras: tuple[tuple[int, int], ...] = ()  # (first step, version), ascending
     peers: frozenset[str] = frozenset()
     step: int = 0
+    key: str = ""  # of the clients of a population in training
+    joined: object = None  # our answer to a federated job's invitation
     commit: StepCommit | None = None  # being carried out
     pending: Reconfigure | None = None  # comes after the step whose commit is being carried out
     whole: bool = False  # the stage is held as it is after ``step`` steps; of the next no trace that stays
@@ -133,10 +136,10 @@ def ignore(state: Session) -> Step:
     return replace(state, ignored=state.ignored + 1), ()
 
 
-def send(state: Session, kind: Kind, message: object, round: int | None = None) -> Step:
+def send(state: Session, kind: Kind, message: object, round: int | None = None, key: str = "") -> Step:
     """Send ``message`` now, and after every welcome until it is acknowledged; one of each kind and round."""
     others = tuple(kept for kept in state.unacknowledged if (kept.kind, kept.round) != (kind, round))
-    return replace(state, unacknowledged=(*others, Kept(kind, message, round))), (Send(message),)
+    return replace(state, unacknowledged=(*others, Kept(kind, message, round, key))), (Send(message),)
 
 
 def acknowledged(state: Session, *kinds: Kind, round: int | None = None) -> Session:

@@ -15,11 +15,13 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds, convert_plan
 from protos.bounds import DEFAULT_LIMITS
+from protos.relay_tickets import MAC_BYTES, TICKET_BYTES
 from protos.text_limits import clean
 from worker.links.codec_use import CodecUse
 from worker.session import events, instructions, wire_federated
 from worker.session.state import Session, held
 from worker.stage.assignment import PeerLink
+from worker.transport.contract import Paths, RelayOffer, Way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from worker.stage.reports import LongWait, StepReport
     from worker.transport.contract import Goodput
 
+MAX_RELAY_S = 60.0
 MAX_ADDRESSES = 16
 MEGA = 1e6
 MAX_PROBES = 20_000
@@ -64,8 +67,7 @@ class ReconfiguredStage:
 class LinkRequest:
     """A peer to measure, and for how long."""
 
-    addresses: tuple[tuple[str, int], ...]
-    dial: bool
+    paths: Paths
     seconds: float
     max_bytes: int
 
@@ -75,8 +77,7 @@ class PeerExpected:
     """A peer that may connect to us from now on, to measure; not an event of the session."""
 
     peer: str
-    addresses: tuple[tuple[str, int], ...]
-    dial: bool
+    paths: Paths
 
 
 # ---------------------------------------------------------------- from the coordinator
@@ -167,11 +168,12 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
 
 
 def neighbours(m: pb.Assign | pb.Reconfigure) -> tuple[PeerLink, ...]:
-    """The peers of a stage, each once. Raises BadFrame."""
+    """The peers of a stage, each once; their relays' tickets stay here. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
-        name, addresses = _peer(entry.peer)
-        links[name] = PeerLink(name, addresses, entry.dial)
+        name, paths = _peer(entry)
+        links[name] = PeerLink(name, paths)
+        entry.peer.ClearField("relay")  # what computes is given no key
     return tuple(links.values())
 
 
@@ -208,24 +210,37 @@ def _ops(m: pb.ProbeOps) -> events.ProbeOps:
 
 
 def _link(m: pb.ProbeLink) -> events.ProbeLink:
-    peer, addresses = _peer(m.peer)
+    peer, paths = _peer(m)
     seconds = bounds.number("probe seconds", m.seconds, 0.0, MAX_PROBE_S)
     max_bytes = bounds.within("probe bytes", m.max_bytes, 0, MAX_PROBE_BYTES)
-    return events.ProbeLink(m.request, peer, LinkRequest(addresses, m.dial, seconds, max_bytes))
+    return events.ProbeLink(m.request, peer, LinkRequest(paths, seconds, max_bytes))
 
 
 def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
-    peer, addresses = _peer(m.peer)
-    return PeerExpected(peer, addresses, m.dial)
+    return PeerExpected(*_peer(m))
 
 
-def _peer(m: pb.PeerAddress) -> tuple[str, tuple[tuple[str, int], ...]]:
-    name = bounds.name("peer", m.worker, DEFAULT_LIMITS)
+def _peer(m: pb.StagePeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
+    name = bounds.name("peer", m.peer.worker, DEFAULT_LIMITS)
     addresses = tuple(
         (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
-        for a in bounds.count("addresses", list(m.addresses), MAX_ADDRESSES)
+        for a in bounds.count("addresses", list(m.peer.addresses), MAX_ADDRESSES)
     )
-    return name, addresses
+    relay = _relay(m.peer.relay) if m.peer.HasField("relay") else None
+    return name, Paths(addresses, m.dial, relay)
+
+
+def _relay(m: pb.RelayWay) -> RelayOffer:
+    if len(m.ticket) != TICKET_BYTES or len(m.key) != MAC_BYTES:
+        raise BadFrame(f"a relay's ticket of {len(m.ticket)} bytes with a key of {len(m.key)}")
+    addresses = tuple(
+        (a.host and bounds.host("relay's host", a.host), bounds.within("relay's port", a.port, 1, 65535))
+        for a in bounds.count("relays", list(m.addresses), MAX_ADDRESSES)
+    )
+    after_s = bounds.number("seconds before a relay", m.after_s, 0.0, MAX_RELAY_S)
+    return RelayOffer(
+        addresses, m.ticket, m.key, m.dial, after_s, bounds.number("seconds of a ticket", m.lasts_s, 0.0)
+    )
 
 
 _READERS: Mapping[str, Any] = {
@@ -243,11 +258,16 @@ _READERS: Mapping[str, Any] = {
     "participate": wire_federated.invited,
     "train_round": wire_federated.train_asked,
     "evaluate_round": wire_federated.evaluation_asked,
-    "round_taken": lambda m: events.RoundTaken(m.job, m.round, m.taken, clean(m.reason, MAX_REASON_CHARS)),
+    "round_taken": wire_federated.round_taken,
 }
 
 
 # ---------------------------------------------------------------- to the coordinator
+
+
+def peer_joined(peer: str, way: Way | None, relay: str) -> pb.FromWorker:
+    """How a peer is joined; None: not any more."""
+    return pb.FromWorker(peer_joined=pb.PeerJoined(peer=peer, way=way or "", relay=relay))
 
 
 def to_proto(message: object) -> pb.FromWorker:
@@ -267,8 +287,6 @@ def to_proto(message: object) -> pb.FromWorker:
         case instructions.ClientFailed(job, at_round, reason, during):
             turn = pb.ClientFailed(job=job, round=at_round, reason=reason[:MAX_REASON_CHARS], during=during)
             return pb.FromWorker(client_failed=turn)
-        case instructions.StillHeld(job, version):
-            return loaded(job, version, 0.0)
         case instructions.Refused(request, "", reason):
             return pb.FromWorker(ops_probed=pb.OpsProbed(request=request, error=reason))
         case instructions.Refused(request, peer, reason):
@@ -365,9 +383,15 @@ def eval_ready(
     return pb.FromWorker(eval_ready=ready)
 
 
-def loaded(job: str, version: int, took_s: float) -> pb.FromWorker:
-    """The stage is loaded and its neighbours are connected."""
-    return pb.FromWorker(loaded=pb.Loaded(job=job, plan_version=version, took_s=took_s))
+def loaded(
+    job: str, version: int, took_s: float, population: str = "", clients: Mapping[str, int] | None = None
+) -> pb.FromWorker:
+    """The stage is loaded and its neighbours are connected; or a federated job is, for these clients of a
+    population."""
+    roster = [pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()]
+    return pb.FromWorker(
+        loaded=pb.Loaded(job=job, plan_version=version, took_s=took_s, population=population, clients=roster)
+    )
 
 
 def state_stored(

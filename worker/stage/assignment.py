@@ -10,15 +10,15 @@ from atoll.job import TrainingSpec
 from atoll.opdag import StateMeta, TensorMeta
 from atoll.plan import LinkSpec, Plan
 from atoll.program import StageProgram
+from worker.transport.contract import Paths
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """A neighbour in the plan: where it may be reached, and whether we connect to it."""
+    """A neighbour in the plan, and the ways to it."""
 
     worker: str
-    addresses: tuple[tuple[str, int], ...]
-    dial: bool
+    paths: Paths
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import structlog
 
 from atoll.errors import AtollError, BadFrame
 from protos.text_limits import clean
+from worker.transport.contract import Way
 from worker.transport.frames import (
     MAX_CONFIRMED,
     MAX_FRAMES,
@@ -53,14 +54,15 @@ class Connection:
     """Attached to its peer from the start to the end of ``run``. Methods are called on the loop, under the
     peer's lock where it says so."""
 
-    def __init__(self, pipe: Pipe, peer: Peer, *, outbound: bool, summed: bool) -> None:
+    def __init__(
+        self, pipe: Pipe, peer: Peer, *, outbound: bool, summed: bool, way: Way = Way.DIRECT
+    ) -> None:
         """``outbound``: for data of ours, where there are enough connections for each end to have its own.
         ``summed``: payloads too, as no TLS does it."""
-        self.peer, self.outbound = peer, outbound
+        self.peer, self.outbound, self.way = peer, outbound, way
         self.in_flight = 0  # bytes
         self.reason = ""
         self.leaving = False  # the peer said goodbye
-        self.silent = False  # nothing came for too long
         self.heard_s = time.monotonic()
         self.asked_s: float | None = None  # the first ping since something was heard
         self._pipe, self._summed = pipe, summed
@@ -226,7 +228,6 @@ class Connection:
             self.asked_s = None  # silence counts from the next question
         # An answer may wait behind a second of data on a slow link.
         if self.asked_s is not None and now_s - self.asked_s > config.silence_s - config.ping_s / 2:
-            self.silent = True
             self.fail(f"silent for {now_s - self.heard_s:.1f} s")
         every_s = SPARE_PING_S if unused else config.ping_s
         if now_s - self._pinged_s >= every_s and now_s - self.heard_s >= every_s / 2:

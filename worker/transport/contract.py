@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from atoll.errors import ConnectionFailed
@@ -16,6 +17,35 @@ class PeerLost(ConnectionFailed):
         super().__init__(f"lost {peer}: {reason}")
         self.peer = peer
         self.reason = reason
+
+
+class Way(StrEnum):
+    """How this worker is joined with a peer."""
+
+    DIRECT = "direct"  # dialled from here
+    REVERSED = "reversed"  # dialled from there
+    RELAYED = "relayed"  # both dialled a relay
+
+
+@dataclass(frozen=True, slots=True)
+class RelayOffer:
+    """The coordinator's leave to be joined with one peer at its relays; see ``protos.relay_tickets``."""
+
+    addresses: tuple[tuple[str, int], ...]  # an empty host is the coordinator's own
+    ticket: bytes
+    key: bytes = field(repr=False)
+    dials: bool
+    after_s: float  # other ways have so long before
+    lasts_s: float  # from its arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Ways to a peer. ``dial``: this end tries its ``addresses`` first, the peer tries ours soon after."""
+
+    addresses: tuple[tuple[str, int], ...] = ()
+    dial: bool = False
+    relay: RelayOffer | None = None
 
 
 class Receiver(Protocol):
@@ -45,6 +75,10 @@ class TransportConfig:
     silence_s: float = 1.5  # without any frame: frozen
     idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
     reconnect_s: float = 0.4  # or six round trips, if that is more
+    relay_reconnect_s: float = 30.0  # the same of a peer behind a relay, which may be started anew
+    upgrade_s: float = 10.0  # a relayed peer is dialled again after so long, then twice that, ...
+    upgrade_most_s: float = 160.0  # ... up to this
+    coordinator: str = ""  # host of a relay that is offered without one
     handshake_s: float = 5.0
     close_s: float = 0.5  # for the last frames of a graceful close
     use_proxy: bool = False  # dial peers by way of the environment's proxy

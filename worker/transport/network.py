@@ -22,12 +22,23 @@ import structlog
 from atoll.errors import AccessDenied, AtollError, BadFrame, ConnectionFailed, ProtocolMismatch
 from protos import PROTOCOL_VERSION
 from worker.transport.connection import Connection
-from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig
+from worker.transport.contract import (
+    Goodput,
+    Paths,
+    PeerLost,
+    Receiver,
+    RelayOffer,
+    TransportConfig,
+    Way,
+)
 from worker.transport.frames import MAX_META_BYTES, Hello, MessageKey, decode, encode
 from worker.transport.loop import SHARED, run
 from worker.transport.measure import ECHOES, burst, round_trip
+from worker.transport.meeting import FIRST_BACKOFF_S, MAX_BACKOFF_S, Meetings, Road
 from worker.transport.peer import Peer
-from worker.transport.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer
+from worker.transport.pipes import AcceptedPipe, DialledPipe, Pipe, PipeServer, target_of
+from worker.transport.relaying import RelayTunnel
+from worker.transport.tunnels import LocalEnds, Tunnel
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
@@ -35,7 +46,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.02, 2.0
 FAR_RTT_S = 0.008
 FAR_STREAMS = 8
 """Connections to a peer behind a longer round trip, half of them for each end's data. One TCP flow carries
@@ -69,12 +79,15 @@ class PeerNetwork:
         *,
         name: str = "",
         traffic: Traffic | None = None,
+        joined: Callable[[str, Way | None, str], None] = lambda peer, way, relay: None,
+        tunnel: Callable[[RelayOffer], Tunnel] | None = None,
     ) -> None:
         """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed. ``traffic``: what
         this machine may send and receive; None: anything.
 
-        ``lost(peer, reason)`` is called before the jobs' receivers hear of it. Raises ConnectionFailed when
-        the port cannot be opened.
+        ``lost(peer, reason)`` is called before the jobs' receivers hear of it, ``joined(peer, way, relay)``
+        on the loop whenever a peer is joined another way, or none; ``tunnel`` makes one of an offer. Raises
+        ConnectionFailed when the port cannot be opened.
         """
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
@@ -84,6 +97,10 @@ class PeerNetwork:
         self._expected: set[str] = set()
         self._receivers: dict[str, Receiver] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._ends: LocalEnds | None = None
+        with suppress(OSError, AttributeError):  # a system without Unix sockets has no tunnels
+            self._ends = LocalEnds()
+        self._meetings = Meetings(self, self._ends, tunnel or self._relay_tunnel, joined)
         self._closed = False
         self._server: PipeServer | None = None
         self._loop = SHARED.acquire()
@@ -94,12 +111,19 @@ class PeerNetwork:
             raise
 
     async def _start(self, listen: tuple[str, int] | None) -> int:
-        port = 0
-        if listen is not None:
-            self._server = PipeServer(self._identity, self._accept, self.config.max_connections)
-            port = await self._server.start(listen)
-        self._spawn(self._watch())
+        self._server = PipeServer(self._identity, self._accept, self.config.max_connections)
+        try:
+            port = await self._server.start(listen, self._ends.accepting if self._ends else None)
+        except BaseException:
+            await self._server.close()
+            if self._ends is not None:
+                await self._ends.close()
+            raise
+        self.spawn(self._watch())
         return port
+
+    def _relay_tunnel(self, offer: RelayOffer) -> Tunnel:
+        return RelayTunnel(offer, self.config.coordinator, use_proxy=self.config.use_proxy)
 
     # ---------------------------------------------------------------- connecting
 
@@ -117,43 +141,85 @@ class PeerNetwork:
         try:
             return run(self._loop, self._dial(peer, addresses, timeout_s))
         except AtollError:
-            # A peer that was never connected is not there to be sent to.
-            with self._changed:
-                known = self._peers.get(peer)
-                if known is not None and known.remote_session is None:
-                    del self._peers[peer]
+            self._forget_unmet(peer)
             raise
 
     async def _dial(
         self, peer: str, addresses: Sequence[tuple[str, int]], timeout_s: float
     ) -> tuple[str, int]:
         deadline_s = time.monotonic() + timeout_s
+        first, road = await self.first(peer, addresses, timeout_s)
+        await self.add_streams(first, road, deadline_s)
+        return next(address for address in addresses if address == road)
+
+    async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> tuple[Connection, Road]:
+        """The first connection, and what it goes by; on the loop. Raises as ``dial``."""
+        deadline_s = time.monotonic() + timeout_s
         backoff_s = FIRST_BACKOFF_S
-        reasons: dict[tuple[str, int], AtollError] = {}
+        reasons: dict[Road, AtollError] = {}
         while True:
-            for address in addresses:
+            for road in roads:
                 try:
-                    first = await self._connect(peer, address, 0, deadline_s)
+                    return await self._connect(peer, road, 0, deadline_s), road
                 except AtollError as error:
                     # What the deadline cut short says less than an answer that came before.
-                    if address not in reasons or time.monotonic() < deadline_s:
-                        reasons[address] = error
-                else:
-                    await self._add_streams(first, address, deadline_s)
-                    return address
+                    if road not in reasons or time.monotonic() < deadline_s:
+                        reasons[road] = error
             if reasons and all(isinstance(why, AccessDenied | ProtocolMismatch) for why in reasons.values()):
                 raise next(iter(reasons.values()))
             if time.monotonic() + backoff_s >= deadline_s or self._closed:
-                tried = "; ".join(f"{host}:{port}: {why}" for (host, port), why in reasons.items())
+                tried = "; ".join(f"{_shown(road)}: {why}" for road, why in reasons.items())
                 tried = tried or "no address known"
                 raise ConnectionFailed(f"cannot reach {peer} within {timeout_s:g} s ({tried})")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
-    async def _add_streams(self, first: Connection, address: tuple[str, int], deadline_s: float) -> None:
-        """The other connections to a peer whose first works; the link works without them, too."""
-        peer, streams = first.peer, self.config.streams
-        self._spawn(self._keep(first, peer, address, 0))
+    def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        """Be connected with ``peer``, whichever end can dial the other. Raises ConnectionFailed after
+        ``timeout_s``, ProtocolMismatch at once."""
+        self.admit(peer)
+        try:
+            run(self._loop, self._meetings.meet(peer, paths, timeout_s))
+        except AtollError:
+            self._forget_unmet(peer)
+            raise
+
+    def expect(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        """Begin to ``meet`` a peer, and return at once; failing is logged."""
+        self.admit(peer)
+
+        async def meet() -> None:
+            try:
+                await self._meetings.meet(peer, paths, timeout_s)
+            except AtollError as error:
+                self._forget_unmet(peer)
+                log.info("peer.unreachable", peer=peer, reason=str(error))
+
+        asyncio.run_coroutine_threadsafe(self._begin(meet()), self._loop)
+
+    async def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self.spawn(work)
+
+    def _forget_unmet(self, peer: str) -> None:
+        """A peer that was never connected is not there to be sent to."""
+        with self._changed:
+            known = self._peers.get(peer)
+            if known is not None and known.remote_session is None:
+                del self._peers[peer]
+
+    def keep(self, connection: Connection, road: Road) -> None:
+        """Serve a connection that was dialled, and replace it when it breaks; on the loop."""
+        self.spawn(self._keep(connection, connection.peer, road, 0))
+
+    def known(self, peer: str) -> Peer | None:
+        """Return the peer's state, None where it was never met or is lost."""
+        return self._peers.get(peer)
+
+    async def add_streams(self, connection: Connection, road: Road, deadline_s: float) -> None:
+        """The other connections to a peer whose first works; the link works without them, too. On the
+        loop."""
+        peer, streams = connection.peer, self.config.streams
+        self.keep(connection, road)
         if not streams:
             with suppress(ConnectionFailed):
                 far = await asyncio.to_thread(round_trip, peer, 3) > FAR_RTT_S
@@ -162,8 +228,8 @@ class PeerNetwork:
         async def add(number: int) -> None:
             connection = None
             with suppress(AtollError):
-                connection = await self._connect(peer.name, address, number, deadline_s)
-            self._spawn(self._keep(connection, peer, address, number))
+                connection = await self._connect(peer.name, road, number, deadline_s)
+            self.spawn(self._keep(connection, peer, road, number))
 
         await asyncio.gather(*(add(number) for number in range(1, streams)))
 
@@ -178,18 +244,38 @@ class PeerNetwork:
     def connected(self, peer: str) -> bool:
         return self.connections(peer) > 0
 
+    def ways(self) -> dict[str, Way]:
+        """How each connected peer is joined."""
+        with self._changed:
+            return {peer.name: peer.way for peer in self._peers.values() if peer.way is not None}
+
+    def reported(self) -> list[tuple[str, Way, str]]:
+        """What ``joined`` was called with for the peers there are."""
+        return self._meetings.reported()
+
     def connections(self, peer: str) -> int:
         """How many streams to this peer are open."""
         with self._changed:
             known = self._peers.get(peer)
             return len(known.connections) if known else 0
 
-    async def _connect(
-        self, name: str, address: tuple[str, int], stream: int, deadline_s: float
-    ) -> Connection:
+    async def _dialled(self, name: str, road: Road, left_s: float) -> Pipe:
+        """A pipe that nothing was said on. Raises ConnectionFailed."""
+        if isinstance(road, tuple):
+            return DialledPipe(self._identity, name, target_of(road), use_proxy=self.config.use_proxy)
+        if self._ends is None:
+            raise ConnectionFailed("this system has no local sockets for tunnels")
+        try:
+            async with asyncio.timeout(left_s):
+                stream = await road.open()
+        except TimeoutError:
+            raise ConnectionFailed(f"{road.name}: the other end did not come") from None
+        return DialledPipe(self._identity, name, self._ends.dialled(stream), use_proxy=False)
+
+    async def _connect(self, name: str, road: Road, stream: int, deadline_s: float) -> Connection:
         """Dial and greet. Raises AccessDenied, ProtocolMismatch, ConnectionFailed."""
         left_s = max(0.0, min(self.config.handshake_s, deadline_s - time.monotonic()))
-        pipe: Pipe = DialledPipe(self._identity, name, address, use_proxy=self.config.use_proxy)
+        pipe = await self._dialled(name, road, left_s)
         hello = self._hello(self._peer(name), stream)
         try:
             async with asyncio.timeout(left_s):
@@ -208,20 +294,23 @@ class PeerNetwork:
             if isinstance(error, BadFrame):
                 raise ConnectionFailed(str(error)) from None
             raise
-        return self._attach(pipe, peer, remote, outbound=stream % 2 == 0, host=address[0])
+        way, host = (Way.DIRECT, road[0]) if isinstance(road, tuple) else (Way.RELAYED, "")
+        return self._attach(pipe, peer, remote, way, outbound=stream % 2 == 0, host=host)
 
-    def _attach(self, pipe: Pipe, peer: Peer, remote: Hello, *, outbound: bool, host: str = "") -> Connection:
+    def _attach(
+        self, pipe: Pipe, peer: Peer, remote: Hello, way: Way, *, outbound: bool, host: str = ""
+    ) -> Connection:
         if self.shaping is not None:
             pipe = self.shaping.shaped(pipe, remote.label, remote.name, host)
-        connection = Connection(pipe, peer, outbound=outbound, summed=self._identity is None)
+        connection = Connection(pipe, peer, outbound=outbound, summed=self._identity is None, way=way)
         with self._changed:
             self._changed.notify_all()
+        self._meetings.attached(peer)
         return connection
 
-    async def _keep(
-        self, connection: Connection | None, peer: Peer, address: tuple[str, int], stream: int
-    ) -> None:
-        """Serve a dialled connection, and replace it when it breaks, until the peer is lost."""
+    async def _keep(self, connection: Connection | None, peer: Peer, road: Road, stream: int) -> None:
+        """Serve a dialled connection, and replace it when it breaks, until the peer is lost; one through a
+        tunnel, until the peer is joined without."""
         backoff_s = FIRST_BACKOFF_S
         while not peer.gone and not self._closed:
             if connection is not None:
@@ -232,10 +321,13 @@ class PeerNetwork:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             connection = None
+            road = self._meetings.newest(peer.name, road)
+            if not isinstance(road, tuple) and peer.way not in (None, Way.RELAYED):
+                return
             if self._peers.get(peer.name) is peer:
                 with suppress(AtollError):
                     deadline_s = time.monotonic() + self.config.handshake_s
-                    connection = await self._connect(peer.name, address, stream, deadline_s)
+                    connection = await self._connect(peer.name, road, stream, deadline_s)
         if connection is not None:
             connection.fail("closed")
             await self._serve(connection)
@@ -248,6 +340,8 @@ class PeerNetwork:
             peer = connection.peer
             with self._changed:
                 self._changed.notify_all()
+            if not self._closed:
+                self._meetings.detached(peer, connection)
             if connection.leaving and not peer.connections and not self._closed:
                 self._lose(peer, connection.reason)
 
@@ -265,7 +359,8 @@ class PeerNetwork:
         peer = self._peer(remote.name, remote.session)
         await pipe.send(encode(self._hello(peer, remote.stream)))
         if not peer.gone and not self._closed:
-            await self._serve(self._attach(pipe, peer, remote, outbound=remote.stream % 2 == 1))
+            way, outbound = Way.RELAYED if pipe.tunnelled else Way.REVERSED, remote.stream % 2 == 1
+            await self._serve(self._attach(pipe, peer, remote, way, outbound=outbound))
 
     def _checked(self, first: bytes | None, name: str | None) -> Hello:
         """The other side's HELLO; ``name``: who it is, None: whoever it says. Raises BadFrame,
@@ -424,7 +519,11 @@ class PeerNetwork:
                         connection.watch(now_s, asleep=asleep)
                 patience_s = max(self.config.reconnect_s, 6 * (peer.window.rtt_s or 0.0))
                 since_s = peer.down_since_s
-                if since_s is not None and (peer.down_silent or now_s - since_s > patience_s):
+                if peer.relayed:
+                    patience_s = max(patience_s, self.config.relay_reconnect_s)
+                    # A relay that is away is nobody's fault here (decision 032), for as long as that.
+                    peer.progress += since_s is not None
+                if since_s is not None and now_s - since_s > patience_s:
                     self._lose(peer, peer.down_reason)
 
     # ---------------------------------------------------------------- the end
@@ -454,8 +553,15 @@ class PeerNetwork:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ends is not None:
+            await self._ends.close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _shown(road: Road) -> str:
+    return f"{road[0]}:{road[1]}" if isinstance(road, tuple) else road.name

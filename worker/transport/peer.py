@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from worker.manners.traffic import Traffic
 from worker.transport.busy_time import BusyTime
-from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig
+from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
 from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, Ack, Data, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
@@ -51,7 +51,7 @@ class Peer:
         self.gone = ""  # why, once lost
         self.down_since_s: float | None = None
         self.down_reason = ""
-        self.down_silent = False  # frozen, not cut: dialling again would only wait
+        self.relayed = False  # by its last connection
         self.acks: list[tuple[int, int]] | None = None  # (peer's clock ns, bytes), while somebody measures
         self.echoes: dict[int, float] = {}  # ping -> round trip; 0 = awaited
         self.used_s = time.monotonic()  # the last chunk either way
@@ -225,6 +225,7 @@ class Peer:
         """One more connection."""
         with self.lock:
             self.connections.append(connection)
+            self.relayed = self.way is Way.RELAYED
             self.down_since_s = None
             self.outbox.ask_again(self.window.chunk)
             self.nudge()
@@ -244,7 +245,6 @@ class Peer:
                 self.nudge()
             else:
                 self.down_since_s, self.down_reason = now_s, connection.reason
-                self.down_silent = connection.silent
 
     def lose(self, reason: str) -> bool:
         """Forget what waits; True the first time."""
@@ -257,6 +257,11 @@ class Peer:
             return True
 
     # -- figures
+
+    @property
+    def way(self) -> Way | None:
+        """How the peer is joined: by the least distant of its connections; None: not now."""
+        return min((c.way for c in self.connections), key=list(Way).index, default=None)
 
     @property
     def front(self) -> Connection | None:

@@ -86,12 +86,9 @@ class _Stream:
 class DialledPipe(_Stream):
     """The end that called."""
 
-    def __init__(
-        self, identity: Identity | None, peer: str, address: tuple[str, int], *, use_proxy: bool
-    ) -> None:
-        """A connection of its own to ``address`` that accepts nobody but ``peer`` there."""
+    def __init__(self, identity: Identity | None, peer: str, target: str, *, use_proxy: bool) -> None:
+        """A connection of its own to gRPC's address ``target`` that accepts nobody but ``peer`` there."""
         options = [*OPTIONS, proxy_option(use_proxy)]
-        target = target_of(address)
         self._peer = peer
         if identity is None:
             self._channel = aio.insecure_channel(target, options=options)
@@ -129,6 +126,7 @@ class AcceptedPipe(_Stream):
     def __init__(self, context: Any) -> None:
         self._stream, self._task = context, asyncio.current_task()
         self.certified = peer_name(context.auth_context())  # the name in its certificate, None without TLS
+        self.tunnelled = str(context.peer()).startswith("unix:")
 
     async def finish(self) -> None:
         """The handler's return does it."""
@@ -154,19 +152,25 @@ class PipeServer:
             handlers=[handler], options=OPTIONS, maximum_concurrent_rpcs=max_connections
         )
 
-    async def start(self, listen: tuple[str, int]) -> int:
-        """Return the port. Raises ConnectionFailed when it cannot be opened."""
-        target = target_of(listen)
+    async def start(self, listen: tuple[str, int] | None, local: str | None) -> int:
+        """Listen on an address, and on a local one for tunnels; returns the port, 0 without an address.
+
+        Raises ConnectionFailed when one cannot be opened.
+        """
+        port = self._open(target_of(listen)) if listen is not None else 0
+        if local is not None:
+            self._open(local)
+        await self._server.start()
+        return port
+
+    def _open(self, target: str) -> int:
         try:
-            if self._identity is not None:
-                credentials = server_credentials(self._identity, mutual=True)
-                port = self._server.add_secure_port(target, credentials)
-            else:
-                port = self._server.add_insecure_port(target)
+            if self._identity is None:
+                return int(self._server.add_insecure_port(target))
+            credentials = server_credentials(self._identity, mutual=True)
+            return int(self._server.add_secure_port(target, credentials))
         except RuntimeError:
             raise ConnectionFailed(f"cannot listen on {target}; choose another port") from None
-        await self._server.start()
-        return int(port)
 
     async def close(self) -> None:
         await self._server.stop(0)

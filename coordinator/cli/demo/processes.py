@@ -103,6 +103,10 @@ class Processes:
             if (code := process.poll()) is not None:
                 raise DemoFailed(f"{name} ended early, exit code {code}:\n{self.log(name)}")
 
+    def ended(self) -> list[str]:
+        """Names of the daemons that have ended."""
+        return [name for name, process in self._daemons.items() if process.poll() is not None]
+
     def log_path(self, name: str) -> Path:
         """The file with what a process says on its error stream."""
         return self.folder / f"{name}.log"
@@ -182,7 +186,11 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Signals wait until the block is done: a process must not be started without being noted, nor left."""
+    """Signals wait until the block is done: a process must not be started without being noted, nor left.
+    They interrupt the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     came: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}

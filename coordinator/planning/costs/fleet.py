@@ -1,8 +1,9 @@
 """The machines a plan may use: devices in join order, the links between them, shared uplinks.
 
 A Fleet is a value: the live one is built from probes, one described in a file by ``fleet_file.read_fleet``.
-A transfer from a to b passes, first in first out, every uplink that has a but not b (upwards), every one that
-has b but not a (downwards), and the pair's own rate; it arrives one latency later.
+A transfer from a to b passes, first in first out, every uplink that has a but not b (upwards), the relay that
+joins them, if any, every uplink that has b but not a (downwards), and the pair's own rate; it arrives one
+latency later.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from atoll.device_class import DeviceClass
-from coordinator.planning.costs.network import LinkEstimate, Uplink
+from coordinator.planning.costs.network import LinkEstimate, RelayLine, Uplink
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +73,7 @@ class Fleet:
     latency_s: Floats
     uplinks: tuple[Uplink, ...] = ()
     payload_share: float = 1.0
+    relays: tuple[RelayLine, ...] = ()
     probed: Fleet | None = None  # the same at the rates of probes, where training's messages got less
 
     def __post_init__(self) -> None:
@@ -97,6 +99,8 @@ class Fleet:
         """(resource, bit/s) that a transfer passes in order; the pair's own rate comes last."""
         ups, downs = self._uplinks_of[source], self._uplinks_of[target]
         found = [(f"{self.uplinks[u].name} up", self.uplinks[u].up_bps) for u in ups if u not in downs]
+        ends = (self.devices[source].worker, self.devices[target].worker)
+        found += [(relay.name, relay.bps) for relay in self.relays if ends in relay.pairs]
         found += [(f"{self.uplinks[u].name} down", self.uplinks[u].down_bps) for u in downs if u not in ups]
         pair = f"{self.devices[source].label}>{self.devices[target].label}"
         found.append((pair, float(self.bandwidth_bps[source, target])))
@@ -113,6 +117,11 @@ class Fleet:
             rate[rows] = np.where(inside, rate[rows], np.minimum(rate[rows], uplink.up_bps))
             columns = rate[:, rows]
             rate[:, rows] = np.where(inside[:, None], columns, np.minimum(columns, uplink.down_bps))
+        for relay in self.relays:
+            for a, b in relay.pairs:
+                if a in self.index and b in self.index:
+                    at = self.index[a], self.index[b]
+                    rate[at] = min(rate[at], relay.bps)
         return rate * self.payload_share
 
     def subset(self, workers: Sequence[str]) -> Fleet:
@@ -124,5 +133,6 @@ class Fleet:
             self.latency_s[np.ix_(chosen, chosen)],
             tuple(uplink for uplink in self.uplinks if not inside.isdisjoint(uplink.members)),
             self.payload_share,
+            tuple(relay for relay in self.relays if any(inside.issuperset(pair) for pair in relay.pairs)),
             self.probed.subset(workers) if self.probed is not None else None,
         )

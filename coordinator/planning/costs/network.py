@@ -16,6 +16,15 @@ class LinkEstimate:
 
 
 @dataclass(frozen=True, slots=True)
+class RelayLine:
+    """A rate that all pairs which pass one relay share, both directions together."""
+
+    name: str
+    pairs: frozenset[Pair]
+    bps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Uplink:
     """A rate that a set of workers share towards everyone outside the set, each direction its own.
 

@@ -80,8 +80,9 @@ class LoneMachine:
         return ev.Blob(name_of("model", at_round), 1000)
 
     def sum(self, asked: fed.Aggregate) -> None:
-        dropped = {name: "1 non-finite elements" for name in asked.updates if name in self.bad}
-        enough = len(asked.updates) - len(dropped) >= asked.least
+        named = dict.fromkeys(asked.updates, 1) | {n: len(s.samples) for n, s in asked.sums.items()}
+        dropped = {name: "1 non-finite elements" for name in named if name in self.bad}
+        enough = sum(count for name, count in named.items() if name not in dropped) >= asked.least
         state = ev.Blob(name_of("state", asked.round), 2000) if enough else None
         model = self.model(asked.round + 1) if enough else None
         self.step(ev.Aggregated("job-1", asked.round, asked.attempt, state, model, None, dropped))

@@ -77,7 +77,7 @@ def test_clients_of_a_lost_host_go_to_others_and_what_it_sends_late_is_refused_a
     assert answered(cohort, "a", late, {})[1] == (
         f"host 'a' answers for client '{mine[0]}' and {len(mine) - 1} more; it is not in training"
     )
-    cohort, found = deal(ROSTER, cohort, ["b", "c"], elapsed_s=1.0)
+    cohort, found = deal(ROSTER, cohort, ["b", "c"], elapsed_s={"b": 1.0, "c": 1.0})
     assert sorted(c for clients in found.clients.values() for c in clients) == mine
     assert len(found.clients["b"]) > len(found.clients["c"])  # which is still at work
     again, why = answered(cohort, "a", late, {})

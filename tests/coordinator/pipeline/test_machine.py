@@ -235,11 +235,15 @@ def test_the_job_finishes_only_after_evaluation_and_storing() -> None:
 
 
 def not_finite(state: JobState, **changes: Any) -> tuple[JobState, list[jobs.Todo]]:
-    """Every stage reports the step in flight, the last one as not finite."""
+    """Every stage reports the step in flight, the last one as not finite; no other worker can take over."""
     todo: list[jobs.Todo] = []
     for rank in range(state.n_ranks):
         report = ready(rank, state.step, version=state.version, **(changes if rank == STAGES - 1 else {}))
         state, todo = step(state, report)
+    for redo in [item for item in todo if isinstance(item, jobs.Redo)]:
+        assert state.phase is Phase.TRAINING
+        state, more = step(state, jobs.StageLost(redo.reason))
+        todo = [*todo, *more]
     return state, todo
 
 

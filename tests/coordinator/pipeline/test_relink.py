@@ -174,6 +174,8 @@ def test_cancelling_and_a_step_that_is_not_finite_drop_a_change_of_the_links(pen
     assert (over.phase, over.wanted, over.relink) == (Phase.CANCELLED, None, None)
     for rank in range(state.n_ranks):
         state, todo = step(state, ready(rank, state.step, loss=math.nan))
+    (redo,) = [item for item in todo if isinstance(item, jobs.Redo)]
+    state, todo = step(state, jobs.StageLost(redo.reason))
     assert (state.phase, state.wanted, state.relink) == (Phase.PAUSED, None, None)
     assert any(isinstance(t, jobs.ReleaseAll) for t in todo)
 

@@ -31,6 +31,7 @@ def test_an_introduction_cannot_turn_a_line_around_or_break_it() -> None:
         ({"ready": pb.StepReady(job="j", links=[pb.LinkGoodput(peer=ODD)])}, "peer"),
         ({"failed": pb.StageFailed(job="j", lost_peer=ODD)}, "lost peer"),
         ({"link_probed": pb.LinkProbed(peer=ODD)}, "peer"),
+        ({"peer_joined": pb.PeerJoined(peer=ODD, way="direct")}, "peer"),
     ],
 )
 def test_a_name_that_is_not_plain_is_refused(sent: dict[str, Any], what: str) -> None:
@@ -73,3 +74,11 @@ def test_a_guests_limits_are_bounded_and_none_of_them_is_unlimited() -> None:
     ):
         with pytest.raises(BadFrame):
             message_from(pb.FromWorker(heartbeat=pb.Heartbeat(guest=pb.GuestLimits(**wrong))))
+
+
+def test_how_a_peer_is_joined_is_one_of_three_words_or_none() -> None:
+    for way in ("direct", "reversed", "relayed", ""):
+        found = message_from(pb.FromWorker(peer_joined=pb.PeerJoined(peer="w", way=way, relay="r:1")))
+        assert found == ev.PeerJoined("w", way, "r:1")
+    with pytest.raises(BadFrame, match="joined 'by pigeon'"):
+        message_from(pb.FromWorker(peer_joined=pb.PeerJoined(peer="w", way="by pigeon")))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +19,7 @@ from rich.console import Console
 from protos import atoll_control_pb2 as pb
 from protos.command_line import run
 from protos.credentials import Authority, fingerprint, new_token
+from protos.relay_tickets import NONCE_BYTES, greeting
 from tests.worker.cli.test_main import Entry, config_for
 from worker.cli import doctor
 from worker.cli import main as cli
@@ -49,7 +52,7 @@ def _facts(config: WorkerConfig) -> DeviceFacts:
 def entry(tmp_path: Path) -> Iterator[Entry]:
     started = Entry(tmp_path / "coordinator")
     door: Any = started.door
-    door.reachable, door.skew_s = True, 0.0
+    door.reachable, door.skew_s, door.relays = True, 0.0, []
 
     def echo(chunks: Iterator[pb.EchoChunk], context: Any) -> Iterator[pb.EchoChunk]:
         first = next(chunks)
@@ -57,7 +60,9 @@ def entry(tmp_path: Path) -> Iterator[Entry]:
         yield pb.EchoChunk(received_bytes=sum(len(chunk.data) for chunk in chunks))
 
     def hello(request: pb.HelloRequest, context: Any) -> pb.HelloReply:
-        return pb.HelloReply(protocol=door.protocol, version="9.9", time_s=time.time() + door.skew_s)
+        relays = [pb.Address(port=port) for port in door.relays]
+        time_s = time.time() + door.skew_s
+        return pb.HelloReply(protocol=door.protocol, version="9.9", time_s=time_s, relays=relays)
 
     door.Echo, door.Hello = echo, hello
     door.Reach = lambda request, context: pb.ReachReply(host="203.0.113.9", reachable=door.reachable)
@@ -111,7 +116,52 @@ def test_a_closed_port_is_a_note_with_the_way_to_open_it(entry: Entry, tmp_path:
     report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
     inbound = next(finding for finding in report.findings if finding.check == "inbound")
     assert inbound.mark is Mark.NOTE
-    assert "forward a port" in inbound.fix
+    assert "a forwarded port" in inbound.fix
+    assert report.fit
+
+
+def way(report: Report) -> tuple[str, Mark, str]:
+    found = next(finding for finding in report.findings if finding.check == "way to peers")
+    return report.figures["way"], found.mark, found.found
+
+
+def test_a_machine_that_is_reached_is_joined_directly(entry: Entry, tmp_path: Path):
+    report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
+    assert way(report) == ("direct", Mark.OK, "direct: they dial this machine, or it dials them")
+
+
+def test_a_closed_machine_meets_others_at_a_relay_that_greets(entry: Entry, tmp_path: Path):
+    door: Any = entry.door
+    door.reachable = False
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        door.relays = [1, listener.getsockname()[1]]
+        relay = threading.Thread(target=greet, args=(listener,))
+        relay.start()
+        report = examine(config_for(entry, tmp_path, entry.token), lambda what: None)
+        relay.join()
+    relays = [finding for finding in report.findings if finding.check == "relay"]
+    assert [finding.mark for finding in relays] == [Mark.NOTE, Mark.OK]
+    assert "open that port" in relays[0].fix
+    kind, mark, words = way(report)
+    assert (kind, mark) == ("relayed", Mark.OK)
+    assert f"the relay 127.0.0.1:{door.relays[1]}, at most" in words
+
+
+def greet(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.sendall(greeting(bytes(NONCE_BYTES)))
+
+
+def test_a_closed_machine_without_a_relay_hears_what_is_missing(entry: Entry, tmp_path: Path):
+    config = replace(config_for(entry, tmp_path, entry.token), inbound=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        door: Any = entry.door
+        door.relays = [silent.getsockname()[1]]
+        silent.close()
+        report = examine(config, lambda what: None)
+    assert way(report)[:2] == ("outbound", Mark.NOTE)
+    assert "inbound" not in marks(report)
     assert report.fit
 
 
@@ -231,4 +281,4 @@ def test_people_see_a_line_a_check_and_what_to_do(entry: Entry, tmp_path: Path):
     text = io.StringIO()
     show(examine(config_for(entry, tmp_path, entry.token), lambda what: None), Console(file=text, width=200))
     assert "round trip" in text.getvalue()
-    assert "-> fine while the others can be reached" in text.getvalue()
+    assert "-> fine: others are dialled from here" in text.getvalue()

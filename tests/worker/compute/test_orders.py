@@ -22,6 +22,7 @@ from worker.compute import orders
 from worker.federated.orders import EvaluateOrder, ModelRef, TrainOrder
 from worker.session import wire
 from worker.stage.assignment import Assignment, Era, PeerLink, Replay
+from worker.transport.contract import Paths
 
 HASH = "a" * 64
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
@@ -33,13 +34,13 @@ def stage() -> Assignment:
     """The first of two stages, with its blobs."""
     made = case("mlp")
     given = assign(made, cut_evenly(made.dag, 2), TRAINING, ScheduleName.GPIPE, (LINK,))[0]
-    links = (PeerLink("w-1", (("192.0.2.1", 7701),), True),)
+    links = (PeerLink("w-1", Paths((("192.0.2.1", 7701),), dial=True)),)
     states = {name: made.states[name] for name in sorted(given.states)}
     return replace(given, links=links, tensors=dict.fromkeys(made.tensors, HASH), states=states, first_step=4)
 
 
 def addresses(peer: PeerLink) -> list[pb.Address]:
-    return [pb.Address(host=host, port=port) for host, port in peer.addresses]
+    return [pb.Address(host=host, port=port) for host, port in peer.paths.addresses]
 
 
 def sent(stage: Assignment) -> pb.Assign:
@@ -56,9 +57,9 @@ def sent(stage: Assignment) -> pb.Assign:
             pb.StagePeer(
                 stage=1,
                 peer=pb.PeerAddress(
-                    worker=p.worker, addresses=[pb.Address(host=h, port=n) for h, n in p.addresses]
+                    worker=p.worker, addresses=[pb.Address(host=h, port=n) for h, n in p.paths.addresses]
                 ),
-                dial=p.dial,
+                dial=p.paths.dial,
             )
             for p in stage.links
         ],

@@ -14,16 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from atoll.errors import ConnectionFailed, UsageError
 from coordinator.client.client import connect
+from protos.proxies import Proxy as Address
+from protos.proxies import proxy_for
 from tests.coordinator.test_server import stack, start
 from tests.interrupts import ROOT
 from tests.patience import HUNG_S
 from tests.worker.transport.test_network import PATIENT, Make, authority, host, key
+from tests.worker.transport.test_tunnels import Relays, exchange, leave, relayed, relays
 from worker.config import WorkerConfig, make_config, remember
 from worker.control.enroll import join
-from worker.transport.contract import TransportConfig
+from worker.transport.contract import Paths, TransportConfig
 
-__all__ = ["authority", "host", "stack"]
+__all__ = ["authority", "host", "relays", "stack"]
 
 
 class Proxy:
@@ -112,6 +116,83 @@ def test_a_peer_is_dialled_through_the_proxy_when_told_to(host: Make, proxy: Pro
     a.network.send("w-b", key(), b"", b"there")
     assert b.delivered.get(timeout=HUNG_S)[3] == b"there"
     assert set(proxy.asked) == ({f"127.0.0.1:{b.address[1]}"} if use_proxy else set())
+
+
+@pytest.mark.parametrize("use_proxy", [False, True])
+def test_a_relay_is_dialled_through_the_proxy_when_told_to(
+    host: Make, relays: Relays, proxy: Proxy, use_proxy: bool
+) -> None:
+    config = TransportConfig(silence_s=PATIENT.silence_s, streams=1, use_proxy=use_proxy)
+    a, b = relayed(host, relays.port, config=config)
+    exchange(a, b, range(2))
+    asked = {f"127.0.0.1:{relays.port}"}
+    assert set(proxy.asked) == (asked if use_proxy else set())
+
+
+def test_a_proxy_that_does_not_connect_is_named(
+    host: Make, relays: Relays, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as refusing:
+        port = refusing.getsockname()[1]
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{port}")
+
+        def refuse() -> None:
+            with suppress(OSError):
+                while True:
+                    near, _ = refusing.accept()
+                    with near:
+                        near.recv(4096)
+                        near.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+
+        threading.Thread(target=refuse, daemon=True).start()
+        a = host("w-a", TransportConfig(use_proxy=True), listen=False)
+        with pytest.raises(ConnectionFailed, match=f"proxy 127.0.0.1:{port} does not connect: HTTP/1.1 403"):
+            a.network.meet("w-b", Paths(relay=leave(relays.port, dials=True)), 1.0)
+        refusing.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, None),
+        ({"https_proxy": "http://p.example:3128"}, Address("p.example", 3128)),
+        ({"https_proxy": "p.example:3128", "no_proxy": "other"}, Address("p.example", 3128)),
+        ({"http_proxy": "http://u%40:pa@[::1]:8"}, Address("::1", 8, "u@:pa")),
+        ({"https_proxy": "http://p.example", "no_proxy": "relay.example.org"}, None),
+        ({"grpc_proxy": "http://g", "https_proxy": "http://p"}, Address("g", 80)),
+    ],
+)
+def test_the_proxy_of_the_environment(environment: dict[str, str], found: Address | None) -> None:
+    assert proxy_for("relay.example.org", environment) == found
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "excepted"),
+    [
+        ("*", True),
+        (".example.org", True),
+        ("ample.org", False),
+        (" , ,relay.example.org", True),
+        ("10.0.0.0/8", False),
+    ],
+)
+def test_hosts_are_excepted_by_name_and_domain(no_proxy: str, excepted: bool) -> None:
+    environment = {"https_proxy": "http://p", "no_proxy": no_proxy}
+    assert (proxy_for("relay.example.org", environment) is None) == excepted
+
+
+def test_hosts_are_excepted_by_network() -> None:
+    environment = {"https_proxy": "http://p", "no_proxy": "10.0.0.0/8, fd00::/8"}
+    found = [proxy_for(host, environment) is None for host in ("10.1.2.3", "fd00::1", "11.0.0.1")]
+    assert found == [True, True, False]
+
+
+def test_a_proxy_asks_for_the_relay_with_its_login() -> None:
+    request = Address("p", 1, "user:word").request("::1", 7702)
+    assert request.startswith(b"CONNECT [::1]:7702 HTTP/1.1\r\nHost: [::1]:7702\r\n")
+    assert request.endswith(b"Proxy-Authorization: Basic dXNlcjp3b3Jk\r\n\r\n")
+    with pytest.raises(UsageError, match="no http://HOST:PORT"):
+        proxy_for("relay", {"https_proxy": "socks5://p:1"})
 
 
 @pytest.mark.parametrize("said", ["--use-proxy", "ATOLL_USE_PROXY"])

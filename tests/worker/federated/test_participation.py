@@ -124,6 +124,7 @@ def context(
         blobs=BlobFiles(server.store, BlobCache(folder / "blobs", 1 << 30)),
         fetch_of=unused,
         open_data={"mine": mine}.__getitem__,
+        open_population=lambda name: None,
         scratch=folder,
         spans=Spans(),
         progress=Progress(),
@@ -176,7 +177,7 @@ def test_rounds_over_the_store_are_those_in_one_process_bit_for_bit(
     reference = local(server, 3)
     assert same(server.state.weights, reference.state.weights)
     tested = client.evaluate(EvaluateOrder(3, server.broadcast()), Cancel())
-    assert tested.found == reference.evaluate_clients()["w-a"]
+    assert tested.found[""] == reference.evaluate_clients()["w-a"]
 
 
 def test_a_model_comes_down_once_for_evaluation_and_the_next_round(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from worker.pipe.keys import from_key
 from worker.session import events, instructions
 from worker.session.wire import AssignedStage, ReconfiguredStage
 from worker.stage.assignment import PeerLink
+from worker.transport.contract import Paths
 from worker.transport.frames import Direction, MessageKey
 
 Start = Callable[..., "World"]
@@ -52,7 +53,7 @@ class World:
     def load(self, job: str = "j", version: int = 1, first_step: int = 0) -> None:
         peer = control.StagePeer(stage=1, peer=control.PeerAddress(worker="w-b"))
         assign = control.Assign(job=job, plan_version=version, peers=[peer], first_step=first_step)
-        work = AssignedStage(assign, (PeerLink("w-b", (("192.0.2.1", 1),), True),))
+        work = AssignedStage(assign, (PeerLink("w-b", Paths((("192.0.2.1", 1),), dial=True)),))
         self.host.do(instructions.LoadStage(job, version, work))
 
     def join(self, job: str = "f") -> None:
@@ -132,7 +133,7 @@ def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is
     assert world.host.logged_from == 8
     peer = control.StagePeer(stage=1, peer=control.PeerAddress(worker="w-c"))
     message = control.Reconfigure(job="j", plan_version=2, step=10, peers=[peer])
-    work = ReconfiguredStage(message, (PeerLink("w-c", (("192.0.2.1", 1),), True),))
+    work = ReconfiguredStage(message, (PeerLink("w-c", Paths((("192.0.2.1", 1),), dial=True)),))
     world.host.do(instructions.Reconfigure("j", 2, 10, work))
     loaded = world.event()
     assert (type(loaded), loaded.version) == (events.StageLoaded, 2)

@@ -62,7 +62,7 @@ def test_asked_again_for_a_round_it_answers_without_training_twice() -> None:
     state, todo = told(state, trained(0), train(0))
     assert todo == [do.Send("update 0"), do.Send("update 0")]
     state, todo = told(state, *AGAIN, e.Participate("f", 1, "work"), train(0))
-    assert todo[1:] == [do.Send("update 0"), do.Send(do.StillHeld("f", 1)), do.Send("update 0")]
+    assert todo[1:] == [do.Send("update 0"), do.Send("loaded"), do.Send("update 0")]
     state, todo = told(state, settled(0), evaluate(1), assessed(1), evaluate(1))
     assert todo[-2:] == [do.Send("tested 1"), do.Send("tested 1")]
 
@@ -163,3 +163,19 @@ def test_no_order_of_events_breaks_the_session_or_lets_answers_pile_up(events: l
         if state.phase not in (Phase.TRAINING_ROUND, Phase.EVALUATING_ROUND):
             running = ""
         assert len(state.unacknowledged) <= 3
+
+
+def test_other_clients_of_the_same_round_replace_those_in_training_and_are_answered_apart() -> None:
+    first, second = e.TrainRound("f", 0, "order a", "a"), e.TrainRound("f", 0, "order b", "b")
+    state, _ = told(Session(), *JOINED, first)
+    assert told(state, first)[1] == []  # still at it
+    other, todo = told(state, second)
+    assert todo == [do.Interrupt("round 0 begins"), do.TrainLocally("f", 0, "order b")]
+    late = e.UpdateStored("f", 0, "sum a", "a")
+    assert told(other, late)[1] == []  # its training was stopped
+    state, todo = told(state, late, first)
+    assert todo == [do.Send("sum a"), do.Send("sum a")]
+    state, todo = told(state, second, e.UpdateStored("f", 0, "sum b", "b"))
+    assert todo == [do.TrainLocally("f", 0, "order b"), do.Send("sum b")]
+    _, todo = told(state, e.RoundTaken("f", 0, True, "", ("c1", "c2")))
+    assert todo == [do.SettleRound("f", 0, True, ("c1", "c2"))]

@@ -8,13 +8,14 @@ from atoll.errors import BadFrame
 from atoll.plan import LinkSpec, Mask
 from protos import atoll_control_pb2 as pb
 from protos.convert_plan import link_to_proto
+from protos.relay_tickets import TICKET_BYTES
 from worker.links.codec_use import CodecUse
 from worker.session import events
 from worker.session import wire as messages
 from worker.session.state import Phase, Session
 from worker.stage.assignment import PeerLink
 from worker.stage.reports import StageReport, StepReport
-from worker.transport.contract import Goodput
+from worker.transport.contract import Goodput, Paths, RelayOffer
 
 LINK = LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "the slowest link")
 
@@ -130,7 +131,7 @@ def moved(**changes: object) -> pb.ToWorker:
 
 def test_a_reconfiguration_carries_its_message_and_the_new_neighbours() -> None:
     sent = moved()
-    links = (PeerLink("w-b", (("10.0.0.2", 7000),), True),)
+    links = (PeerLink("w-b", Paths((("10.0.0.2", 7000),), dial=True)),)
     work = messages.ReconfiguredStage(sent.reconfigure, links)
     assert messages.event_from(sent) == events.Reconfigure("j", 3, 1, 7, frozenset({"w-b"}), work)
     assert getattr(messages.event_from(sent), "work") == work  # noqa: B009 - left out of comparisons
@@ -196,3 +197,49 @@ def test_a_commit_says_from_where_on_messages_may_be_wanted_and_never_of_steps_t
     plain.replay_from = 7
     with pytest.raises(BadFrame):
         messages.event_from(pb.ToWorker(commit=plain))
+
+
+# ---------------------------------------------------------------- relays
+
+
+def relay(**changes: object) -> pb.RelayWay:
+    fields: dict[str, object] = {
+        "addresses": [pb.Address(port=7702), pb.Address(host="192.0.2.1", port=7702)],
+        "ticket": bytes(TICKET_BYTES),
+        "key": bytes(32),
+        "dial": True,
+        "after_s": 2.5,
+        "lasts_s": 600.0,
+        **changes,
+    }
+    return pb.RelayWay(**fields)  # type: ignore[arg-type]
+
+
+def test_the_way_by_relays_reaches_the_daemon_and_its_key_no_further() -> None:
+    offer = RelayOffer((("", 7702), ("192.0.2.1", 7702)), bytes(TICKET_BYTES), bytes(32), True, 2.5, 600.0)
+    peer = pb.PeerAddress(worker="w-b", addresses=[pb.Address(host="192.0.2.2", port=1)], relay=relay())
+    expected = messages.event_from(pb.ToWorker(expect_peer=pb.ExpectPeer(peer=peer, dial=True)))
+    assert expected == messages.PeerExpected("w-b", Paths((("192.0.2.2", 1),), True, offer))
+    assign = pb.Assign(job="j", plan_version=1, peers=[pb.StagePeer(stage=1, peer=peer)])
+    assigned = messages.event_from(pb.ToWorker(assign=assign))
+    assert isinstance(assigned, events.Assign)
+    assert assigned.work.links[0].paths.relay == offer
+    assert not assigned.work.message.peers[0].peer.HasField("relay"), "what computes is given no key"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ticket": b"short"},
+        {"key": b""},
+        {"addresses": [pb.Address(host="unix:/etc/x", port=1)]},
+        {"addresses": [pb.Address(port=0)]},
+        {"addresses": [pb.Address(port=1)] * 17},
+        {"after_s": -1.0},
+        {"lasts_s": float("nan")},
+    ],
+)
+def test_a_way_by_relays_out_of_bounds_is_refused(wrong: dict[str, object]) -> None:
+    peer = pb.PeerAddress(worker="w-b", relay=relay(**wrong))
+    with pytest.raises(BadFrame):
+        messages.event_from(pb.ToWorker(expect_peer=pb.ExpectPeer(peer=peer)))

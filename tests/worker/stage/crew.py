@@ -28,6 +28,7 @@ from worker.stage.assignment import Assignment, PeerLink
 from worker.stage.reports import Progress
 from worker.stage.run import Meters, StageRun, codecs_of
 from worker.stage.stage import Stage
+from worker.transport.contract import Paths
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +129,7 @@ def assign(
     )
     replicas = one_replica(training.n_micro, stages, links)
     plan = Plan("job", 1, "", "", "test", schedule, training.n_micro, replicas, blocks=training.blocks)
-    peers = tuple(PeerLink(name, (), False) for name in names)
+    peers = tuple(PeerLink(name, Paths()) for name in names)
     return [
         Assignment("job", 1, training, p, evaluations[at], plan, peers, {}, made.states, 0)
         for at, p in enumerate(programs)

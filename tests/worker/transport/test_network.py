@@ -22,14 +22,11 @@ from protos.credentials import (
     Authority,
     Identity,
     channel_credentials,
-    identity_from,
     name_options,
-    new_key,
-    signing_request,
 )
 from tests.patience import HUNG_S
-from worker.manners.traffic import Traffic
-from worker.transport.contract import PeerLost, TransportConfig
+from tests.worker.transport.hosts import PATIENT, Host, enroll, key
+from worker.transport.contract import Paths, PeerLost, TransportConfig, Way
 from worker.transport.frames import Close, Data, Direction, Frame, Hello, MessageKey, Ping, decode_all, encode
 from worker.transport.measure import burst_rate_bps
 from worker.transport.network import PeerNetwork
@@ -37,61 +34,11 @@ from worker.transport.pipes import METHOD
 
 POLLER = "_poll_wrapper"
 """In the name of the thread that gRPC's asyncio API keeps for the whole process."""
-PATIENT = TransportConfig(silence_s=60.0, reconnect_s=60.0)
-"""For tests that are not about patience, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority.open(tmp_path_factory.mktemp("ca"))
-
-
-def enroll(authority: Authority, worker: str) -> Identity:
-    key = new_key()
-    return identity_from(key, authority.sign(signing_request(key, "x"), worker), authority.certificate_pem)
-
-
-def key(number: int = 0, direction: Direction = Direction.FORWARD, job: str = "job") -> MessageKey:
-    return MessageKey(job, 1, 0, number, 7, direction)
-
-
-class Host:
-    """A network whose deliveries of job "job" and losses land in queues."""
-
-    def __init__(
-        self,
-        identity: Identity | None,
-        config: TransportConfig = PATIENT,
-        *,
-        listen: bool = True,
-        name: str = "",
-        traffic: Traffic | None = None,
-    ) -> None:
-        self.delivered: queue.Queue[tuple[str, MessageKey, bytes, bytes]] = queue.Queue()
-        self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
-        self.wanted: Callable[[MessageKey, int], bool] = lambda k, total: total <= 32 << 20
-        self.network = PeerNetwork(
-            identity,
-            ("127.0.0.1", 0) if listen else None,
-            lambda peer, reason: self.losses.put((peer, reason)),
-            config,
-            name=name,
-            traffic=traffic,
-        )
-        self.network.register("job", self)
-
-    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
-        return memoryview(bytearray(total)) if self.wanted(key, total) else None
-
-    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
-        self.delivered.put((peer, key, header, bytes(payload)))
-
-    def lost(self, peer: str, reason: str) -> None:
-        assert self.losses.queue[-1] == (peer, reason), "the network's owner hears of it first"
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return ("127.0.0.1", self.network.port)
 
 
 Make = Callable[..., Host]
@@ -210,6 +157,45 @@ def test_without_tls_names_are_believed_and_payloads_are_summed() -> None:
     assert b.delivered.get(timeout=HUNG_S)[3] == b"x" * 100_000
     a.network.close()
     b.network.close()
+
+
+# ---------------------------------------------------------------- whichever can be dialled is dialled
+
+
+NOWHERE = ("127.0.0.1", 1)
+
+
+def test_the_other_end_dials_where_the_first_reaches_nobody(host: Make) -> None:
+    a, b = host("w-a"), host("w-b")
+    b.network.expect("w-a", Paths((a.address,)), HUNG_S)
+    a.network.meet("w-b", Paths((NOWHERE,), dial=True), HUNG_S)
+    assert a.network.ways() == {"w-b": Way.REVERSED}
+    b.network.wait_for("w-a", HUNG_S)
+    assert b.network.ways() == {"w-a": Way.DIRECT}
+    a.network.send("w-b", key(), b"", b"there")
+    assert b.delivered.get(timeout=HUNG_S)[3] == b"there"
+
+
+def test_the_end_that_is_to_dial_has_its_time_alone(host: Make) -> None:
+    a, b = host("w-a"), host("w-b")
+    b.network.expect("w-a", Paths((a.address,)), HUNG_S)
+    a.network.meet("w-b", Paths((b.address,), dial=True), HUNG_S)
+    assert a.network.ways() == {"w-b": Way.DIRECT}
+
+
+def test_a_stranger_at_the_first_address_does_not_hinder_the_other_direction(host: Make) -> None:
+    a, b, c = host("w-a"), host("w-b"), host("w-c")
+    b.network.expect("w-a", Paths((a.address,)), HUNG_S)
+    a.network.meet("w-b", Paths((c.address,), dial=True), HUNG_S)
+    assert a.network.ways() == {"w-b": Way.REVERSED}
+
+
+def test_two_that_reach_neither_have_every_reason_said(host: Make) -> None:
+    a = host("w-a")
+    with pytest.raises(ConnectionFailed, match=r"did not connect within 0.3 s.*127.0.0.1:1"):
+        a.network.meet("w-b", Paths((NOWHERE,), dial=True), 0.3)
+    with pytest.raises(PeerLost):
+        a.network.send("w-b", key(), b"", b"x")
 
 
 # ---------------------------------------------------------------- what arrives

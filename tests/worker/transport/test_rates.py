@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.patience import HUNG_S
-from tests.worker.transport.test_network import Host, key
+from tests.worker.transport.hosts import Host, key
 from worker.manners.traffic import Traffic
 from worker.transport.contract import TransportConfig
 from worker.transport.frames import Direction

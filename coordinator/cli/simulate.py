@@ -1,0 +1,238 @@
+"""`atoll simulate`: a federated job with a population of clients, on workers that this command starts.
+
+The machine is the real one: a coordinator and hosts as processes over loopback, the job file as it is. The
+data are parted among the population by a seed; every host holds them all, on the disk once, and trains the
+clients that the coordinator deals to it. A host that ends is started again with the states that it had.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from atoll.errors import StorageError, UsageError
+from atoll.federated import Registered
+from coordinator.cli.format import DIM, in_bytes, in_seconds
+from coordinator.cli.jobs import JobFile, follow
+from coordinator.cli.options import JobOptions, telling
+from protos.command_line import AsJson, out, print_json, with_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from atoll.job import Job
+    from coordinator.cli.demo.processes import Processes
+    from protos import atoll_control_pb2 as pb
+
+HERE = "here"
+FLOORS = ("--min-batch", "1", "--min-samples", "1", "--min-steps", "1", "--min-clients", "1")
+
+
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """Data, and who of the population has which."""
+
+    name: str
+    source: Path | None
+    schema: tuple[str, ...]
+    how: str
+    clients: int
+    by: str
+    seed: int
+
+
+def register(app: typer.Typer) -> None:
+    """Add `atoll simulate`."""
+    app.command(
+        epilog="Example: atoll simulate examples/federated_mnist.py --population 1000 --how dirichlet:0.1 "
+        "--hosts 2"
+    )(simulate)
+
+
+@with_groups
+def simulate(
+    jobfile: JobFile,
+    population: Annotated[
+        int, typer.Option(min=0, metavar="N", help="So many clients; 0: as many as --how natural finds.")
+    ] = 100,
+    how: Annotated[
+        str,
+        typer.Option(
+            metavar="WAY",
+            help="How the data are parted: iid, dirichlet:BETA, unbalanced:BETA, labels:COUNT, "
+            "shards[:EACH], quantity:BETA or natural.",
+        ),
+    ] = "iid",
+    by: Annotated[
+        str, typer.Option(metavar="FIELD", help="Field of labels, or of clients; default: the only fitting.")
+    ] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of the parting.")] = 0,
+    hosts: Annotated[int, typer.Option(min=1, max=64, metavar="K", help="Worker processes.")] = 1,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="The training data, as `atoll-worker data add` takes them. Default: those registered on "
+            "this machine under the name in the job, or the corpus of that name that was fetched.",
+        ),
+    ] = None,
+    schema: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD", help="With --data: as of `atoll-worker data add`.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Export the weights to this file.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep logs and state in this folder; default: none.")
+    ] = None,
+    *,
+    options: JobOptions,
+    json: AsJson = False,
+) -> None:
+    """Train a federated job with a population of clients on this machine alone.
+
+    The same job file trains with real clients: submit it to a fleet whose workers registered the data.
+    """
+    job = options.load(jobfile)
+    if job.federated is None or not isinstance(job.data, Registered):
+        raise UsageError(f"{job.name} is not federated; give Job(federated=..., data=Registered(...))")
+    parted = Parted(job.data.name, data, tuple(schema or ()), how, population, by, seed)
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write {keep}: {error.strerror}; give another --keep") from None
+        keep = keep.resolve()
+    shown = _run(job, parted, hosts, output, keep, json)
+    if json:
+        print_json(shown)
+    else:
+        out.print(_table(shown))
+
+
+def _run(
+    job: Job, parted: Parted, hosts: int, output: Path | None, keep: Path | None, json: bool
+) -> dict[str, Any]:
+    from coordinator.cli.demo.processes import ended_by_signals
+    from coordinator.cli.local_fleet import LocalFleet
+    from coordinator.client.prepare import prepare
+
+    clients: list[int] = []
+    threads = ["--threads", str(max(1, (os.cpu_count() or 1) // hosts))]
+    with ended_by_signals(), telling(json) as tell:
+
+        def registered(processes: Processes, states: Sequence[Path]) -> None:
+            clients.append(_register(processes, states, parted, tell))
+            tell(f"{clients[0]:,} clients ({parted.how}, seed {parted.seed}); starting {hosts} hosts")
+
+        prepared = prepare(job, tell=tell)
+        with LocalFleet(hosts, [*FLOORS, *threads], keep=keep, before=registered, again=True) as fleet:
+            begun_s, client = time.perf_counter(), fleet.client
+            made = client.submit(prepared).job
+            follow(client, made, json)
+            took_s = time.perf_counter() - begun_s
+            update = next(each for each in client.status().jobs if each.job == made)
+            if output is not None:
+                client.export(made, output)
+    return _figures(update, clients[0], hosts, took_s)
+
+
+def _register(
+    processes: Processes, states: Sequence[Path], parted: Parted, tell: Callable[[str], None]
+) -> int:
+    """Give every host the data and the population; how many clients have some."""
+    first, *others = states
+    state = ["--state-dir", str(first)]
+    source, schema = parted.source, parted.schema
+    registered = Path.home() / ".local" / "state" / "atoll-worker" / "data" / parted.name
+    if source is None and registered.is_dir():
+        first.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _linked(registered, first / "data" / parted.name)
+    else:
+        if source is None:
+            source, schema = _corpus(parted.name, processes.folder / "corpus")
+        tell(f"reading {source}")
+        fields = [word for field in schema for word in ("--schema", field)]
+        add = ["-m", "worker.cli", "data", "add", parted.name, str(source), *fields, *state]
+        processes.run("data-add", HERE, add)
+    tell("parting the data")
+    wanted = ["--how", parted.how, "--clients", str(parted.clients), "--seed", str(parted.seed)]
+    wanted += ["--by", parted.by] if parted.by else []
+    part = ["-m", "worker.cli", "data", "part", parted.name, *wanted, *state, "--json"]
+    found = jsonlib.loads(processes.run("data-part", HERE, part))
+    for other in others:
+        other.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _linked(first / "data", other / "data")
+    return int(found["clients"])
+
+
+def _corpus(name: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
+    """Training images of a corpus that was fetched, and their schema."""
+    from coordinator.datasets import corpora, download
+    from coordinator.datasets.split import SCHEMA, split_images
+
+    if name != "mnist":
+        raise UsageError(
+            f"no data for {name!r}: give --data PATH, or register them with `atoll-worker data add {name}`"
+        )
+    made = split_images(corpora.mnist(download.read(name)), "iid", 1, 0, 0, folder)
+    return folder / made.clients[0].file, tuple((folder / SCHEMA).read_text().splitlines())
+
+
+def _linked(source: Path, target: Path) -> None:
+    """A copy that shares its files with the source where the disk allows it: nobody writes them."""
+
+    def link(one: str, other: str) -> None:
+        try:
+            os.link(one, other)
+        except OSError:
+            shutil.copy2(one, other)
+
+    try:
+        shutil.copytree(source, target, copy_function=link)
+    except (OSError, shutil.Error) as error:
+        raise StorageError(f"cannot copy {source} to {target}: {error}; free some space") from None
+
+
+def _figures(update: pb.JobUpdate, clients: int, hosts: int, took_s: float) -> dict[str, Any]:
+    shown = update.federated
+    return {
+        "job": update.job,
+        "rounds": update.step,
+        "clients": clients,
+        "hosts": hosts,
+        "loss": update.loss if update.HasField("loss") else None,
+        "clients_metrics": {m.name: m.value for m in shown.clients_metrics},
+        "central_metrics": {m.name: m.value for m in shown.central_metrics},
+        "bytes_up": shown.bytes_up,
+        "bytes_down": shown.bytes_down,
+        "round_s": shown.round_s if shown.HasField("round_s") else None,
+        "took_s": took_s,
+    }
+
+
+def _table(shown: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style=DIM)
+    table.add_column()
+    rows = [
+        ("population", f"{shown['clients']:,} clients on {shown['hosts']} hosts"),
+        ("rounds", f"{shown['rounds']}, {in_seconds(shown['round_s'] or 0.0)} each (median)"),
+        ("training loss", "" if shown["loss"] is None else f"{shown['loss']:.4f}"),
+        ("on clients", ", ".join(f"{k} {v:.4f}" for k, v in shown["clients_metrics"].items())),
+        ("on own data", ", ".join(f"{k} {v:.4f}" for k, v in shown["central_metrics"].items())),
+        ("traffic", f"up {in_bytes(shown['bytes_up'])}, down {in_bytes(shown['bytes_down'])}"),
+        ("took", in_seconds(shown["took_s"])),
+    ]
+    for name, words in rows:
+        if words:
+            table.add_row(name, words)
+    return table

@@ -1,0 +1,135 @@
+"""Populations on real workers over loopback: hosts train many clients, and some are killed with kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.federated_fleet import ROOT, FederatedFleet
+from coordinator.client.prepare import prepare
+from tests.e2e.test_federated import job, samples
+from worker.data.population import name_owner, part_dataset
+
+CLIENTS, DRAWN, ROUNDS = 20, 8, 3
+FLOORS = ("--min-samples", "1", "--min-steps", "1", "--min-batch", "1", "--min-clients", "1")
+DATA = samples(800, 1)
+
+
+def parted(state_dir: Path, worker: str = "") -> Mapping[str, Any]:
+    return part_dataset(state_dir, "digits", "dirichlet:1.0", CLIENTS, seed=5, field="label").rows_of()
+
+
+def hosts(count: int) -> FederatedFleet:
+    """So many workers that each speak for the same population."""
+    return FederatedFleet([DATA] * count, parted=parted, options=FLOORS)
+
+
+def trained(
+    fleet: FederatedFleet, name: str, kills: Collection[int] = (), back: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """Weights after ``ROUNDS`` rounds; the last worker is killed in the rounds ``kills``, and started again
+    where it comes ``back``."""
+    wanted = job(ROUNDS, name, **{"clients": DRAWN, "local_steps": 3, "evaluate_every": 0, **options})
+    started = fleet.client.submit(prepare(wanted)).job
+    left, victim = set(kills), f"worker{len(fleet.clients) - 1}"
+    for update in fleet.watch(started):
+        if update.state == "training" and update.step in left:
+            left.discard(update.step)
+            fleet.kill(victim)
+            if back:
+                fleet.join(victim)
+    assert not left
+    counted_once(fleet, started, options.get("clients", DRAWN))
+    path = fleet.folder / f"{name}.safetensors"
+    fleet.client.export(started, path)
+    return load_file(path)
+
+
+def counted_once(fleet: FederatedFleet, started: str, drawn: int) -> None:
+    """Every client that a round drew is in exactly one sum of it."""
+    closed = fleet.closed_rounds(started)
+    assert [fact.round for fact in closed] == list(range(ROUNDS))
+    for fact in closed:
+        everybody = [client for entry in fact.participants.values() for client in entry["clients"]]
+        assert len(everybody) == len(set(everybody)) == drawn
+        assert not fact.dropped
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_population_has_the_same_bits_on_two_hosts_and_where_one_is_killed() -> None:
+    with hosts(2) as fleet:
+        undisturbed = trained(fleet, "two", strategy="fedavg")
+        assert same(trained(fleet, "killed", kills=(1,), back=False, strategy="fedavg"), undisturbed)
+        fleet.wait_until(lambda: len(fleet.states("pool")) == 1, "one host to be left")
+        assert same(trained(fleet, "one", strategy="fedavg"), undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fedavg", "scaffold"])
+def test_twenty_clients_of_a_host_and_twenty_workers_give_the_same_bits(strategy: str) -> None:
+    with hosts(1) as fleet:
+        virtual = trained(fleet, "virtual", strategy=strategy, clients=CLIENTS)
+        rows = parted(fleet.folder / "worker0")
+    clients = [{name: np.asarray(array)[rows[client]] for name, array in DATA.items()} for client in rows]
+    names = {f"worker{n}": client for n, client in enumerate(rows)}
+
+    def named(state_dir: Path, worker: str) -> None:
+        name_owner(state_dir, "digits", names[worker])
+
+    with FederatedFleet(clients, parted=named, options=FLOORS) as fleet:
+        real = trained(fleet, "real", strategy=strategy, clients=CLIENTS, min_clients=CLIENTS)
+    assert same(real, virtual)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["off", "topk:4"])
+def test_states_survive_a_host_that_is_killed_and_comes_back(codec: str) -> None:
+    options = {"strategy": "scaffold", "clients": CLIENTS, "uplink": codec}
+    with hosts(3) as fleet:
+        undisturbed = trained(fleet, "three", **options)
+        assert same(trained(fleet, "killed", kills=(1, 2), **options), undisturbed)
+    with hosts(1) as fleet:
+        assert same(trained(fleet, "one", **options), undisturbed)
+
+
+SIMULATED = """
+from tests.e2e.test_federated import job as made
+
+def job():
+    return made(3, "simulated", strategy="scaffold", clients=8, local_steps=3)
+"""
+
+
+@pytest.mark.slow
+def test_a_simulation_has_the_same_bits_on_one_host_and_on_two_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SIMULATED)
+    save_file(DATA, tmp_path / "data.safetensors")
+    found = []
+    for count in (1, 2):
+        weights = tmp_path / f"{count}.safetensors"
+        command = [sys.executable, "-m", "coordinator.cli", "simulate", str(tmp_path / "job.py")]
+        command += ["--population", str(CLIENTS), "--how", "dirichlet:1.0", "--hosts", str(count), "--json"]
+        command += ["--data", str(tmp_path / "data.safetensors"), "-o", str(weights)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout.splitlines()[-1])
+        assert (shown["rounds"], shown["clients"], shown["hosts"]) == (3, CLIENTS, count)
+        assert not list(tmp_path.glob("atoll-*"))
+        found.append(load_file(weights))
+    assert same(*found)

@@ -1,0 +1,65 @@
+"""Networks of a test whose deliveries and losses land in queues."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from protos.credentials import Authority, Identity, identity_from, new_key, signing_request
+from worker.transport.contract import TransportConfig, Way
+from worker.transport.frames import Direction, MessageKey
+from worker.transport.network import PeerNetwork
+
+PATIENT = TransportConfig(silence_s=60.0, reconnect_s=60.0)
+"""For tests that are not about patience, on a busy machine."""
+
+
+def enroll(authority: Authority, worker: str) -> Identity:
+    key = new_key()
+    return identity_from(key, authority.sign(signing_request(key, "x"), worker), authority.certificate_pem)
+
+
+def key(number: int = 0, direction: Direction = Direction.FORWARD, job: str = "job") -> MessageKey:
+    return MessageKey(job, 1, 0, number, 7, direction)
+
+
+class Host:
+    """A network whose deliveries of job "job" and losses land in queues."""
+
+    def __init__(
+        self,
+        identity: Identity | None,
+        config: TransportConfig = PATIENT,
+        *,
+        listen: bool = True,
+        name: str = "",
+        **more: Any,
+    ) -> None:
+        self.delivered: queue.Queue[tuple[str, MessageKey, bytes, bytes]] = queue.Queue()
+        self.losses: queue.Queue[tuple[str, str]] = queue.Queue()
+        self.ways: queue.Queue[tuple[str, Way | None, str]] = queue.Queue()
+        self.wanted: Callable[[MessageKey, int], bool] = lambda k, total: total <= 32 << 20
+        self.network = PeerNetwork(
+            identity,
+            ("127.0.0.1", 0) if listen else None,
+            lambda peer, reason: self.losses.put((peer, reason)),
+            config,
+            name=name,
+            joined=lambda peer, way, relay: self.ways.put((peer, way, relay)),
+            **more,
+        )
+        self.network.register("job", self)
+
+    def expect(self, peer: str, key: MessageKey, total: int) -> memoryview | None:
+        return memoryview(bytearray(total)) if self.wanted(key, total) else None
+
+    def deliver(self, peer: str, key: MessageKey, header: bytes, payload: memoryview) -> None:
+        self.delivered.put((peer, key, header, bytes(payload)))
+
+    def lost(self, peer: str, reason: str) -> None:
+        assert self.losses.queue[-1] == (peer, reason), "the network's owner hears of it first"
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return ("127.0.0.1", self.network.port)

@@ -1,0 +1,239 @@
+"""How peers come to be connected, and stay so by the best way there is; on the loop.
+
+Each way has its time: the end that is to dial first, then the other one, then the tunnel. A peer that is
+joined through a tunnel is dialled now and then; what broke is mended from this end, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
+
+from atoll.errors import AtollError, ConnectionFailed, ProtocolMismatch
+from worker.transport.contract import Paths, TransportConfig, Way
+from worker.transport.tunnels import Tunnel
+
+if TYPE_CHECKING:
+    from worker.transport.connection import Connection
+    from worker.transport.contract import RelayOffer
+    from worker.transport.peer import Peer
+    from worker.transport.tunnels import LocalEnds
+
+log = structlog.get_logger()
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.02, 2.0
+REVERSED_AFTER_S = 1.0
+"""So long the end that is to dial has for itself; then the other one dials as well, where it can."""
+DIAL_BACK_AFTER_S = 0.2  # the same where a connection broke
+Road = tuple[str, int] | Tunnel
+"""What leads to a peer: its address, or something that both reach."""
+Found = tuple["Connection", Road]
+
+
+class Dialler(Protocol):
+    """What a network does for its meetings."""
+
+    config: TransportConfig
+
+    async def first(self, peer: str, roads: Sequence[Road], timeout_s: float) -> Found:
+        """Connect by the first road that leads to the peer. Raises AtollError."""
+
+    def keep(self, connection: Connection, road: Road) -> None:
+        """Serve a connection, and replace it when it breaks."""
+
+    async def add_streams(self, connection: Connection, road: Road, deadline_s: float) -> None:
+        """``keep`` it, and open the peer's other connections."""
+
+    def known(self, peer: str) -> Peer | None:
+        """Return the peer's state."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run a coroutine until the network closes."""
+
+
+class Meetings:
+    """Ways to every peer, and what is being done about them."""
+
+    def __init__(
+        self,
+        dialler: Dialler,
+        ends: LocalEnds | None,
+        tunnel: Callable[[RelayOffer], Tunnel],
+        joined: Callable[[str, Way | None, str], None],
+    ) -> None:
+        """``ends`` None: this system has no tunnels. ``joined``: as of ``PeerNetwork``."""
+        self._dialler, self._ends, self._make_tunnel, self._joined = dialler, ends, tunnel, joined
+        self._met: dict[str, asyncio.Event] = {}  # set once the peer is connected
+        self._tunnels: dict[str, Tunnel] = {}  # the newest to each peer
+        self._addresses: dict[str, tuple[tuple[str, int], ...]] = {}  # the newest of each
+        self._duties: dict[tuple[str, str], asyncio.Task[None]] = {}  # by (what for, peer)
+        self._reported: dict[str, tuple[Way, str]] = {}
+
+    def reported(self) -> list[tuple[str, Way, str]]:
+        """How the connected peers are joined, as ``joined`` has it; any thread."""
+        return [(peer, way, relay) for peer, (way, relay) in list(self._reported.items())]
+
+    def newest(self, peer: str, road: Road) -> Road:
+        """A tunnel with a newer ticket, where there is one."""
+        return road if isinstance(road, tuple) else self._tunnels.get(peer, road)
+
+    # ---------------------------------------------------------------- being joined
+
+    async def meet(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        """Try every way until the peer is connected. Raises ConnectionFailed, ProtocolMismatch at once."""
+        if paths.relay is not None and self._ends is not None:
+            self._tunnels[peer] = self._make_tunnel(paths.relay)
+        self._addresses[peer] = paths.addresses
+        if not self._connected(peer):
+            await self._try_all(peer, paths, timeout_s)
+        known = self._dialler.known(peer)
+        if known is not None and known.relayed and paths.addresses:
+            self._do("upgrade", peer, self._upgrade(known))
+
+    async def _try_all(self, peer: str, paths: Paths, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        met = self._met.setdefault(peer, asyncio.Event())
+        met.clear()
+        tasks = [asyncio.create_task(way) for way in self._ways(peer, paths, timeout_s)]
+        arrival = asyncio.create_task(met.wait())
+        pending: set[asyncio.Task[Any]] = {arrival, *tasks}
+        reasons: list[str] = []
+        try:
+            while time.monotonic() < deadline_s and arrival in pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=deadline_s - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done - {arrival}:
+                    error = task.exception()
+                    if error is None:
+                        tasks.remove(task)
+                        connection, road = task.result()
+                        await self._dialler.add_streams(connection, road, deadline_s)
+                        return
+                    if isinstance(error, ProtocolMismatch):
+                        raise error
+                    reasons.append(str(error))
+        finally:
+            for task in (arrival, *tasks):
+                task.cancel()
+            await asyncio.gather(arrival, *tasks, return_exceptions=True)
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    self._dialler.keep(*task.result())  # two ways at once: both serve
+        if not self._connected(peer):
+            nobody = f"{peer} did not connect within {timeout_s:g} s; is its port reachable?"
+            raise ConnectionFailed("; ".join([nobody, *reasons]))
+
+    def _ways(self, peer: str, paths: Paths, timeout_s: float) -> list[Coroutine[Any, Any, Found]]:
+        """What this end does, each in its time."""
+        found, tunnel = [], self._tunnels.get(peer)
+        if paths.addresses:
+            after_s = 0.0 if paths.dial else REVERSED_AFTER_S
+            found.append(self._later(after_s, peer, paths.addresses, timeout_s))
+        if tunnel is not None and tunnel.dials:
+            found.append(self._later(tunnel.after_s, peer, (tunnel,), timeout_s))
+        elif tunnel is not None:
+            self._do("answer", peer, self._answer(peer, tunnel.after_s))
+        return found
+
+    async def _later(self, after_s: float, peer: str, roads: Sequence[Road], timeout_s: float) -> Found:
+        await asyncio.sleep(after_s)
+        return await self._dialler.first(peer, roads, timeout_s - after_s)
+
+    async def _answer(self, peer: str, after_s: float) -> None:
+        """Accept what the peer dials through the tunnel, until it is joined without."""
+        backoff_s = FIRST_BACKOFF_S
+        await asyncio.sleep(after_s)
+        while self._ends is not None:
+            known, tunnel = self._dialler.known(peer), self._tunnels[peer]
+            if tunnel.over or (known is not None and known.way not in (None, Way.RELAYED)):
+                return
+            try:
+                self._ends.accepted(await tunnel.open())
+                backoff_s = FIRST_BACKOFF_S
+            except ConnectionFailed as error:
+                log.debug("tunnel.failed", peer=peer, reason=str(error))
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    # ---------------------------------------------------------------- staying joined
+
+    def attached(self, peer: Peer) -> None:
+        """The peer has one more connection."""
+        if peer.name in self._met:
+            self._met[peer.name].set()
+        self._report(peer)
+
+    def detached(self, peer: Peer, last: Connection) -> None:
+        """It has one less. Our address may have changed: where none is left, the way is looked for anew."""
+        self._report(peer)
+        if peer.connections or last.leaving or peer.gone:
+            return
+        if last.way is Way.REVERSED and self._addresses.get(peer.name):
+            self._do("dial back", peer.name, self._dial_back(peer))
+        if peer.relayed and ("answer", peer.name) in self._duties:
+            # What waits at the relay is perhaps as dead as what broke.
+            self._duties.pop(("answer", peer.name)).cancel()
+            self._do("answer", peer.name, self._answer(peer.name, 0.0))
+
+    async def _dial_back(self, peer: Peer) -> None:
+        within_s = self._dialler.config.handshake_s
+        deadline_s = time.monotonic() + within_s
+        await asyncio.sleep(DIAL_BACK_AFTER_S)
+        if not peer.connections and not peer.gone:
+            with suppress(AtollError):
+                found, road = await self._dialler.first(peer.name, self._addresses[peer.name], within_s)
+                await self._dialler.add_streams(found, road, deadline_s)
+
+    async def _upgrade(self, peer: Peer) -> None:
+        """Dial a relayed peer now and then, until it is joined without the relay."""
+        config = self._dialler.config
+        pause_s = config.upgrade_s
+        while True:
+            await asyncio.sleep(pause_s)
+            if peer.gone or self._dialler.known(peer.name) is not peer or not peer.relayed:
+                return
+            deadline_s = time.monotonic() + config.handshake_s
+            with suppress(AtollError):
+                addresses = self._addresses[peer.name]
+                found, road = await self._dialler.first(peer.name, addresses, config.handshake_s)
+                await self._dialler.add_streams(found, road, deadline_s)
+                self._leave_relay(peer)
+                return
+            pause_s = min(2 * pause_s, config.upgrade_most_s)
+
+    def _leave_relay(self, peer: Peer) -> None:
+        """Close the connections through the tunnel; what they carried leaves over the others."""
+        log.info("peer.direct_now", peer=peer.name)
+        for connection in list(peer.connections):
+            if connection.way is Way.RELAYED:
+                connection.close("joined without the relay now", leaving=False)
+
+    # ---------------------------------------------------------------- all the same
+
+    def _connected(self, peer: str) -> bool:
+        known = self._dialler.known(peer)
+        return known is not None and bool(known.connections)
+
+    def _do(self, what: str, peer: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do this for a peer, unless it is being done."""
+        known = self._duties.get((what, peer))
+        if known is not None and not known.done():
+            work.close()
+            return
+        self._duties[what, peer] = self._dialler.spawn(work)
+
+    def _report(self, peer: Peer) -> None:
+        """Report how a peer is joined, where that has changed."""
+        tunnel, way = self._tunnels.get(peer.name), peer.way
+        relay = tunnel.name if way is Way.RELAYED and tunnel is not None else ""
+        before = self._reported.pop(peer.name, None)
+        if way is not None:
+            self._reported[peer.name] = (way, relay)
+        if before != self._reported.get(peer.name):
+            self._joined(peer.name, way, relay)
