@@ -63,6 +63,9 @@ class Driver(Protocol):
     def lost(self, job: str, worker: str, reason: str) -> None:
         """Go on without a worker of a job."""
 
+    def slowed(self, worker: str, factor: float) -> None:
+        """Count on a worker that takes ``factor`` > 1 times as long from now on, by its owner's limits."""
+
     def uses(self, job: str, worker: str) -> bool:
         """Whether the worker does something for the job now."""
 
@@ -201,7 +204,9 @@ class Scheduler:
             self.measuring.greet(event.worker)
         else:
             driver_of_its_job = self.driver_of(worker.member.job)
-            if driver_of_its_job is not None:
+            if event.introduction.guest.paused:
+                self._limited(event.worker, event.introduction.guest)
+            elif driver_of_its_job is not None:
                 driver_of_its_job.reconnected(worker.member.job, event.worker)
         effects.advance = True
 
@@ -289,6 +294,8 @@ class Scheduler:
         worker = self.roster.workers[name]
         worker.memory_bytes, worker.beat = beat.memory_bytes, beat
         self.roster.heard(name, beat.worker_time_s, self.effects.now_s)
+        if beat.guest != worker.guest:
+            self._limited(name, beat.guest)
         held, driver = (beat.job, beat.version), self.driver_of(beat.job)
         stays = beat.job == worker.member.job or (driver is not None and driver.keeps(beat.job))
         if beat.job and not stays and held == worker.heard_job:  # twice: not just a release on its way
@@ -298,6 +305,25 @@ class Scheduler:
         mine = self.driver_of(worker.member.job)
         if dropped[0] == worker.member.job != beat.job and mine is not None and mine.current(*dropped):
             self._lost(worker.member.job, name, f"{self.effects.label(name)} let go of what it was given")
+
+    def _limited(self, name: str, guest: ev.Guest) -> None:
+        """A worker's owner lets it take something else: plans and deadlines count on that from now on."""
+        factor, member = self.roster.limit(name, guest), self.roster.workers[name].member
+        self.effects.log(
+            Name.WORKER_LIMITED,
+            worker=name,
+            paused=guest.paused,
+            compute_share=guest.compute_share,
+            upload_mbit=guest.upload_bps / 1e6,
+            download_mbit=guest.download_bps / 1e6,
+            memory_limit_bytes=guest.memory_limit_bytes,
+        )
+        self.effects.advance = True
+        if guest.paused:
+            self._lost(member.job, name, f"{self.effects.label(name)} is paused: {guest.paused}")
+        elif factor > 1.0:
+            for driver in self.drivers:
+                driver.slowed(name, factor)
 
     # ------------------------------------------------------------ jobs
 

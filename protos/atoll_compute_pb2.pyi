@@ -48,6 +48,8 @@ class ComputeSetup(_message.Message):
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_BYTES_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_MESSAGES_FIELD_NUMBER: _builtins.int
+    GPU_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    COMPUTE_SHARE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     state_dir: _builtins.str
     device: _builtins.str
@@ -70,6 +72,10 @@ class ComputeSetup(_message.Message):
     max_queued_bytes: _builtins.int
     """to one peer, not yet confirmed"""
     max_queued_messages: _builtins.int
+    gpu_memory_bytes: _builtins.int
+    """0: memory_bytes"""
+    compute_share: _builtins.float
+    """as of ToCompute"""
     def __init__(
         self,
         *,
@@ -90,10 +96,12 @@ class ComputeSetup(_message.Message):
         codec_speeds: _builtins.bytes = ...,
         max_queued_bytes: _builtins.int = ...,
         max_queued_messages: _builtins.int = ...,
+        gpu_memory_bytes: _builtins.int = ...,
+        compute_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_dir", b"blob_dir", "codec_speeds", b"codec_speeds", "device", b"device", "feed_ahead_steps", b"feed_ahead_steps", "feed_bytes", b"feed_bytes", "kept_bytes", b"kept_bytes", "max_queued_bytes", b"max_queued_bytes", "max_queued_messages", b"max_queued_messages", "memory_bytes", b"memory_bytes", "min_batch", b"min_batch", "min_clients", b"min_clients", "min_samples", b"min_samples", "min_steps", b"min_steps", "scratch_dir", b"scratch_dir", "state_dir", b"state_dir", "threads", b"threads", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blob_dir", b"blob_dir", "codec_speeds", b"codec_speeds", "compute_share", b"compute_share", "device", b"device", "feed_ahead_steps", b"feed_ahead_steps", "feed_bytes", b"feed_bytes", "gpu_memory_bytes", b"gpu_memory_bytes", "kept_bytes", b"kept_bytes", "max_queued_bytes", b"max_queued_bytes", "max_queued_messages", b"max_queued_messages", "memory_bytes", b"memory_bytes", "min_batch", b"min_batch", "min_clients", b"min_clients", "min_samples", b"min_samples", "min_steps", b"min_steps", "scratch_dir", b"scratch_dir", "state_dir", b"state_dir", "threads", b"threads", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,11 +408,14 @@ class ToCompute(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     PING_FIELD_NUMBER: _builtins.int
     RECONFIGURE_FIELD_NUMBER: _builtins.int
+    COMPUTE_SHARE_FIELD_NUMBER: _builtins.int
     interrupt: _builtins.str
     report_codecs: _builtins.bool
     stop: _builtins.bool
     ping: _builtins.int
     """answered at once, whatever computes"""
+    compute_share: _builtins.float
+    """of the time that it may compute from now on, in (0, 1]"""
     @_builtins.property
     def freed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -472,12 +483,13 @@ class ToCompute(_message.Message):
         stop: _builtins.bool = ...,
         ping: _builtins.int = ...,
         reconfigure: _atoll_control_pb2.Reconfigure | None = ...,
+        compute_share: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "apply_step", b"apply_step", "arrived", b"arrived", "batch", b"batch", "body", b"body", "change_links", b"change_links", "compute_share", b"compute_share", "discard", b"discard", "drop", b"drop", "evaluate", b"evaluate", "evaluate_round", b"evaluate_round", "freed", b"freed", "interrupt", b"interrupt", "join", b"join", "load", b"load", "lost", b"lost", "ping", b"ping", "reconfigure", b"reconfigure", "report_codecs", b"report_codecs", "run_step", b"run_step", "settle", b"settle", "setup", b"setup", "stop", b"stop", "time_ops", b"time_ops", "train", b"train", "transferred", b"transferred"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["setup", "load", "run_step", "apply_step", "evaluate", "change_links", "discard", "drop", "interrupt", "join", "train", "evaluate_round", "settle", "time_ops", "report_codecs", "arrived", "lost", "answer", "batch", "transferred", "stop", "ping", "reconfigure", "compute_share"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -384,6 +384,7 @@ class Introduction(_message.Message):
     CODEC_SPEEDS_FIELD_NUMBER: _builtins.int
     DATASETS_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    GUEST_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     site: _builtins.str
@@ -410,6 +411,10 @@ class Introduction(_message.Message):
     def held(self) -> Global___HeldStage:
         """unset: none"""
 
+    @_builtins.property
+    def guest(self) -> Global___GuestLimits:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -423,14 +428,52 @@ class Introduction(_message.Message):
         codec_speeds: _abc.Iterable[Global___CodecSpeed] | None = ...,
         datasets: _abc.Iterable[Global___DatasetFacts] | None = ...,
         held: Global___HeldStage | None = ...,
+        guest: Global___GuestLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "held", b"held"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "guest", b"guest", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "datasets", b"datasets", "device", b"device", "held", b"held", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codec_speeds", b"codec_speeds", "codecs", b"codecs", "datasets", b"datasets", "device", b"device", "guest", b"guest", "held", b"held", "incarnation", b"incarnation", "name", b"name", "peer_addresses", b"peer_addresses", "protocol", b"protocol", "site", b"site"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Introduction: _TypeAlias = Introduction  # noqa: Y015
+
+@_typing.final
+class GuestLimits(_message.Message):
+    """What the machine's owner lets a guest take now. Rates in bit/s, of all peers together; 0: unlimited.
+    paused: why it must not work, which may be for long; it stays a member, and takes no work meanwhile.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTE_SHARE_FIELD_NUMBER: _builtins.int
+    UPLOAD_BPS_FIELD_NUMBER: _builtins.int
+    DOWNLOAD_BPS_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    compute_share: _builtins.float
+    """of the time that its device computes, in (0, 1]"""
+    upload_bps: _builtins.float
+    download_bps: _builtins.float
+    memory_limit_bytes: _builtins.int
+    """in place of DeviceFacts'; 0: as that says"""
+    paused: _builtins.str
+    def __init__(
+        self,
+        *,
+        compute_share: _builtins.float = ...,
+        upload_bps: _builtins.float = ...,
+        download_bps: _builtins.float = ...,
+        memory_limit_bytes: _builtins.int = ...,
+        paused: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compute_share", b"compute_share", "download_bps", b"download_bps", "memory_limit_bytes", b"memory_limit_bytes", "paused", b"paused", "upload_bps", b"upload_bps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GuestLimits: _TypeAlias = GuestLimits  # noqa: Y015
 
 @_typing.final
 class HeldStage(_message.Message):
@@ -537,6 +580,7 @@ class Heartbeat(_message.Message):
     WAITS_WHAT_FIELD_NUMBER: _builtins.int
     WAITS_STEP_FIELD_NUMBER: _builtins.int
     LOGGED_FROM_FIELD_NUMBER: _builtins.int
+    GUEST_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     worker_time_s: _builtins.float
     job: _builtins.str
@@ -554,6 +598,10 @@ class Heartbeat(_message.Message):
     waits_step: _builtins.int
     logged_from: _builtins.int
     """its send log holds every message of the held stage from this step on"""
+    @_builtins.property
+    def guest(self) -> Global___GuestLimits:
+        """unset: none"""
+
     def __init__(
         self,
         *,
@@ -569,10 +617,11 @@ class Heartbeat(_message.Message):
         waits_what: _builtins.str = ...,
         waits_step: _builtins.int = ...,
         logged_from: _builtins.int = ...,
+        guest: Global___GuestLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "logged_from", b"logged_from", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker_time_s", b"worker_time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest", "job", b"job", "logged_from", b"logged_from", "memory_bytes", b"memory_bytes", "plan_version", b"plan_version", "progress", b"progress", "sequence", b"sequence", "step", b"step", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker_time_s", b"worker_time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2691,6 +2740,7 @@ class WorkerStatus(_message.Message):
     WAITS_S_FIELD_NUMBER: _builtins.int
     WAITS_WHAT_FIELD_NUMBER: _builtins.int
     WAITS_STEP_FIELD_NUMBER: _builtins.int
+    GUEST_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -2708,6 +2758,8 @@ class WorkerStatus(_message.Message):
     waits_step: _builtins.int
     @_builtins.property
     def device(self) -> Global___DeviceFacts: ...
+    @_builtins.property
+    def guest(self) -> Global___GuestLimits: ...
     def __init__(
         self,
         *,
@@ -2726,10 +2778,11 @@ class WorkerStatus(_message.Message):
         waits_s: _builtins.float = ...,
         waits_what: _builtins.str = ...,
         waits_step: _builtins.int = ...,
+        guest: Global___GuestLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "guest", b"guest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gflops", b"gflops", "job", b"job", "name", b"name", "reason", b"reason", "seen_s_ago", b"seen_s_ago", "site", b"site", "stage", b"stage", "state", b"state", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "gflops", b"gflops", "guest", b"guest", "job", b"job", "name", b"name", "reason", b"reason", "seen_s_ago", b"seen_s_ago", "site", b"site", "stage", b"stage", "state", b"state", "waits_for", b"waits_for", "waits_s", b"waits_s", "waits_step", b"waits_step", "waits_what", b"waits_what", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,7 @@ class Event(StrEnum):
     WORKER_READMITTED = "worker.readmitted"
     WORKER_FORGOTTEN = "worker.forgotten"
     WORKER_KICKED = "worker.kicked"
+    WORKER_LIMITED = "worker.limited"
     WORKER_LOG = "worker.log"
     SESSION_OPENED = "session.opened"
     SESSION_CLOSED = "session.closed"

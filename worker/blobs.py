@@ -22,6 +22,7 @@ from atoll.errors import BadFrame, StorageError
 from protos.blob_transfer import BlobPort, Chunk, LocalBlob, fetch, upload
 from protos.retries import retrying
 from worker.cancel import Cancel
+from worker.manners.traffic import Traffic
 
 if TYPE_CHECKING:
     from atoll.opdag import StateMeta
@@ -146,9 +147,17 @@ class BlobStore(Protocol):
 class BlobFiles:
     """``BlobStore`` over a port. Raises ConnectionFailed after ATTEMPTS without a new byte."""
 
-    def __init__(self, port: BlobPort, cache: BlobCache, max_bytes_per_s: float | None = None) -> None:
-        """``max_bytes_per_s`` of uploads, on average; None: as fast as it goes."""
+    def __init__(
+        self,
+        port: BlobPort,
+        cache: BlobCache,
+        max_bytes_per_s: float | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """``max_bytes_per_s`` of uploads, on average, None: as fast as it goes; within what ``traffic`` lets
+        pass."""
         self._port, self._cache, self._rate = port, cache, max_bytes_per_s
+        self._traffic = traffic or Traffic()
 
     def path(self, name: str) -> Path:
         return self._cache.path(name)
@@ -165,6 +174,7 @@ class BlobFiles:
                 )
             self._cache.write(chunk)
             progress(len(chunk.data))
+            cancel.wait(self._traffic.received(len(chunk.data)))
 
     def store(
         self,
@@ -174,7 +184,7 @@ class BlobFiles:
         *,
         new: bool = False,
     ) -> int:
-        pace = _paced(cancel, self._rate)
+        pace = self._paced(cancel)
 
         def before(nbytes: int) -> None:
             pace(nbytes)
@@ -187,6 +197,11 @@ class BlobFiles:
             before=before,
             new=new,
         )
+
+    def _paced(self, cancel: Cancel) -> Callable[[int], None]:
+        """Wait as long as the rates demand; raises Cancelled."""
+        pace = _Pace(self._rate)
+        return lambda nbytes: cancel.wait(max(pace.delay_s(nbytes), self._traffic.sent(nbytes)))
 
 
 def _pieces(path: Path, offset: int) -> Iterator[bytes]:
@@ -220,12 +235,6 @@ class _Pace:
         begin = max(self._due_s, now)
         self._due_s = begin + nbytes / self._rate
         return begin - now
-
-
-def _paced(cancel: Cancel, max_bytes_per_s: float | None) -> Callable[[int], None]:
-    """Wait as long as the rate demands; raises Cancelled."""
-    pace = _Pace(max_bytes_per_s)
-    return lambda nbytes: cancel.wait(pace.delay_s(nbytes))
 
 
 def _sha256(path: Path) -> str:

@@ -1,13 +1,12 @@
 """WorkerConfig: every setting of a worker process, checked once, with units.
 
-What was given to a join that succeeded is remembered in the state folder, so that a later
-``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it; nor is
+What was given to a join that succeeded is remembered in the settings file of the state folder, so that a
+later ``atoll-worker join`` needs no arguments. The token is never stored: the certificate replaces it; nor is
 --insecure, which must be given each time.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -21,27 +20,24 @@ from atoll.errors import UsageError
 from atoll.federated import Floors
 from protos.app_bundle import ConfigValue
 from protos.folder_version import claim_version
-from protos.private_files import state_folder, write_private
+from protos.private_files import state_folder
 from protos.text_limits import plain
+from worker.manners.settings_file import OLDER_FILE, SETTINGS_FILE, read_settings, write_settings
+from worker.manners.units import parse_size
 
 DEFAULT_PORT = 7700
 TOKEN_VARIABLE = "ATOLL_TOKEN"  # noqa: S105 - a variable's name
-MEMORY_FILE = "worker.json"
-MAX_FILE_BYTES = 64 << 10
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 FOLDER_VERSION = 1  # raised as docs/decisions/023-versions-of-wire-and-disk.md says
 # What a worker may have left in its state folder, by which the folder is known as one.
 _KEPT = (
-    "identity", MEMORY_FILE, "running", "blobs", "compute", "data", "apps", "federated", "codec_speed.json",
-    "consent", "departures", "send_log",
+    "identity", SETTINGS_FILE, OLDER_FILE, "running", "blobs", "compute", "data", "apps", "federated",
+    "codec_speed.json", "consent", "departures", "send_log",
 )  # fmt: skip
 _FLOORS = ("min_batch", "min_samples", "min_steps", "min_clients")
-_REMEMBERED = (
-    "host", "port", "name", "device", "threads", "memory_bytes", "listen_host", "listen_port",
-    "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config", "use_proxy", "sandbox",
-    "send_log_bytes", "app_nodes", "app_env",
-    *_FLOORS,
+REMEMBERED = (
+    "host", "port", "name", "device", "threads", "memory_bytes", "gpu_memory_bytes", "listen_host",
+    "listen_port", "advertise", "inbound", "site", "max_upload_mbit", "kept_bytes", "node_config",
+    "use_proxy", "sandbox", "send_log_bytes", "app_nodes", "app_env", *_FLOORS,
 )  # fmt: skip
 
 
@@ -56,6 +52,7 @@ class WorkerConfig:
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     threads: int = 0  # of compute; 0 = all physical cores that this process may use
     memory_bytes: int = 0  # the planner's budget; 0 = what is free now
+    gpu_memory_bytes: int = 0  # the same on a GPU; 0 = memory_bytes
     listen_host: str = "0.0.0.0"  # noqa: S104 - peers come from anywhere; TLS asks who they are
     listen_port: int = 0  # 0 = any free one
     advertise: tuple[tuple[str, int], ...] = ()  # where peers reach us; empty = found out
@@ -99,6 +96,7 @@ class WorkerConfig:
             ("port", self.port, 1, 65535),
             ("--threads", self.threads, 0, 4096),
             ("--memory", self.memory_bytes, 0, 2**50),
+            ("--gpu-memory", self.gpu_memory_bytes, 0, 2**50),
             ("--listen port", self.listen_port, 0, 65535),
             ("cache_bytes", self.cache_bytes, 0, 2**60),
             ("--kept", self.kept_bytes, 0, 2**60),
@@ -118,11 +116,12 @@ class WorkerConfig:
                 raise UsageError(
                     f"--accept-app {accepted[:80]!r}; give the app's hash, 64 hexadecimal digits"
                 )
+        for given in (self.memory_bytes, self.gpu_memory_bytes):
+            if 0 < given < 1 << 20:
+                raise UsageError(f"--memory of {given} bytes; at least 1MiB is of any use")
         for variable in self.app_env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,199}", variable):
                 raise UsageError(f"--app-env {variable[:80]!r}; give the name of an environment variable")
-        if 0 < self.memory_bytes < 1 << 20:
-            raise UsageError(f"--memory of {self.memory_bytes} bytes; at least 1MiB is of any use")
         if not math.isfinite(self.max_upload_mbit) or self.max_upload_mbit < 0:
             raise UsageError(f"--max-upload-mbit {self.max_upload_mbit}; give 0 (unlimited) or more")
         for text, what in ((self.name, "--name"), (self.site, "--site")):
@@ -198,9 +197,16 @@ def make_config(given: Mapping[str, Any], environment: Mapping[str, str] = os.en
 
 def remember(config: WorkerConfig) -> None:
     """Keep the settings of a join that succeeded. StorageError when the disk refuses."""
-    values = {name: value for name, value in asdict(config).items() if name in _REMEMBERED}
-    make_state_dir(config.state_dir)
-    write_private(config.state_dir / MEMORY_FILE, json.dumps(values, indent=1).encode() + b"\n")
+    values = {name: value for name, value in asdict(config).items() if name in REMEMBERED}
+    change_settings(config.state_dir, values)
+
+
+def change_settings(state_dir: Path, changes: Mapping[str, Any]) -> None:
+    """Change settings in the file, None: back to the default. UsageError for a file that cannot be read,
+    StorageError when the disk refuses."""
+    before = {name: value for name, value in read_settings(state_dir).items() if name != "insecure"}
+    make_state_dir(state_dir)
+    write_settings(state_dir, {**before, **changes})
 
 
 def with_insecure_check(config: WorkerConfig) -> WorkerConfig:
@@ -224,15 +230,6 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT, lowest_port: int 
     return host, port
 
 
-def parse_size(text: str) -> int:
-    """'4GiB', '500MB', '123456' -> bytes; UsageError otherwise."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if match is None:
-        raise UsageError(f"size {text!r}; write for example 4GiB, 500MB or a number of bytes")
-    unit = match[2] or ""
-    return int(float(match[1]) * {**_UNITS, **_BINARY}[unit])
-
-
 def join_address(host: str, port: int) -> str:
     """HOST:PORT, an IPv6 host in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -240,33 +237,33 @@ def join_address(host: str, port: int) -> str:
 
 def was_insecure(state_dir: Path) -> bool:
     """True when an older version, which did remember it, kept --insecure here; the next join drops it."""
-    return _read_memory(state_dir).get("insecure") is True
-
-
-def _read_memory(state_dir: Path) -> dict[str, Any]:
-    """Return what an earlier join stored, as it stored it; a damaged file counts as absent."""
-    path = state_dir / MEMORY_FILE
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return {}
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_settings(state_dir).get("insecure") is True
 
 
 def _recall(state_dir: Path) -> dict[str, Any]:
-    """The settings that an earlier join left."""
-    found = _read_memory(state_dir)
-    values = {name: found[name] for name in _REMEMBERED if name in found}
-    if "advertise" in values:
-        values["advertise"] = tuple((str(host), int(port)) for host, port in values["advertise"])
-    if "app_env" in values:
-        values["app_env"] = tuple(map(str, values["app_env"]))
-    if "node_config" in values:
-        values["node_config"] = tuple((str(key), value) for key, value in values["node_config"])
+    """The settings that an earlier join left, and what was changed in their file. UsageError for impossible
+    ones; what an older version left counts as absent then."""
+    found = read_settings(state_dir)
+    values = {name: found[name] for name in REMEMBERED if name in found}
     try:
-        replace(WorkerConfig(host="localhost"), **values)
-    except (AttributeError, TypeError, UsageError):
+        for name in ("memory_bytes", "kept_bytes"):
+            if isinstance(values.get(name), str):  # as people write it
+                values[name] = parse_size(values[name])
+        if "advertise" in values:
+            values["advertise"] = tuple((str(host), int(port)) for host, port in values["advertise"])
+        if "app_env" in values:
+            values["app_env"] = tuple(map(str, values["app_env"]))
+        if "node_config" in values:
+            values["node_config"] = tuple((str(key), value) for key, value in values["node_config"])
+        usual = WorkerConfig(host="localhost")
+        for name, value in values.items():
+            wanted: type = type(getattr(usual, name))
+            number = wanted is float and type(value) is int
+            if type(value) is not wanted and not number:
+                raise UsageError(f"{name} = {value!r}; give a value of type {wanted.__name__}")
+        replace(usual, **values)
+    except (AttributeError, TypeError, ValueError, UsageError) as error:
+        if (state_dir / SETTINGS_FILE).exists():
+            raise UsageError(f"{state_dir / SETTINGS_FILE}: {error}") from None
         return {}
     return values

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from worker.links.ports import Network
+from worker.manners.duty import DutyCycle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ class ComputeSettings:
     feed_bytes: int
     kept_bytes: int
     floors: Floors
+    gpu_memory_bytes: int = 0  # 0: memory_bytes
 
 
 class JobNetwork(Network, Protocol):
@@ -82,3 +84,4 @@ class ComputeContext:
     progress: Progress
     cpu: CpuMeter
     status: ComputeStatus
+    duty: DutyCycle = field(default_factory=DutyCycle)

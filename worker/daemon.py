@@ -7,16 +7,17 @@ and sockets; a computation that hangs or dies disturbs nothing here, nor does a 
 
 from __future__ import annotations
 
+import itertools
 import queue
 import random
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -28,9 +29,10 @@ from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
-from worker.config import WorkerConfig, remember
+from worker.config import WorkerConfig, make_config, remember
 from worker.control.bulk import Bulk
 from worker.control.enroll import find_work_address, join
+from worker.control.remote_store import metered
 from worker.control.renewal import keep_renewed
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
@@ -38,8 +40,14 @@ from worker.federated.consent import Consent
 from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
-from worker.machine.device import outbound_host
+from worker.machine.conditions import MachineConditions
+from worker.machine.device import machine_memory, memory_limit, outbound_host
 from worker.machine.malloc import keep_chunk_memory
+from worker.manners.applied import read_applied
+from worker.manners.keeper import Keeper, Manners
+from worker.manners.limits import shown_limits
+from worker.manners.traffic import Traffic
+from worker.manners.verdict import Conditions
 from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
@@ -67,13 +75,21 @@ class ConsentChanged:
     """Event: this machine's owner has given its word on an app, a job or a data set."""
 
 
-Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged
+@dataclass(frozen=True, slots=True)
+class MannersChanged:
+    """Event: this machine's owner, or the machine itself, lets a guest take something else from now on."""
+
+    manners: Manners
+
+
+Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged | MannersChanged
 
 
 class Daemon:
     """A worker, from joining to leaving. ``run`` once, in the main thread."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, conditions: Conditions | None = None) -> None:
+        """``conditions``: of this machine; None: as its system tells them."""
         self._config = config
         self._events: queue.SimpleQueue[Inner] = queue.SimpleQueue()
         self._state = machine.Session()
@@ -82,11 +98,19 @@ class Daemon:
         self._stopping = threading.Event()
         self._stream: Stream | None = None
         self._heartbeat_s = self._idle_heartbeat_s = 0.5
-        self._beats = 0
+        self._beats = itertools.count(1)
         self._end: AtollError | None = None
         self._welcomed = threading.Event()
         self._apps: AppHost | None = None
-        self._device = pb.DeviceFacts()
+        self._manners = Manners()
+        self._traffic = Traffic()
+        self._keeper = Keeper(
+            config.state_dir,
+            conditions or MachineConditions(),
+            lambda manners: self._events.put(MannersChanged(manners)),
+            lambda: self._traffic.today,
+            self._checked_memory,
+        )
         self._membership: Membership
         self._renewing = threading.Lock()
         self._network: PeerNetwork
@@ -127,6 +151,7 @@ class Daemon:
             lost=self._peer_lost,
             config=transport,
             name=member.worker,
+            traffic=self._traffic,
             joined=self._peer_joined,
         )
         bulk = Bulk(lambda member: member.channel(config), member)
@@ -134,15 +159,16 @@ class Daemon:
         cache = BlobCache(config.blob_dir, config.cache_bytes)
         ports = HostPorts(
             network,
-            BlobFiles(bulk, cache, config.max_upload_bytes_per_s),
-            bulk.batches,
+            BlobFiles(bulk, cache, config.max_upload_bytes_per_s, self._traffic),
+            metered(bulk.batches, self._traffic),
             self._events.put,
             self._send,
         )
         self._apps = AppHost(config) if config.allow_apps else None
         try:
-            self._device = self._host.start(member.worker, ports, self._stopping.is_set)
+            device = self._host.start(member.worker, ports, self._stopping.is_set)
             remember(config)
+            self._begin_keeping()
             threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
             renewing = (config, lambda: self._membership, partial(self._renewed, bulk), self._stopping.wait)
             threading.Thread(target=keep_renewed, args=renewing, name="atoll-renewal", daemon=True).start()
@@ -150,7 +176,7 @@ class Daemon:
                 "worker.joined",
                 worker=member.worker,
                 coordinator=member.work_address,
-                protections=protections(self._device.kind, chosen(config.sandbox, self._device.kind)).line(),
+                protections=protections(device.kind, chosen(config.sandbox, device.kind)).line(),
             )
             self._open_stream()
             self._loop()
@@ -175,9 +201,10 @@ class Daemon:
                 continue
             if isinstance(event, events.Participate) and not self._consents(event):
                 continue
-            before = self._state
-            self._state, todo = machine.handle(before, event)
-            self._note(before, event)
+            if isinstance(event, MannersChanged):
+                self._take_up(event.manners)
+                continue
+            todo = self._handle(event)
             if isinstance(event, events.Welcome) and not self._state.outdated:
                 self._heartbeat_s = event.heartbeat_s
                 self._idle_heartbeat_s = max(event.heartbeat_s, event.idle_heartbeat_s)
@@ -190,8 +217,73 @@ class Daemon:
                 self._say_consent()
             if isinstance(event, events.Release):
                 self._consent.close(event.job, event.reason)
-            for instruction in todo:
-                self._perform(instruction)
+            self._perform_all(todo)
+
+    def _handle(self, event: events.Event) -> tuple[instructions.Instruction, ...]:
+        before = self._state
+        self._state, todo = machine.handle(before, event)
+        self._note(before, event)
+        return todo
+
+    def _perform_all(self, todo: Iterable[instructions.Instruction]) -> None:
+        for instruction in todo:
+            self._perform(instruction)
+
+    # ---------------------------------------------------------------- a guest's manners
+
+    def _begin_keeping(self) -> None:
+        """Take up what holds already, before the coordinator hears of this worker."""
+        applied = read_applied(self._config.state_dir)
+        if applied is not None:
+            self._traffic.resume(applied.day, applied.day_bytes)
+        self._keeper.look()
+        self._take_up(self._keeper.manners)
+        self._keeper.start()
+
+    def _take_up(self, manners: Manners) -> None:
+        """Hold to other limits from now on, pause or resume; the coordinator hears of it at once."""
+        before, limits = self._manners, manners.limits
+        if manners == before:
+            return
+        self._traffic.limit(limits.upload_mbit, limits.download_mbit)
+        if limits.cpu_share != before.limits.cpu_share:
+            self._host.limit_share(limits.cpu_share)
+        if self._host.limit_memory(manners.memory_bytes, manners.gpu_memory_bytes) and not before.paused:
+            self._pause(replace(manners, paused=manners.paused or "takes up another memory limit"))
+        if manners.paused:
+            self._pause(manners)
+        else:
+            self._manners = manners
+            self._perform_all(self._handle(events.ResumeAsked()))
+            if self._apps is None and self._config.allow_apps:
+                self._apps = AppHost(self._config)
+                if self._welcomed.is_set():
+                    self._apps.attend(self._membership)
+        self._send(self._heartbeat())
+        log.info("limits.taken_up", paused=manners.paused, **shown_limits(limits))
+
+    def _pause(self, manners: Manners) -> None:
+        self._manners = manners
+        apps, self._apps = self._apps, None
+        if apps is not None:
+            apps.stop()
+        self._perform_all(self._handle(events.PauseAsked(manners.paused)))
+        self._send(self._heartbeat())
+
+    def _checked_memory(self, settings: Mapping[str, Any]) -> tuple[int, int]:
+        """Budgets of memory and GPU memory in the settings, bytes. UsageError for what is not there."""
+        config = make_config({"state_dir": self._config.state_dir, "host": self._config.host}, {})
+        device, (_, total) = self._host.device, machine_memory()
+        memory_limit(
+            config.memory_bytes, 0, device.memory_bytes if device.kind == "cpu" else total, "this machine"
+        )
+        if device.kind != "cpu":
+            memory_limit(config.gpu_memory_bytes, 0, device.memory_bytes, "this GPU")
+        return config.memory_bytes, config.gpu_memory_bytes
+
+    def _guest(self) -> pb.GuestLimits | None:
+        manners = self._manners
+        return messages.guest_limits(manners.limits, manners.paused, self._host.device.memory_limit_bytes)
 
     def _note(self, before: machine.Session, event: events.Event) -> None:
         """Log what a person watching this worker wants to see; a step's own phases only on debug."""
@@ -234,6 +326,7 @@ class Daemon:
 
     def _shut_down(self, network: PeerNetwork, bulk: Bulk) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
+        self._keeper.stop()
         if self._apps is not None:
             self._apps.stop()
         stream = self._stream
@@ -317,7 +410,7 @@ class Daemon:
             introduction=pb.Introduction(
                 protocol=PROTOCOL_VERSION,
                 name=config.shown_name,
-                device=self._device,
+                device=self._host.device,
                 peer_addresses=[pb.Address(host=h, port=p) for h, p in addresses],
                 site=config.site,
                 codecs=sorted(CODECS),
@@ -325,6 +418,7 @@ class Daemon:
                 codec_speeds=self._host.codec_speeds,
                 datasets=self._datasets(),
                 held=messages.held_stage(self._state),
+                guest=self._guest(),
             )
         )
         self._consent.sends(message)
@@ -391,26 +485,28 @@ class Daemon:
             if idle and silent_s + interval_s / 2 < self._idle_heartbeat_s:
                 continue
             silent_s = 0.0
-            self._beats += 1
-            waits = self._host.waiting or Waiting("", "", 0, time.monotonic())
-            self._send(
-                pb.FromWorker(
-                    heartbeat=pb.Heartbeat(
-                        sequence=self._beats,
-                        worker_time_s=time.time(),
-                        job=state.job,
-                        plan_version=state.version,
-                        step=state.step,
-                        progress=self._host.progress + self._network.progress(),
-                        memory_bytes=self._host.memory_bytes,
-                        waits_for=waits.peer,
-                        waits_s=time.monotonic() - waits.since_s,
-                        waits_what=waits.what,
-                        waits_step=waits.step,
-                        logged_from=self._host.logged_from,
-                    )
-                )
+            self._send(self._heartbeat())
+
+    def _heartbeat(self) -> pb.FromWorker:
+        state = self._state
+        waits = self._host.waiting or Waiting("", "", 0, time.monotonic())
+        return pb.FromWorker(
+            heartbeat=pb.Heartbeat(
+                sequence=next(self._beats),
+                worker_time_s=time.time(),
+                job=state.job,
+                plan_version=state.version,
+                step=state.step,
+                progress=self._host.progress + self._network.progress(),
+                memory_bytes=self._host.memory_bytes,
+                waits_for=waits.peer,
+                waits_s=time.monotonic() - waits.since_s,
+                waits_what=waits.what,
+                waits_step=waits.step,
+                logged_from=self._host.logged_from,
+                guest=self._guest(),
             )
+        )
 
     def _peer_lost(self, peer: str, reason: str) -> None:
         self._events.put(events.PeerLost(peer, reason))

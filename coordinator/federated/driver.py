@@ -230,6 +230,15 @@ class FederatedDriver:
         if self.effects.roster.workers[worker].member.job == job:  # it leaves, or is quarantined
             self._free(self.jobs[job], worker, reason)
 
+    def slowed(self, worker: str, factor: float) -> None:
+        """Expect a client's next round to take as much longer, before one was measured so."""
+        for job, state in self.jobs.items():
+            client = state.clients.get(worker)
+            if client is not None and not state.ended:
+                seconds = {n: getattr(client, n) * factor for n in ("train_s", "download_s", "round_s")}
+                later = replace(client, uplink_bps=client.uplink_bps / factor, **seconds)
+                self.jobs[job] = replace(state, clients={**state.clients, worker: later})
+
     def current(self, job: str, version: int) -> bool:
         """Whether clients take part under that version."""
         return version == VERSION

@@ -12,13 +12,14 @@ from atoll.plan import LinkPrediction
 from coordinator.config import Liveness, Probing, Relaying
 from coordinator.membership import member as members
 from coordinator.membership.deadlines import Deadlines
+from coordinator.membership.guests import slower, within_limits
 from coordinator.membership.link_guesses import guesses
 from coordinator.membership.link_probing import LinkProbing
 from coordinator.membership.link_table import MIN_GOODPUT_BYTES, judge_step, measured_fleet
 from coordinator.membership.member import Member, Phase
 from coordinator.membership.op_probing import OpProbing
 from coordinator.membership.relayed import Joined
-from coordinator.messages.events import Goodput, Heartbeat, Introduction, StepReady
+from coordinator.messages.events import UNLIMITED, Goodput, Guest, Heartbeat, Introduction, StepReady
 from coordinator.messages.instructions import Addresses, RelayUse
 from coordinator.planning.costs import message_costs
 from coordinator.planning.costs.codec_costs import judge_speeds
@@ -72,17 +73,24 @@ class Worker:
     memory_bytes: int = 0
     heard_job: tuple[str, int] = ("", 0)
     beat: Heartbeat | None = None  # the newest
+    guest: Guest = UNLIMITED
     uploads: int = 0  # signs that bytes of its arrived
 
     @property
     def idle(self) -> bool:
-        return self.member.phase is Phase.POOL and not self.quarantined and self.session is not None
+        kept_out = self.quarantined or self.guest.paused
+        return self.member.phase is Phase.POOL and not kept_out and self.session is not None
 
     @property
     def reason(self) -> str:
         if self.quarantined:
             return f"quarantined: {self.quarantined}"
-        return f"{self.member.reason}; {self.suspected}" if self.suspected else self.member.reason
+        reason = f"paused: {self.guest.paused}" if self.guest.paused else self.member.reason
+        return f"{reason}; {self.suspected}" if self.suspected else reason
+
+    @property
+    def memory_limit_bytes(self) -> int:
+        return self.guest.memory_limit_bytes or self.introduction.memory_limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,7 @@ class Planned:
     handling_scales: Mapping[str, float]
     drags: Mapping[Pair, float]
     usual_drag: float = 1.0  # of pairs without one of their own
+    guests: Mapping[str, Guest] = field(default_factory=dict)  # limits, by worker
 
     def drag(self, pair: Pair) -> float | None:
         """Return what the plan counted on for a pair, None where it was not made for both ends."""
@@ -102,6 +111,7 @@ class Planned:
         return self.drags.get(pair, self.usual_drag)
 
 
+Fingerprint = frozenset[tuple[str, int, Guest]]
 NOT_PLANNED = Planned({}, {}, {}, {})
 
 
@@ -119,7 +129,7 @@ class Roster:
     ops: OpProbing = field(init=False)
     _idle: list[tuple[int, str]] = field(default_factory=list)  # with their numbers, in join order
     _idle_holders: dict[str, set[str]] = field(default_factory=dict)  # by data set
-    _fingerprint: frozenset[tuple[str, int, bool]] | None = None  # None: computed anew when asked for
+    _fingerprint: Fingerprint | None = None  # None: computed anew when asked for
     _watched: Deadlines = field(default_factory=Deadlines)
     _readmissions: Deadlines = field(default_factory=Deadlines)  # when quarantines end
 
@@ -133,7 +143,8 @@ class Roster:
         known = self.workers.get(worker)
         if known is None:
             member = members.joined(worker, introduction.incarnation, now_s)
-            self.workers[worker] = Worker(member, introduction, session, len(self.workers))
+            number, guest = len(self.workers), introduction.guest
+            self.workers[worker] = Worker(member, introduction, session, number, guest=guest)
             self._changed(worker)
             return None
         before = known.member
@@ -142,7 +153,7 @@ class Roster:
             self._readmissions.drop(worker)
         known.member, _ = members.step(before, members.Joined(introduction.incarnation), now_s, self.liveness)
         self._list_data(worker, listed=False)
-        known.introduction, known.session = introduction, session
+        known.introduction, known.session, known.guest = introduction, session, introduction.guest
         self._list_data(worker, listed=known.idle)
         self._changed(worker)
         return before
@@ -162,6 +173,20 @@ class Roster:
         """The worker's session has ended."""
         self.workers[worker].session = None
         self._changed(worker)
+
+    def limit(self, worker: str, guest: Guest) -> float:
+        """Take in the limits of a worker's owner; returns how much slower than before it is at most."""
+        known = self.workers[worker]
+        before, known.guest = known.guest, guest
+        self._changed(worker)
+        return slower(before, guest, self.links.table.best_bps(worker))
+
+    def slowdown(self, job: str, workers: Iterable[str]) -> float:
+        """Return how much slower at most one of a job's workers is than its plan counted on, by limits that
+        its owner has set since; at least 1."""
+        guests, best_bps = self._planned(job).guests, self.links.table.best_bps
+        found = (slower(guests[w], self.workers[w].guest, best_bps(w)) for w in workers if w in guests)
+        return max(found, default=1.0)
 
     def quarantine(self, worker: str, reason: str, until_s: float = inf) -> None:
         """Let no plan use a worker until then, or until its process starts anew."""
@@ -255,10 +280,11 @@ class Roster:
         """Return what ``worker`` may do at the relays to meet ``peer``, None without relays."""
         return self.joined.use(worker, peer, dialable=self._dialable(worker, peer))
 
-    def fingerprint(self) -> frozenset[tuple[str, int, bool]]:
-        """Changes whenever the set of usable workers does."""
+    def fingerprint(self) -> Fingerprint:
+        """Changes whenever the set of usable workers, or a limit of theirs, does."""
         if self._fingerprint is None:
-            self._fingerprint = frozenset((w, self.workers[w].member.incarnation, True) for w in self.idle())
+            known = ((name, self.workers[name]) for name in self.idle())
+            self._fingerprint = frozenset((name, w.member.incarnation, w.guest) for name, w in known)
         return self._fingerprint
 
     def fleet(self, workers: list[str], precision: str) -> Fleet:
@@ -273,7 +299,8 @@ class Roster:
             guessed = guesses(workers, self.links.survey.place_of, self.links.table, UNKNOWN)
         relays = self.joined.lines(workers, self.links.solo_bps)
         uplinks = self.links.uplinks(sites)
-        return measured_fleet(devices, self.links.table, uplinks, guessed=guessed, relays=relays)
+        fleet = measured_fleet(devices, self.links.table, uplinks, guessed=guessed, relays=relays)
+        return within_limits(fleet, {worker: self.workers[worker].guest for worker in workers})
 
     def in_order(self, workers: Iterable[str]) -> list[str]:
         """Return these workers in join order."""
@@ -302,6 +329,7 @@ class Roster:
             {worker: self.workers[worker].handling.value for worker in workers},
             self.links.table.drags(),
             self.links.table.usual_drag(),
+            {worker: self.workers[worker].guest for worker in workers},
         )
         return self.fleet(workers, precision)
 
@@ -311,12 +339,12 @@ class Roster:
         rate = flops_of(timings, self.ops.flops)
         return Device(
             worker=worker,
-            memory_limit_bytes=known.introduction.memory_limit_bytes,
+            memory_limit_bytes=known.memory_limit_bytes,
             name=known.introduction.name,
             site=known.introduction.site,
             gflops={"": rate} if rate > 0 else {},
             timings=dict(timings),
-            scale=known.computing.value,
+            scale=known.computing.value / known.guest.compute_share,
             codec_scale=known.coding.value,
             cores=known.introduction.cores,
             quota_period_s=known.introduction.quota_period_s,
@@ -338,8 +366,10 @@ class Roster:
 
     def computed(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
         """A committed step's compute time refines the worker's scale."""
-        planned = self._planned(job).scales.get(worker)
-        self.workers[worker].computing.refine(planned, predicted_s, measured_s)
+        known, plan = self.workers[worker], self._planned(job)
+        # What was predicted for another share takes as much longer as the share is smaller now.
+        share = plan.guests.get(worker, known.guest).compute_share / known.guest.compute_share
+        known.computing.refine(plan.scales.get(worker), predicted_s * share, measured_s)
 
     def coded(self, job: str, worker: str, predicted_s: float, measured_s: float) -> None:
         """The same of a step's encoding and decoding."""

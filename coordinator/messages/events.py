@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from atoll.device_class import DeviceClass
 from atoll.federated import ConsentWord, DatasetFacts
@@ -40,6 +41,20 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Guest:
+    """What a worker's owner lets it take now. Rates in bit/s of all peers together, infinite: any."""
+
+    compute_share: float = 1.0  # of the time that its device computes, in (0, 1]
+    upload_bps: float = inf
+    download_bps: float = inf
+    memory_limit_bytes: int = 0  # in place of the introduction's; 0: that one
+    paused: str = ""  # why it must not work; it stays a member
+
+
+UNLIMITED = Guest()
+
+
+@dataclass(frozen=True, slots=True)
 class Introduction:
     """Facts that a worker states about itself."""
 
@@ -65,6 +80,7 @@ class Introduction:
     datasets: tuple[DatasetFacts, ...] = ()  # registered there for federated training
     instructions: str = ""  # of the CPU that torch uses, such as AVX2
     held: Held | None = None
+    guest: Guest = UNLIMITED
 
     @property
     def device_class(self) -> DeviceClass:
@@ -93,6 +109,7 @@ class Heartbeat:
     memory_bytes: int
     waits: Waits | None = None  # None: it computes, or has nothing to do
     logged_from: int = 0  # its send log holds all that its stage sent from this step on
+    guest: Guest = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,12 @@ class Deadlines:
     silent_s: float
 
 
-def deadlines(state: JobState) -> Deadlines:
-    """Return the deadlines of what a running job does now."""
+def deadlines(state: JobState, slowdown: float = 1.0) -> Deadlines:
+    """Return the deadlines of what a running job does now.
+
+    ``slowdown``: of its slowest worker, by limits that were set since its plan was made; measured steps may
+    have been slowed by them already.
+    """
     if state.phase in (Phase.LOADING, Phase.STORING):
         found = Deadlines(MOVING_STILL_S, storing_s(state) + _replay_s(state))
     else:
@@ -48,7 +52,7 @@ def deadlines(state: JobState) -> Deadlines:
         last = state.last_commit
         if last is not None and (last.store or last.evaluate):
             still_s = max(still_s, BORDER_STILL_S)
-        found = Deadlines(still_s, silent_s)
+        found = Deadlines(still_s * slowdown, silent_s * slowdown)
     doubled = 2 ** min(state.failures, MOST_DOUBLINGS)
     return Deadlines(found.still_s, found.silent_s * doubled)
 

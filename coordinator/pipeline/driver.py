@@ -381,6 +381,9 @@ class PipelineDriver:
         else:
             self.losses.failed(state, failed, back.until_s if back is not None else 0.0)
 
+    def slowed(self, worker: str, factor: float) -> None:
+        """Deadlines and plans look at the limits themselves."""
+
     def heard(self, worker: str, message: ev.JobMessage) -> None:
         """Handle a message of a worker about one of these jobs."""
         state = self.jobs[message.job]

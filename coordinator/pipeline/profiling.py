@@ -14,6 +14,7 @@ from atoll.job import JobSpec
 from atoll.plan import Plan
 from coordinator.membership.effects import Effects
 from coordinator.membership.measuring import Measuring
+from coordinator.membership.roster import Fingerprint
 from coordinator.messages import instructions as do
 
 REFINEMENTS = 2  # plans made once more for pairs of theirs that had to be estimated
@@ -39,7 +40,7 @@ class Profiling:
     _reading: set[str] = field(default_factory=set)
     _suspect: set[str] = field(default_factory=set)  # whose checkpoint a worker could not load
     _attempts: dict[str, int] = field(default_factory=dict)  # job -> the one being planned
-    _planned_on: dict[str, frozenset[tuple[str, int, bool]]] = field(default_factory=dict)
+    _planned_on: dict[str, Fingerprint] = field(default_factory=dict)
     _inquiries: dict[str, JobSpec] = field(default_factory=dict)
     _begun_s: dict[str, float] = field(default_factory=dict)  # since when figures are asked for
     _chosen: dict[str, list[str]] = field(default_factory=dict)  # workers to plan with, of a huge fleet

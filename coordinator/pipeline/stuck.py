@@ -198,7 +198,9 @@ class Stuck:
     def _look(self, state: JobState) -> Culprit | None:
         watched = self._jobs.setdefault(state.job, _Watched())
         self._note(watched, state)
-        silent_s, allowed = self._clock_s - watched.since_s, deadlines(state)
+        places = state.plan.places if state.plan is not None else ()
+        slowdown = self.roster.slowdown(state.job, (place.worker for place in places))
+        silent_s, allowed = self._clock_s - watched.since_s, deadlines(state, slowdown)
         seats = self._seats(watched, state)
         still_s = min((seat.still_s for seat in seats.values() if not seat.done), default=silent_s)
         if silent_s > allowed.silent_s or (still_s > allowed.still_s and not _await_data(seats)):

@@ -86,7 +86,7 @@ class Suspicion:
         prediction = state.plan.prediction if state.plan is not None else None
         told = prediction.stages if prediction is not None and len(prediction.stages) == state.n_ranks else ()
         needed = told[rank].memory_bytes if told and rank is not None else 0
-        return any(roster.workers[idle].introduction.memory_limit_bytes >= needed for idle in roster.idle())
+        return any(roster.workers[idle].memory_limit_bytes >= needed for idle in roster.idle())
 
     def _quarantine(self, blamed: Culprit) -> None:
         seconds = self.stuck.blame(blamed, self.effects.now_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from atoll.job import Precision
@@ -9,6 +10,7 @@ from atoll.plan import LinkSpec
 from coordinator.federated.driver import FederatedDriver
 from coordinator.membership.member import Member
 from coordinator.membership.roster import Worker, flops_of
+from coordinator.messages.events import UNLIMITED, Guest
 from coordinator.messages.jobs import ENDED, JobState
 from coordinator.pipeline.driver import PipelineDriver
 from coordinator.pipeline.loss_cost import loss_costs
@@ -128,7 +130,20 @@ def worker_status(scheduler: Scheduler, name: str, now_s: float) -> pb.WorkerSta
         seen_s_ago=max(0.0, now_s - member.seen_s),
         site=i.site,
         address=next((f"{host}:{port}" for host, port in i.addresses + i.nearby), ""),
+        guest=_guest(worker.guest),
         **_waits(worker),
+    )
+
+
+def _guest(guest: Guest) -> pb.GuestLimits | None:
+    if guest == UNLIMITED:
+        return None
+    return pb.GuestLimits(
+        compute_share=guest.compute_share,
+        upload_bps=guest.upload_bps if isfinite(guest.upload_bps) else 0.0,
+        download_bps=guest.download_bps if isfinite(guest.download_bps) else 0.0,
+        memory_limit_bytes=guest.memory_limit_bytes,
+        paused=guest.paused,
     )
 
 
@@ -160,7 +175,7 @@ def _device(worker: Worker) -> pb.DeviceFacts:
         model=i.model,
         threads=i.threads,
         memory_bytes=i.memory_bytes,
-        memory_limit_bytes=i.memory_limit_bytes,
+        memory_limit_bytes=worker.memory_limit_bytes,
         torch_version=i.torch_version,
         python_version=i.python_version,
         atoll_version=i.atoll_version,

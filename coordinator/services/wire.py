@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any
 
 from atoll.errors import BadFrame
@@ -10,6 +11,7 @@ from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
 from atoll.opdag import op_refs
 from atoll.plan import Plan
 from atoll.program import stage_programs
+from coordinator.membership.roster import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.planning.costs.op_seconds import Probe
@@ -26,6 +28,9 @@ from strategies.partition_data import MAX_CLIENTS
 
 MAX_ADDRESSES = 16
 MAX_REASON_CHARS = 4096
+MAX_PAUSED_CHARS = 300
+MAX_RATE_BPS = 1e15
+LEAST_SHARE = 0.001
 MAX_CODECS = 100
 MAX_RELAY_CHARS = 270  # HOST:PORT
 MAX_SECONDS = 30 * 86_400.0
@@ -64,6 +69,23 @@ def introduction_from(m: pb.Introduction) -> ev.Introduction:
         codec_speeds=_speeds(m.codec_speeds),
         datasets=datasets_from_proto(m.datasets),
         held=_held(m.held) if m.HasField("held") else None,
+        guest=_guest(m.guest) if m.HasField("guest") else ev.UNLIMITED,
+    )
+
+
+def _guest(m: pb.GuestLimits) -> ev.Guest:
+    def rate(what: str, bps: float) -> float:
+        return bounds.number(what, bps, 0.0, MAX_RATE_BPS) or inf
+
+    memory = m.memory_limit_bytes
+    if memory:
+        bounds.within("memory_limit_bytes", memory, MIN_MEMORY_BYTES, MAX_MEMORY_BYTES)
+    return ev.Guest(
+        compute_share=bounds.number("compute_share", m.compute_share, LEAST_SHARE, 1.0),
+        upload_bps=rate("upload_bps", m.upload_bps),
+        download_bps=rate("download_bps", m.download_bps),
+        memory_limit_bytes=memory,
+        paused=clean(m.paused, MAX_PAUSED_CHARS),
     )
 
 
@@ -105,9 +127,9 @@ def _heartbeat(m: pb.Heartbeat) -> ev.Heartbeat:
     job = bounds.text("job", m.job, LIMITS.name_chars)
     what, seconds = clean(m.waits_what, 24), bounds.number("waits_s", m.waits_s, 0.0, MAX_SECONDS)
     waits = ev.Waits(clean(m.waits_for, LIMITS.name_chars), what, m.waits_step, seconds) if what else None
-    return ev.Heartbeat(
-        m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes, waits, m.logged_from
-    )
+    guest = _guest(m.guest) if m.HasField("guest") else ev.UNLIMITED
+    figures_of = (m.worker_time_s, job, m.plan_version, m.step, m.progress, m.memory_bytes)
+    return ev.Heartbeat(*figures_of, waits, m.logged_from, guest)
 
 
 def _ops_probed(m: pb.OpsProbed) -> ev.OpsProbed:

@@ -120,7 +120,7 @@ def test_a_workers_folder_is_closed_by_whatever_comes_first(tmp_path: Path) -> N
         assert mode(tmp_path / "lock") == 0o700
     remember(make_config({"host": "lab", "state_dir": tmp_path / "settings"}, {}))
     assert mode(tmp_path / "settings") == 0o700
-    assert mode(tmp_path / "settings" / "worker.json") == 0o600
+    assert mode(tmp_path / "settings" / "settings.toml") == 0o600
     (tmp_path / "table.csv").write_text("x\n1\n")
     add_dataset(tmp_path / "own", "own", tmp_path / "table.csv", ["x:float32=x"])
     assert mode(tmp_path / "own") == mode(tmp_path / "own" / "data") == 0o700

@@ -46,6 +46,7 @@ class Scripted(Coordinator):
     slowness: float = field(default=0.0, kw_only=True)
     bandwidth_bps: float = field(default=1e9, kw_only=True)
     silent: set[str] = field(default_factory=set, kw_only=True)
+    guests: dict[str, ev.Guest] = field(default_factory=dict)  # limits that workers state
     altered: Callable[[Plan, do.MakePlan], Plan] = field(default=lambda plan, asked: plan, kw_only=True)
     facts: list[Fact] = field(default_factory=list, init=False)
     done: list[do.Instruction] = field(default_factory=list, init=False)
@@ -88,7 +89,8 @@ class Scripted(Coordinator):
             self.settle(min(beat_s, until_s - self.clock.now_s))
             for worker, stream in self.streams.items():
                 if worker not in self.silent:
-                    stream.send(1, ev.Heartbeat(self.clock.now_s, "", 0, 0, 0, 0))
+                    guest = self.guests.get(worker, ev.UNLIMITED)
+                    stream.send(1, ev.Heartbeat(self.clock.now_s, "", 0, 0, 0, 0, guest=guest))
             self.settle()
 
     # ------------------------------------------------------------ workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import asdict
 from typing import Annotated, Any, NoReturn
 
 import structlog
@@ -15,9 +16,14 @@ from protos import PROTOCOL_VERSION
 from protos.command_line import AsJson, enter, err, out, print_json, with_groups
 from worker.cli import apps as cli_apps
 from worker.cli import data as cli_data
+from worker.cli import forget as cli_forget
+from worker.cli import install as cli_install
 from worker.cli import jobs as cli_jobs
+from worker.cli import manners as cli_manners
 from worker.cli.options import AppOptions, Joining, Limits, Reach, StateDir
 from worker.config import WorkerConfig, default_state_dir, make_config, was_insecure, with_insecure_check
+from worker.manners.applied import read_applied
+from worker.manners.units import shown_size
 
 EXIT_CODES = """Exit codes: 0 left as asked, 1 other error, 2 wrong usage, 5 coordinator unreachable,
 6 access denied (token, certificate, or dismissed), 7 protocol mismatch, 9 storage, 130 interrupted."""
@@ -37,6 +43,8 @@ app = typer.Typer(
 cli_data.register(app)
 cli_apps.register(app)
 cli_jobs.register(app)
+cli_manners.register(app)
+cli_install.register(app)
 
 
 @app.command(
@@ -85,16 +93,42 @@ def doctor(joining: Joining, json: AsJson = False) -> int:
     return report.exit_code
 
 
-@app.command(epilog="Example: atoll-worker leave")
-def leave(state_dir: StateDir = None, json: AsJson = False) -> int:
+@app.command(epilog="Example: atoll-worker leave; for good: atoll-worker leave --forget")
+def leave(
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget",
+            help="Then remove all of the fleet from this machine: identity, settings, data sets, blobs.",
+        ),
+    ] = False,
+    state_dir: StateDir = None,
+    json: AsJson = False,
+) -> int:
     """Ask the worker that runs on this machine to leave its fleet, like Ctrl+C in its terminal."""
-    from worker.cli.running import ask_to_leave
+    from worker.cli.running import ask_to_leave, running_process
 
-    process = ask_to_leave(state_dir or default_state_dir())
+    folder = state_dir or default_state_dir()
+    process = running_process(folder) if forget else ask_to_leave(folder)
+    if not forget:
+        if json:
+            print_json({"process": process})
+        else:
+            out.print(f"process {process} was asked to leave")
+        return 0
+    if process is not None:
+        cli_forget.await_left(folder, ask_to_leave(folder))
+    removed, rest = cli_forget.forget(folder)
     if json:
-        print_json({"process": process})
-    else:
-        out.print(f"process {process} was asked to leave")
+        print_json({"process": process, "removed": [asdict(gone) for gone in removed], "kept": rest})
+        return 0
+    for gone in removed:
+        line = f"removed {folder / gone.name}: {gone.what} ({shown_size(gone.bytes)})"
+        out.print(line, soft_wrap=True, markup=False)
+    if not removed:
+        out.print(f"nothing of a worker is in {folder}", markup=False)
+    if rest:
+        out.print(f"not a worker's, and kept: {', '.join(rest)}", soft_wrap=True, markup=False)
     return 0
 
 
@@ -110,6 +144,7 @@ def status(
     folder = state_dir or default_state_dir()
     identity = Identity.load(folder / "identity")
     process = running_process(folder)
+    applied = read_applied(folder)
     try:
         config: WorkerConfig | None = make_config({"state_dir": folder}, {})
     except AtollError:
@@ -120,6 +155,7 @@ def status(
         "worker": identity.name if identity else None,
         "certificate_expires": identity.expires().isoformat() if identity else None,
         "process": process,
+        "paused": (applied.paused or None) if applied is not None and process is not None else None,
     }
     if json:
         print_json(facts)

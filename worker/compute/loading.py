@@ -57,7 +57,7 @@ def load(
     for begins, era in later:
         links.relink(era.version, begins, codecs_of(era, context.cpu))
     for executor, found in zip(stage.executors, costs, strict=True):
-        executor.watch = OpMarks(context.status, executor.program, found)
+        executor.watch = OpMarks(context.status, executor.program, found, context.duty)
     run = StageRun(
         assignment,
         stage,

@@ -42,6 +42,7 @@ from worker.machine.torch_device import (
     used_memory_bytes,
     versions,
 )
+from worker.manners.duty import DutyCycle
 from worker.pipe.status import ComputeStatus, DaemonStatus
 from worker.session import events, instructions, wire
 from worker.session.pipe_events import posted
@@ -87,6 +88,14 @@ class ComputeProcess:
             # The daemon's share of the same cores is taken from computing as well.
             cpu_clock=lambda: time.process_time() + daemon.cpu_s,
         )
+        self._duty = DutyCycle(
+            # A GPU computes beside this process's own threads.
+            (lambda: cpu.computed_s - cpu.rested_s)
+            if device.kind != "cpu"
+            else (lambda: time.process_time() / device.threads),
+            partial(self._rested, cpu),
+        )
+        self._duty.limit(setup.compute_share or 1.0)
         self._requests = Requests(self._tell)
         bounds = QueueBounds(setup.max_queued_bytes, setup.max_queued_messages)
         self._network = DaemonNetwork(self._tell, self._requests, arenas, bounds, spans)
@@ -110,6 +119,7 @@ class ComputeProcess:
             progress=self._progress,
             cpu=cpu,
             status=self._status,
+            duty=self._duty,
         )
         self._bench = Workbench(context, self._post, self._say, gauge)
 
@@ -182,6 +192,8 @@ class ComputeProcess:
                 do(instructions.TimeOps(m.request, m))
             case "report_codecs":
                 self._bench.report_codecs()
+            case "compute_share":
+                self._duty.limit(m)
             case "ping":
                 self._tell(pb.FromCompute(pong=m))
 
@@ -198,6 +210,11 @@ class ComputeProcess:
 
     def _say(self, message: control.FromWorker) -> None:
         self._tell(pb.FromCompute(said=message))
+
+    def _rested(self, cpu: CpuMeter, seconds: float) -> None:
+        """A part of a rest is over: no hang, and time that the step takes."""
+        cpu.rested_s += seconds
+        self._progress.tick()
 
     def _count(self) -> None:
         """Thread: what the heartbeat shows."""
@@ -225,6 +242,7 @@ def _settings(setup: pb.ComputeSetup) -> ComputeSettings:
         device=setup.device,
         threads=setup.threads,
         memory_bytes=setup.memory_bytes,
+        gpu_memory_bytes=setup.gpu_memory_bytes,
         feed_ahead_steps=setup.feed_ahead_steps,
         feed_bytes=setup.feed_bytes,
         kept_bytes=setup.kept_bytes,

@@ -156,6 +156,8 @@ class Workbench:
     def _work(self, tasks: queue.SimpleQueue[tuple[Task, Cancel] | None]) -> None:
         while (entry := self._next(tasks)) is not None:
             task, cancel = entry
+            if tasks is self._tasks:
+                self._context.duty.stop = cancel
             try:
                 task(cancel)
             except (Cancelled, LinksAborted):
@@ -462,7 +464,10 @@ class Workbench:
         self._post(events.Probed(messages.ops_probed(request, timings, error)))
 
     def _watch_probe(self, name: str) -> None:
-        status = self._context.status
+        status, duty = self._context.status, self._context.duty
+        if duty.limited:
+            status.end()
+            duty.rest()
         status.begin(status.encoded(Mark(f"{name}, as a probe", PROBE_S)))
 
 

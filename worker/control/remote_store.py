@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -13,6 +14,8 @@ from protos.grpc_errors import to_atoll_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from worker.manners.traffic import Traffic
 
 
 def batches(
@@ -27,3 +30,16 @@ def batches(
         raise to_atoll_error(error, address) from None
     finally:
         call.cancel()
+
+
+def metered(
+    batches: Callable[[pb.BatchRequest], Iterable[pb.Batch]], traffic: Traffic
+) -> Callable[[pb.BatchRequest], Iterator[pb.Batch]]:
+    """Return ``batches`` at the pace at which this machine may receive."""
+
+    def paced(request: pb.BatchRequest) -> Iterator[pb.Batch]:
+        for batch in batches(request):
+            yield batch
+            time.sleep(traffic.received(batch.ByteSize()))
+
+    return paced

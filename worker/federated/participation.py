@@ -111,7 +111,7 @@ class Participation:
         self.members.check(self._trainer)
         executors = self._trainer.executors
         for executor, cost in zip(executors, costs, strict=True):
-            executor.watch = OpMarks(context.status, executor.program, cost)
+            executor.watch = OpMarks(context.status, executor.program, cost, context.duty)
         if spec.evaluate_every and not self.members.hash:
             check_held_out(len(self.members.owner.split.held_out), joining.batch, config.floors)
         layout = self._trainer.layout

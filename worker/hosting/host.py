@@ -9,9 +9,7 @@ breaks a rule, crashes, hangs or takes too much memory is ended with its reason;
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import re
 import shutil
 import threading
 import time
@@ -35,18 +33,19 @@ from worker.config import make_state_dir
 from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder, noise_key
 from worker.hosting.child import SHARED_BYTES, Child, make_scratch
+from worker.hosting.child_log import ChildLog
 from worker.hosting.connecting import connect, connect_one
 from worker.hosting.gate import Gate
 from worker.hosting.limits import computed_s
 from worker.hosting.requests import Batches, Served, unlogged
 from worker.hosting.sandbox import View, chosen
 from worker.hosting.send_log import NOTHING, SendLog
+from worker.hosting.setup import setup_of
 from worker.hosting.watch import OpWatch
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
 from worker.session import events, instructions, wire
 from worker.session.pipe_events import event_of
-from worker.transport.contract import TransportConfig
 
 if TYPE_CHECKING:
     from worker.blobs import BlobStore
@@ -70,14 +69,11 @@ CONNECT_S = 10.0  # to a peer that is only measured
 MIN_PROBE_BYTES = 64 << 10
 SAID = frozenset({"spans", "log", "codec_speeds"})
 """Messages to the coordinator that a compute process sends by itself."""
-LEVELS = frozenset({"debug", "info", "warning", "error", "critical", "exception"})
-LOG_BURST, LOG_PER_S = 1 << 20, 64 << 10  # characters
 # Bytes for the coordinator: of spans and logs, of which more is left out, and of all, which nothing honest
 # comes near.
 SAID_BURST, SAID_PER_S = 16 << 20, 1 << 20
 MOST_BURST, MOST_PER_S = 256 << 20, 16 << 20
 MESSAGE_COST = 1000  # bytes, beside its own
-EVENT = re.compile(r"[a-z][a-z_.]{0,60}")
 MAX_REASON_CHARS = 2000
 CLOSE_S = 0.5
 FROZEN_S = 5.0  # between two looks: this process stood still itself
@@ -143,7 +139,9 @@ class ComputeHost:
         self._last_death = ""
         self._changed = threading.Condition(self._lock)
         self._stopping = threading.Event()
-        self._printing = Budget(LOG_BURST, LOG_PER_S)
+        self._log = ChildLog()
+        self._share = 1.0
+        self._suspended = False
         self._wants_codecs = False
 
     # ------------------------------------------------------------ the daemon
@@ -180,9 +178,7 @@ class ComputeHost:
         with self._lock:
             now, self._now = self._now, None
         if now is not None:
-            self._leave_gate(now)
-            if now.served is not None:
-                now.served.cancel_all("leaving")
+            self._abandon(now, "leaving")
             now.child.close(timeout_s)
 
     @property
@@ -213,6 +209,29 @@ class ComputeHost:
     def codec_speeds(self) -> list[control.CodecSpeed]:
         """Codecs' speeds that are known by now."""
         return list(self._rates)
+
+    @property
+    def device(self) -> control.DeviceFacts:
+        """Facts of the device as the newest process found them, its budget as it is set now."""
+        facts = control.DeviceFacts()
+        facts.CopyFrom(self._device or facts)
+        wanted = self._config.memory_bytes
+        if facts.kind != "cpu":
+            wanted = self._config.gpu_memory_bytes or wanted
+        facts.memory_limit_bytes = wanted or facts.memory_limit_bytes
+        return facts
+
+    def limit_share(self, share: float) -> None:
+        """Compute for so much of the time, in (0, 1], from now on."""
+        self._share = share
+        self._tell(pb.ToCompute(compute_share=share))
+
+    def limit_memory(self, memory_bytes: int, gpu_memory_bytes: int) -> bool:
+        """Have every process that is started from now on bounded so; True when the one that there is must
+        make way for that."""
+        before = self._config
+        self._config = replace(before, memory_bytes=memory_bytes, gpu_memory_bytes=gpu_memory_bytes)
+        return self._config != before
 
     def report_codecs(self) -> None:
         """Have the speeds of codecs reported that are known, and those measured that are not."""
@@ -282,6 +301,10 @@ class ComputeHost:
                     self._launch(self._pool_view())  # strangers' ops see nobody's data
                 self._probes.add(request)
                 self._tell(pb.ToCompute(time_ops=ops))
+            case instructions.Suspend(reason):
+                self._suspend(reason)
+            case instructions.Wake():
+                self._wake()
             case instructions.TimeLink(request, peer, target):
                 arguments = (request, peer, target)
                 name = f"atoll-probe-{peer}"
@@ -351,9 +374,7 @@ class ComputeHost:
     def _drop(self, job: str, version: int, reason: str) -> None:
         self._held = None
         if self._now is not None:
-            self._leave_gate(self._now)
-            if self._now.served is not None:
-                self._now.served.cancel_all(reason)
+            self._abandon(self._now, reason)
         self._tell(pb.ToCompute(drop=_step(job, version, 0, reason=reason)))
 
     def _at(self, version: int, step: int) -> None:
@@ -378,6 +399,12 @@ class ComputeHost:
             during, held.turn = held.turn, ""
             self._ports.post(events.TurnBroke(held.job, held.step, during, reason))
 
+    def _abandon(self, now: _Now, reason: str) -> None:
+        """End what is done for a process and its job."""
+        self._leave_gate(now)
+        if now.served is not None:
+            now.served.cancel_all(reason)
+
     def _leave_gate(self, now: _Now) -> None:
         if now.gate is not None:
             now.gate.close()
@@ -395,9 +422,7 @@ class ComputeHost:
         """Start a process in place of what there is; the lock is held. Raises StorageError."""
         before, self._now = self._now, None
         if before is not None:
-            self._leave_gate(before)
-            if before.served is not None:
-                before.served.cancel_all("another process takes over")
+            self._abandon(before, "another process takes over")
             name = "atoll-compute-close"
             threading.Thread(target=before.child.close, args=(CLOSE_S,), name=name, daemon=True).start()
         config = self._config
@@ -414,29 +439,9 @@ class ComputeHost:
         """Tell a process who it computes for."""
         departing = partial(self._consent.departing, now.joined) if now.joined else unlogged
         now.served = Served(now.child, self._ports.blobs, self._ports.batches, departing)
-        now.child.send(pb.ToCompute(setup=self._setup(now.child.scratch)))
-
-    def _setup(self, scratch: Path) -> pb.ComputeSetup:
-        config, transport = self._config, TransportConfig()
-        return pb.ComputeSetup(
-            worker=self._worker,
-            state_dir=str(config.state_dir.absolute()),
-            blob_dir=str(config.blob_dir.absolute()),
-            scratch_dir=str(scratch),
-            device=config.device,
-            threads=config.threads,
-            memory_bytes=config.memory_bytes,
-            feed_ahead_steps=config.feed_ahead_steps,
-            feed_bytes=config.feed_bytes,
-            kept_bytes=config.kept_bytes,
-            min_batch=config.min_batch,
-            min_samples=config.min_samples,
-            min_steps=config.min_steps,
-            min_clients=config.min_clients,
-            codec_speeds=self._speeds.read(),
-            max_queued_bytes=transport.max_queued_bytes,
-            max_queued_messages=transport.max_messages,
-        )
+        scratch, speeds = now.child.scratch, self._speeds.read()
+        setup = setup_of(self._config, self._worker, scratch, self._share, speeds)
+        now.child.send(pb.ToCompute(setup=setup))
 
     def _tell(self, message: pb.ToCompute) -> None:
         now = self._now
@@ -449,9 +454,7 @@ class ComputeHost:
             now = self._now
             if now is None or now.child is not child:
                 return
-            self._leave_gate(now)
-            if now.served is not None:
-                now.served.cancel_all("the compute process ended")
+            self._abandon(now, "the compute process ended")
             self._now = None
             if self._stopping.is_set():
                 return
@@ -463,9 +466,7 @@ class ComputeHost:
                 self._failed = AtollError("\n".join([reason, *ending.lines[-10:]]))
                 self._changed.notify_all()
                 return
-            for request in self._probes:
-                self._ports.post(events.Probed(wire.ops_probed(request, {}, reason)))
-            self._probes.clear()
+            self._end_probes(reason)
             self._bury()
 
     def _bury(self) -> None:
@@ -490,9 +491,30 @@ class ComputeHost:
             log.error("compute.not_started", reason=str(error))
             self._later()
 
+    def _suspend(self, reason: str) -> None:
+        """End the process, and start none."""
+        self._suspended, self._held = True, None
+        now, self._now = self._now, None
+        if now is not None:
+            self._abandon(now, reason)
+            now.child.end(reason)
+        self._end_probes(reason)
+
+    def _end_probes(self, reason: str) -> None:
+        for request in self._probes:
+            self._ports.post(events.Probed(wire.ops_probed(request, {}, reason)))
+        self._probes.clear()
+
+    def _wake(self) -> None:
+        self._suspended = False
+        if self._now is None:
+            self._launch(self._pool_view())
+            if self._wants_codecs:
+                self.report_codecs()
+
     def _later(self) -> None:
         """Start anew after a pause, which doubles each time; the lock is held."""
-        if self._pausing:
+        if self._pausing or self._suspended:
             return
         self._pausing = True
         self._idle_deaths += 1
@@ -504,7 +526,7 @@ class ComputeHost:
     def _again(self) -> None:
         with self._lock:
             self._pausing = False
-            if self._now is None and not self._stopping.is_set():
+            if self._now is None and not self._suspended and not self._stopping.is_set():
                 try:
                     self._launch(self._pool_view())
                 except AtollError as error:
@@ -580,7 +602,7 @@ class ComputeHost:
             case "codec_speeds" if len(m.codec_speeds) <= MAX_SPEEDS_BYTES:
                 self._speeds.write(m.codec_speeds)
             case "log":
-                self._log(m.log)
+                self._log.write(m.log)
             case "pong":
                 now.answered_s = time.monotonic()
 
@@ -591,13 +613,16 @@ class ComputeHost:
             now.ready, now.answered_s = True, time.monotonic()
             if ready.error:
                 self._failed = UsageError(clean(ready.error, MAX_REASON_CHARS))
-            elif self._device is None:
-                self._device = ready.device
+            else:
+                self._device = ready.device  # its memory may be another than that of the process before
             self._rates = list(ready.codec_speeds)
             self._changed.notify_all()
             device = self._device
         if device is not None:
-            now.child.launched.limit_added(device.memory_limit_bytes, SHARED_BYTES)
+            added_bytes = device.memory_limit_bytes
+            if device.kind != "cpu" and self._config.gpu_memory_bytes and self._config.memory_bytes:
+                added_bytes = self._config.memory_bytes
+            now.child.launched.limit_added(added_bytes, SHARED_BYTES)
         log.debug("compute.ready", took_s=round(ready.took_s, 2))
 
     def _heard_event(self, now: _Now, m: pb.Posted) -> None:
@@ -640,27 +665,6 @@ class ComputeHost:
     def _connect(self, cancel: Cancel, _: object) -> int:
         connect(self._links, self._ports.network, self._config.peer_timeout_s, cancel)
         return 0
-
-    def _log(self, m: pb.ComputeLog) -> None:
-        """An event of the process's log; what is too much is left out, counted."""
-        if m.level not in LEVELS or not EVENT.fullmatch(m.event):
-            raise BadFrame("an event of no kind in the log")
-        if not self._printing.take(time.monotonic(), len(m.fields_json) + 100):
-            return
-        try:
-            fields: dict[str, Any] = json.loads(m.fields_json)
-        except (ValueError, RecursionError):
-            raise BadFrame("an event with damaged fields in the log") from None
-        if not isinstance(fields, dict):
-            raise BadFrame("an event without fields in the log")
-        shown = {
-            clean(key, 60): value
-            if isinstance(value, int | float | bool)
-            else clean(str(value), 8000, lines=True)
-            for key, value in fields.items()
-            if key not in ("event", "level")
-        }
-        getattr(log, "error" if m.level == "exception" else m.level)(m.event, **shown)
 
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
         rtt_s = rate_bps = 0.0

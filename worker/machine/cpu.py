@@ -46,6 +46,8 @@ class CpuMeter:
         self._one_computes = threads == 1
         self.computed_s = 0.0
         """Seconds of ``computing`` so far."""
+        self.rested_s = 0.0
+        """Seconds of rests between ops so far, within ``computing``."""
         self._share_at_rest = math.inf
         self._since: tuple[float, float, float] | None = None  # (s, CPU s, computed s) of the last call
 
@@ -69,7 +71,7 @@ class CpuMeter:
         if self._one_computes and self._cores < 1.0:
             # Faster than the clock on the wall where a quota lets short work run at a whole core's speed:
             # what lasts takes this long (docs/decisions/018).
-            return self._thread_clock() / self._cores
+            return self._thread_clock() / self._cores + self.rested_s
         return self._clock()
 
     @contextmanager
@@ -84,7 +86,8 @@ class CpuMeter:
     def beside_s(self) -> float:
         """Seconds that the cores need for what was done beside computing since the last call; 0 at the
         first."""
-        before, self._since = self._since, (self._clock(), self._cpu_clock(), self.computed_s)
+        now = (self._clock(), self._cpu_clock(), self.computed_s - self.rested_s)
+        before, self._since = self._since, now
         if before is None:
             return 0.0
         at_rest = 0.0 if math.isinf(self._share_at_rest) else self._share_at_rest

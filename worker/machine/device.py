@@ -27,6 +27,9 @@ class DeviceChoice(Protocol):
     @property
     def memory_bytes(self) -> int: ...
 
+    @property
+    def gpu_memory_bytes(self) -> int: ...  # 0: memory_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

@@ -40,7 +40,7 @@ def find_device(config: DeviceChoice) -> Device:
     if index >= torch.cuda.device_count():
         raise UsageError(f"--device {wanted}: this machine has {torch.cuda.device_count()} GPUs")
     free, total = torch.cuda.mem_get_info(index)
-    limit = memory_limit(config.memory_bytes, free, total, f"GPU {index}")
+    limit = memory_limit(config.gpu_memory_bytes or config.memory_bytes, free, total, f"GPU {index}")
     return Device("cuda", index, torch.cuda.get_device_name(index), threads, total, limit)
 
 
@@ -60,7 +60,7 @@ def prepare(device: Device, config: DeviceChoice) -> None:
     if device.kind == "cuda":
         torch.backends.cudnn.benchmark = False
         torch.cuda.set_device(device.index)
-        if config.memory_bytes:
+        if config.gpu_memory_bytes or config.memory_bytes:
             share = min(1.0, device.memory_limit_bytes / device.memory_bytes)
             torch.cuda.set_per_process_memory_fraction(share, device.index)
 

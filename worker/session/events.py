@@ -259,6 +259,18 @@ class LeaveAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseAsked:
+    """This machine must not work now, until ``ResumeAsked``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeAsked:
+    """This machine may work again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """Everything was dropped and sent; nothing is left to do."""
 
@@ -266,6 +278,6 @@ class Drained:
 Event = (
     Welcome | Assign | StepStart | StepCommit | StepDiscard | Release | Dismiss | ProbeOps | ProbeLink
     | Disconnected | StageLoaded | StageBroke | StepDone | StepApplied | EvalDone | Stored | Probed
-    | PeerLost | LeaveAsked | Drained | Participate | TrainRound | EvaluateRound | RoundTaken | Joined
-    | UpdateStored | RoundEvaluated | TurnBroke | Reconfigure
+    | PeerLost | LeaveAsked | PauseAsked | ResumeAsked | Drained | Participate | TrainRound | EvaluateRound
+    | RoundTaken | Joined | UpdateStored | RoundEvaluated | TurnBroke | Reconfigure
 )  # fmt: skip

@@ -88,6 +88,18 @@ class DropStage:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspend:
+    """Free all that computing holds of this machine, until ``Wake``."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Be ready to compute again."""
+
+
+@dataclass(frozen=True, slots=True)
 class JoinFederation:
     job: str
     version: int
@@ -194,5 +206,5 @@ class Quit:
 Instruction = (
     LoadStage | RunStep | ApplyStep | DiscardStep | Evaluate | ChangeLinks | Interrupt | DropStage
     | TimeOps | TimeLink | Send | Reconnect | HangUp | Quit | JoinFederation | TrainLocally | EvaluateLocally
-    | SettleRound | Reconfigure
+    | SettleRound | Suspend | Wake | Reconfigure
 )  # fmt: skip

@@ -135,6 +135,22 @@ def _dismissed(state: Session, event: ev.Dismiss) -> Step:
     )
 
 
+@TRANSITIONS.on(*LIVE - {Phase.PAUSED})
+def _pause(state: Session, event: ev.PauseAsked) -> Step:
+    """Leave the job and free the machine; the session goes on."""
+    paused = replace(
+        state, phase=Phase.PAUSED, job="", eras=(), peers=frozenset(), commit=None, unacknowledged=()
+    )
+    return paused, (*drop(state, event.reason), do.Suspend(event.reason))
+
+
+@TRANSITIONS.on(Phase.PAUSED)
+def _resume(state: Session, event: ev.ResumeAsked) -> Step:
+    # What is welcomed only later becomes idle then.
+    phase = Phase.IDLE if state.worker else Phase.CONNECTING
+    return replace(state, phase=phase), (do.Wake(),)
+
+
 @TRANSITIONS.on(Phase.DRAINING)
 def _drained(state: Session, event: ev.Drained) -> Step:
     return replace(state, phase=Phase.GONE), ()
@@ -362,7 +378,7 @@ def _peer_lost(state: Session, event: ev.PeerLost) -> Step:
 # ---------------------------------------------------------------- probes: they never disturb training
 
 
-@TRANSITIONS.on(*WELCOMED)
+@TRANSITIONS.on(*WELCOMED, Phase.PAUSED)
 def _probed(state: Session, event: ev.Probed) -> Step:
     return state, (do.Send(event.message),)
 
@@ -372,7 +388,7 @@ def _time_ops(state: Session, event: ev.ProbeOps) -> Step:
     return state, (do.TimeOps(event.request, event.ops),)
 
 
-@TRANSITIONS.on(*HOLDING)
+@TRANSITIONS.on(*HOLDING, Phase.PAUSED)
 def _refuse_ops(state: Session, event: ev.ProbeOps) -> Step:
     return state, (do.Send(do.Refused(event.request, "", f"busy: {state.phase}")),)
 
@@ -382,6 +398,6 @@ def _time_link(state: Session, event: ev.ProbeLink) -> Step:
     return state, (do.TimeLink(event.request, event.peer, event.target),)
 
 
-@TRANSITIONS.on(*HOLDING)
+@TRANSITIONS.on(*HOLDING, Phase.PAUSED)
 def _refuse_link(state: Session, event: ev.ProbeLink) -> Step:
     return state, (do.Send(do.Refused(event.request, event.peer, f"busy: {state.phase}")),)

@@ -14,6 +14,7 @@ RECENT = 12  # events remembered for error messages
 class Phase(StrEnum):
     CONNECTING = "connecting"  # never welcomed yet
     IDLE = "idle"  # in the pool
+    PAUSED = "paused"  # by this machine's owner: a member that takes no work
     LOADING = "loading"
     READY = "ready"  # holds a stage, waits for Start
     TRAINING = "training"  # computes a step
@@ -30,7 +31,7 @@ class Phase(StrEnum):
 
 
 LIVE = frozenset(Phase) - {Phase.DRAINING, Phase.GONE}
-WELCOMED = LIVE - {Phase.CONNECTING}
+WELCOMED = LIVE - {Phase.CONNECTING, Phase.PAUSED}
 STAGED = frozenset(
     {
         Phase.LOADING,

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from worker.machine.op_probe import OpTiming
+    from worker.manners.limits import Limits
     from worker.spans import Span
     from worker.stage.reports import LongWait, StepReport
     from worker.transport.contract import Goodput
 
 MAX_RELAY_S = 60.0
 MAX_ADDRESSES = 16
+MEGA = 1e6
 MAX_PROBES = 20_000
 MAX_PROBE_S = 60.0
 MAX_PROBE_BYTES = 1 << 30
@@ -484,3 +486,14 @@ def spans(job: str, version: int, stage: int, recorded: Sequence[Span]) -> list[
         )
         for at in range(0, len(recorded), MAX_SPANS_A_MESSAGE)
     ]
+
+
+def guest_limits(limits: Limits, paused: str, memory_limit_bytes: int) -> pb.GuestLimits:
+    """What the coordinator is to know of this machine's limits."""
+    return pb.GuestLimits(
+        compute_share=limits.cpu_share,
+        upload_bps=limits.upload_mbit * MEGA,
+        download_bps=limits.download_mbit * MEGA,
+        memory_limit_bytes=memory_limit_bytes,
+        paused=paused,
+    )

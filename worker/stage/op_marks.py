@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from atoll.execute import BACKWARD
+from worker.manners.duty import DutyCycle
 from worker.pipe.status import ComputeStatus, Mark
 
 if TYPE_CHECKING:
@@ -24,10 +25,16 @@ BACKWARD_SHARE = 3.0  # of the forward's cost
 
 
 class OpMarks:
-    """``Executor.watch`` of one program; ``costs`` as its rehearsal found them."""
+    """``Executor.watch`` of one program; ``costs`` as its rehearsal found them. ``duty`` rests before ops."""
 
-    def __init__(self, status: ComputeStatus, program: StageProgram, costs: Mapping[int, OpCost]) -> None:
-        self._status = status
+    def __init__(
+        self,
+        status: ComputeStatus,
+        program: StageProgram,
+        costs: Mapping[int, OpCost],
+        duty: DutyCycle | None = None,
+    ) -> None:
+        self._status, self._duty = status, duty or DutyCycle()
         self._marks = {
             at: status.encoded(Mark(f"op {node.target!r} ({node.name[:80]})", _allowed_s(costs.get(at))))
             for at, node in program.ops
@@ -38,8 +45,11 @@ class OpMarks:
     def __call__(self, at: int | None) -> None:
         if at is None:
             self._status.end()
-        else:
-            self._status.begin(self._marks[at])
+            return
+        if self._duty.limited:
+            self._status.end()  # no op runs while it rests
+            self._duty.rest()
+        self._status.begin(self._marks[at])
 
 
 def _allowed_s(cost: OpCost | None) -> float:

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -67,6 +68,7 @@ class Connection:
         self._pipe, self._summed = pipe, summed
         self._busy = asyncio.Event()  # unset: the sender waits for something to do
         self._busy.set()
+        self._held = False  # data of ours waits for its turn
         self._control: deque[Frame] = deque()
         self._closing = False
         self._owes = False  # an acknowledgement
@@ -75,6 +77,9 @@ class Connection:
         self._pings: dict[int, float] = {}
         self._pinged_s = self.heard_s
         self._over = asyncio.Event()
+        # What arrived before this machine may take it in: (when, data); at most the sender's window.
+        self._early: asyncio.Queue[tuple[float, Data, memoryview]] = asyncio.Queue()
+        self._waiting = 0  # of these
         peer.attach(self)
 
     # -- life
@@ -82,15 +87,16 @@ class Connection:
     async def run(self) -> None:
         """Send and receive until either end closes or the pipe breaks; ``reason`` then says why."""
         tasks = [asyncio.create_task(self._work(half)) for half in (self._send_all, self._receive_all)]
+        taking = asyncio.create_task(self._work(self._take_early))
         try:
             await self._over.wait()
             if self._closing:  # our last frame is to leave, and the other side to see it
                 await asyncio.wait(tasks, timeout=self.peer.config.close_s)
         finally:
             self.peer.detach(self, [chunk for _, chunk, _ in self._under_way])
-            for task in tasks:
+            for task in (*tasks, taking):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, taking, return_exceptions=True)
             await self._pipe.close()
 
     async def _work(self, half: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -121,7 +127,7 @@ class Connection:
 
     @property
     def resting(self) -> bool:
-        return not self._busy.is_set()
+        return not (self._busy.is_set() or self._held)
 
     @property
     def urgent(self) -> bool:
@@ -140,9 +146,10 @@ class Connection:
     async def _send_all(self) -> None:
         while True:
             with self.peer.lock:
-                message = self._next_message()
-            if message:
-                await self._pipe.send(message)
+                urgent, data = self._urgent_frames(), self._data_frames()
+            if urgent or data:
+                await self._turn(len(data))
+                await self._pipe.send(urgent + data)
             elif self._closing:
                 await self._pipe.finish()
                 return
@@ -150,7 +157,25 @@ class Connection:
                 self._busy.clear()
                 await self._busy.wait()
 
-    def _next_message(self) -> bytes:
+    async def _turn(self, nbytes: int) -> None:
+        """Wait until data of this size may leave; control and acknowledgements pass meanwhile."""
+        wait_s = self.peer.traffic.sent(nbytes)
+        if wait_s <= 0:
+            return
+        until_s, self._held = time.monotonic() + wait_s, True
+        while not self._closing and (left_s := until_s - time.monotonic()) > 0:
+            self._busy.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._busy.wait(), left_s)
+            with self.peer.lock:
+                urgent = self._urgent_frames() if not self._closing else b""
+            if urgent:
+                await self._pipe.send(urgent)
+        self._held = False
+        self.wake()
+
+    def _urgent_frames(self) -> bytes:
+        """What passes data: control, then an acknowledgement; the lock is held."""
         peer = self.peer
         found: list[bytes] = []
         while self._control and len(found) < MAX_FRAMES // 2:
@@ -161,8 +186,16 @@ class Connection:
             now, peer.confirm = tuple(peer.confirm[:MAX_CONFIRMED]), peer.confirm[MAX_CONFIRMED:]
             self._owes = bool(peer.confirm)
             found.append(encode(Ack(self._received, time.monotonic_ns(), now)))
-        size, enough = 0, min(peer.window.chunk, TOGETHER_BYTES)
-        while size < enough and len(found) < MAX_FRAMES and (chunk := peer.take(self)) is not None:
+        return b"".join(found)
+
+    def _data_frames(self) -> bytes:
+        """Chunks that leave together; the lock is held."""
+        peer = self.peer
+        found: list[bytes] = []
+        if self._closing:
+            return b""
+        size, enough = 0, min(peer.chunk, TOGETHER_BYTES)
+        while size < enough and len(found) < MAX_FRAMES // 2 - 1 and (chunk := peer.take(self)) is not None:
             payload = chunk.message.payload[chunk.offset : chunk.offset + chunk.length]
             frame = peer.data_frame(chunk)
             found.append(encode(frame, payload, summed=self._summed))
@@ -205,21 +238,44 @@ class Connection:
     async def _receive_all(self) -> None:
         try:
             while not self.leaving and (message := await self._pipe.receive()) is not None:
+                wait_s = self.peer.traffic.received(len(message))
                 for frame, payload in decode_all(message):
-                    self._handle(frame, payload)
+                    self._handle(frame, payload, wait_s)
                     if self._over.is_set():
                         return
         except BadFrame as error:
-            log.warning("peer.malformed", peer=self.peer.name, reason=str(error))
-            self.close(str(error), leaving=False)
+            self._malformed(error)
 
-    def _handle(self, frame: Frame, payload: memoryview) -> None:
+    async def _take_early(self) -> None:
+        """Take in data when its time has come; until then it is not acknowledged, so the sender's window
+        closes, while signs of life pass."""
+        try:
+            while True:
+                at_s, frame, payload = await self._early.get()
+                await asyncio.sleep(max(0.0, at_s - time.monotonic()))
+                self._take(frame, payload)
+                self._waiting -= 1
+        except BadFrame as error:
+            self._malformed(error)
+            await self._over.wait()
+
+    def _malformed(self, error: BadFrame) -> None:
+        log.warning("peer.malformed", peer=self.peer.name, reason=str(error))
+        self.close(str(error), leaving=False)
+
+    def _take(self, frame: Data, payload: memoryview) -> None:
+        self.peer.receive(frame, payload)
+        self._received += len(payload)
+        self.owe()
+
+    def _handle(self, frame: Frame, payload: memoryview, wait_s: float = 0.0) -> None:
         self.heard_s = time.monotonic()
         match frame:
+            case Data() if wait_s > 0.0 or self._waiting:  # in order: acknowledgements count bytes
+                self._waiting += 1
+                self._early.put_nowait((self.heard_s + wait_s, frame, payload))
             case Data():
-                self.peer.receive(frame, payload)
-                self._received += len(payload)
-                self.owe()
+                self._take(frame, payload)
             case Ack():
                 with self.peer.lock:
                     self._on_ack(frame)

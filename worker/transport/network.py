@@ -43,6 +43,7 @@ from worker.transport.tunnels import LocalEnds, Tunnel
 
 if TYPE_CHECKING:
     from protos.credentials import Identity
+    from worker.manners.traffic import Traffic
 
 log = structlog.get_logger()
 
@@ -78,10 +79,12 @@ class PeerNetwork:
         config: TransportConfig | None = None,
         *,
         name: str = "",
+        traffic: Traffic | None = None,
         joined: Callable[[str, Way | None, str], None] = lambda peer, way, relay: None,
         tunnel: Callable[[RelayOffer], Tunnel] | None = None,
     ) -> None:
-        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed.
+        """``identity`` None: no TLS, for loopback experiments; then ``name`` is believed. ``traffic``: what
+        this machine may send and receive; None: anything.
 
         ``lost(peer, reason)`` is called before the jobs' receivers hear of it, ``joined(peer, way, relay)``
         on the loop whenever a peer is joined another way, or none; ``tunnel`` makes one of an offer. Raises
@@ -90,7 +93,7 @@ class PeerNetwork:
         self.config = config or TransportConfig()
         self.name = identity.name if identity else name
         self._identity = CurrentIdentity(identity) if identity is not None else None
-        self._lost = lost
+        self._lost, self._traffic = lost, traffic
         self._changed = threading.Condition(threading.RLock())
         self._peers: dict[str, Peer] = {}
         self._expected: set[str] = set()
@@ -479,7 +482,9 @@ class PeerNetwork:
             ):
                 known.remote_session = remote_session or known.remote_session
                 return known
-            fresh = Peer(name, session or secrets.randbits(63), self.config, self._receivers, self._loop)
+            fresh = Peer(
+                name, session or secrets.randbits(63), self.config, self._receivers, self._loop, self._traffic
+            )
             self._peers[name] = fresh
             fresh.remote_session = remote_session
         if known is not None:

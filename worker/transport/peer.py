@@ -13,9 +13,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from worker.manners.traffic import Traffic
 from worker.transport.busy_time import BusyTime
 from worker.transport.contract import Goodput, PeerLost, Receiver, TransportConfig, Way
-from worker.transport.frames import MEASURED, Ack, Data, MessageKey
+from worker.transport.frames import MEASURED, MIN_CHUNK_BYTES, Ack, Data, MessageKey
 from worker.transport.inbox import Inbox
 from worker.transport.outbox import Chunk, Outbox
 from worker.transport.window import Sent, Window
@@ -34,8 +35,10 @@ class Peer:
         config: TransportConfig,
         receivers: dict[str, Receiver],
         loop: asyncio.AbstractEventLoop,
+        traffic: Traffic | None = None,
     ) -> None:
-        """``receivers``: who takes the messages of a job, by its name."""
+        """``receivers``: who takes the messages of a job, by its name. ``traffic``: what this machine may
+        send and receive; None: anything."""
         self.name, self.session, self.config = name, session, config
         self.lock = threading.RLock()
         self.room = threading.Condition(self.lock)  # notified when what is waited for may have come
@@ -53,6 +56,7 @@ class Peer:
         self.echoes: dict[int, float] = {}  # ping -> round trip; 0 = awaited
         self.used_s = time.monotonic()  # the last chunk either way
         self.progress = 0  # chunks either way: stands still when nothing moves
+        self.traffic = traffic or Traffic()
         self._busy = BusyTime()
         self._measured_bytes = 0  # acknowledged since the last report
         self._receivers, self._loop = receivers, loop
@@ -118,9 +122,15 @@ class Peer:
             if resting:
                 min(resting, key=lambda connection: connection.in_flight).wake()
 
+    @property
+    def chunk(self) -> int:
+        """Bytes of the next chunk, a multiple of 4 KiB."""
+        most = int(min(self.traffic.piece_bytes, self.window.chunk))
+        return max(4 * MIN_CHUNK_BYTES, most) & -MIN_CHUNK_BYTES
+
     def take(self, connection: Connection) -> Chunk | None:
         """The next chunk for this connection, if the window is open and its share of it not used up."""
-        return self.outbox.take(self.window.chunk) if self.has_room(connection) else None
+        return self.outbox.take(self.chunk) if self.has_room(connection) else None
 
     def has_room(self, connection: Connection) -> bool:
         """The window is open, and no other connection that could send is emptier: one whose flow has lost

@@ -492,3 +492,24 @@ def test_a_refused_worker_is_let_go_and_shown_as_refused() -> None:
 def test_a_word_that_is_none_is_malformed(broken: dict[str, str]) -> None:
     with pytest.raises(BadFrame):
         message_from(pb.FromWorker(consent=pb.Consent(**{"job": "job-1", "word": "given", **broken})))
+
+
+def test_a_client_whose_owner_limits_it_is_expected_later_before_a_round_shows_it() -> None:
+    world = Fleet()
+    world.join("a", "b")
+    world.submit("fed-1", spec())
+    driver = next(d for d in world.scheduler.drivers if d.takes(spec()))
+    state = driver.jobs["fed-1"]  # type: ignore[attr-defined]
+    known = replace(state.clients["b"], train_s=2.0, uplink_bps=8e6)
+    driver.jobs["fed-1"] = replace(state, clients={**state.clients, "b": known})  # type: ignore[attr-defined]
+    world.says("b", ev.Heartbeat(0.0, "fed-1", 1, 0, 0, 0, guest=ev.Guest(compute_share=0.25)))
+    clients = driver.jobs["fed-1"].clients  # type: ignore[attr-defined]
+    assert (clients["b"].train_s, clients["b"].uplink_bps) == (8.0, 2e6)
+    assert clients["a"].train_s == state.clients["a"].train_s
+    # A pause takes it out of the round, as one that is gone, and it is invited again afterwards.
+    world.says("b", ev.Heartbeat(0.0, "fed-1", 1, 0, 0, 0, guest=ev.Guest(paused="on battery")))
+    assert not driver.uses("fed-1", "b")
+    assert world.scheduler.roster.workers["b"].member.phase is member.Phase.POOL
+    world.done.clear()
+    world.says("b", ev.Heartbeat(0.0, "", 0, 0, 0, 0))
+    assert [w for w, _ in world.messages(do.Participate)] == ["b"]

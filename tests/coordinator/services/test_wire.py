@@ -56,6 +56,26 @@ def test_what_a_worker_holds_is_in_its_introduction() -> None:
         introduction_from(pb.Introduction(name="w", device=device, held=pb.HeldStage(job=ODD)))
 
 
+def test_a_guests_limits_are_bounded_and_none_of_them_is_unlimited() -> None:
+    device = pb.DeviceFacts(kind="cpu")
+    told = introduction_from(pb.Introduction(name="w", device=device))
+    assert told.guest == ev.UNLIMITED
+    limits = pb.GuestLimits(compute_share=0.5, upload_bps=1e6, paused="x" * 1000)
+    found = message_from(pb.FromWorker(heartbeat=pb.Heartbeat(guest=limits)))
+    assert isinstance(found, ev.Heartbeat)
+    assert (found.guest.compute_share, found.guest.upload_bps) == (0.5, 1e6)
+    assert found.guest.download_bps == float("inf")
+    assert len(found.guest.paused) <= 300
+    for wrong in (
+        {"compute_share": 0.0},
+        {"compute_share": float("nan")},
+        {"compute_share": 1.0, "upload_bps": -1.0},
+        {"compute_share": 1.0, "memory_limit_bytes": 5},
+    ):
+        with pytest.raises(BadFrame):
+            message_from(pb.FromWorker(heartbeat=pb.Heartbeat(guest=pb.GuestLimits(**wrong))))
+
+
 def test_how_a_peer_is_joined_is_one_of_three_words_or_none() -> None:
     for way in ("direct", "reversed", "relayed", ""):
         found = message_from(pb.FromWorker(peer_joined=pb.PeerJoined(peer="w", way=way, relay="r:1")))

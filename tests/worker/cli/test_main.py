@@ -29,11 +29,12 @@ from tests.interrupts import interrupted, own_session
 from tests.patience import HUNG_S
 from worker.cli import main as cli
 from worker.cli import running
-from worker.config import WorkerConfig, make_config, parse_address, parse_size, remember
+from worker.config import WorkerConfig, make_config, parse_address, remember
 from worker.control.calls import answer
 from worker.control.enroll import join
 from worker.daemon import Daemon
 from worker.hosting.sandbox import Sandbox
+from worker.manners.units import parse_size
 
 
 class Door(rpc.EntryServicer):
@@ -192,7 +193,7 @@ def test_a_later_join_remembers_everything_but_the_token(tmp_path: Path):
     assert again.sandbox == "require"
     assert again.advertise == (("203.0.113.5", 9000),)
     assert again.token == ""
-    assert "secret" not in (tmp_path / "worker.json").read_text()
+    assert "secret" not in (tmp_path / "settings.toml").read_text()
 
 
 def test_a_sandbox_is_wanted_in_one_of_three_ways(tmp_path: Path):
@@ -232,7 +233,8 @@ def test_what_an_older_version_remembered_of_insecure_is_dropped_with_a_word(
     config = make_config({"state_dir": tmp_path, "token": entry.token.encode()}, {})
     assert join(config, never).identity is not None
     remember(config)
-    assert "insecure" not in json.loads(file.read_text())
+    assert not file.exists()
+    assert "insecure" not in (tmp_path / "settings.toml").read_text()
 
 
 def test_floors_that_were_lowered_are_remembered_for_that_coordinator_alone(tmp_path: Path) -> None:

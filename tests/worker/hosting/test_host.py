@@ -565,3 +565,32 @@ def test_a_federated_job_that_ends_three_processes_is_refused(start: Start) -> N
 def test_keys_on_the_scripted_pipe_are_those_of_the_transport() -> None:
     key = pb.Key(job="j", plan_version=1, step=5, direction=3)
     assert from_key(key) == KEY
+
+
+# ------------------------------------------------------------ a guest's manners
+
+
+def test_a_suspended_host_has_no_process_and_wakes_with_other_limits(start: Start) -> None:
+    world = start(setup="ready(); say(codec_speeds=f'{m.compute_share} {m.memory_bytes}'.encode())")
+    first = world.child
+    world.load()
+    world.host.limit_share(0.25)
+    assert not world.host.limit_memory(0, 0)
+    assert world.host.limit_memory(1 << 28, 0)
+    world.host.do(instructions.Suspend("by its owner"))
+    eventually(lambda: not first.alive)
+    assert world.host._now is None
+    assert world.host.memory_bytes == 0
+    world.host.do(instructions.TimeOps(3, PROBE))
+    assert isinstance(world.event(), events.Probed)
+    world.host.do(instructions.Wake())
+    eventually(lambda: world.child.alive and world.host._now is not None and world.host._now.ready)
+    assert world.child is not first
+    eventually(lambda: world.host._speeds.read() == f"0.25 {1 << 28}".encode())
+    assert world.host.device.memory_limit_bytes == 1 << 28
+
+
+def test_a_share_reaches_the_process_that_runs(start: Start) -> None:
+    world = start(compute_share="say(codec_speeds=str(m).encode())")
+    world.host.limit_share(0.5)
+    eventually(lambda: world.host._speeds.read() == b"0.5")

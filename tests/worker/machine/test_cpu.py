@@ -94,3 +94,16 @@ def test_computing_on_a_part_of_a_core_is_told_without_other_threads(
     with meter.computing() as taken:
         assert taken.seconds == 0.0
     assert taken.seconds == pytest.approx(expected_s)
+
+
+def test_rests_between_ops_are_time_that_computing_takes_and_no_work_beside_it() -> None:
+    now, used, thread = [0.0], [0.0], [0.0]
+    meter = CpuMeter(0.5, 1, lambda: now[0], lambda: used[0], lambda: thread[0])
+    meter.beside_s()
+    with meter.computing() as taken:
+        thread[0] += 1.0
+        used[0] += 1.2
+        now[0] += 6.0
+        meter.rested_s += 4.0
+    assert taken.seconds == pytest.approx(1.0 / 0.5 + 4.0)
+    assert meter.beside_s() == pytest.approx(0.2 / 0.5)

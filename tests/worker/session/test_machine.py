@@ -682,3 +682,40 @@ def test_every_phase_of_the_table_can_be_left():
 
 def test_every_event_has_a_handler_in_some_phase():
     assert {kind for _, kind in s.TRANSITIONS} == s.TRANSITIONS.events
+
+
+def test_a_pause_drops_the_work_frees_the_machine_and_keeps_the_session():
+    for before in (LOADED, TRAINING, WAITING):
+        state, todo = told(Session(), *before, e.PauseAsked("by its owner"))
+        assert todo[-2:] == [do.DropStage("j", 1, "by its owner"), do.Suspend("by its owner")]
+        assert (state.phase, state.job, state.unacknowledged) == (Phase.PAUSED, "", ())
+        state, todo = told(
+            state, commit(4), e.Release("j", 1, "paused"), assigned(2), e.PauseAsked("on battery")
+        )
+        assert (state.phase, todo) == (Phase.PAUSED, [])
+        state, todo = told(state, e.Disconnected("reset", 0.0), e.Welcome("w-a", 0.5))
+        assert [type(i) for i in todo] == [do.Reconnect]
+        state, todo = told(state, e.ResumeAsked())
+        assert (state.phase, todo) == (Phase.IDLE, [do.Wake()])
+        _, todo = told(state, assigned(3))
+        assert [type(i) for i in todo] == [do.LoadStage]
+
+
+def test_a_paused_worker_measures_nothing():
+    state, _ = told(Session(), *JOINED, e.PauseAsked("by its owner"))
+    _, todo = told(state, e.ProbeOps(3, "ops"), e.ProbeLink(4, "w-b", "there"))
+    assert todo == [
+        do.Send(do.Refused(3, "", "busy: paused")),
+        do.Send(do.Refused(4, "w-b", "busy: paused")),
+    ]
+
+
+def test_who_starts_paused_is_welcomed_so_and_may_resume_before():
+    state, todo = told(Session(), e.PauseAsked("outside its hours"))
+    assert todo == [do.Suspend("outside its hours")]
+    welcomed, _ = told(state, e.Welcome("w-a", 0.5))
+    assert welcomed.phase is Phase.PAUSED
+    assert told(welcomed, e.ResumeAsked())[0].phase is Phase.IDLE
+    early, _ = told(state, e.ResumeAsked())
+    assert early.phase is Phase.CONNECTING
+    assert told(early, e.Welcome("w-a", 0.5))[0].phase is Phase.IDLE

@@ -10,6 +10,7 @@ from atoll.job import Precision
 from atoll.opdag import Kind, LeafRef, OpDag, OpNode, OpRef, Source, TensorMeta
 from atoll.program import stage_programs
 from atoll.rehearse import OpCost, rehearse
+from worker.manners.duty import DutyCycle
 from worker.pipe.arena import HEAD_BYTES
 from worker.pipe.status import ComputeStatus, Mark
 from worker.stage.op_marks import BACKWARD_SHARE, FLOOR_S, OpMarks
@@ -77,3 +78,22 @@ def test_an_executor_shows_what_it_runs_and_where_it_failed(status: ComputeStatu
         executor.forward(0, 1, {"x": torch.ones(64, 63)}, {})
     assert executor.failed_at == 0
     assert status.running().mark is None
+
+
+def test_a_rest_before_an_op_shows_none_and_is_no_part_of_it(status: ComputeStatus) -> None:
+    now, used, shown = [0.0], [0.0], []
+
+    def sleep(seconds: float) -> None:
+        shown.append(status.running().mark)
+        now[0] += seconds
+
+    duty = DutyCycle(lambda: used[0], clock=lambda: now[0], sleep=sleep)
+    marks = OpMarks(status, PROGRAM, {}, duty)
+    marks(0)
+    duty.limit(0.5)
+    used[0] += 1.0
+    now[0] += 1.0
+    marks(1)
+    assert now[0] == pytest.approx(2.0, abs=0.11)
+    assert set(shown) == {None}
+    assert mark(status).name == LOSS

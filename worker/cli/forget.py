@@ -1,0 +1,85 @@
+"""`atoll-worker leave --forget`: everything that this machine holds of a fleet is removed, and named."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from atoll.errors import StorageError, UsageError
+from protos.folder_lock import FolderLock
+from worker.cli.running import LOCK_FILE, running_process
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WHAT = {
+    "identity": "certificate and key",
+    "settings.toml": "settings",
+    "worker.json": "settings",
+    "applied.json": "what held of them",
+    "blobs": "cached tensors of jobs",
+    "compute": "scratch files of computing",
+    "data": "registered data sets, the worker's copies",
+    "apps": "apps, and what they kept",
+    "federated": "client state of federated jobs",
+    "send_log": "what stages sent",
+    "codec_speed.json": "measured speeds",
+    "version": "the folder's version",
+}
+LEFT_S = 10.0
+LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A name in the state folder that is gone, with what it held, and its bytes."""
+
+    name: str
+    what: str
+    bytes: int
+
+
+def await_left(folder: Path, process: int) -> None:
+    """Wait until the daemon that was asked to leave is gone. UsageError when it does not go."""
+    until_s = time.monotonic() + LEFT_S
+    while running_process(folder) == process:
+        if time.monotonic() > until_s:
+            raise UsageError(f"process {process} has not left within {LEFT_S:g} s; nothing was removed")
+        time.sleep(LOOK_S)
+
+
+def forget(folder: Path) -> tuple[list[Removed], list[str]]:
+    """Remove all that a worker has put into its state folder; returns that, and the names of other things,
+    which stay.
+
+    UsageError when a worker runs from it, StorageError naming what cannot be removed.
+    """
+    if not folder.is_dir():
+        return [], []
+    lock = FolderLock(
+        folder / LOCK_FILE, lambda holder: f"a worker (process {holder.process}) runs from {folder}"
+    )
+    try:
+        removed = [_remove(folder / name, what) for name, what in WHAT.items() if (folder / name).exists()]
+        (folder / LOCK_FILE).unlink(missing_ok=True)
+    finally:
+        lock.release()
+    rest = sorted(path.name for path in folder.iterdir())
+    if not rest:
+        folder.rmdir()
+    return removed, rest
+
+
+def _remove(path: Path, what: str) -> Removed:
+    try:
+        if path.is_symlink() or not path.is_dir():
+            nbytes = path.lstat().st_size
+            path.unlink()
+        else:
+            nbytes = sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+            shutil.rmtree(path)
+    except OSError as error:
+        raise StorageError(f"cannot remove {path}: {error.strerror}; remove it yourself") from None
+    return Removed(path.name, what, nbytes)

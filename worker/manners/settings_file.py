@@ -1,0 +1,77 @@
+"""The one settings file of a worker: ``settings.toml`` in its state folder, for people and commands alike.
+
+A command that changes a setting replaces the file; the daemon looks at it a few times a second, so that a
+change takes effect without another way to talk to it (docs/decisions/037). Settings that are not in it have
+their defaults. The token is never in it.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import StorageError, UsageError
+from protos.private_files import write_private
+
+SETTINGS_FILE = "settings.toml"
+OLDER_FILE = "worker.json"  # of 0.4.0 and before
+MAX_FILE_BYTES = 64 << 10
+HEAD = """# Settings of atoll-worker for this state folder; `atoll-worker config` explains each of them.
+# A running worker takes up a change of its limits at once, all others when it joins next. Commands that
+# change a setting write this file anew: comments of your own are lost.
+"""
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings that were written, by name; nothing where none were.
+
+    UsageError with the place where the file is no TOML; an older version's file that is damaged counts as
+    absent.
+    """
+    path = folder / SETTINGS_FILE
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB; delete what is no setting")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return _older(folder / OLDER_FILE)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {error}; correct that, or delete the file") from None
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Replace the file. StorageError when the disk refuses."""
+    lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items() if value is not None]
+    write_private(folder / SETTINGS_FILE, (HEAD + "".join(lines)).encode())
+    (folder / OLDER_FILE).unlink(missing_ok=True)
+
+
+def stamp(folder: Path) -> tuple[int, int, int]:
+    """Return what differs after every change of the file."""
+    try:
+        found = (folder / SETTINGS_FILE).stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # Of what settings hold, JSON differs from TOML in this character alone.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _older(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return {}
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,28 @@
+"""Figures as people write them: sizes."""
+
+from __future__ import annotations
+
+import re
+
+from atoll.errors import UsageError
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """'4GiB', '500MB', '123456' -> bytes; UsageError otherwise."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None:
+        raise UsageError(f"size {text!r}; write for example 4GiB, 500MB or a number of bytes")
+    unit = match[2] or ""
+    return int(float(match[1]) * {**_UNITS, **_BINARY}[unit])
+
+
+def shown_size(nbytes: float) -> str:
+    """123456789 -> '117.7 MiB'."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
