@@ -12,11 +12,14 @@ from atoll.errors import AtollError
 
 if TYPE_CHECKING:
     from worker.cancel import Cancel
+    from worker.session.wire import LinkRequest
     from worker.stage.assignment import PeerLink
     from worker.transport.contract import Paths
     from worker.transport.network import PeerNetwork
 
 POLL_S = 0.1
+PROBED_WITHIN_S = 10.0  # a peer that is only measured
+MIN_PROBE_BYTES = 64 << 10
 
 
 def connect(links: Sequence[PeerLink], network: PeerNetwork, timeout_s: float, cancel: Cancel) -> None:
@@ -32,6 +35,19 @@ def connect_one(network: PeerNetwork, peer: str, paths: Paths, timeout_s: float)
     """Be connected to ``peer`` by whichever way works first. Raises ConnectionFailed."""
     if not network.connected(peer):
         network.meet(peer, paths, timeout_s)
+
+
+def time_link(network: PeerNetwork, peer: str, target: LinkRequest) -> tuple[float, float, str]:
+    """Return a link's round trip in seconds, its rate in bits a second, and what went wrong, "" nothing."""
+    rtt_s = rate_bps = 0.0
+    try:
+        connect_one(network, peer, target.paths, PROBED_WITHIN_S)
+        rtt_s = network.rtt(peer)
+        if target.max_bytes:  # 0 asks for the round trip alone
+            rate_bps = network.bandwidth(peer, target.seconds, max(target.max_bytes, MIN_PROBE_BYTES))
+    except AtollError as failed:
+        return rtt_s, rate_bps, str(failed)
+    return rtt_s, rate_bps, ""
 
 
 def _together(waits: Sequence[Callable[[], object]], deadline_s: float, cancel: Cancel) -> None:

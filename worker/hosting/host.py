@@ -34,7 +34,7 @@ from worker.data.registry import dataset_folder
 from worker.federated.folders import make_job_folder, noise_key
 from worker.hosting.child import SHARED_BYTES, Child, make_scratch
 from worker.hosting.child_log import ChildLog
-from worker.hosting.connecting import connect, connect_one
+from worker.hosting.connecting import connect, time_link
 from worker.hosting.gate import Gate
 from worker.hosting.limits import computed_s
 from worker.hosting.requests import Batches, Served, unlogged
@@ -65,8 +65,6 @@ READY_S = 300.0  # from its start: importing torch takes 2 s on a core, and ther
 LOOK_S = 0.25
 PING_S, PONG_S = 5.0, 60.0
 AGAIN_FIRST_S, AGAIN_MOST_S = 0.5, 60.0  # a new process after one that died without work
-CONNECT_S = 10.0  # to a peer that is only measured
-MIN_PROBE_BYTES = 64 << 10
 SAID = frozenset({"spans", "log", "codec_speeds"})
 """Messages to the coordinator that a compute process sends by itself."""
 # Bytes for the coordinator: of spans and logs, of which more is left out, and of all, which nothing honest
@@ -667,17 +665,8 @@ class ComputeHost:
         return 0
 
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
-        rtt_s = rate_bps = 0.0
-        error = ""
-        network = self._ports.network
-        try:
-            connect_one(network, peer, target.paths, CONNECT_S)
-            rtt_s = network.rtt(peer)
-            if target.max_bytes:  # 0 asks for the round trip alone
-                rate_bps = network.bandwidth(peer, target.seconds, max(target.max_bytes, MIN_PROBE_BYTES))
-        except AtollError as failed:
-            error = str(failed)
-        self._ports.post(events.Probed(wire.link_probed(request, peer, rtt_s, rate_bps, error)))
+        found = time_link(self._ports.network, peer, target)
+        self._ports.post(events.Probed(wire.link_probed(request, peer, *found)))
 
 
 def _turn_over(event: events.Event) -> str | None:
