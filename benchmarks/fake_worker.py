@@ -212,6 +212,11 @@ class FakeWorker:
             case "assign":
                 self.assigned = message.assign
                 self.say(loaded=pb.Loaded(job=message.assign.job, plan_version=message.assign.plan_version))
+            case "reconfigure":
+                if self.assigned is not None:
+                    self.assigned.plan_version = message.reconfigure.plan_version
+                    found = pb.Loaded(job=self.assigned.job, plan_version=self.assigned.plan_version)
+                    self.say(loaded=found)
             case "start":
                 self._compute(message.start.step)
             case "commit":

@@ -37,6 +37,10 @@ def need_sandbox(way: str) -> None:
         pytest.skip(f"no sandbox here: {probe('cpu').why_not}")
 
 
+SHOWS_WHY = ("paused", "loading", "failed")
+"""States of a job that say what interrupted it: it waits, others take over, or it has ended."""
+
+
 class HostileFleet(LoopbackFleet):
     """``worker0`` is hostile, ``worker1`` and ``worker2`` are not."""
 
@@ -102,7 +106,7 @@ def attacked(fleet: HostileFleet, attack: str, case: Case) -> Attacked:
 def interruptions(client: Client, job: str) -> str:
     """Why a job was interrupted, and ended, as its owner reads it."""
     states = [json.loads(line.fields_json) for line in client.logs(job) if line.event == "job.state"]
-    return "\n".join(state["reason"] for state in states if state["state"] in ("paused", "failed"))
+    return "\n".join(state["reason"] for state in states if state["state"] in SHOWS_WHY)
 
 
 def assert_no_torch(daemons: Iterable[int]) -> None:

@@ -23,7 +23,9 @@ from worker.data.consent import ConsentStore
 from worker.data.departures import FACTS, MESSAGE, UPDATE, read_departures
 from worker.data.policy import UNSTATED
 
-NOT_MESSAGES = {"introduction", "heartbeat", "codec_speeds", "ops_probed", "link_probed", "leaving"}
+NOT_MESSAGES = {
+    "introduction", "heartbeat", "codec_speeds", "ops_probed", "link_probed", "leaving", "peer_joined",
+}  # fmt: skip
 
 
 class Received:

@@ -33,6 +33,7 @@ FACTS: list[facts.Fact] = [
         "f", 0, HASH, HASH, 10, None, {"w": {"bytes_up": 3}}, {"v": "late"}, {"n": [1]}, 2.0, 3.0
     ),
     facts.RoundEvaluated("f", 0, "central", 1.0, {"accuracy": 0.5}, 10, 1),
+    facts.Reconfigured("j", 5, 9, 4, tuple(place.worker for place in PLAN.places), (0,), "w is lost"),
     facts.JobEnded("f", "failed", "why"),
 ]
 

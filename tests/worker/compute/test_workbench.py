@@ -17,6 +17,7 @@ from worker.cancel import Cancel
 from worker.compute.workbench import PROBE_S, Workbench
 from worker.machine import op_timing
 from worker.machine.cpu import CpuMeter
+from worker.manners.duty import DutyCycle
 from worker.pipe.arena import HEAD_BYTES
 from worker.pipe.status import ComputeStatus, Mark
 from worker.session import instructions
@@ -50,7 +51,8 @@ def bench_with(
     said: queue.SimpleQueue[pb.FromWorker] = queue.SimpleQueue()
     device = SimpleNamespace(kind="cpu", memory_limit_bytes=1 << 30)
     status = ComputeStatus(memoryview(bytearray(HEAD_BYTES)))
-    context: Any = SimpleNamespace(device=device, cpu=cpu or CpuMeter(), status=status)
+    meter = cpu or CpuMeter()
+    context: Any = SimpleNamespace(device=device, cpu=meter, status=status, duty=DutyCycle())
     bench = Workbench(context, posted.put, said.put, gauge)  # type: ignore[arg-type]
     bench.start()
     return bench, posted, said
