@@ -22,7 +22,7 @@ from coordinator.client.prepare import prepare
 from tests.e2e.test_federated import job, samples
 from worker.data.population import name_owner, part_dataset
 
-CLIENTS, DRAWN, ROUNDS = 20, 8, 3
+CLIENTS, DRAWN, ROUNDS, EPOCHS = 20, 8, 3, 200
 FLOORS = ("--min-samples", "1", "--min-steps", "1", "--min-batch", "1", "--min-clients", "1")
 DATA = samples(800, 1)
 
@@ -40,13 +40,13 @@ def trained(
     fleet: FederatedFleet, name: str, kills: Collection[int] = (), back: bool = True, **options: Any
 ) -> dict[str, Tensor]:
     """Weights after ``ROUNDS`` rounds; the last worker is killed in the rounds ``kills``, and started again
-    where it comes ``back``."""
-    wanted = job(ROUNDS, name, **{"clients": DRAWN, "local_steps": 3, "evaluate_every": 0, **options})
+    where it comes ``back``. A round lasts long enough to be seen: a watch shows one at most every 0.2 s."""
+    wanted = job(ROUNDS, name, **{"clients": DRAWN, "local_epochs": EPOCHS, "evaluate_every": 0, **options})
     started = fleet.client.submit(prepare(wanted)).job
     left, victim = set(kills), f"worker{len(fleet.clients) - 1}"
     for update in fleet.watch(started):
-        if update.state == "training" and update.step in left:
-            left.discard(update.step)
+        if update.state == "training" and left and update.step >= min(left):
+            left.discard(min(left))
             fleet.kill(victim)
             if back:
                 fleet.join(victim)
