@@ -10,7 +10,6 @@ none, whatever number its run has).
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import secrets
 import shutil
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from atoll.errors import UsageError
 from protos.app_signing import checked_publisher, signer
 from protos.locked_json import changing, read_object
-from protos.private_files import write_private
 from worker.config import make_state_dir
 
 if TYPE_CHECKING:
@@ -126,32 +124,31 @@ class AppStore:
 
     def publishers(self) -> dict[str, float]:
         """Publishers whose signed apps are accepted here, with the time (Unix) since when."""
-        found = read_object(self.root / "publishers.json", MAX_FILE_BYTES)
-        try:
-            return {checked_publisher(name): float(at_s) for name, at_s in found.items()}
-        except (ValueError, TypeError, AttributeError, UsageError):
-            # Nobody is trusted by a file that cannot be read.
-            return {}
+        return _publishers(read_object(self.root / "publishers.json", MAX_FILE_BYTES))
 
     def accept_publisher(self, name: str) -> str:
         """Accept whatever this publisher signs, from now on. UsageError for what is no publisher."""
         name = checked_publisher(name)
-        with self._changing():
-            self._write_publishers({**self.publishers(), name: time.time()})
+        with self._changing_publishers() as found:
+            found[name] = time.time()
         return name
 
     def revoke_publisher(self, name: str) -> str:
         """Take that back; apps accepted by their hash stay accepted. UsageError when it was not accepted."""
         name = checked_publisher(name)
-        with self._changing():
-            found = self.publishers()
+        with self._changing_publishers() as found:
             if found.pop(name, None) is None:
                 raise UsageError(f"{name} is not accepted; `atoll-worker apps publishers` shows who is")
-            self._write_publishers(found)
         return name
 
-    def _write_publishers(self, found: Mapping[str, float]) -> None:
-        write_private(self.root / "publishers.json", (json.dumps(found, indent=1) + "\n").encode())
+    @contextlib.contextmanager
+    def _changing_publishers(self) -> Iterator[dict[str, float]]:
+        make_state_dir(self.root.parent)
+        with changing(self.root / "publishers.json", MAX_FILE_BYTES) as items:
+            found = _publishers(items)
+            yield found
+            items.clear()
+            items.update(found)
 
     def _full(self, name: str, found: Mapping[str, KnownApp]) -> str:
         name = name.strip().lower()
@@ -196,6 +193,14 @@ class AppStore:
 
 def _folders(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
+def _publishers(items: Mapping[str, Any]) -> dict[str, float]:
+    """Nobody is trusted by a file that cannot be read."""
+    try:
+        return {checked_publisher(name): float(at_s) for name, at_s in items.items()}
+    except (ValueError, TypeError, AttributeError, UsageError):
+        return {}
 
 
 def _apps(items: Mapping[str, Any]) -> dict[str, KnownApp]:
