@@ -1968,7 +1968,12 @@ class Replay(_message.Message):
     ERAS_FIELD_NUMBER: _builtins.int
     GRADIENT_SCALES_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
+    standby: _builtins.bool
+    """A rank beside the plan's: repeats every later step as well when it hears its commit, sends nothing. Then the
+    last of the versions is that of Assign.first_step or of a step after it, and there may be no scale at all.
+    """
     @_builtins.property
     def eras(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEra]:
         """versions and codecs of those steps, ascending; the first begins at or before first_step"""
@@ -1988,10 +1993,11 @@ class Replay(_message.Message):
         eras: _abc.Iterable[Global___PlanEra] | None = ...,
         gradient_scales: _abc.Iterable[_builtins.float] | None = ...,
         stores: _abc.Iterable[_builtins.int] | None = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "standby", b"standby", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2038,11 +2044,14 @@ class Reconfigure(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     base_version: _builtins.int
     """the oldest that this stage may have been assigned, or last reconfigured, under"""
     step: _builtins.int
+    standby: _builtins.bool
+    """who repeats this rank's steps goes on doing so, with these neighbours; unset, of one who did: it takes the rank"""
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
     @_builtins.property
@@ -2056,14 +2065,45 @@ class Reconfigure(_message.Message):
         step: _builtins.int = ...,
         plan: _atoll_job_pb2.Plan | None = ...,
         peers: _abc.Iterable[Global___StagePeer] | None = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "standby", b"standby", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reconfigure: _TypeAlias = Reconfigure  # noqa: Y015
+
+@_typing.final
+class Standbys(_message.Message):
+    """Workers beside the plan that repeat the steps of this rank's neighbours: all that there are now. They may ask
+    for what was sent to those stages; what they are sent makes way for everything else.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    plan_version: _builtins.int
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePeer]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        plan_version: _builtins.int = ...,
+        peers: _abc.Iterable[Global___StagePeer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "peers", b"peers", "plan_version", b"plan_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standbys: _TypeAlias = Standbys  # noqa: Y015
 
 @_typing.final
 class StepStart(_message.Message):
@@ -2523,6 +2563,7 @@ class ToWorker(_message.Message):
     ROUND_TAKEN_FIELD_NUMBER: _builtins.int
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2555,6 +2596,8 @@ class ToWorker(_message.Message):
     def reconfigure(self) -> Global___Reconfigure: ...
     @_builtins.property
     def revoked(self) -> Global___Revoked: ...
+    @_builtins.property
+    def standbys(self) -> Global___Standbys: ...
     def __init__(
         self,
         *,
@@ -2574,12 +2617,13 @@ class ToWorker(_message.Message):
         round_taken: Global___RoundTaken | None = ...,
         reconfigure: Global___Reconfigure | None = ...,
         revoked: Global___Revoked | None = ...,
+        standbys: Global___Standbys | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "standbys"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -2888,6 +2932,8 @@ class StageStatus(_message.Message):
     BACKWARD_S_FIELD_NUMBER: _builtins.int
     REPLACE_S_FIELD_NUMBER: _builtins.int
     REPLACE_WHY_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    STANDBY_WHY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
     busy_share: _builtins.float
@@ -2895,6 +2941,10 @@ class StageStatus(_message.Message):
     backward_s: _builtins.float
     replace_s: _builtins.float
     replace_why: _builtins.str
+    standby: _builtins.str
+    """worker that repeats this stage's steps"""
+    standby_why: _builtins.str
+    """how far it is, what it costs its volunteer, and what for"""
     def __init__(
         self,
         *,
@@ -2905,10 +2955,12 @@ class StageStatus(_message.Message):
         backward_s: _builtins.float = ...,
         replace_s: _builtins.float | None = ...,
         replace_why: _builtins.str = ...,
+        standby: _builtins.str = ...,
+        standby_why: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "replace_s", b"replace_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "standby", b"standby", "standby_why", b"standby_why", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replace_s: _TypeAlias = _typing.Literal["replace_s"]  # noqa: Y015
     _WhichOneofArgType__replace_s: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s"]  # noqa: Y015

@@ -27,7 +27,7 @@ def reconfiguration(state: JobState, rank: int, roster: Roster, base: int) -> do
 def _peers(plan: Plan, rank: int, roster: Roster) -> tuple[do.RankPeer, ...]:
     places, others = plan.places, neighbours(plan, rank)
     return tuple(
-        _peer(roster, places[rank].worker, other, place.worker, rank)
+        rank_peer(roster, places[rank].worker, other, place.worker, rank)
         for other, place in enumerate(places)
         if other in others
     )
@@ -47,8 +47,9 @@ def neighbours(plan: Plan, rank: int) -> set[int]:
     return {at for at, place in enumerate(places) if place.replica == mine.replica and place.stage in stages}
 
 
-def _peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:
-    """The lower rank dials where both can be reached, else whoever can reach the other."""
+def rank_peer(roster: Roster, me: str, rank: int, peer: str, my_rank: int) -> do.RankPeer:
+    """Return the way to ``peer``, who has ``rank`` or stands by for it. The lower rank dials where both can
+    be reached, else whoever can reach the other."""
     mine, theirs = roster.addresses(me, peer), roster.addresses(peer, me)
     dial = bool(theirs) and (my_rank < rank or not mine)
     return do.RankPeer(rank, peer, theirs, dial, roster.relay_use(me, peer))

@@ -49,11 +49,13 @@ from coordinator.pipeline import machine, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, reconfiguration
 from coordinator.pipeline.calibration import learn
 from coordinator.pipeline.doubt import left_out
+from coordinator.pipeline.joining import Joining
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.standbys import Standbys
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
 from coordinator.planning.ratios import label
@@ -85,6 +87,8 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
+    standbys: Standbys = field(init=False)
+    joining: Joining = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -92,6 +96,8 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
         self.suspicion = Suspicion(self.effects, self.stuck)
+        self.standbys = Standbys(self.effects, self._put, self._step)
+        self.joining = Joining(self.effects, self.standbys, self.profiling.newcomers_timed)
         self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
 
     # ------------------------------------------------------------ jobs
@@ -168,6 +174,10 @@ class PipelineDriver:
                 self._links_chosen(event)
             case ev.LinksFailed():
                 self.adapting.failed(event)
+            case ev.SwapsJudged():
+                self.joining.judged(self.jobs[event.job], event)
+            case ev.SwapsFailed():
+                self.joining.failed(event)
             case _:
                 self.effects.drop(type(event).__name__, f"{event.job} is cut into stages", event.job)
 
@@ -229,8 +239,9 @@ class PipelineDriver:
     # ------------------------------------------------------------ workers
 
     def uses(self, job: str, worker: str) -> bool:
-        """Whether the worker holds a stage of the job."""
-        return self.jobs[job].rank_of(worker) is not None
+        """Whether the worker holds a stage of the job, or stands by for one."""
+        state = self.jobs[job]
+        return state.rank_of(worker) is not None or self.standbys.uses(state, worker)
 
     def current(self, job: str, version: int) -> bool:
         """Whether ``version`` is one that the plan has had since it was adopted or reconfigured."""
@@ -244,8 +255,13 @@ class PipelineDriver:
     def admitted(self, worker: str) -> None:
         """Give a worker its rank again after our restart. Else release the stage that one which was away may
         still hold: it would refuse to be measured."""
+        held = self.effects.roster.workers[worker].introduction.held
         for state in list(self.jobs.values()):
-            if state.phase in ENDED or state.rank_of(worker) is None:
+            if state.phase in ENDED:
+                continue
+            if state.rank_of(worker) is None:
+                if held is not None and held.job == state.job:  # it stood by
+                    self._take_back(state, worker)
                 continue
             back = self.returning.get(state.job)
             if back is None or worker not in back.missing:
@@ -325,6 +341,9 @@ class PipelineDriver:
         """Repeat what was under way to a worker; its own last words it repeats itself."""
         state = self.jobs[job]
         rank = state.rank_of(worker)
+        if state.phase in RUNNING and job not in self.returning:
+            self.standbys.reconnected(state, worker)
+            state = self.jobs[job]
         if rank is None:
             return
         if state.phase is Phase.LOADING and job in self.returning:
@@ -356,7 +375,7 @@ class PipelineDriver:
         """Go on without a worker that is gone, or must not be used any more."""
         state, back = self.jobs[job], self.returning.get(job)
         rank = state.rank_of(worker)
-        if state.phase not in RUNNING or rank is None:
+        if self.standbys.lost(state, worker, reason) or state.phase not in RUNNING or rank is None:
             return
         if back is not None:
             self._missed(state, back, worker, f"is lost: {reason}")
@@ -366,12 +385,15 @@ class PipelineDriver:
     def _reassign(self, state: JobState, todo: Reassign) -> None:
         self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
         self.losses.forget(state.job)
+        state = self.standbys.reassigned(state)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
         for rank, place in enumerate(state.plan.places if state.plan else ()):
-            if self.effects.roster.workers[place.worker].member.job != state.job:
+            member = self.effects.roster.workers[place.worker].member
+            if (member.job, member.rank) != (state.job, rank):
                 self.effects.move(place.worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
+        self.standbys.follow(state)
 
     def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
         """A stage broke: whoever comes back with it after our restart is as good as lost."""
@@ -390,7 +412,10 @@ class PipelineDriver:
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
             return
-        rank = state.rank_of(worker)
+        rank, standby = state.rank_of(worker), state.standby_of(worker)
+        if rank is None and standby is not None:
+            self.standbys.heard(state, standby, message)
+            return
         if rank is None:
             why = f"of {worker}, which has no rank in {message.job}"
             self.effects.drop(type(message).__name__, why)
@@ -416,6 +441,7 @@ class PipelineDriver:
         self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
+            self.standbys.swap(self.jobs[message.job])
 
     # ------------------------------------------------------------ time and storage
 
@@ -441,6 +467,11 @@ class PipelineDriver:
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
+        for job in list(self.jobs):
+            if self.jobs[job].phase in RUNNING and job not in self.returning:
+                others_wait = self._pool_wanted(job)
+                self.joining.tick(self.jobs[job], others_wait=others_wait)
+                self.standbys.tick(self.jobs[job], others_wait=others_wait)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -468,6 +499,9 @@ class PipelineDriver:
 
     def advance(self) -> None:
         """Pick jobs while there is room, measure what they need, plan them."""
+        for job in list(self.jobs):
+            if self.jobs[job].standbys and self._pool_wanted(job):
+                self.standbys.give_up(self.jobs[job], "another job wants the pool")
         busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
         waiting = [s for s in self.jobs.values() if s.phase in WAITING]
         for state in sorted(waiting, key=lambda s: s.created_s):
@@ -480,6 +514,16 @@ class PipelineDriver:
                 if not state.reason.startswith(f"waits for {first.job} "):
                     self._step(state.job, Waits(reason))
         self._prepare()
+
+    def _pool_wanted(self, job: str) -> bool:
+        """Whether a job beside this one may want every idle worker."""
+        others = [s for s in self.effects.jobs.values() if s.job != job and s.phase not in ENDED]
+        busy = sum(s.phase in RUNNING | PREPARING for s in self.jobs.values())
+        room = busy < self.config.concurrent_jobs
+        return any(
+            s.spec.federated is not None or s.phase in PREPARING or (s.phase in WAITING and room)
+            for s in others
+        )
 
     def _may_start(self, state: JobState) -> bool:
         if not self.effects.roster.idle_count:
@@ -542,6 +586,8 @@ class PipelineDriver:
         if state.phase in ENDED:
             self.adapting.over(job)
         self.suspicion.stepped(before, state)
+        if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
+            self.standbys.over(self.jobs[job])
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
@@ -554,12 +600,15 @@ class PipelineDriver:
         match todo:
             case Record(fact):
                 self.effects.record(fact)
-                if isinstance(fact, CheckpointStored) and not state.moving:
+                loading = state.moving or not all(standby.loaded for standby in state.standbys.values())
+                if isinstance(fact, CheckpointStored) and not loading:
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, place in enumerate(state.plan.places if state.plan else ()):
                     if rank is None or rank == at:
                         self.effects.send(place.worker, message)
+                if rank is None and isinstance(message, do.StepCommit):
+                    self.standbys.committed(state, message)
             case LinksDue():
                 self._links_due(state, todo)
             case AssignAll():

@@ -369,6 +369,9 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
             return pb.ToWorker(reconfigure=_reconfigure(message, way))
+        case do.StandbysHere(job, plan, peers):
+            beside = pb.Standbys(job=job, plan_version=plan.version, peers=_peers(plan, peers, way))
+            return pb.ToWorker(standbys=beside)
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 
@@ -450,7 +453,11 @@ def _replay(replay: do.Replay) -> pb.Replay:
         for era in replay.eras
     ]
     return pb.Replay(
-        first_step=replay.first_step, eras=eras, gradient_scales=replay.scales, stores=replay.stores
+        first_step=replay.first_step,
+        eras=eras,
+        gradient_scales=replay.scales,
+        stores=replay.stores,
+        standby=replay.standby,
     )
 
 
@@ -462,6 +469,7 @@ def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
         step=message.step,
         plan=to_proto(message.plan),
         peers=_peers(message.plan, message.peers, way),
+        standby=message.standby,
     )
 
 

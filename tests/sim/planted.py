@@ -15,11 +15,13 @@ from coordinator.messages.events import StateStored, StepReady, UpdateReady
 from coordinator.messages.facts import Checkpoint, CheckpointStored
 from coordinator.messages.jobs import STEPPING, FromRank, JobState, Phase, Record
 from coordinator.pipeline import machine, reconfigure
+from coordinator.pipeline.standbys import Standbys
 from coordinator.pipeline.stuck import Stuck
 from tests.sim.compute import Bench
 from tests.sim.coordinator import Coordinator, Folder
 from tests.sim.faults import Crash, Fault, Hang, Poison, Repeats, TakeOver
 from tests.sim.send_log import Kept, SendLog
+from worker.session import instructions as todo
 from worker.session import machine as session
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -132,6 +134,27 @@ def scale_forgotten_in_replay(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reconfigure, "replay", bug)
 
 
+def scale_forgotten_by_a_standby(patch: pytest.MonkeyPatch) -> None:
+    """Who stands by applies what it repeats as if nothing had been clipped."""
+    honest = Standbys._said_to
+    patch.setattr(Standbys, "_said_to", lambda commit: replace(honest(commit), gradient_scale=1.0))
+
+
+def standby_taken_as_it_is(patch: pytest.MonkeyPatch) -> None:
+    """Who stands by takes the rank without the steps that it has heard of and not repeated."""
+    honest = Bench._goes_on
+
+    def bug(self: Bench, held: Any) -> bool:
+        newest = self.queue[-1] if self.queue else None
+        if isinstance(newest, todo.Reconfigure) and not newest.standby and len(self.queue) > 1:
+            self.queue.clear()
+            self.queue.append(newest)
+            held.step = newest.step
+        return honest(self, held)
+
+    patch.setattr(Bench, "_goes_on", bug)
+
+
 def one_word_ends_a_job(patch: pytest.MonkeyPatch) -> None:
     """What one try found not finite is the model's."""
     patch.setattr(machine, "diverged", lambda doubt: True)
@@ -145,6 +168,8 @@ SHOWN_BY: dict[Plant, type[Fault]] = {
     log_trimmed_too_early: Crash,
     message_skipped_in_replay: Crash,
     scale_forgotten_in_replay: Crash,
+    scale_forgotten_by_a_standby: Crash,
+    standby_taken_as_it_is: Crash,
     one_word_ends_a_job: Poison,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
@@ -161,5 +186,7 @@ PLANTED: tuple[Plant, ...] = (
     log_trimmed_too_early,
     message_skipped_in_replay,
     scale_forgotten_in_replay,
+    scale_forgotten_by_a_standby,
+    standby_taken_as_it_is,
     one_word_ends_a_job,
 )

@@ -88,15 +88,27 @@ class PeerRevoked:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class StandbysExpected:
+    """Workers that repeat the steps of neighbours' stages, by name; not an event of the session."""
+
+    job: str
+    stages: Mapping[str, int]
+    links: tuple[PeerLink, ...]
+
+
 # ---------------------------------------------------------------- from the coordinator
 
 
-def event_from(message: pb.ToWorker) -> events.Event | PeerExpected | PeerRevoked:
+FromCoordinator = events.Event | PeerExpected | PeerRevoked | StandbysExpected
+
+
+def event_from(message: pb.ToWorker) -> FromCoordinator:
     """The event that a message stands for. Raises BadFrame when it breaks a bound."""
     body = message.WhichOneof("body")
     if body is None:
         raise BadFrame("the coordinator sent a message of a kind this worker does not know; update it")
-    event: events.Event | PeerExpected | PeerRevoked = _READERS[body](getattr(message, body))
+    event: FromCoordinator = _READERS[body](getattr(message, body))
     return event
 
 
@@ -136,13 +148,15 @@ def _assign(m: pb.Assign) -> events.Assign:
     peers = frozenset(link.worker for link in links)
     job = bounds.name("job", m.job, DEFAULT_LIMITS)
     eras = _replayed(m) if m.HasField("replay") else ()
-    return events.Assign(job, m.plan_version, peers, m.first_step, AssignedStage(m, links), eras)
+    work = AssignedStage(m, links)
+    return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
 
 
 def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
     """(first step, version) of the steps that a stage is to repeat."""
     replay = m.replay
-    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - 1)
+    least = int(not replay.standby)  # who stands by repeats later steps as well
+    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - least)
     steps = m.first_step - replay.first_step
     bounds.within("gradient scales of a replay", len(replay.gradient_scales), steps, min(steps, MAX_REPLAY))
     for scale in replay.gradient_scales:
@@ -155,8 +169,11 @@ def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
     if list(firsts) != sorted(set(firsts)) or list(versions) != sorted(set(versions)):
         raise BadFrame("the versions in a replay are not in order")
     bounds.within("first version in a replay", firsts[0], 0, replay.first_step)
-    bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
-    bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
+    if replay.standby:
+        bounds.within("last version in a replay", versions[-1], 0, MAX_VERSION)
+    else:
+        bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
+        bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
     for era in replay.eras:
         for link in bounds.count("links", era.links, DEFAULT_LIMITS.items):
             convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS)
@@ -172,10 +189,17 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
         bounds.within("step", m.step, 0, MAX_STEP),
         frozenset(link.worker for link in links),
         ReconfiguredStage(m, links),
+        m.standby,
     )
 
 
-def neighbours(m: pb.Assign | pb.Reconfigure) -> tuple[PeerLink, ...]:
+def _standbys(m: pb.Standbys) -> StandbysExpected:
+    links = neighbours(m)
+    stages = {entry.peer.worker: entry.stage for entry in m.peers}
+    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), stages, links)
+
+
+def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, ...]:
     """The peers of a stage, each once; their relays' tickets stay here. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
@@ -257,6 +281,7 @@ _READERS: Mapping[str, Any] = {
     "probe_link": _link,
     "assign": _assign,
     "reconfigure": _reconfigure,
+    "standbys": _standbys,
     "start": lambda m: events.StepStart(m.job, m.plan_version, m.step),
     "commit": _commit,
     "discard": lambda m: events.StepDiscard(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),
