@@ -1,8 +1,9 @@
 """Hot standbys of running jobs: idle workers that repeat a rank's steps until they take its place. Pure.
 
-A standby costs the job nothing: one that fails, lags or dies is given up, and another may be chosen. Nothing
-of it is journalled; after a restart of the coordinator standbys are chosen anew. One may be to replace a
-rank's worker although nobody is lost (``joining``): it does so after the commit of a step, when it has caught up.
+A standby costs the job nothing: one that fails, lags or dies is given up, and another may be chosen.
+Nothing of it is journalled; after a restart of the coordinator standbys are chosen anew. One may be to
+replace a rank's worker although nobody is lost (``joining``): it does so after the commit of a step, when
+it has caught up.
 """
 
 from __future__ import annotations
