@@ -126,7 +126,7 @@ class StandbysHere:
     """All workers beside the plan that repeat the steps of a rank's neighbours, each with its rank."""
 
     job: str
-    plan: Plan
+    version: int
     peers: tuple[RankPeer, ...]
 
 

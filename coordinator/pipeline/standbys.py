@@ -258,7 +258,7 @@ class Standbys:
                 continue
             self._said[state.job, place.worker] = names
             peers = tuple(rank_peer(roster, place.worker, s.rank, s.worker, rank) for s in beside)
-            self.effects.send(place.worker, do.StandbysHere(state.job, state.plan, peers))
+            self.effects.send(place.worker, do.StandbysHere(state.job, state.assigned, peers))
 
     def uses(self, state: JobState, worker: str) -> bool:
         """Whether a worker stands by in a job."""

@@ -9,7 +9,6 @@ from typing import Any
 from atoll.errors import BadFrame
 from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
 from atoll.opdag import op_refs
-from atoll.plan import Plan
 from atoll.program import stage_programs
 from coordinator.membership.roster import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
 from coordinator.messages import events as ev
@@ -369,8 +368,8 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
             return pb.ToWorker(reconfigure=_reconfigure(message, way))
-        case do.StandbysHere(job, plan, peers):
-            beside = pb.Standbys(job=job, plan_version=plan.version, peers=_peers(plan, peers, way))
+        case do.StandbysHere(job, version, peers):
+            beside = pb.Standbys(job=job, plan_version=version, peers=_peers(peers, way))
             return pb.ToWorker(standbys=beside)
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
@@ -428,7 +427,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
         training=to_proto(message.spec.training),
         program=to_proto(both.train[stage]),
         plan=to_proto(plan),
-        peers=_peers(plan, message.peers, way),
+        peers=_peers(message.peers, way),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         metas=state_to_proto(states),
         data=to_proto(message.spec.data),
@@ -468,16 +467,13 @@ def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
         base_version=message.base,
         step=message.step,
         plan=to_proto(message.plan),
-        peers=_peers(message.plan, message.peers, way),
+        peers=_peers(message.peers, way),
         standby=message.standby,
     )
 
 
-def _peers(plan: Plan, peers: Iterable[do.RankPeer], way: Way) -> list[pb.StagePeer]:
-    places = plan.places
-    return [
-        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers
-    ]
+def _peers(peers: Iterable[do.RankPeer], way: Way) -> list[pb.RankPeer]:
+    return [pb.RankPeer(rank=p.rank, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers]
 
 
 def _participate(message: do.Participate, graphs: GraphStore) -> pb.Participate:

@@ -51,22 +51,22 @@ class Gate:
         self,
         job: str,
         version: int,
-        stages: Mapping[str, int],
+        ranks: Mapping[str, int],
         network: PeerNetwork,
         incoming: Allocator,
         tell: Callable[[pb.ToCompute], object],
         sent: SendLog,
         end: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """``stages``: of the neighbours in plan ``version``, by their workers. ``end(cause)`` ends the
+        """``ranks``: of the neighbours in plan ``version``, by their workers. ``end(cause)`` ends the
         process; like ``tell`` it must not wait. ``sent`` logs what is, and is closed with the gate."""
-        self.job, self._version, self._stages = job, version, stages
+        self.job, self._version, self._ranks = job, version, ranks
         self._oldest = 0  # version that passes: steps may be repeated under those before
-        self._former: Mapping[str, int] = {}  # stages of neighbours before, whose steps are still repeated
-        self._standbys: Mapping[str, int] = {}  # stages whose steps workers beside the plan repeat
+        self._former: Mapping[str, int] = {}  # neighbours before, whose steps are still repeated
+        self._standbys: Mapping[str, int] = {}  # whose steps workers beside the plan repeat
         self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
         self._sent = sent
-        self._replays = Replays(sent, network, lambda peer: peer not in self._stages)
+        self._replays = Replays(sent, network, lambda peer: peer not in self._ranks)
         self._beside_bytes = 0  # of messages that the arena has no room for
         self._lock = threading.RLock()
         self._wanted: dict[MessageKey, _Wanted] = {}
@@ -80,27 +80,27 @@ class Gate:
         return self._sent.logged_from
 
     def reconfigure(
-        self, stages: Mapping[str, int], version: int, step: int, *, repeating: bool = False
+        self, ranks: Mapping[str, int], version: int, step: int, *, repeating: bool = False
     ) -> None:
         """Be among other neighbours from ``step`` on, under plan ``version``; nothing of the versions before
         passes any more, and what was logged of the step is forgotten. ``repeating``: here steps before it are
         still being repeated under the versions before."""
         with self._lock:
-            self._former, self._stages, self._version = self._stages if repeating else {}, stages, version
+            self._former, self._ranks, self._version = self._ranks if repeating else {}, ranks, version
             if not repeating:
                 self._oldest = version
                 self._wanted.clear()
                 self._waiting.clear()
         if not repeating:
             self._network.forget(self.job, version - 1)
-        self._replays.forget_but({*stages, *self._standbys})
+        self._replays.forget_but({*ranks, *self._standbys})
         self._sent.drop_from(step)
 
-    def stand_by(self, stages: Mapping[str, int]) -> None:
-        """Have these workers repeat the steps of neighbours' stages, and no others."""
+    def stand_by(self, ranks: Mapping[str, int]) -> None:
+        """Have these workers repeat the steps of neighbours' ranks, and no others."""
         with self._lock:
-            self._standbys = stages
-        self._replays.forget_but({*stages, *self._stages})
+            self._standbys = ranks
+        self._replays.forget_but({*ranks, *self._ranks})
 
     def trim_log(self, step: int) -> None:
         """Nobody will ask for messages of steps before ``step``."""
@@ -132,12 +132,12 @@ class Gate:
         key = from_key(m.key)
         if key.plan_version < self._oldest and not m.log_only:
             return  # of a step that it has not heard to leave
-        stage = self._check(m.peer, key)
+        rank = self._check(m.peer, key)
         if not m.log_only:
             self._send(m, key, block)
         # Nobody waits for the end of a step that is repeated, so its messages may.
         payload = memoryview(block)  # type: ignore[arg-type]
-        self._sent.append(stage, key, m.header, payload, wait=m.log_only)
+        self._sent.append(rank, key, m.header, payload, wait=m.log_only)
         self._replays.logged()
 
     def _send(self, m: pb.Outgoing, key: MessageKey, block: Block) -> None:
@@ -168,11 +168,11 @@ class Gate:
             self._lent.clear()
 
     def _check(self, peer: str, key: MessageKey) -> int:
-        """The stage that ``peer`` holds. Raises BadFrame."""
-        stage = self._stages.get(peer, self._former.get(peer))
-        if key.job != self.job or stage is None:
+        """Return the rank that ``peer`` has. Raises BadFrame."""
+        rank = self._ranks.get(peer, self._former.get(peer))
+        if key.job != self.job or rank is None:
             raise BadFrame(f"a message of job {key.job[:60]!r} with {peer[:60]!r}, none of which is here")
-        return stage
+        return rank
 
     # ------------------------------------------------------------ the transport
 
@@ -201,8 +201,8 @@ class Gate:
         with self._lock:
             if _asks(key):
                 if self._may_ask(peer, key):
-                    stage = self._stages.get(peer, self._standbys.get(peer, -1))
-                    self._replays.ask(peer, stage, key)
+                    rank = self._ranks.get(peer, self._standbys.get(peer, -1))
+                    self._replays.ask(peer, rank, key)
                 return
             now_s = time.monotonic()
             lasted_s = now_s - self._begun_s.pop((peer, key), now_s)
@@ -222,7 +222,7 @@ class Gate:
 
     def _may_ask(self, peer: str, key: MessageKey) -> bool:
         """Who is in a later plan than this worker has heard of asks again."""
-        if peer in self._stages:
+        if peer in self._ranks:
             return key.plan_version <= self._version
         return peer in self._standbys
 

@@ -111,7 +111,7 @@ def test_the_wire_says_who_stands_by() -> None:
     assert isinstance(event, ev.Assign)
     assert (event.standby, event.eras) == (True, ((0, 1), (11, 4)))
     assert replace(event, standby=False) != event
-    peer = pb.StagePeer(stage=1, peer=pb.PeerAddress(worker="w9"))
+    peer = pb.RankPeer(rank=1, peer=pb.PeerAddress(worker="w9"))
     beside = wire.event_from(pb.ToWorker(standbys=pb.Standbys(job="job", plan_version=3, peers=[peer])))
     assert isinstance(beside, wire.StandbysExpected)
-    assert (beside.stages, [link.worker for link in beside.links]) == ({"w9": 1}, ["w9"])
+    assert (beside.ranks, [link.worker for link in beside.links]) == ({"w9": 1}, ["w9"])
