@@ -45,7 +45,7 @@ from worker.hosting.watch import OpWatch
 from worker.machine.speed_file import MAX_BYTES as MAX_SPEEDS_BYTES
 from worker.machine.speed_file import SpeedFile
 from worker.session import events, instructions, wire
-from worker.session.pipe_events import event_of
+from worker.session.pipe_events import event_of, turn_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -652,7 +652,7 @@ class ComputeHost:
                 self._probes.remove(request)
             elif held is None or getattr(event, "job", "") != held.job:
                 return  # of a job that was dropped meanwhile
-            elif held.turn == _turn_over(event):
+            elif held.turn == turn_over(event):
                 held.turn = ""
             if held is not None and held.standby and isinstance(event, events.StepApplied) and now.gate:
                 now.gate.step_over(event.step + 1)
@@ -687,20 +687,6 @@ class ComputeHost:
     def _time_link(self, request: int, peer: str, target: LinkRequest) -> None:
         found = time_link(self._ports.network, peer, target)
         self._ports.post(events.Probed(wire.link_probed(request, peer, *found)))
-
-
-def _turn_over(event: events.Event) -> str | None:
-    """The turn of a federated job that an event ends; a job that was joined again may be in another."""
-    match event:
-        case events.Joined():
-            return "load"
-        case events.UpdateStored():
-            return "train"
-        case events.RoundEvaluated():
-            return "evaluate"
-        case events.TurnBroke(during=during):
-            return during
-    return None
 
 
 def _ranks(message: control.Assign | control.Reconfigure) -> dict[str, int]:
