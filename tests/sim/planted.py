@@ -21,7 +21,6 @@ from tests.sim.compute import Bench
 from tests.sim.coordinator import Coordinator, Folder
 from tests.sim.faults import Crash, Fault, Hang, Poison, Repeats, TakeOver
 from tests.sim.send_log import Kept, SendLog
-from worker.session import instructions as todo
 from worker.session import machine as session
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -137,22 +136,8 @@ def scale_forgotten_in_replay(patch: pytest.MonkeyPatch) -> None:
 def scale_forgotten_by_a_standby(patch: pytest.MonkeyPatch) -> None:
     """Who stands by applies what it repeats as if nothing had been clipped."""
     honest = Standbys._said_to
-    patch.setattr(Standbys, "_said_to", lambda commit: replace(honest(commit), gradient_scale=1.0))
-
-
-def standby_taken_as_it_is(patch: pytest.MonkeyPatch) -> None:
-    """Who stands by takes the rank without the steps that it has heard of and not repeated."""
-    honest = Bench._goes_on
-
-    def bug(self: Bench, held: Any) -> bool:
-        newest = self.queue[-1] if self.queue else None
-        if isinstance(newest, todo.Reconfigure) and not newest.standby and len(self.queue) > 1:
-            self.queue.clear()
-            self.queue.append(newest)
-            held.step = newest.step
-        return honest(self, held)
-
-    patch.setattr(Bench, "_goes_on", bug)
+    bug = staticmethod(lambda commit: replace(honest(commit), gradient_scale=1.0))
+    patch.setattr(Standbys, "_said_to", bug)
 
 
 def one_word_ends_a_job(patch: pytest.MonkeyPatch) -> None:
@@ -169,7 +154,6 @@ SHOWN_BY: dict[Plant, type[Fault]] = {
     message_skipped_in_replay: Crash,
     scale_forgotten_in_replay: Crash,
     scale_forgotten_by_a_standby: Crash,
-    standby_taken_as_it_is: Crash,
     one_word_ends_a_job: Poison,
 }
 """Without such a fault a world cannot show the bug, and need not be run."""
@@ -187,6 +171,5 @@ PLANTED: tuple[Plant, ...] = (
     message_skipped_in_replay,
     scale_forgotten_in_replay,
     scale_forgotten_by_a_standby,
-    standby_taken_as_it_is,
     one_word_ends_a_job,
 )
