@@ -381,7 +381,7 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
         case do.Reconfigure():
             return pb.ToWorker(reconfigure=_reconfigure(message, way))
         case do.StandbysHere(job, plan, peers):
-            standbys = pb.Standbys(job=job, plan_version=plan.version, peers=_peers(plan, peers, way))
+            standbys = pb.Standbys(job=job, plan_version=plan.version, peers=_peers(peers, way))
             return pb.ToWorker(standbys=standbys)
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
@@ -439,7 +439,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
         training=to_proto(message.spec.training),
         program=to_proto(both.train[stage]),
         plan=to_proto(plan),
-        peers=_peers(plan, message.peers, way),
+        peers=_peers(message.peers, way),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         metas=state_to_proto(states),
         data=to_proto(message.spec.data),
@@ -475,15 +475,12 @@ def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
         base_version=message.base,
         step=message.step,
         plan=to_proto(message.plan),
-        peers=_peers(message.plan, message.peers, way),
+        peers=_peers(message.peers, way),
     )
 
 
-def _peers(plan: Plan, peers: Iterable[do.RankPeer], way: Way) -> list[pb.StagePeer]:
-    places = plan.places
-    return [
-        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers
-    ]
+def _peers(peers: Iterable[do.RankPeer], way: Way) -> list[pb.RankPeer]:
+    return [pb.RankPeer(rank=p.rank, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers]
 
 
 def _participate(message: do.Participate, graphs: GraphStore) -> pb.Participate:

@@ -51,18 +51,18 @@ class Gate:
         self,
         job: str,
         version: int,
-        stages: Mapping[str, int],
+        ranks: Mapping[str, int],
         network: PeerNetwork,
         incoming: Allocator,
         tell: Callable[[pb.ToCompute], object],
         sent: SendLog,
         end: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """``stages``: of the neighbours in plan ``version``, by their workers. ``end(cause)`` ends the
+        """``ranks``: of the neighbours in plan ``version``, by their workers. ``end(cause)`` ends the
         process; like ``tell`` it must not wait. ``sent`` logs what is, and is closed with the gate."""
-        self.job, self._version, self._stages = job, version, stages
+        self.job, self._version, self._ranks = job, version, ranks
         self._oldest = 0  # version that passes: steps may be repeated under those before
-        self._standbys: Mapping[str, int] = {}  # stages whose steps workers beside the plan repeat
+        self._standbys: Mapping[str, int] = {}  # ranks whose steps workers beside the plan repeat
         self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
         self._sent, self._replays = sent, Replays(sent, network)
         self._beside_bytes = 0  # of messages that the arena has no room for
@@ -77,21 +77,21 @@ class Gate:
         """See ``SendLog``."""
         return self._sent.logged_from
 
-    def reconfigure(self, stages: Mapping[str, int], version: int, step: int) -> None:
+    def reconfigure(self, ranks: Mapping[str, int], version: int, step: int) -> None:
         """Be among other neighbours from ``step`` on, under plan ``version``; nothing of the versions before
         passes any more, and what was logged of the step is forgotten."""
         with self._lock:
-            self._stages, self._version, self._oldest = stages, version, version
+            self._ranks, self._version, self._oldest = ranks, version, version
             self._wanted.clear()
             self._waiting.clear()
         self._network.forget(self.job, version - 1)
         self._replays.forget_all()
         self._sent.drop_from(step)
 
-    def stand_by(self, stages: Mapping[str, int]) -> None:
-        """Have these workers repeat the steps of neighbours' stages, and no others."""
+    def stand_by(self, ranks: Mapping[str, int]) -> None:
+        """Have these workers repeat the steps of neighbours' ranks, and no others."""
         with self._lock:
-            self._standbys = stages
+            self._standbys = ranks
 
     def trim_log(self, step: int) -> None:
         """Nobody will ask for messages of steps before ``step``."""
@@ -123,12 +123,12 @@ class Gate:
         key = from_key(m.key)
         if key.plan_version < self._oldest and not m.log_only:
             return  # of a step that it has not heard to leave
-        stage = self._check(m.peer, key)
+        rank = self._check(m.peer, key)
         if not m.log_only:
             self._send(m, key, block)
         # Nobody waits for the end of a step that is repeated, so its messages may.
         payload = memoryview(block)  # type: ignore[arg-type]
-        self._sent.append(stage, key, m.header, payload, wait=m.log_only)
+        self._sent.append(rank, key, m.header, payload, wait=m.log_only)
         self._replays.logged()
 
     def _send(self, m: pb.Outgoing, key: MessageKey, block: Block) -> None:
@@ -159,11 +159,11 @@ class Gate:
             self._lent.clear()
 
     def _check(self, peer: str, key: MessageKey) -> int:
-        """The stage that ``peer`` holds. Raises BadFrame."""
-        stage = self._stages.get(peer)
-        if key.job != self.job or stage is None:
+        """Return the rank that ``peer`` has. Raises BadFrame."""
+        rank = self._ranks.get(peer)
+        if key.job != self.job or rank is None:
             raise BadFrame(f"a message of job {key.job[:60]!r} with {peer[:60]!r}, none of which is here")
-        return stage
+        return rank
 
     # ------------------------------------------------------------ the transport
 
@@ -192,8 +192,8 @@ class Gate:
         with self._lock:
             if _asks(key):
                 if self._may_ask(peer, key):
-                    stage = self._stages.get(peer, self._standbys.get(peer, -1))
-                    self._replays.ask(peer, stage, key)
+                    rank = self._ranks.get(peer, self._standbys.get(peer, -1))
+                    self._replays.ask(peer, rank, key)
                 return
             now_s = time.monotonic()
             lasted_s = now_s - self._begun_s.pop((peer, key), now_s)
@@ -213,7 +213,7 @@ class Gate:
 
     def _may_ask(self, peer: str, key: MessageKey) -> bool:
         """Who is in another plan than this worker has heard of asks again."""
-        if peer in self._stages:
+        if peer in self._ranks:
             return key.plan_version == self._version
         return peer in self._standbys
 

@@ -90,10 +90,10 @@ class PeerRevoked:
 
 @dataclass(frozen=True, slots=True)
 class StandbysExpected:
-    """Workers that repeat the steps of neighbours' stages, by name; not an event of the session."""
+    """Workers that repeat the steps of neighbours' ranks, by name; not an event of the session."""
 
     job: str
-    stages: Mapping[str, int]
+    ranks: Mapping[str, int]
     links: tuple[PeerLink, ...]
 
 
@@ -189,8 +189,8 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
 
 def _standbys(m: pb.Standbys) -> StandbysExpected:
     links = neighbours(m)
-    stages = {entry.peer.worker: entry.stage for entry in m.peers}
-    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), stages, links)
+    ranks = {entry.peer.worker: entry.rank for entry in m.peers}
+    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links)
 
 
 def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, ...]:
@@ -246,7 +246,7 @@ def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
     return PeerExpected(*_peer(m))
 
 
-def _peer(m: pb.StagePeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
+def _peer(m: pb.RankPeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
     name = bounds.name("peer", m.peer.worker, DEFAULT_LIMITS)
     addresses = tuple(
         (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))
