@@ -9,7 +9,6 @@ from typing import Any
 from atoll.errors import BadFrame
 from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
 from atoll.opdag import op_refs
-from atoll.plan import Plan
 from atoll.program import stage_programs
 from coordinator.membership.roster import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
 from coordinator.messages import events as ev
