@@ -17,11 +17,11 @@ from benchmarks.real_workers import LoopbackFleet
 from coordinator.messages.facts import SpotChecked, StepCommitted, WorkRejected, from_record
 from coordinator.storage.journal import StoredJournal
 
-SHARE, CHEATS_FROM = 0.1, 45
+SHARE, CHEATS_FROM = 0.2, 25
 REPEATING = 40
 """Steps that are committed while two workers load and repeat."""
 TRAINING = TrainingSpec(
-    steps=150,
+    steps=100,
     n_micro=4,
     seed=3,
     optimizer=Optimizer(lr=3e-3, clip_norm=0.5),
