@@ -525,7 +525,7 @@ class Daemon:
     def _expect_standbys(self, expected: StandbysExpected) -> None:
         if expected.job != self._state.job or self._state.outdated:
             return
-        self._host.stand_by(expected.job, expected.ranks)
+        self._host.stand_by(expected.job, expected.ranks, checks=expected.checks)
         for link in expected.links:
             self._network.expect(link.worker, link.paths, EXPECTED_DIAL_S)
 

@@ -44,6 +44,10 @@ STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 
 
+BESIDE = 1 << 31
+"""Versions of plans from here on are of nobody who trains: who repeats steps beside a plan is given one."""
+
+
 class StepPhase(StrEnum):
     """Phase of the step in flight."""
 
@@ -112,6 +116,21 @@ class LogsShort:
 
 
 @dataclass(frozen=True, slots=True)
+class LogsWanted:
+    """Send logs are to reach back to ``first_step`` until further notice; None: to the newest checkpoint."""
+
+    first_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Steps since ``before`` are wrong, and so are newer checkpoints: they are done anew."""
+
+    before: Checkpoint
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """After our restart every worker of the plan is back with its stage."""
 
@@ -153,6 +172,8 @@ Event = (
     | StageLost
     | Replaced
     | LogsShort
+    | LogsWanted
+    | Rejected
     | Resumed
     | Torn
     | Cancelled
@@ -289,6 +310,7 @@ class JobState:
     awaiting_eval: int | None = None  # step whose evaluation is running
     eval_owed: bool = False  # one was dropped: the next commit asks for another
     store_owed: bool = False  # the next commit asks for a checkpoint
+    logs_from: int | None = None  # step from which on somebody repeats steps beside the plan
     stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
     eval_loss: float | None = None
@@ -321,7 +343,8 @@ class JobState:
     @property
     def replay_from(self) -> int:
         """Return the first step whose messages somebody may still ask for."""
-        return min([self.checkpoint.step, *(standby.step for standby in self.standbys.values())])
+        checked = self.checkpoint.step if self.logs_from is None else self.logs_from
+        return min([self.checkpoint.step, checked, *(standby.step for standby in self.standbys.values())])
 
     def standby_of(self, worker: str) -> Standby | None:
         """Return what a worker stands by for, None where it does not."""

@@ -14,8 +14,10 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import CheckpointStored, CheckpointTorn, JobRecord, RatioCapped
 from coordinator.messages.jobs import (
+    BESIDE,
     ENDED,
     FEDERATING,
+    GATHERS,
     PREPARING,
     RUNNING,
     STEPPING,
@@ -55,6 +57,7 @@ from coordinator.pipeline.losses import Losses
 from coordinator.pipeline.profiling import Hold, Profiling
 from coordinator.pipeline.relink import changes, current
 from coordinator.pipeline.restart import Returning
+from coordinator.pipeline.spot_checks import SpotChecks
 from coordinator.pipeline.standbys import Standbys
 from coordinator.pipeline.stuck import Stuck
 from coordinator.pipeline.suspicion import Suspicion
@@ -89,6 +92,7 @@ class PipelineDriver:
     losses: Losses = field(init=False)
     standbys: Standbys = field(init=False)
     joining: Joining = field(init=False)
+    checks: SpotChecks = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -98,7 +102,14 @@ class PipelineDriver:
         self.suspicion = Suspicion(self.effects, self.stuck)
         self.standbys = Standbys(self.effects, self._put, self._step)
         self.joining = Joining(self.effects, self.standbys, self.profiling.newcomers_timed)
-        self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
+        self.checks = SpotChecks(self.effects, self.suspicion, self._step, self._workers_wanted)
+        self.losses = Losses(
+            self.effects,
+            self.profiling,
+            self.config.liveness.dead_after_s,
+            self._step,
+            self.checks.make_way,
+        )
 
     # ------------------------------------------------------------ jobs
 
@@ -239,13 +250,17 @@ class PipelineDriver:
     # ------------------------------------------------------------ workers
 
     def uses(self, job: str, worker: str) -> bool:
-        """Whether the worker holds a stage of the job, or stands by for one."""
+        """Whether the worker holds a stage of the job, or repeats its steps."""
         state = self.jobs[job]
-        return state.rank_of(worker) is not None or self.standbys.uses(state, worker)
+        beside = self.standbys.uses(state, worker) or self.checks.repeats(job, worker)
+        return state.rank_of(worker) is not None or beside
 
     def current(self, job: str, version: int) -> bool:
-        """Whether ``version`` is one that the plan has had since it was adopted or reconfigured."""
+        """Whether ``version`` is one that the plan has had since it was adopted or reconfigured, or that of
+        who repeats its steps now."""
         state = self.jobs[job]
+        if version >= BESIDE:
+            return self.checks.current(job, version)
         return version >= state.assigned and current(state, version)
 
     def keeps(self, job: str) -> bool:
@@ -375,6 +390,7 @@ class PipelineDriver:
         """Go on without a worker that is gone, or must not be used any more."""
         state, back = self.jobs[job], self.returning.get(job)
         rank = state.rank_of(worker)
+        self.checks.lost(job, worker)
         if self.standbys.lost(state, worker, reason) or state.phase not in RUNNING or rank is None:
             return
         if back is not None:
@@ -412,6 +428,9 @@ class PipelineDriver:
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
             return
+        if self.checks.repeats(state.job, worker):
+            self.checks.heard(state, message)
+            return
         rank, standby = state.rank_of(worker), state.standby_of(worker)
         if rank is None and standby is not None:
             self.standbys.heard(state, standby, message)
@@ -426,6 +445,8 @@ class PipelineDriver:
             if wrong is not None:
                 self.effects.quarantine(worker, wrong)
                 return
+        if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
+            self.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
@@ -443,6 +464,11 @@ class PipelineDriver:
             self._committed = self.jobs[message.job]
             self.standbys.swap(self.jobs[message.job])
 
+    def _has_repeated(self, state: JobState, rank: int, message: ev.Loaded) -> bool:
+        """Whether a rank is loaded now that has taken over a lost one's steps."""
+        fresh = message.version == state.assigned and rank not in state.loaded
+        return state.moving and fresh and self.effects.ledger.jobs[state.job].given(rank) == state.assigned
+
     # ------------------------------------------------------------ time and storage
 
     def before_event(self) -> None:
@@ -451,6 +477,7 @@ class PipelineDriver:
         if state is not None:
             self.adapting.committed(state)
             self.suspicion.committed(state)
+            self.checks.committed(state)
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
@@ -469,9 +496,10 @@ class PipelineDriver:
         self.suspicion.tick(self.jobs)
         for job in list(self.jobs):
             if self.jobs[job].phase in RUNNING and job not in self.returning:
-                others_wait = self._pool_wanted(job)
+                others_wait = self._pool_wanted()
                 self.joining.tick(self.jobs[job], others_wait=others_wait)
                 self.standbys.tick(self.jobs[job], others_wait=others_wait)
+        self.checks.tick(self.jobs)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -500,10 +528,12 @@ class PipelineDriver:
     def advance(self) -> None:
         """Pick jobs while there is room, measure what they need, plan them."""
         for job in list(self.jobs):
-            if self.jobs[job].standbys and self._pool_wanted(job):
+            if self.jobs[job].standbys and self._pool_wanted():
                 self.standbys.give_up(self.jobs[job], "another job wants the pool")
         busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
         waiting = [s for s in self.jobs.values() if s.phase in WAITING]
+        if self._workers_wanted():
+            self.checks.make_way()
         for state in sorted(waiting, key=lambda s: s.created_s):
             if len(busy) < self.config.concurrent_jobs and self._may_start(state):
                 self._step(state.job, Picked("measuring devices and links"))
@@ -515,14 +545,20 @@ class PipelineDriver:
                     self._step(state.job, Waits(reason))
         self._prepare()
 
-    def _pool_wanted(self, job: str) -> bool:
-        """Whether a job beside this one may want every idle worker."""
-        others = [s for s in self.effects.jobs.values() if s.job != job and s.phase not in ENDED]
-        busy = sum(s.phase in RUNNING | PREPARING for s in self.jobs.values())
-        room = busy < self.config.concurrent_jobs
+    def _pool_wanted(self) -> bool:
+        """Whether some job may want every idle worker, now or in its next round."""
+        federated = (s for s in self.effects.jobs.values() if s.spec.federated is not None)
+        return self._workers_wanted() or any(s.phase not in ENDED for s in federated)
+
+    def _workers_wanted(self) -> bool:
+        """Whether a job waits for workers, or for a plan on those that there are."""
+        states = self.effects.jobs.values()
+        busy = sum(s.phase in RUNNING | PREPARING for s in states if s.job in self.jobs)
         return any(
-            s.spec.federated is not None or s.phase in PREPARING or (s.phase in WAITING and room)
-            for s in others
+            s.phase in PREPARING | GATHERS
+            or s.phase is Phase.PAUSED
+            or (s.phase is Phase.QUEUED and busy < self.config.concurrent_jobs)
+            for s in states
         )
 
     def _may_start(self, state: JobState) -> bool:
@@ -588,6 +624,7 @@ class PipelineDriver:
         self.suspicion.stepped(before, state)
         if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
             self.standbys.over(self.jobs[job])
+        self.checks.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
@@ -601,7 +638,7 @@ class PipelineDriver:
             case Record(fact):
                 self.effects.record(fact)
                 loading = state.moving or not all(standby.loaded for standby in state.standbys.values())
-                if isinstance(fact, CheckpointStored) and not loading:
+                if isinstance(fact, CheckpointStored) and not (loading or self.checks.busy(state.job)):
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, place in enumerate(state.plan.places if state.plan else ()):

@@ -63,7 +63,8 @@ class Gate:
         self.job, self._version, self._ranks = job, version, ranks
         self._oldest = 0  # version that passes: steps may be repeated under those before
         self._former: Mapping[str, int] = {}  # neighbours before, whose steps are still repeated
-        self._standbys: Mapping[str, int] = {}  # whose steps workers beside the plan repeat
+        self._beside: dict[bool, Mapping[str, int]] = {False: {}, True: {}}  # by whether they compare
+        self._standbys: Mapping[str, int] = {}  # both: whose steps workers beside the plan repeat
         self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
         self._sent = sent
         self._replays = Replays(sent, network, lambda peer: peer not in self._ranks)
@@ -96,11 +97,12 @@ class Gate:
         self._replays.forget_but({*ranks, *self._standbys})
         self._sent.drop_from(step)
 
-    def stand_by(self, ranks: Mapping[str, int]) -> None:
+    def stand_by(self, ranks: Mapping[str, int], *, checks: bool = False) -> None:
         """Have these workers repeat the steps of neighbours' ranks, and no others."""
         with self._lock:
-            self._standbys = ranks
-        self._replays.forget_but({*ranks, *self._ranks})
+            self._beside[checks] = ranks
+            self._standbys = {**self._beside[False], **self._beside[True]}
+        self._replays.forget_but({*self._standbys, *self._ranks})
 
     def trim_log(self, step: int) -> None:
         """Nobody will ask for messages of steps before ``step``."""

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -320,12 +320,12 @@ class ComputeHost:
 
     # ------------------------------------------------------------ jobs
 
-    def stand_by(self, job: str, ranks: Mapping[str, int]) -> None:
-        """Have these workers repeat the steps of neighbours' ranks, and no others."""
+    def stand_by(self, job: str, ranks: Mapping[str, int], *, checks: bool = False) -> None:
+        """Have these workers repeat neighbours' steps, and no others."""
         with self._lock:
-            now = self._now
-            if now is not None and now.gate is not None and now.gate.job == job:
-                now.gate.stand_by(ranks)
+            gate = self._now.gate if self._now is not None else None
+            if gate is not None and gate.job == job:
+                gate.stand_by(ranks, checks=checks)
 
     def _load(self, job: str, version: int, work: AssignedStage) -> None:
         self._held = _Held(job, standby=work.message.replay.standby, version=version)

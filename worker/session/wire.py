@@ -95,6 +95,7 @@ class StandbysExpected:
     job: str
     ranks: Mapping[str, int]
     links: tuple[PeerLink, ...]
+    checks: bool = False  # they compare; else they stand by
 
 
 # ---------------------------------------------------------------- from the coordinator
@@ -196,7 +197,7 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
 def _standbys(m: pb.Standbys) -> StandbysExpected:
     links = neighbours(m)
     ranks = {entry.peer.worker: entry.rank for entry in m.peers}
-    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links)
+    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links, m.checks)
 
 
 def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, ...]:
@@ -369,6 +370,7 @@ def step_ready(
             finite=report.stage.finite,
             optimizer_s=report.optimizer_s,
             handling_s=report.handling_s,
+            digest=pb.StepDigest(gradients=report.stage.digest, inputs=report.inputs),
         )
     )
 
@@ -420,14 +422,21 @@ def eval_ready(
 
 
 def loaded(
-    job: str, version: int, took_s: float, population: str = "", clients: Mapping[str, int] | None = None
+    job: str,
+    version: int,
+    took_s: float,
+    population: str = "",
+    clients: Mapping[str, int] | None = None,
+    digests: Sequence[tuple[bytes, bytes]] = (),
 ) -> pb.FromWorker:
-    """The stage is loaded and its neighbours are connected; or a federated job is, for these clients of a
-    population."""
-    roster = [pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()]
-    return pb.FromWorker(
-        loaded=pb.Loaded(job=job, plan_version=version, took_s=took_s, population=population, clients=roster)
+    """The stage is loaded, its neighbours are connected, and steps were repeated that have these
+    ``digests``; or a federated job is loaded, for these clients of a population."""
+    message = pb.Loaded(job=job, plan_version=version, took_s=took_s, population=population)
+    message.clients.extend(
+        pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()
     )
+    message.repeated_digests.extend(pb.StepDigest(gradients=own, inputs=taken) for own, taken in digests)
+    return pb.FromWorker(loaded=message)
 
 
 def state_stored(
