@@ -39,7 +39,8 @@ def step(world: Scripted) -> None:
 
 def repeating(world: Scripted, worker: str) -> do.Assign:
     """Return the newest order that a worker has to repeat steps beside the plan."""
-    return [order for order in world.to(worker, do.Assign) if order.plan.version >= BESIDE][-1]
+    orders: list[do.Assign] = world.to(worker, do.Assign)
+    return [order for order in orders if order.plan.version >= BESIDE][-1]
 
 
 def answer(world: Scripted, worker: str, wrong_from: int | None = None, **changes: int) -> None:
@@ -152,7 +153,9 @@ def test_a_worker_of_another_class_repeats_nothing() -> None:
     world = Scripted(stages=STAGES, fewest=STAGES)
     world.join("a", "b", "c")
     honest = world.introduced
-    world.introduced = lambda worker, life: replace(honest(worker, life), torch_version="9.9")  # type: ignore[method-assign]
+    world.introduced = lambda worker, incarnation: replace(  # type: ignore[method-assign]
+        honest(worker, incarnation), torch_version="9.9"
+    )
     world.join("d")
     assert isinstance(world.scheduler.roster.workers["d"].introduction.device_class, DeviceClass)
     world.submit(what=spec(STAGES, spot_checks=1.0))
@@ -168,7 +171,7 @@ def test_who_repeats_steps_takes_over_a_lost_stage_at_once() -> None:
     world = running("a", "b", "c", "d", steps=3)
     repeating_three(world)
     leave(world, "b")
-    orders = world.to("d", do.Release | do.Assign)
+    orders = [m for m in world.to("d", object) if isinstance(m, do.Release | do.Assign)]
     assert isinstance(orders[-2], do.Release)
     assert isinstance(orders[-1], do.Assign)
     assert orders[-1].plan.version < BESIDE
