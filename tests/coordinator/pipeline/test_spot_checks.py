@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from atoll.device_class import DeviceClass
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import SpotChecked, StepCommitted, WorkRejected
 from coordinator.messages.jobs import BESIDE, Phase
+from coordinator.services.blob_rights import StageRole, role_of
 from tests.coordinator.pipeline.test_reconfigure import JOB, leave, spec, store
 from tests.sim.scripted import Scripted
 
+if TYPE_CHECKING:
+    from coordinator.storage.graph_store import GraphStore
+
 STAGES = 3
+NO_GRAPHS = cast("GraphStore", None)
 
 
 def digest(rank: int, step: int, wrong: int = 0, taken: int = 0) -> ev.Digest:
@@ -93,6 +98,11 @@ def test_an_idle_worker_repeats_a_rank_s_steps_and_the_neighbours_let_it_ask() -
         (),
     )
     assert order.plan.places[order.rank].worker == "d"
+    role = role_of(world.scheduler, NO_GRAPHS, "d")
+    assert isinstance(role, StageRole)
+    assert (role.stage, role.state.source) == (order.rank, world.state().checkpoint), (
+        "it may load its tensors"
+    )
     for peer in order.peers:
         here = world.to(peer.worker, do.StandbysHere)[0]
         assert [(p.worker, p.rank) for p in here.peers] == [("d", order.rank)]
