@@ -86,8 +86,8 @@ def of_kind(name: str) -> Label:
 def coordinator(points: Points) -> None:
     from coordinator import server, shell
     from coordinator.services import work
+    from coordinator.storage import journal
     from coordinator.storage.blob_store import BlobStore
-    from coordinator.storage.journal import Journal
 
     said: Counter[tuple[object, ...]] = Counter()
     lock = threading.Lock()
@@ -99,13 +99,16 @@ def coordinator(points: Points) -> None:
             said[what] += 1
             return (f"say.{type(message).__name__}.{said[what]}",)
 
-    points.around(Journal, "append", lambda _, records: [f"journal.{record.kind}" for record in records])
-    points.around(Journal, "claim", always("claim"))
-    points.around(Journal, "fold", always("snapshot"))
+    points.around(
+        journal.Journal, "append", lambda _, records: [f"journal.{record.kind}" for record in records]
+    )
+    points.around(journal.Journal, "claim", always("claim"))
+    points.around(journal.Journal, "fold", always("snapshot"))
     points.around(BlobStore, "write", always("blob"))
     points.around(shell.Shell, "attach", always("attach"))
     points.around(work, "to_worker", saying)
     server.SNAPSHOT_EVERY = 50  # type: ignore[attr-defined]
+    journal.SNAPSHOTS = 1_000_000  # so many are kept, and with them every record
 
 
 def worker(points: Points, folder: Path) -> None:
