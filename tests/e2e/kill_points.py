@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from atoll.errors import AtollError
 from benchmarks.oracle import Case, run_local
 from benchmarks.real_workers import ROOT, as_job, cut_at
+from benchmarks.waits import came_about
 from coordinator.cli.chaos.fleet import Facts
 from coordinator.cli.chaos.members import Member, kill
 from coordinator.cli.chaos.promises import commits
@@ -25,7 +26,6 @@ from coordinator.cli.demo.processes import start_here
 from coordinator.cli.local_fleet import COORDINATOR, LocalFleet
 from coordinator.client.prepare import Prepared, prepare
 from tests.e2e.points import PACE, PASSED
-from tests.patience import eventually
 
 STEP, CHECKPOINT, REPLAY, JOIN, JOURNAL = "step", "checkpoint", "replay", "join", "journal"
 COMPUTE, DAEMON = "compute", "daemon"
@@ -94,6 +94,7 @@ POINTS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """By protocol."""
 ROLES = {COORDINATOR: "coordinator", DAEMON: "worker", COMPUTE: "compute"}
+MENDING_PACE_S = 1.0  # between two steps while somebody starts again: on a busy machine that takes a minute
 DEATHS = 2  # of a worker's compute processes by one job; after three it takes no more of it
 
 
@@ -127,6 +128,15 @@ class Wrapped:
         thread = threading.Thread(target=submitted)
         thread.start()
         return thread
+
+    def wait(self, check: Callable[[], bool]) -> None:
+        """Wait however long it takes: a busy machine starts a daemon within minutes."""
+        came_about(check, ())
+
+    def over(self) -> bool:
+        """Return whether every job that was submitted has ended."""
+        updates = [self.update(job) for job in self.jobs]
+        return all(u is not None and u.state in ("failed", "finished") for u in updates)
 
     def update(self, job: str) -> Any:
         """Return a job as `atoll status` has it, None while nobody answers."""
@@ -176,15 +186,15 @@ class Wrapped:
         own = point.startswith(f"{ROLES[victim]}.")
         listed = ["0"] if own else [str(process.pid) for process in others[victim] if process is not None]
         assert listed, f"no {victim} to be killed"
-        before = {name: self.member(name).process() for name in self.names}
         made = self.folder / f"{point}.new"
         made.write_text(" ".join(listed))
         made.rename(self.folder / point)
         provoked = self.provoke(how)
-        eventually(passed.exists)
+        self.wait(lambda: passed.exists() or (how != SUBMIT and self.over()))
+        assert passed.exists(), f"the job ended before {point}"
         if victim == COMPUTE:
             self.deaths[middle.name] += 1
-        self.mend(before)
+        self.mend()
         if provoked is not None:
             provoked.join()
 
@@ -202,6 +212,7 @@ class Wrapped:
             self.end(COORDINATOR)
             self.local.start_again(COORDINATOR)
         elif how == SUBMIT:
+            (self.folder / PACE).unlink(missing_ok=True)  # it waits for the job before
             return self.submit()
         return None
 
@@ -210,13 +221,19 @@ class Wrapped:
         assert process is not None, name
         kill([process])
 
-    def mend(self, before: dict[str, Any]) -> None:
-        """Start again whoever is gone, and wait until all are well."""
+    def mend(self) -> None:
+        """Start again whoever is gone, and wait until all are well; steps are few meanwhile."""
+        pace = self.folder / PACE
+        usual = pace.read_text() if pace.exists() else ""
+        if usual:
+            pace.write_text(str(MENDING_PACE_S))
         for name in self.local.names:
             if self.deaths[name] >= DEATHS:  # it would refuse the job for good
                 self.deaths[name] = 0
                 self.end(name)
-        eventually(self.well)
+        self.wait(self.well)
+        if usual:
+            pace.write_text(usual)
 
     def well(self) -> bool:
         """Return whether all are there and fit to be planned with; starts again who is not there."""
@@ -230,7 +247,8 @@ class Wrapped:
         fit = [
             w for w in workers if w.state in ("pool", "assigned") and not w.reason.startswith("quarantined")
         ]
-        return len(fit) >= len(self.local.names)
+        # Who was killed just now may not be missed yet.
+        return len(fit) >= len(self.local.names) and all(self.member(n).process() for n in self.names)
 
 
 @contextmanager

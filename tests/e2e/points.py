@@ -69,7 +69,7 @@ class Points:
 
     def rest(self) -> None:
         """Rest as long as the test says."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, ValueError):  # it is being written
             time.sleep(float((self._folder / PACE).read_text()))
 
 

@@ -25,10 +25,9 @@ from tests.e2e.kill_points import (
     known,
 )
 from tests.e2e.points import PACE
-from tests.patience import eventually
 
 PACE_S = 0.1  # between two steps, so that they suffice
-STEPS, SHORT_STEPS = 600, 40
+STEPS, FEW_STEPS = 600, 300
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,7 +46,7 @@ def cut_in(case: Case, stages: int) -> tuple[int, ...]:
 
 def test_a_commit_survives_each_process_that_is_killed_in_it(tmp_path: Path) -> None:
     """The step's border: written down and not said, heard and not applied, applied and not said."""
-    case = case_of(SHORT_STEPS * 3)
+    case = case_of(FEW_STEPS)
     with fleet(case, cut_in(case, 2), 3, tmp_path / "points", PACE_S) as started:
         started.submit().join()
         for point, victim in (
@@ -55,7 +54,7 @@ def test_a_commit_survives_each_process_that_is_killed_in_it(tmp_path: Path) -> 
             ("worker.hear.StepCommit.after", DAEMON),
             ("compute.apply.after", COMPUTE),
         ):
-            eventually(lambda: started.trains(started.jobs[-1]))
+            started.wait(lambda: started.trains(started.jobs[-1]))
             started.kill_at(point, SOON, victim)
         (started.folder / PACE).unlink()
         started.finished(tmp_path, known(case))
@@ -65,15 +64,14 @@ def test_a_commit_survives_each_process_that_is_killed_in_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("protocol", POINTS)
 def test_no_kill_at_a_named_point_costs_a_step_or_a_bit(protocol: str, victim: str, tmp_path: Path) -> None:
-    steps = SHORT_STEPS if any(how == SUBMIT for _, how in POINTS[protocol]) else STEPS
-    case = case_of(steps)
+    case = case_of(STEPS)
     with fleet(case, cut_in(case, 3), 6, tmp_path / "points", PACE_S) as started:
         started.submit().join()
         for point, how in POINTS[protocol]:
             if how != SUBMIT:
-                eventually(lambda: started.trains(started.jobs[-1]))
+                started.wait(lambda: started.trains(started.jobs[-1]))
             started.kill_at(point, how, victim)
-        (started.folder / PACE).unlink()
+        (started.folder / PACE).unlink(missing_ok=True)
         started.finished(tmp_path, known(case))
 
 
