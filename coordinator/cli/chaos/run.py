@@ -180,7 +180,8 @@ class Chaos:
         held = worker in watching.holders and watching.state == "training"
         at_s = time.time()
         deed = Deed(wish.kind, wish.target, at_s, at_s, wish.other, worker, held)
-        self.tell(f"step {watching.step}: {deed}, {wish.lasts_s:.1f} s{'' if held else ' (holds no stage)'}")
+        idle = " (a backup)" if worker and worker not in watching.holders else ""
+        self.tell(f"step {watching.step}: {deed}, {wish.lasts_s:.1f} s{idle}")
         with self._doing(wish, member):
             time.sleep(wish.lasts_s)
         deed = replace(deed, over_s=time.time())
