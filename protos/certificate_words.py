@@ -58,7 +58,7 @@ def server_refusal(address: str, shown_pem: bytes, ca_pem: bytes, now: dt.dateti
         return (
             f"{address} shows a certificate that the coordinator of this token did not issue: another "
             "coordinator runs there, its state was reset, or its authority was exchanged (`atoll ca rotate`) "
-            "while this machine was away; ask for a new token of the one that runs there, and give it"
+            "while this machine was away; ask for a token of the one that runs there"
         )
     why = _out_of_date(shown, now)
     if not why:
