@@ -25,7 +25,6 @@ DOCS_STAMP := $(VENV)/.docs-installed
 # is published tomorrow must not fail what passed today.
 SUPPLY := .venv-supply
 SUPPLY_STAMP := $(SUPPLY)/.installed
-LOCKS := locks/build.txt locks/runtime.txt locks/development.txt
 LOCK := $(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-package torch --no-emit-index-url \
 	--no-annotate --custom-compile-command "make lock" --overrides locks/without-torch.in
 EXTRAS := test dev tensorboard flower simulation s3
@@ -48,19 +47,17 @@ help:
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt $(LOCKS)
+$(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3 found: install Python 3.11 or newer, or give PYTHON=..."; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than 3.11: give PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "[1/3] making $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "venv failed: on Debian install python3-venv"; rm -rf $(VENV); exit 1; }
-	@echo "[2/3] installing what is locked, by its hashes"
-	@$(BIN)/python -m $(PIP) --no-deps --require-hashes $(LOCKS:%=-r %)
-	@echo "[3/3] installing torch (the largest download) and Atoll"
+	@echo "[2/3] installing torch (the largest download)"
 	@$(BIN)/python -m $(PIP) torch==2.13.0 -c constraints.txt
-	@$(BIN)/python -m $(PIP) --no-index --no-deps --no-build-isolation -e .
-	@$(BIN)/python -m pip check
+	@echo "[3/3] installing Atoll and its test tools"
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation,s3]'
 	@touch $@
 	@echo "ready: $(BIN)/atoll --help"
 
@@ -127,9 +124,9 @@ sbom: $(SUPPLY_STAMP)
 audit: $(SUPPLY_STAMP)
 	@$(SUPPLY)/bin/python .ci/audit.py $(SUPPLY)/bin/pip-audit locks/runtime.txt locks/development.txt locks/docs.txt
 
-$(DOCS_STAMP): $(STAMP) locks/docs.txt
+$(DOCS_STAMP): $(STAMP)
 	@echo "installing the site's tools"
-	@$(BIN)/python -m $(PIP) --no-deps --require-hashes -r locks/docs.txt
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 docs: $(DOCS_STAMP)

@@ -60,10 +60,3 @@ def test_the_image_is_built_from_locks_and_from_a_base_that_can_be_given_by_dige
     assert re.search(r"^ARG BASE=\S+\nFROM \$\{BASE\}$", text, re.MULTILINE)
     installs = [line for line in re.split(r"&&|\n", text) if "pip install" in line]
     assert [line for line in installs if not re.search(r"--require-hashes|--no-index|torch==", line)] == []
-
-
-def test_the_virtual_environment_is_made_from_locks() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    installs = [line for line in makefile.splitlines() if "$(PIP) " in line]
-    assert len(installs) >= 4
-    assert [line for line in installs if not re.search(r"--require-hashes|--no-index|torch==", line)] == []
