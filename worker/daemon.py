@@ -33,7 +33,7 @@ from worker.config import WorkerConfig, make_config, remember
 from worker.control.bulk import Bulk
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import metered
-from worker.control.renewal import keep_renewed
+from worker.control.renewal import Renewal
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
@@ -52,7 +52,7 @@ from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
-from worker.session.wire import PeerExpected, PeerRevoked, StandbysExpected
+from worker.session.wire import AuthoritiesNamed, PeerExpected, PeerRevoked, StandbysExpected
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.network import PeerNetwork
 
@@ -82,7 +82,15 @@ class MannersChanged:
     manners: Manners
 
 
-Inner = events.Event | PeerExpected | PeerRevoked | StandbysExpected | ConsentChanged | MannersChanged
+Inner = (
+    events.Event
+    | PeerExpected
+    | PeerRevoked
+    | StandbysExpected
+    | AuthoritiesNamed
+    | ConsentChanged
+    | MannersChanged
+)
 
 
 class Daemon:
@@ -112,7 +120,8 @@ class Daemon:
             self._checked_memory,
         )
         self._membership: Membership
-        self._renewing = threading.Lock()
+        self._member_lock = threading.Lock()
+        self._renewal: Renewal
         self._network: PeerNetwork
         self._consent = Consent(config.state_dir)
         self._host = ComputeHost(config, self._consent)
@@ -165,13 +174,17 @@ class Daemon:
             self._send,
         )
         self._apps = AppHost(config) if config.allow_apps else None
+        self._renewal = Renewal(config, lambda: self._membership, partial(self._renewed, bulk))
         try:
             device = self._host.start(member.worker, ports, self._stopping.is_set)
             remember(config)
             self._begin_keeping()
             threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
-            renewing = (config, lambda: self._membership, partial(self._renewed, bulk), self._stopping.wait)
-            threading.Thread(target=keep_renewed, args=renewing, name="atoll-renewal", daemon=True).start()
+            keeping = (self._stopping.wait,)
+            threading.Thread(
+                target=self._renewal.keep, args=keeping, name="atoll-renewal", daemon=True
+            ).start()
+            self._trust(member)
             log.info(
                 "worker.joined",
                 worker=member.worker,
@@ -196,6 +209,9 @@ class Daemon:
             if isinstance(event, PeerRevoked):
                 log.warning("peer.revoked", peer=event.peer, reason=event.reason)
                 self._network.bar(event.peer, f"its certificate was revoked: {event.reason}")
+                continue
+            if isinstance(event, AuthoritiesNamed):
+                self._trust_authorities(event.ca_pem, event.left_s)
                 continue
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:
@@ -322,10 +338,24 @@ class Daemon:
 
     def _renewed(self, bulk: Bulk, identity: Identity) -> None:
         """Use a new identity for every connection from now on; those that are open stay."""
-        with self._renewing:
+        with self._member_lock:
+            before = self._membership.identity
             self._membership = replace(self._membership, identity=identity)
         self._network.renew(identity)
-        bulk.renewed(self._membership)
+        if before is None or before.key_pem != identity.key_pem:
+            bulk.renewed(self._membership)
+
+    def _trust(self, member: Membership) -> None:
+        """Trust the authorities that the coordinator's greeting named."""
+        if member.identity is not None:
+            self._trust_authorities(member.identity.ca_pem, member.overlap_s)
+
+    def _trust_authorities(self, ca_pem: bytes, left_s: float) -> None:
+        try:
+            self._renewal.trust(ca_pem, left_s)
+        except AtollError as error:
+            # What is open stays open: a job may end in peace. The next connection is refused in these words.
+            log.warning("authority.not_trusted", reason=str(error))
 
     def _shut_down(self, network: PeerNetwork, bulk: Bulk) -> None:
         deadline_s = time.monotonic() + self._config.leave_timeout_s
@@ -362,8 +392,9 @@ class Daemon:
             return
         try:
             found = find_work_address(self._config, self._membership)
-            with self._renewing:
+            with self._member_lock:
                 self._membership = replace(found, identity=self._membership.identity)
+            self._trust(found)
         except FATAL as error:
             self._refused(error)
         except AtollError as error:

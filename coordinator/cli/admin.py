@@ -15,6 +15,7 @@ from coordinator.cli.options import (
     Common,
     Insecure,
     StateDir,
+    TokenCopies,
 )
 from coordinator.cli.relay import RelayOptions, metrics_address
 from coordinator.cli.render import status_view
@@ -70,6 +71,7 @@ def serve(
     json: AsJson = False,
     *,
     relays: RelayOptions,
+    tokens: TokenCopies,
 ) -> None:
     """Run the coordinator until it is interrupted; prints the command with which workers join."""
     from coordinator.config import CoordinatorConfig
@@ -91,6 +93,8 @@ def serve(
         database_url=database,
         blobs_url=blobs,
         max_workers=max_workers,
+        join_token_copy=tokens.join_token_file,
+        owner_token_copy=tokens.owner_token_file,
     )
 
     def announce(started: Started) -> None:
