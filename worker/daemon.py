@@ -27,9 +27,11 @@ from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
+from protos.networks import ANYWHERE
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
 from worker.config import WorkerConfig, make_config, remember
+from worker.control.address_watch import watch_address
 from worker.control.bulk import Bulk
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import metered
@@ -41,7 +43,7 @@ from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
 from worker.machine.conditions import MachineConditions
-from worker.machine.device import machine_memory, memory_limit, outbound_host
+from worker.machine.device import machine_memory, memory_limit, own_address
 from worker.machine.malloc import keep_chunk_memory
 from worker.manners.applied import read_applied
 from worker.manners.keeper import Keeper, Manners
@@ -82,7 +84,12 @@ class MannersChanged:
     manners: Manners
 
 
-Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged | MannersChanged
+@dataclass(frozen=True, slots=True)
+class AddressChanged:
+    """Event: this machine has another address; what is open has fallen silent."""
+
+
+Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged | MannersChanged | AddressChanged
 
 
 class Daemon:
@@ -170,6 +177,13 @@ class Daemon:
             remember(config)
             self._begin_keeping()
             threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
+            watching = (
+                config.host,
+                config.port,
+                partial(self._events.put, AddressChanged()),
+                self._stopping.wait,
+            )
+            threading.Thread(target=watch_address, args=watching, name="atoll-address", daemon=True).start()
             renewing = (config, lambda: self._membership, partial(self._renewed, bulk), self._stopping.wait)
             threading.Thread(target=keep_renewed, args=renewing, name="atoll-renewal", daemon=True).start()
             log.info(
@@ -179,12 +193,12 @@ class Daemon:
                 protections=protections(device.kind, chosen(config.sandbox, device.kind)).line(),
             )
             self._open_stream()
-            self._loop()
+            self._loop(bulk)
         finally:
             self._stopping.set()
             self._shut_down(network, bulk)
 
-    def _loop(self) -> None:
+    def _loop(self, bulk: Bulk) -> None:
         while self._state.phase is not machine.Phase.GONE:
             event = self._events.get()
             if isinstance(event, PeerExpected):
@@ -193,6 +207,9 @@ class Daemon:
             if isinstance(event, PeerRevoked):
                 log.warning("peer.revoked", peer=event.peer, reason=event.reason)
                 self._network.bar(event.peer, f"its certificate was revoked: {event.reason}")
+                continue
+            if isinstance(event, AddressChanged):
+                self._move(bulk)
                 continue
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:
@@ -353,6 +370,15 @@ class Daemon:
             self._stream_ended,
         )
 
+    def _move(self, bulk: Bulk) -> None:
+        """Go on from another address: nobody at the other end of what is open hears of it by itself."""
+        self._network.moved()
+        bulk.reopen()
+        if self._apps is not None:
+            self._apps.moved()
+        if self._stream is not None:
+            self._stream.abandon("this machine's address has changed")
+
     def _reconnect(self, after_s: float) -> None:
         """Thread: after a pause, find the coordinator's work port again and open a stream."""
         if self._stopping.wait(after_s):
@@ -402,9 +428,9 @@ class Daemon:
         config = self._config
         addresses: tuple[tuple[str, int], ...] = ()
         if config.inbound:
-            own = outbound_host(config.host, config.port)
+            own = own_address(config.host, config.port) or "127.0.0.1"
             listening = config.listen_host
-            host = own if listening in ("0.0.0.0", "::", "") else listening  # noqa: S104
+            host = own if listening in ANYWHERE else listening
             addresses = tuple((h, p or port) for h, p in config.advertise) or ((host, port),)
         message = pb.FromWorker(
             introduction=pb.Introduction(
