@@ -104,6 +104,7 @@ class Daemon:
         self._random = random.Random(self._incarnation)
         self._stopping = threading.Event()
         self._stream: Stream | None = None
+        self._streams = 0  # opened so far: what the older ones say counts no more
         self._heartbeat_s = self._idle_heartbeat_s = 0.5
         self._beats = itertools.count(1)
         self._end: AtollError | None = None
@@ -360,6 +361,7 @@ class Daemon:
 
     def _open_stream(self) -> None:
         member, config = self._membership, self._config
+        self._streams += 1
         self._stream = Stream(
             partial(member.async_channel, config),
             member.metadata,
@@ -367,20 +369,26 @@ class Daemon:
             self._introduce(self._network.port),  # each time: data may have been registered meanwhile
             config.outgoing_messages,
             self._receive,
-            self._stream_ended,
+            partial(self._stream_ended, self._streams),
         )
 
     def _move(self, bulk: Bulk) -> None:
-        """Go on from another address: nobody at the other end of what is open hears of it by itself."""
+        """Go on from another address: nobody at the other end of what is open hears of it by itself.
+
+        The session is opened at once, without a look for the work port: soon the coordinator gives us up.
+        """
+        before = self._stream
+        self._open_stream()
+        if before is not None:
+            before.close(wait=False)
         self._network.moved()
         bulk.reopen()
         if self._apps is not None:
             self._apps.moved()
-        if self._stream is not None:
-            self._stream.abandon("this machine's address has changed")
 
     def _reconnect(self, after_s: float) -> None:
         """Thread: after a pause, find the coordinator's work port again and open a stream."""
+        opened = self._streams
         if self._stopping.wait(after_s):
             return
         try:
@@ -390,9 +398,11 @@ class Daemon:
         except FATAL as error:
             self._refused(error)
         except AtollError as error:
-            self._lost_coordinator(str(error))
+            if self._streams == opened:  # else there is one from another address
+                self._lost_coordinator(str(error))
         else:
-            self._open_stream()
+            if self._streams == opened:
+                self._open_stream()
 
     def _receive(self, message: pb.ToWorker) -> None:
         try:
@@ -403,8 +413,8 @@ class Daemon:
             if message.WhichOneof("body") in messages.ANSWERED:
                 self._send(messages.to_proto(messages.refusal(message, str(error))))
 
-    def _stream_ended(self, error: AtollError | None) -> None:
-        if self._stopping.is_set():
+    def _stream_ended(self, number: int, error: AtollError | None) -> None:
+        if self._stopping.is_set() or number != self._streams:
             return
         if isinstance(error, FATAL):
             self._refused(error)

@@ -94,11 +94,6 @@ class Unaware(LabFleet):
         n_bytes, found = json.loads(tap.communicate()[0])
         return n_bytes, found
 
-    def moves(self) -> int:
-        """How often workers have noticed another address."""
-        logs = ((self.folder / f"{host}.log").read_text() for host in self.scenario.join_order)
-        return sum(log.count("worker.moved") for log in logs)
-
     def more_steps(self, number: int) -> None:
         at = self.job()["step"]
         self.until(lambda: self.job()["step"] >= at + number, f"{number} steps")
