@@ -33,7 +33,7 @@ import atoll
 from atoll.errors import StorageError, UsageError
 from coordinator.apps.hub import AppDesk
 from coordinator.apps.service import NodeApps, OwnerApps
-from coordinator.client.endpoint import address_text
+from coordinator.client.endpoint import address_text, parse_address
 from coordinator.config import CoordinatorConfig
 from coordinator.messages import instructions as do
 from coordinator.messages.instructions import Addresses
@@ -72,6 +72,7 @@ from protos.credentials import (
 from protos.folder_lock import FolderLock, Holder
 from protos.folder_version import claim_version, raise_version
 from protos.log_stream import log_stream
+from protos.networks import ANYWHERE
 from protos.private_files import state_folder, write_private
 from protos.relay_tickets import made_key_file
 from protos.telemetry import Event
@@ -502,10 +503,10 @@ class Server:
         return self._kept_token(path, token)
 
     def _join_command(self, entry_port: int, token: str | None) -> str:
-        host = self.config.advertise or self.config.host
-        if host in ("0.0.0.0", "::"):  # noqa: S104 - what was listened on, not a default
-            host = "HOST"
-        where = host if self.config.advertise and ":" in host else f"{host}:{entry_port}"
+        host, port = self.config.host, entry_port
+        if self.config.advertise:
+            host, port = parse_address(self.config.advertise, entry_port)
+        where = address_text("HOST" if host in ANYWHERE else host, port)
         return f"atoll-worker join {where} " + ("--insecure" if token is None else f"--token {token}")
 
 

@@ -27,9 +27,11 @@ from compressors import CODECS
 from protos import PROTOCOL_VERSION
 from protos import atoll_control_pb2 as pb
 from protos.convert_federated import dataset_to_proto
+from protos.networks import ANYWHERE
 from worker.apps.host import AppHost
 from worker.blobs import BlobCache, BlobFiles
 from worker.config import WorkerConfig, make_config, remember
+from worker.control.address_watch import watch_address
 from worker.control.bulk import Bulk
 from worker.control.enroll import find_work_address, join
 from worker.control.remote_store import metered
@@ -41,7 +43,7 @@ from worker.hosting.host import ComputeHost, HostPorts
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
 from worker.machine.conditions import MachineConditions
-from worker.machine.device import machine_memory, memory_limit, outbound_host
+from worker.machine.device import machine_memory, memory_limit, own_address
 from worker.machine.malloc import keep_chunk_memory
 from worker.manners.applied import read_applied
 from worker.manners.keeper import Keeper, Manners
@@ -82,15 +84,13 @@ class MannersChanged:
     manners: Manners
 
 
-Inner = (
-    events.Event
-    | PeerExpected
-    | PeerRevoked
-    | StandbysExpected
-    | AuthoritiesNamed
-    | ConsentChanged
-    | MannersChanged
-)
+@dataclass(frozen=True, slots=True)
+class AddressChanged:
+    """Event: this machine has another address; what is open has fallen silent."""
+
+
+Told = ConsentChanged | MannersChanged | AddressChanged
+Inner = events.Event | PeerExpected | PeerRevoked | StandbysExpected | AuthoritiesNamed | Told
 
 
 class Daemon:
@@ -105,6 +105,7 @@ class Daemon:
         self._random = random.Random(self._incarnation)
         self._stopping = threading.Event()
         self._stream: Stream | None = None
+        self._streams = 0  # opened so far: what the older ones say counts no more
         self._heartbeat_s = self._idle_heartbeat_s = 0.5
         self._beats = itertools.count(1)
         self._end: AtollError | None = None
@@ -180,6 +181,13 @@ class Daemon:
             remember(config)
             self._begin_keeping()
             threading.Thread(target=self._beat, name="atoll-heartbeat", daemon=True).start()
+            watching = (
+                config.host,
+                config.port,
+                partial(self._events.put, AddressChanged()),
+                self._stopping.wait,
+            )
+            threading.Thread(target=watch_address, args=watching, name="atoll-address", daemon=True).start()
             keeping = (self._stopping.wait,)
             threading.Thread(
                 target=self._renewal.keep, args=keeping, name="atoll-renewal", daemon=True
@@ -192,12 +200,12 @@ class Daemon:
                 protections=protections(device.kind, chosen(config.sandbox, device.kind)).line(),
             )
             self._open_stream()
-            self._loop()
+            self._loop(bulk)
         finally:
             self._stopping.set()
             self._shut_down(network, bulk)
 
-    def _loop(self) -> None:
+    def _loop(self, bulk: Bulk) -> None:
         while self._state.phase is not machine.Phase.GONE:
             event = self._events.get()
             if isinstance(event, PeerExpected):
@@ -212,6 +220,9 @@ class Daemon:
                 continue
             if isinstance(event, AuthoritiesNamed):
                 self._trust_authorities(event.ca_pem, event.left_s)
+                continue
+            if isinstance(event, AddressChanged):
+                self._move(bulk)
                 continue
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:
@@ -376,6 +387,7 @@ class Daemon:
 
     def _open_stream(self) -> None:
         member, config = self._membership, self._config
+        self._streams += 1
         self._stream = Stream(
             partial(member.async_channel, config),
             member.metadata,
@@ -383,11 +395,26 @@ class Daemon:
             self._introduce(self._network.port),  # each time: data may have been registered meanwhile
             config.outgoing_messages,
             self._receive,
-            self._stream_ended,
+            partial(self._stream_ended, self._streams),
         )
+
+    def _move(self, bulk: Bulk) -> None:
+        """Go on from another address: nobody at the other end of what is open hears of it by itself.
+
+        The session is opened at once, without a look for the work port: soon the coordinator gives us up.
+        """
+        before = self._stream
+        self._open_stream()
+        if before is not None:
+            before.close(wait=False)
+        self._network.moved()
+        bulk.reopen()
+        if self._apps is not None:
+            self._apps.moved()
 
     def _reconnect(self, after_s: float) -> None:
         """Thread: after a pause, find the coordinator's work port again and open a stream."""
+        opened = self._streams
         if self._stopping.wait(after_s):
             return
         try:
@@ -398,9 +425,11 @@ class Daemon:
         except FATAL as error:
             self._refused(error)
         except AtollError as error:
-            self._lost_coordinator(str(error))
+            if self._streams == opened:  # else there is one from another address
+                self._lost_coordinator(str(error))
         else:
-            self._open_stream()
+            if self._streams == opened:
+                self._open_stream()
 
     def _receive(self, message: pb.ToWorker) -> None:
         try:
@@ -411,8 +440,8 @@ class Daemon:
             if message.WhichOneof("body") in messages.ANSWERED:
                 self._send(messages.to_proto(messages.refusal(message, str(error))))
 
-    def _stream_ended(self, error: AtollError | None) -> None:
-        if self._stopping.is_set():
+    def _stream_ended(self, number: int, error: AtollError | None) -> None:
+        if self._stopping.is_set() or number != self._streams:
             return
         if isinstance(error, FATAL):
             self._refused(error)
@@ -436,9 +465,9 @@ class Daemon:
         config = self._config
         addresses: tuple[tuple[str, int], ...] = ()
         if config.inbound:
-            own = outbound_host(config.host, config.port)
+            own = own_address(config.host, config.port) or "127.0.0.1"
             listening = config.listen_host
-            host = own if listening in ("0.0.0.0", "::", "") else listening  # noqa: S104
+            host = own if listening in ANYWHERE else listening
             addresses = tuple((h, p or port) for h, p in config.advertise) or ((host, port),)
         message = pb.FromWorker(
             introduction=pb.Introduction(

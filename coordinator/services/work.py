@@ -44,6 +44,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_control_pb2_grpc as rpc
 from protos.credentials import peer_name
 from protos.grpc_errors import refuse
+from protos.networks import customer, unmapped
 from protos.telemetry import Event
 from protos.text_limits import Budget, clean
 
@@ -88,20 +89,13 @@ def host_of(context: Context) -> str:
     if kind == "ipv4":
         return rest.rpartition(":")[0]
     if kind == "ipv6":
-        return rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]")
+        return unmapped(rest.rpartition(":")[0].replace("%5B", "").replace("%5D", "").strip("[]"))
     return ""
 
 
 def network_of(context: Context) -> str:
     """The caller's address; of IPv6 the /64, which one customer has whole."""
-    host = host_of(context)
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host
-    if address.version == 6:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return host
+    return customer(host_of(context))
 
 
 def _place(context: Context) -> str:
