@@ -139,10 +139,14 @@ class SpotChecks:
 
     # ------------------------------------------------------------ who repeats
 
+    def case_of(self, job: str, worker: str) -> Case | None:
+        """Return what a worker repeats beside a job's plan, None where it does not."""
+        running = self._running.get(job)
+        return running.case if running is not None and running.worker == worker else None
+
     def repeats(self, job: str, worker: str) -> bool:
         """Whether a worker repeats steps of a job beside its plan."""
-        running = self._running.get(job)
-        return running is not None and running.worker == worker
+        return self.case_of(job, worker) is not None
 
     def current(self, job: str, version: int) -> bool:
         """Whether somebody repeats steps of a job as a plan of that version."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from atoll.device_class import DeviceClass
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import SpotChecked, StepCommitted, WorkRejected
 from coordinator.messages.jobs import BESIDE, Phase
+from coordinator.services.blob_rights import StageRole, role_of
 from tests.coordinator.pipeline.test_reconfigure import JOB, leave, spec, store
 from tests.sim.scripted import Scripted
 
+if TYPE_CHECKING:
+    from coordinator.storage.graph_store import GraphStore
+
 STAGES = 3
+NO_GRAPHS = cast("GraphStore", None)
 
 
 def digest(rank: int, step: int, wrong: int = 0, taken: int = 0) -> ev.Digest:
@@ -39,7 +44,8 @@ def step(world: Scripted) -> None:
 
 def repeating(world: Scripted, worker: str) -> do.Assign:
     """Return the newest order that a worker has to repeat steps beside the plan."""
-    return [order for order in world.to(worker, do.Assign) if order.plan.version >= BESIDE][-1]
+    orders: list[do.Assign] = world.to(worker, do.Assign)
+    return [order for order in orders if order.plan.version >= BESIDE][-1]
 
 
 def answer(world: Scripted, worker: str, wrong_from: int | None = None, **changes: int) -> None:
@@ -92,6 +98,11 @@ def test_an_idle_worker_repeats_a_rank_s_steps_and_the_neighbours_let_it_ask() -
         (),
     )
     assert order.plan.places[order.rank].worker == "d"
+    role = role_of(world.scheduler, NO_GRAPHS, "d")
+    assert isinstance(role, StageRole)
+    assert (role.stage, role.state.source) == (order.rank, world.state().checkpoint), (
+        "it may load its tensors"
+    )
     for peer in order.peers:
         here = world.to(peer.worker, do.StandbysHere)[0]
         assert [(p.worker, p.rank) for p in here.peers] == [("d", order.rank)]
@@ -152,7 +163,9 @@ def test_a_worker_of_another_class_repeats_nothing() -> None:
     world = Scripted(stages=STAGES, fewest=STAGES)
     world.join("a", "b", "c")
     honest = world.introduced
-    world.introduced = lambda worker, life: replace(honest(worker, life), torch_version="9.9")  # type: ignore[method-assign]
+    world.introduced = lambda worker, incarnation: replace(  # type: ignore[method-assign]
+        honest(worker, incarnation), torch_version="9.9"
+    )
     world.join("d")
     assert isinstance(world.scheduler.roster.workers["d"].introduction.device_class, DeviceClass)
     world.submit(what=spec(STAGES, spot_checks=1.0))
@@ -168,7 +181,7 @@ def test_who_repeats_steps_takes_over_a_lost_stage_at_once() -> None:
     world = running("a", "b", "c", "d", steps=3)
     repeating_three(world)
     leave(world, "b")
-    orders = world.to("d", do.Release | do.Assign)
+    orders = [m for m in world.to("d", object) if isinstance(m, do.Release | do.Assign)]
     assert isinstance(orders[-2], do.Release)
     assert isinstance(orders[-1], do.Assign)
     assert orders[-1].plan.version < BESIDE
