@@ -124,7 +124,7 @@ def test_a_first_app_takes_three_commands_and_one_that_writes_results_runs_twice
 
 
 @pytest.mark.slow
-def test_a_detached_run_is_listed_read_and_stopped_from_anywhere(typed: Typed, tmp_path: Path) -> None:
+def test_a_detached_run_is_listed_read_and_stopped(typed: Typed, tmp_path: Path) -> None:
     typed.started()
     go, never = tmp_path / "go", tmp_path / "never"
     begun = typed.flower(*typed.run("--detach", "--json", hold=go))
@@ -141,14 +141,19 @@ def test_a_detached_run_is_listed_read_and_stopped_from_anywhere(typed: Typed, t
     assert f"asked {list(range(NODES))}" in followed.stdout
     (ended,) = typed.listed()
     assert (ended["stage"], ended["code"], ended["nodes"]) == ("done", 0, NODES)
-    # One is ended where it runs, one of a terminal elsewhere by its number.
+    # One is ended where it runs.
     begun = typed.flower(*typed.run("--detach", hold=never))
     assert begun.returncode == 0, begun.stderr[-3000:]
     second = begun.stdout.strip()
     assert typed.flower("stop", second).returncode == 0
     assert [r["stage"] for r in typed.listed() if r["run"] == second] == ["stopped"]
+
+
+@pytest.mark.slow
+def test_a_run_of_a_terminal_elsewhere_is_stopped_by_its_number(typed: Typed, tmp_path: Path) -> None:
+    typed.started()
     terminal = subprocess.Popen(
-        typed.line(*typed.run(hold=never)),
+        typed.line(*typed.run(hold=tmp_path / "never")),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
