@@ -551,6 +551,7 @@ class TrainingSpec(_message.Message):
     COMPRESS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     AVERAGE_BUFFERS_FIELD_NUMBER: _builtins.int
+    SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     n_micro: _builtins.int
     seed: _builtins.int
@@ -566,6 +567,8 @@ class TrainingSpec(_message.Message):
     """of a step's micro-batches, whose gradients are summed one by one; 0: one"""
     average_buffers: _builtins.bool
     """replicas may average what training writes"""
+    spot_checks: _builtins.float
+    """share of the steps that another worker repeats to compare; 0: none"""
     @_builtins.property
     def optimizer(self) -> Global___Optimizer: ...
     @_builtins.property
@@ -586,10 +589,11 @@ class TrainingSpec(_message.Message):
         compress: _builtins.str = ...,
         blocks: _builtins.int = ...,
         average_buffers: _builtins.bool = ...,
+        spot_checks: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "schedule", b"schedule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "schedule", b"schedule", "seed", b"seed", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["average_buffers", b"average_buffers", "blocks", b"blocks", "checkpoint_every", b"checkpoint_every", "compress", b"compress", "eval_batches", b"eval_batches", "eval_every", b"eval_every", "n_micro", b"n_micro", "optimizer", b"optimizer", "precision", b"precision", "recompute", b"recompute", "schedule", b"schedule", "seed", b"seed", "spot_checks", b"spot_checks", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,6 +48,13 @@ def update(tensors: Mapping[str, str], step: int, loss: str, scale: float) -> di
     return {name: digest(value, step, loss, scale) for name, value in tensors.items()}
 
 
+def told(tensors: Mapping[str, str], step: int, loss: str, given: str, taken: str) -> ev.Digest:
+    """Return what a stage says of its gradients in a step, and of the messages that it took."""
+    return ev.Digest(
+        digest("gradients", sorted(tensors.items()), step, loss)[:16], digest("inputs", given, taken)[:16]
+    )
+
+
 def square_norms(tensors: Mapping[str, str], names: Iterable[str], loss: str) -> tuple[float, ...]:
     """Return the squared norms of a step's gradients, so that each step is clipped by another scale."""
     return tuple(number(digest("norm", tensors[name], loss)) for name in names)
@@ -86,7 +93,8 @@ class Held:
     tensors: dict[str, str]
     step: int
     first: int  # step that it applies first
-    outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss
+    outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss, as it applies it
+    digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
 
     @property
     def stage(self) -> int:
@@ -121,7 +129,8 @@ class Tensors:
 class Machine(Process):
     """A process that computes; ``hung``: what it computes now never ends; ``claims``: the worker that it
     pretends to wait for; ``poison``: what it computes is not finite; ``slanders``: it only says so;
-    ``diverges_at``: the step at which the model itself is not finite any more."""
+    ``diverges_at``: the step at which the model itself is not finite any more; ``cheats_from``: the first at
+    which its gradients are others; ``slips``: they are where it repeats steps."""
 
     slowness: float = field(default=1.0, kw_only=True)
     hung: bool = field(default=False, kw_only=True)
@@ -129,11 +138,19 @@ class Machine(Process):
     poison: bool = field(default=False, kw_only=True)
     slanders: bool = field(default=False, kw_only=True)
     diverges_at: float = field(default=math.inf, kw_only=True)
+    cheats_from: float = field(default=math.inf, kw_only=True)
+    slips: bool = field(default=False, kw_only=True)
+
+    @property
+    def misleads(self) -> bool:
+        """Whether it has computed wrong, or may."""
+        return self.slips or self.cheats_from < math.inf
 
     def start(self) -> None:
         """Begin a life in which computations end."""
         super().start()
         self.hung, self.claims, self.poison, self.slanders = False, "", False, False
+        self.cheats_from, self.slips = math.inf, False
 
 
 @dataclass
@@ -283,7 +300,8 @@ class Bench:
         if held.step == work.first_step:
             self.held, self.repeats = held, None
             version = work.plan.version
-            self.post(e.StageLoaded(work.job, version, ev.Loaded(work.job, version, LOAD_S)))
+            message = ev.Loaded(work.job, version, LOAD_S, digests=tuple(held.digests))
+            self.post(e.StageLoaded(work.job, version, message))
             return
         self._asked_s = self.process.clock.now_s
         for forwards, peer in held.neighbours.items():
@@ -336,6 +354,9 @@ class Bench:
         loss = value if held.last else self.kept[job, version, step, False]
         self.log.add(version, step, True, value)
         self.log.add(version, step, False, loss)
+        taken = "" if held.last else loss
+        loss = digest("slip", loss) if self.process.slips else loss
+        held.digests.append(told(held.tensors, step, loss, given, taken))
         held.tensors = update(held.tensors, step, loss, replay.scales[step - replay.first_step])
         held.step = step + 1
         self.applied(job, version, step)
@@ -405,15 +426,21 @@ class Bench:
         loss = held.outputs.get(step) if held.last else self.inbox.get((job, version, step, False))
         if loss is None:
             return
-        held.outputs[step] = loss
+        given = digest("batch", step) if held.stage == 0 else self.inbox.get((job, version, step, True), "")
+        taken = "" if held.last else loss
+        used = digest("cheat", loss) if step >= self.process.cheats_from and loss != NAN else loss
+        held.outputs[step] = used
         self._sent[*running, False] = loss
         self.log.add(version, step, False, loss)
         if held.stage:
             self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
         shown = number(loss) if held.last else None
-        norms = square_norms(held.tensors, sorted(held.tensors), loss)
+        norms = square_norms(held.tensors, sorted(held.tensors), used)
         finite = loss != NAN and not self.process.slanders
-        message = ev.StepReady(job, version, step, shown, norms, finite=finite, forward_s=self._computed_s)
+        message = ev.StepReady(
+            job, version, step, shown, norms, finite=finite, forward_s=self._computed_s,
+            digest=told(held.tensors, step, used, given, taken),
+        )  # fmt: skip
         self.running = None
         self.post(e.StepDone(job, version, step, message))
 
