@@ -21,12 +21,21 @@ WING ?=
 FOLDERS := $(if $(WING),$(wildcard tests/$(WING)/ tests/*/$(WING)/),tests)
 WINGS := $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard coordinator/*/__init__.py worker/*/__init__.py)))))
 DOCS_STAMP := $(VENV)/.docs-installed
+# An environment of its own for the newest Flower that is supported; what it wants otherwise stands in the file.
+VENV142 := .venv-flwr142
+STAMP142 := $(VENV142)/.installed
+CONSTRAINTS142 := constraints-flwr142.txt
+FLOWER_TESTS := tests/coordinator/flower tests/coordinator/apps tests/worker/apps tests/compressors/test_flower.py \
+	$(wildcard tests/strategies/test_flower_*.py tests/protos/test_flower_*.py tests/protos/test_app_*.py) \
+	tests/examples/test_flower_digits.py tests/house/test_flower_imports.py \
+	$(wildcard tests/e2e/test_flower_*.py) tests/e2e/test_same_weights.py
 
-.PHONY: help venv demo test test-all folders fuzz check format bench protos docs clean
+.PHONY: help venv demo test test-all test-flwr142 folders fuzz check format bench protos docs clean
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
 	@echo "make test      the default tests (make test-all: the slow ones too); of one wing: WING=planning"
+	@echo "make test-flwr142  the Flower tests under flwr 1.42, in $(VENV142)"
 	@echo "make fuzz      hostile ops through a worker's own path for an hour (FUZZ='--seconds 60 --op lstm')"
 	@echo "make check     formatting, lint, types and the arrows between packages"
 	@echo "make bench     every benchmark, figures on the last line of each; what needs root or a GPU says so"
@@ -62,6 +71,20 @@ test: folders $(STAMP)
 
 test-all: folders $(STAMP)
 	$(PYTEST) $(FOLDERS)
+	$(if $(WING),,$(MAKE) test-flwr142)
+
+$(STAMP142): pyproject.toml constraints.txt $(CONSTRAINTS142)
+	@echo "making $(VENV142)"
+	@test -x $(VENV142)/bin/python || $(PYTHON) -m venv $(VENV142)
+	@names=$$(sed -n 's/==.*/==/p' $(CONSTRAINTS142) | paste -sd '|' -); \
+		{ grep -vE "^($$names)" constraints.txt; cat $(CONSTRAINTS142); } > $(VENV142)/constraints.txt
+	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c $(VENV142)/constraints.txt
+	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV142)/constraints.txt \
+		-e '.[test,flower,simulation]'
+	@touch $@
+
+test-flwr142: $(STAMP142)
+	PATH="$(abspath $(VENV142))/bin:$$PATH" $(TEST_ENV) $(VENV142)/bin/python -m pytest $(FLOWER_TESTS)
 
 FUZZ ?= --seconds 3600
 fuzz: $(STAMP)
@@ -99,5 +122,5 @@ docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV142) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
