@@ -37,7 +37,9 @@ from worker.control.renewal import keep_renewed
 from worker.control.stream import Stream
 from worker.data.registry import known_facts
 from worker.federated.consent import Consent
+from worker.hosting.copies import Copies
 from worker.hosting.host import ComputeHost, HostPorts
+from worker.hosting.peer_blobs import PeerBlobs
 from worker.hosting.protections import protections
 from worker.hosting.sandbox import chosen
 from worker.machine.conditions import MachineConditions
@@ -52,7 +54,7 @@ from worker.pipe.status import Waiting
 from worker.session import events, instructions, machine
 from worker.session import wire as messages
 from worker.session.state import WELCOMED
-from worker.session.wire import PeerExpected, PeerRevoked
+from worker.session.wire import Beside, CopiesAsked, PeerExpected, PeerRevoked
 from worker.transport.contract import TransportConfig, Way
 from worker.transport.network import PeerNetwork
 
@@ -82,7 +84,7 @@ class MannersChanged:
     manners: Manners
 
 
-Inner = events.Event | PeerExpected | PeerRevoked | ConsentChanged | MannersChanged
+Inner = events.Event | Beside | ConsentChanged | MannersChanged
 
 
 class Daemon:
@@ -114,6 +116,7 @@ class Daemon:
         self._membership: Membership
         self._renewing = threading.Lock()
         self._network: PeerNetwork
+        self._copies: Copies
         self._consent = Consent(config.state_dir)
         self._host = ComputeHost(config, self._consent)
 
@@ -157,12 +160,16 @@ class Daemon:
         bulk = Bulk(lambda member: member.channel(config), member)
         self._network = network
         cache = BlobCache(config.blob_dir, config.cache_bytes)
+        blobs = BlobFiles(bulk, cache, config.max_upload_bytes_per_s, self._traffic)
+        copies = self._copies = Copies(blobs, cache, config.blob_dir, config.copy_bytes, self._send)
+        peers = PeerBlobs(network, cache.path, lambda: copies.offered)
         ports = HostPorts(
             network,
-            BlobFiles(bulk, cache, config.max_upload_bytes_per_s, self._traffic),
+            blobs,
             metered(bulk.batches, self._traffic),
             self._events.put,
             self._send,
+            lambda holders: blobs.prefer(list(map(peers.near, holders))),
         )
         self._apps = AppHost(config) if config.allow_apps else None
         try:
@@ -182,6 +189,8 @@ class Daemon:
             self._loop()
         finally:
             self._stopping.set()
+            copies.close()
+            peers.close()
             self._shut_down(network, bulk)
 
     def _loop(self) -> None:
@@ -193,6 +202,10 @@ class Daemon:
             if isinstance(event, PeerRevoked):
                 log.warning("peer.revoked", peer=event.peer, reason=event.reason)
                 self._network.bar(event.peer, f"its certificate was revoked: {event.reason}")
+                continue
+            if isinstance(event, CopiesAsked):
+                if not self._state.outdated:
+                    self._copies.keep(event.copies)
                 continue
             if isinstance(event, ConsentChanged):
                 if self._apps is not None:
@@ -222,6 +235,7 @@ class Daemon:
     def _handle(self, event: events.Event) -> tuple[instructions.Instruction, ...]:
         before = self._state
         self._state, todo = machine.handle(before, event)
+        self._copies.may_work(self._state.phase is machine.Phase.IDLE)
         self._note(before, event)
         return todo
 
@@ -419,6 +433,8 @@ class Daemon:
                 datasets=self._datasets(),
                 held=messages.held_stage(self._state),
                 guest=self._guest(),
+                copies=self._copies.held,
+                copy_bytes=self._copies.lent_bytes,
             )
         )
         self._consent.sends(message)

@@ -48,6 +48,7 @@ from coordinator.messages.jobs import (
 from coordinator.pipeline import machine, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, reconfiguration
 from coordinator.pipeline.calibration import learn
+from coordinator.pipeline.copies import Copies
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
@@ -85,6 +86,7 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
+    copies: Copies = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
         self.suspicion = Suspicion(self.effects, self.stuck)
+        self.copies = Copies(self.effects)
         self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
 
     # ------------------------------------------------------------ jobs
@@ -344,7 +347,8 @@ class PipelineDriver:
         if since == state.assigned:
             source = state.source or state.checkpoint
             replay = reconfigure.replay(state, record, rank, source) if state.moving else None
-            self.effects.send(worker, assignment(state, rank, roster, source, replay))
+            holders = self.copies.holders(state, rank, worker)
+            self.effects.send(worker, assignment(state, rank, roster, source, replay, holders))
             return
         if state.last_commit is not None:
             self.effects.send(worker, state.last_commit)
@@ -387,6 +391,9 @@ class PipelineDriver:
     def heard(self, worker: str, message: ev.JobMessage) -> None:
         """Handle a message of a worker about one of these jobs."""
         state = self.jobs[message.job]
+        if isinstance(message, ev.CopyHeld):
+            self.copies.heard(worker, message)
+            return
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
             return
@@ -441,6 +448,7 @@ class PipelineDriver:
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
+        self.copies.tick(self.jobs)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""

@@ -69,7 +69,7 @@ def job_update(
         update.links.extend(carried(scheduler, state))
         costs = loss_costs(state, scheduler.ledger.jobs[job], scheduler.roster) if with_costs else []
         for stage, cost in zip(update.stages, costs, strict=False):
-            stage.replace_s, stage.replace_why = cost.seconds, cost.why
+            stage.replace_s, stage.replace_why, stage.copy = cost.seconds, cost.why, cost.copy
     return update
 
 
