@@ -1962,30 +1962,30 @@ class ExpectPeer(_message.Message):
 Global___ExpectPeer: _TypeAlias = ExpectPeer  # noqa: Y015
 
 @_typing.final
-class StagePeer(_message.Message):
+class RankPeer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    STAGE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     DIAL_FIELD_NUMBER: _builtins.int
-    stage: _builtins.int
+    rank: _builtins.int
     dial: _builtins.bool
     @_builtins.property
     def peer(self) -> Global___PeerAddress: ...
     def __init__(
         self,
         *,
-        stage: _builtins.int = ...,
+        rank: _builtins.int = ...,
         peer: Global___PeerAddress | None = ...,
         dial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dial", b"dial", "peer", b"peer", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dial", b"dial", "peer", b"peer", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StagePeer: _TypeAlias = StagePeer  # noqa: Y015
+Global___RankPeer: _TypeAlias = RankPeer  # noqa: Y015
 
 @_typing.final
 class Assign(_message.Message):
@@ -2019,7 +2019,7 @@ class Assign(_message.Message):
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
     @_builtins.property
-    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePeer]: ...
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPeer]: ...
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_atoll_job_pb2.TensorBlob]:
         """name -> blob; a checkpoint's blob also holds optimizer state"""
@@ -2049,7 +2049,7 @@ class Assign(_message.Message):
         program: _atoll_job_pb2.StageProgram | None = ...,
         eval_program: _atoll_job_pb2.StageProgram | None = ...,
         plan: _atoll_job_pb2.Plan | None = ...,
-        peers: _abc.Iterable[Global___StagePeer] | None = ...,
+        peers: _abc.Iterable[Global___RankPeer] | None = ...,
         tensors: _abc.Iterable[_atoll_job_pb2.TensorBlob] | None = ...,
         metas: _abc.Iterable[_atoll_job_pb2.NamedMeta] | None = ...,
         data: _atoll_job_pb2.DataSpec | None = ...,
@@ -2156,7 +2156,7 @@ class Reconfigure(_message.Message):
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
     @_builtins.property
-    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagePeer]: ...
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPeer]: ...
     def __init__(
         self,
         *,
@@ -2165,7 +2165,7 @@ class Reconfigure(_message.Message):
         base_version: _builtins.int = ...,
         step: _builtins.int = ...,
         plan: _atoll_job_pb2.Plan | None = ...,
-        peers: _abc.Iterable[Global___StagePeer] | None = ...,
+        peers: _abc.Iterable[Global___RankPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -446,7 +446,7 @@ def _assign(message: do.Assign, graphs: GraphStore, way: Way) -> pb.Assign:
         training=to_proto(message.spec.training),
         program=to_proto(both.train[stage]),
         plan=to_proto(plan),
-        peers=_peers(plan, message.peers, way),
+        peers=_peers(message.peers, way),
         tensors=[job_pb.TensorBlob(name=name, blob=message.tensors[name]) for name in tensors],
         metas=state_to_proto(states),
         data=to_proto(message.spec.data),
@@ -493,15 +493,12 @@ def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
         base_version=message.base,
         step=message.step,
         plan=to_proto(message.plan),
-        peers=_peers(message.plan, message.peers, way),
+        peers=_peers(message.peers, way),
     )
 
 
-def _peers(plan: Plan, peers: Iterable[do.RankPeer], way: Way) -> list[pb.StagePeer]:
-    places = plan.places
-    return [
-        pb.StagePeer(stage=places[p.rank].stage, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers
-    ]
+def _peers(peers: Iterable[do.RankPeer], way: Way) -> list[pb.RankPeer]:
+    return [pb.RankPeer(rank=p.rank, peer=_peer(p.worker, p, way), dial=p.dial) for p in peers]
 
 
 def _participate(message: do.Participate, graphs: GraphStore) -> pb.Participate:

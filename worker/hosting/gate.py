@@ -51,16 +51,16 @@ class Gate:
         self,
         job: str,
         version: int,
-        stages: Mapping[str, int],
+        ranks: Mapping[str, int],
         network: PeerNetwork,
         incoming: Allocator,
         tell: Callable[[pb.ToCompute], object],
         sent: SendLog,
         end: Callable[[str], object] = lambda _: None,
     ) -> None:
-        """``stages``: of the neighbours in plan ``version``, by their workers. ``end(cause)`` ends the
+        """``ranks``: of the neighbours in plan ``version``, by their workers. ``end(cause)`` ends the
         process; like ``tell`` it must not wait. ``sent`` logs what is, and is closed with the gate."""
-        self.job, self._version, self._stages = job, version, stages
+        self.job, self._version, self._ranks = job, version, ranks
         self._oldest = 0  # version that passes: steps may be repeated under those before
         self._network, self._incoming, self._tell, self._end = network, incoming, tell, end
         self._sent, self._replays = sent, Replays(sent, network)
@@ -76,11 +76,11 @@ class Gate:
         """See ``SendLog``."""
         return self._sent.logged_from
 
-    def reconfigure(self, stages: Mapping[str, int], version: int, step: int) -> None:
+    def reconfigure(self, ranks: Mapping[str, int], version: int, step: int) -> None:
         """Be among other neighbours from ``step`` on, under plan ``version``; nothing of the versions before
         passes any more, and what was logged of the step is forgotten."""
         with self._lock:
-            self._stages, self._version, self._oldest = stages, version, version
+            self._ranks, self._version, self._oldest = ranks, version, version
             self._wanted.clear()
             self._waiting.clear()
         self._network.forget(self.job, version - 1)
@@ -117,12 +117,12 @@ class Gate:
         key = from_key(m.key)
         if key.plan_version < self._oldest and not m.log_only:
             return  # of a step that it has not heard to leave
-        stage = self._check(m.peer, key)
+        rank = self._check(m.peer, key)
         if not m.log_only:
             self._send(m, key, block)
         # Nobody waits for the end of a step that is repeated, so its messages may.
         payload = memoryview(block)  # type: ignore[arg-type]
-        self._sent.append(stage, key, m.header, payload, wait=m.log_only)
+        self._sent.append(rank, key, m.header, payload, wait=m.log_only)
         self._replays.logged()
 
     def _send(self, m: pb.Outgoing, key: MessageKey, block: Block) -> None:
@@ -153,11 +153,11 @@ class Gate:
             self._lent.clear()
 
     def _check(self, peer: str, key: MessageKey) -> int:
-        """The stage that ``peer`` holds. Raises BadFrame."""
-        stage = self._stages.get(peer)
-        if key.job != self.job or stage is None:
+        """Return the rank that ``peer`` has. Raises BadFrame."""
+        rank = self._ranks.get(peer)
+        if key.job != self.job or rank is None:
             raise BadFrame(f"a message of job {key.job[:60]!r} with {peer[:60]!r}, none of which is here")
-        return stage
+        return rank
 
     # ------------------------------------------------------------ the transport
 
@@ -186,7 +186,7 @@ class Gate:
         with self._lock:
             if _asks(key):
                 if self._may_ask(peer, key):
-                    self._replays.ask(peer, self._stages[peer], key)
+                    self._replays.ask(peer, self._ranks[peer], key)
                 return
             now_s = time.monotonic()
             lasted_s = now_s - self._begun_s.pop((peer, key), now_s)
@@ -206,7 +206,7 @@ class Gate:
 
     def _may_ask(self, peer: str, key: MessageKey) -> bool:
         """Who is in another plan than this worker has heard of asks again."""
-        return peer in self._stages and key.plan_version == self._version
+        return peer in self._ranks and key.plan_version == self._version
 
     def _lend(self, arrived: pb.Arrived, block: Block) -> bool:
         """Hand a message over; the lock is held. False when there is no room in the arena."""

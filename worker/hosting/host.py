@@ -327,7 +327,7 @@ class ComputeHost:
         folder = self._config.send_log_dir / str(next(self._numbers))
         sent = SendLog(folder, job, self._config.send_log_bytes, first_step)
         network = self._ports.network
-        now.gate = Gate(job, version, _stages(assigned), network, child.incoming, child.send, sent, child.end)
+        now.gate = Gate(job, version, _ranks(assigned), network, child.incoming, child.send, sent, child.end)
         now.watch = OpWatch()
         self._links = work.links
         network.register(job, now.gate)
@@ -340,7 +340,7 @@ class ComputeHost:
             raise StorageError(f"the stage is gone: {self._last_death}")
         self._at(version, step)
         self._links = work.links
-        now.gate.reconfigure(_stages(work.message), version, step)
+        now.gate.reconfigure(_ranks(work.message), version, step)
         now.child.send(pb.ToCompute(reconfigure=work.message))
 
     def _join(self, joining: instructions.JoinFederation) -> None:
@@ -685,9 +685,9 @@ def _turn_over(event: events.Event) -> str | None:
     return None
 
 
-def _stages(message: control.Assign | control.Reconfigure) -> dict[str, int]:
-    """Stages of the neighbours, by their workers."""
-    return {entry.peer.worker: entry.stage for entry in message.peers}
+def _ranks(message: control.Assign | control.Reconfigure) -> dict[str, int]:
+    """Ranks of the neighbours, by their workers."""
+    return {entry.peer.worker: entry.rank for entry in message.peers}
 
 
 def _step(job: str, version: int, step: int, **more: Any) -> pb.ComputeStep:

@@ -31,7 +31,7 @@ ROOM_S = 0.2
 @dataclass(eq=False)
 class _Asked:
     peer: str
-    stage: int
+    rank: int
     key: MessageKey
     at: int = 0  # position in the step
     again: bool = False  # was asked once more
@@ -48,8 +48,8 @@ class Replays:
         self._due = self._closed = False
         self._thread: threading.Thread | None = None
 
-    def ask(self, peer: str, stage: int, key: MessageKey) -> None:
-        """Send ``peer``, who holds ``stage``, the messages of ``key``'s step."""
+    def ask(self, peer: str, rank: int, key: MessageKey) -> None:
+        """Send ``peer``, who has ``rank``, the messages of ``key``'s step."""
         with self._changed:
             if self._closed:
                 return
@@ -57,7 +57,7 @@ class Replays:
             if known is not None and known.key == key:
                 known.again, known.done = True, False
             else:
-                self._asked[peer, key.step] = _Asked(peer, stage, key)
+                self._asked[peer, key.step] = _Asked(peer, rank, key)
                 steps = sorted(step for name, step in self._asked if name == peer)
                 for step in steps[:-MAX_ASKED]:
                     del self._asked[peer, step]
@@ -106,7 +106,7 @@ class Replays:
                 if self._network.flush(asked.peer, 0.0):  # else it is still on its way
                     asked.at = 0
             over = self._log.newest > asked.key.step  # looked at first: what follows is then all
-            for record in self._log.records(asked.key.step, asked.stage, asked.at):
+            for record in self._log.records(asked.key.step, asked.rank, asked.at):
                 if self._asked.get((asked.peer, asked.key.step)) is not asked:
                     return
                 self._network.send(asked.peer, record.key, record.header, record.payload, ROOM_S)

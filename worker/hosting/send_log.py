@@ -41,7 +41,7 @@ WRITE_BYTES = 256 << 10
 MAX_PENDING_BYTES = 128 << 20
 """Appended and not on disk: a disk that falls so far behind costs the log its steps."""
 MAX_STEPS = 1 << 17
-_RECORD = struct.Struct("!IIIIBHQ")  # version, stage, micro, edge, direction, bytes of header and payload
+_RECORD = struct.Struct("!IIIIBHQ")  # version, rank, micro, edge, direction, bytes of header and payload
 
 
 class Record(NamedTuple):
@@ -115,13 +115,13 @@ class SendLog:
     # ------------------------------------------------------------ what is sent
 
     def append(
-        self, stage: int, key: MessageKey, header: bytes, payload: Buffer, *, wait: bool = False
+        self, rank: int, key: MessageKey, header: bytes, payload: Buffer, *, wait: bool = False
     ) -> None:
-        """Note a message to ``stage``, whose payload must not change. ``wait``: until there is room for it,
+        """Note a message to ``rank``, whose payload must not change. ``wait``: until there is room for it,
         where that can be had by writing; otherwise the log gives up what it has."""
         if key.direction not in LOGGED:
             return
-        which = (key.plan_version, stage, key.micro, key.edge, int(key.direction))
+        which = (key.plan_version, rank, key.micro, key.edge, int(key.direction))
         head = _RECORD.pack(*which, len(header), len(payload)) + header
         if len(payload) <= COPIED_BYTES:
             payload = bytes(payload)
@@ -169,8 +169,8 @@ class SendLog:
 
     # ------------------------------------------------------------ what is asked for
 
-    def records(self, step: int, stage: int, at: int = 0) -> Iterator[Record]:
-        """Messages of ``step`` to ``stage`` in the order in which they were sent, from position ``at`` of the
+    def records(self, step: int, rank: int, at: int = 0) -> Iterator[Record]:
+        """Messages of ``step`` to ``rank`` in the order in which they were sent, from position ``at`` of the
         step on, as far as there are any. StorageError when the step is not here, or no longer."""
         self._drain()
         with self._lock:
@@ -181,13 +181,11 @@ class SendLog:
         begin = 0
         for segment, first, end in pieces:
             if at < begin + end - first:
-                yield from self._read(
-                    segment, max(first, first + at - begin), end, begin - first, step, stage
-                )
+                yield from self._read(segment, max(first, first + at - begin), end, begin - first, step, rank)
             begin += end - first
 
     def _read(
-        self, segment: _Segment, at: int, end: int, base: int, step: int, stage: int
+        self, segment: _Segment, at: int, end: int, base: int, step: int, rank: int
     ) -> Iterator[Record]:
         try:
             with segment.path.open("rb") as file:
@@ -197,7 +195,7 @@ class SendLog:
                         file.read(_RECORD.size)
                     )
                     at += _RECORD.size + n_header + n_payload
-                    if to == stage:
+                    if to == rank:
                         key = MessageKey(self._job, version, step, micro, edge, Direction(direction))
                         header, payload = file.read(n_header), file.read(n_payload)
                         if len(payload) < n_payload:

@@ -275,7 +275,7 @@ def _expect_peer(m: pb.ExpectPeer) -> PeerExpected:
     return PeerExpected(*_peer(m))
 
 
-def _peer(m: pb.StagePeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
+def _peer(m: pb.RankPeer | pb.ProbeLink | pb.ExpectPeer) -> tuple[str, Paths]:
     name = bounds.name("peer", m.peer.worker, DEFAULT_LIMITS)
     addresses = tuple(
         (bounds.host("host", a.host), bounds.within("port", a.port, 1, 65535))

@@ -54,8 +54,8 @@ def sent(stage: Assignment) -> pb.Assign:
         eval_program=to_proto(stage.eval_program),
         plan=to_proto(stage.plan),
         peers=[
-            pb.StagePeer(
-                stage=1,
+            pb.RankPeer(
+                rank=1,
                 peer=pb.PeerAddress(
                     worker=p.worker, addresses=[pb.Address(host=h, port=n) for h, n in p.paths.addresses]
                 ),

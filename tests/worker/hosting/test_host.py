@@ -52,7 +52,7 @@ class World:
         return self.host.start("w-a", self.ports)
 
     def load(self, job: str = "j", version: int = 1, first_step: int = 0) -> None:
-        peer = control.StagePeer(stage=1, peer=control.PeerAddress(worker="w-b"))
+        peer = control.RankPeer(rank=1, peer=control.PeerAddress(worker="w-b"))
         assign = control.Assign(job=job, plan_version=version, peers=[peer], first_step=first_step)
         work = AssignedStage(assign, (PeerLink("w-b", Paths((("192.0.2.1", 1),), dial=True)),))
         self.host.do(instructions.LoadStage(job, version, work))
@@ -132,7 +132,7 @@ def test_a_stage_goes_on_with_other_neighbours_and_its_log_says_from_where_it_is
     assert world.host.logged_from == 4
     world.host.do(instructions.ApplyStep("j", 1, 9, 1.0, False, replay_from=8))
     assert world.host.logged_from == 8
-    peer = control.StagePeer(stage=1, peer=control.PeerAddress(worker="w-c"))
+    peer = control.RankPeer(rank=1, peer=control.PeerAddress(worker="w-c"))
     message = control.Reconfigure(job="j", plan_version=2, step=10, peers=[peer])
     work = ReconfiguredStage(message, (PeerLink("w-c", Paths((("192.0.2.1", 1),), dial=True)),))
     world.host.do(instructions.Reconfigure("j", 2, 10, work))

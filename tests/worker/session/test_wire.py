@@ -125,7 +125,7 @@ ADDRESS = pb.PeerAddress(worker="w-b", addresses=[pb.Address(host="10.0.0.2", po
 
 def moved(**changes: object) -> pb.ToWorker:
     fields = {"job": "j", "plan_version": 3, "base_version": 1, "step": 7, **changes}
-    peers = fields.pop("peers", [pb.StagePeer(stage=1, peer=ADDRESS, dial=True)])
+    peers = fields.pop("peers", [pb.RankPeer(rank=1, peer=ADDRESS, dial=True)])
     return pb.ToWorker(reconfigure=pb.Reconfigure(peers=peers, **fields))  # type: ignore[arg-type]
 
 
@@ -143,7 +143,7 @@ def test_a_reconfiguration_carries_its_message_and_the_new_neighbours() -> None:
         moved(job=""),
         moved(plan_version=1),
         moved(step=1 << 63),
-        moved(peers=[pb.StagePeer(peer=pb.PeerAddress(worker="w\u202e"))]),
+        moved(peers=[pb.RankPeer(peer=pb.PeerAddress(worker="w\u202e"))]),
     ],
 )
 def test_a_reconfiguration_beyond_a_bound_is_refused_and_the_job_hears_why(wrong: pb.ToWorker) -> None:
@@ -246,7 +246,7 @@ def test_the_way_by_relays_reaches_the_daemon_and_its_key_no_further() -> None:
     peer = pb.PeerAddress(worker="w-b", addresses=[pb.Address(host="192.0.2.2", port=1)], relay=relay())
     expected = messages.event_from(pb.ToWorker(expect_peer=pb.ExpectPeer(peer=peer, dial=True)))
     assert expected == messages.PeerExpected("w-b", Paths((("192.0.2.2", 1),), True, offer))
-    assign = pb.Assign(job="j", plan_version=1, peers=[pb.StagePeer(stage=1, peer=peer)])
+    assign = pb.Assign(job="j", plan_version=1, peers=[pb.RankPeer(rank=1, peer=peer)])
     assigned = messages.event_from(pb.ToWorker(assign=assign))
     assert isinstance(assigned, events.Assign)
     assert assigned.work.links[0].paths.relay == offer
