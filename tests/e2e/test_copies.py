@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +18,13 @@ from safetensors.torch import load_file
 from benchmarks.oracle import Case, built_in, run_local
 from benchmarks.real_workers import LoopbackFleet, as_job, cut_at
 from coordinator.client.prepare import prepare
+from coordinator.messages import events as ev
 from coordinator.messages.facts import PlanAdopted, StepCommitted, from_record
 from coordinator.storage.journal import StoredJournal
 from protos import atoll_control_pb2 as pb
+from tests.coordinator.test_server import Hold, Owner, fleet, start
 from tests.e2e.test_reconfigured import FIRST, LAST, MIDDLE, TRAINING, disturb, logged, thirds
+from tests.patience import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +80,45 @@ def test_neighbours_that_are_lost_repeat_together(tmp_path: Path, strikes: Seque
     with LoopbackFleet(5, options=("--log-json",)) as fleet:
         trained(fleet, built_in("branches", TRAINING, 0.1), strikes, tmp_path)
         assert len(logged(fleet, "stage.replayed")) >= 2
+
+
+def test_an_idle_worker_keeps_a_copy_until_the_job_is_over(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        running = start(stack, tmp_path / "coordinator")
+        hold = Hold(stack, 1)
+        fleet(stack, running, 1, ready=hold, memory_bytes=1 << 30)
+        owner = Owner(running)
+        job = owner.submit(steps=3)
+        owner.watch(job, lambda u: u.state == "training")
+        address = f"127.0.0.1:{running.started.entry_port}"
+        command = [
+            sys.executable, "-m", "worker.cli", "join", address, "--token", running.started.join_token,
+            "--name", "keeper", "--device", "cpu", "--threads", "1", "--listen", "127.0.0.1:0",
+            "--state-dir", str(tmp_path / "keeper"),
+        ]  # fmt: skip
+        keeper = subprocess.Popen(command)
+        stack.callback(keeper.wait)
+        stack.callback(keeper.terminate)
+
+        def kept() -> list[ev.CopyHeld]:
+            return running.call(
+                lambda server: [
+                    copy
+                    for worker in server.shell.scheduler.roster.workers.values()
+                    for copy in worker.copies.values()
+                ]
+            )
+
+        eventually(kept)
+        (copy,) = kept()
+        files = list((tmp_path / "keeper" / "blobs").iterdir())
+        assert sum(file.stat().st_size for file in files) == copy.n_bytes
+        assert all(hashlib.sha256(file.read_bytes()).hexdigest() == file.name for file in files)
+        shown = owner.job(job).stages[0].copy
+        assert shown.startswith("on the disk of")
+        hold.release()
+        owner.watch(job)
+        eventually(lambda: not kept())
 
 
 @pytest.mark.parametrize("lenders", [2, 1])

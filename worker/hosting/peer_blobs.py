@@ -70,7 +70,7 @@ class PeerBlobs:
         """``offered()``: names of the blobs that peers may have, each at ``path(name)``."""
         self._network, self._path, self._offered = network, path, offered
         self._numbers = itertools.count(secrets.randbits(48))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a block may end wherever a thread drops it
         self._open: dict[int, _Open] = {}
         self._under_way: Counter[str] = Counter()  # pieces, by peer
         self._questions: queue.Queue[_Question | None] = queue.Queue(MAX_QUEUED)
@@ -130,15 +130,19 @@ class PeerBlobs:
     def _serve(self) -> None:
         """Thread: one piece after the other."""
         while (question := self._questions.get()) is not None:
-            piece = self._read(question)
-            if piece is None:
-                self._reply(question, ABSENT, 0, memoryview(b""))
-            else:
-                size, block = piece
-                with self._lock:
-                    self._under_way[question.peer] += 1
-                weakref.finalize(block, self._confirmed, question.peer).atexit = False
-                self._reply(question, PIECE, size, memoryview(block))  # type: ignore[arg-type]
+            self._send_piece(question)
+
+    def _send_piece(self, question: _Question) -> None:
+        piece = self._read(question)
+        if piece is None:
+            self._reply(question, ABSENT, 0, memoryview(b""))
+            return
+        size, block = piece
+        with self._lock:
+            self._under_way[question.peer] += 1
+        # The transport lets go of it when the peer has confirmed it.
+        weakref.finalize(block, self._confirmed, question.peer).atexit = False
+        self._reply(question, PIECE, size, memoryview(block))  # type: ignore[arg-type]
 
     def _read(self, question: _Question) -> tuple[int, np.ndarray] | None:
         """Return a blob's size and a piece of it; None where the peer may not have it or nobody can."""

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.errors import ConnectionFailed
 from protos.blob_transfer import Chunk
-from tests.patience import eventually
+from tests.patience import HUNG_S, eventually
 from tests.worker.transport.hosts import Host
 from worker.blobs import BlobCache, BlobFiles
 from worker.cancel import Cancel
@@ -46,6 +46,12 @@ class Both:
     def close(self) -> None:
         self.holder.close()
         self.taker.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_blobs, "CONNECT_S", HUNG_S)
+    monkeypatch.setattr(peer_blobs, "ANSWER_S", HUNG_S)
 
 
 @pytest.fixture
@@ -84,8 +90,10 @@ def test_what_is_not_offered_is_not_sent(both: Both) -> None:
 def test_a_holder_that_says_nothing_or_goes_away_is_given_up(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_blobs, "ANSWER_S", 0.2)
     name = next(iter(BLOBS))
+    list(both.near.get([(name, 0)]))
+    monkeypatch.setattr(peer_blobs, "ANSWER_S", 0.2)
+    monkeypatch.setattr(peer_blobs, "CONNECT_S", 0.2)
     both.networks[0].unregister(JOB, both.holder)
     with pytest.raises(ConnectionFailed, match="sent nothing"):
         list(both.near.get([(name, 0)]))
