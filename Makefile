@@ -10,7 +10,8 @@ MESSAGES := protos/atoll_compute.proto  # no service in it
 BENCHMARKS := oracle planner transport messages commit sessions codecs lossless_real sparse_formats gpu prediction \
 	pipeline_vs_torch schedules two_parts adaptive_compression link_adaptation vs_flower convergence \
 	federated_bandwidth federated_mnist code_lines same_bits packet_hashes peer_selection gossip ways exchanges \
-	local_steps makespan population population_fleet personal journal tiny_step relay recovery restore
+	local_steps makespan population population_fleet vs_simulations personal journal tiny_step relay recovery \
+	chaos noticed restore
 # One compute thread each: several processes share the machine, and results repeat exactly.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # So many processes run the default tests, a file at a time each; 0: none but pytest's own.
@@ -21,18 +22,38 @@ WING ?=
 FOLDERS := $(if $(WING),$(wildcard tests/$(WING)/ tests/*/$(WING)/),tests)
 WINGS := $(sort $(notdir $(patsubst %/,%,$(dir $(wildcard coordinator/*/__init__.py worker/*/__init__.py)))))
 DOCS_STAMP := $(VENV)/.docs-installed
+# What looks at the dependencies has an environment of its own, and none of it is part of a check: an advisory that
+# is published tomorrow must not fail what passed today.
+SUPPLY := .venv-supply
+SUPPLY_STAMP := $(SUPPLY)/.installed
+LOCK := $(BIN)/uv pip compile -q --universal --generate-hashes --no-emit-package torch --no-emit-index-url \
+	--no-annotate --custom-compile-command "make lock" --overrides locks/without-torch.in
+EXTRAS := test dev tensorboard flower simulation s3
+PIP := pip install -qq --disable-pip-version-check
 
-.PHONY: help venv demo test test-all folders fuzz check format bench protos docs clean
+# An environment of its own for the newest Flower that is supported; what it wants otherwise stands in the file.
+VENV142 := .venv-flwr142
+STAMP142 := $(VENV142)/.installed
+CONSTRAINTS142 := constraints-flwr142.txt
+FLOWER_TESTS := tests/coordinator/flower tests/coordinator/apps tests/worker/apps tests/compressors/test_flower.py \
+	$(wildcard tests/strategies/test_flower_*.py tests/protos/test_flower_*.py tests/protos/test_app_*.py) \
+	tests/examples/test_flower_digits.py tests/house/test_flower_imports.py \
+	$(wildcard tests/e2e/test_flower_*.py) tests/e2e/test_same_weights.py
+
+.PHONY: help venv demo test test-all test-flwr142 folders fuzz check format bench protos docs clean lock sbom audit
 
 help:
 	@echo "make demo      train a GPT on 4 workers across an emulated WAN, and check the result"
 	@echo "make test      the default tests (make test-all: the slow ones too); of one wing: WING=planning"
+	@echo "make test-flwr142  the Flower tests under flwr 1.42, in $(VENV142)"
 	@echo "make fuzz      hostile ops through a worker's own path for an hour (FUZZ='--seconds 60 --op lstm')"
 	@echo "make check     formatting, lint, types and the arrows between packages"
 	@echo "make bench     every benchmark, figures on the last line of each; what needs root or a GPU says so"
 	@echo "make docs      the site, in build/site"
 	@echo "make venv      only set up $(VENV)"
 	@echo "make protos    regenerate the wire schema's code"
+	@echo "make lock      the exact files of all dependencies, by their hashes, into locks/"
+	@echo "make audit     known vulnerabilities of what is locked; make sbom: build/atoll.cdx.json"
 	@echo "make clean     remove what was built, $(VENV) too"
 
 venv: $(STAMP)
@@ -45,9 +66,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "venv failed: on Debian install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "[2/3] installing torch (the largest download)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c constraints.txt
+	@$(BIN)/python -m $(PIP) torch==2.13.0 -c constraints.txt
 	@echo "[3/3] installing Atoll and its test tools"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation,s3]'
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[test,dev,tensorboard,flower,simulation,s3]'
 	@touch $@
 	@echo "ready: $(BIN)/atoll --help"
 
@@ -62,6 +83,20 @@ test: folders $(STAMP)
 
 test-all: folders $(STAMP)
 	$(PYTEST) $(FOLDERS)
+	$(if $(WING),,$(MAKE) test-flwr142)
+
+$(STAMP142): pyproject.toml constraints.txt $(CONSTRAINTS142)
+	@echo "making $(VENV142)"
+	@test -x $(VENV142)/bin/python || $(PYTHON) -m venv $(VENV142)
+	@names=$$(sed -n 's/==.*/==/p' $(CONSTRAINTS142) | paste -sd '|' -); \
+		{ grep -vE "^($$names)" constraints.txt; cat $(CONSTRAINTS142); } > $(VENV142)/constraints.txt
+	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 -c $(VENV142)/constraints.txt
+	@$(VENV142)/bin/python -m pip install -qq --disable-pip-version-check -c $(VENV142)/constraints.txt \
+		-e '.[test,flower,simulation]'
+	@touch $@
+
+test-flwr142: $(STAMP142)
+	PATH="$(abspath $(VENV142))/bin:$$PATH" $(TEST_ENV) $(VENV142)/bin/python -m pytest $(FLOWER_TESTS)
 
 FUZZ ?= --seconds 3600
 fuzz: $(STAMP)
@@ -90,14 +125,39 @@ protos: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. \
 		--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy $(MESSAGES)
 
+# Torch is left out: each index has builds of its own, of one version and other bytes (docs/supply-chain.md).
+lock: $(STAMP)
+	echo 'setuptools>=77' | $(LOCK) --python-version 3.11 -c constraints.txt - -o locks/build.txt
+	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in -o locks/runtime.txt
+	$(LOCK) --python-version 3.11 -c constraints.txt pyproject.toml locks/torch.in $(EXTRAS:%=--extra %) -o locks/development.txt
+	$(LOCK) --python-version 3.11.5 -c constraints.txt pyproject.toml locks/torch.in --extra docs -o locks/docs.txt
+	printf 'pip-audit\ncyclonedx-bom\n' | $(LOCK) --python-version 3.11 - -o locks/supply.txt
+
+$(SUPPLY_STAMP): locks/supply.txt
+	@echo "installing what looks at the dependencies, in $(SUPPLY)"
+	@test -x $(SUPPLY)/bin/python || $(PYTHON) -m venv $(SUPPLY)
+	@$(SUPPLY)/bin/python -m $(PIP) --no-deps --require-hashes -r $<
+	@touch $@
+
+# Of what the image and the wheel need, torch too: its version, whichever build of it is installed.
+sbom: $(SUPPLY_STAMP)
+	@mkdir -p build
+	@{ cat locks/runtime.txt; grep '^torch==' constraints.txt; } | $(SUPPLY)/bin/cyclonedx-py requirements - \
+		--pyproject pyproject.toml --output-reproducible --of JSON -o build/atoll.cdx.json
+	@echo "build/atoll.cdx.json"
+
+audit: $(SUPPLY_STAMP)
+	@$(SUPPLY)/bin/python .ci/audit.py $(SUPPLY)/bin/pip-audit locks/runtime.txt locks/development.txt locks/docs.txt
+
 $(DOCS_STAMP): $(STAMP)
 	@echo "installing the site's tools"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(BIN)/python -m $(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
 docs: $(DOCS_STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV142) $(SUPPLY) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from atoll.federated import Federated, FederatedSpec
 
 
+MAX_STANDBYS = 4096
+
+
 class OptimizerName(StrEnum):
     SGD = "sgd"
     ADAMW = "adamw"
@@ -130,6 +133,7 @@ class TrainingSpec:
     compress: str = "off"  # what links may do to boundary tensors: ``atoll.compression``
     blocks: int = 1  # of a step's micro-batches: gradients are summed within each, then block after block
     average_buffers: bool = False  # replicas may average what training writes, such as running statistics
+    spot_checks: float = 0.005  # share of the steps that an idle worker repeats to compare; 0 = none
 
     def __post_init__(self) -> None:
         for name, value, low, high in (
@@ -142,6 +146,8 @@ class TrainingSpec:
         ):
             if not low <= value <= high:
                 raise UsageError(f"{name} = {value}; give a number from {low} to {high}")
+        if not 0.0 <= self.spot_checks <= 1.0:
+            raise UsageError(f"spot_checks = {self.spot_checks}; give a share of the steps from 0 to 1")
         Compression.parse(self.compress)
 
     @property
@@ -175,6 +181,10 @@ class Job:
     federated: Federated | None = None
 
 
+CHECKPOINT_EVERY_S = 300.0
+"""Where the job does not say: a lost worker costs at most this much work."""
+
+
 @dataclass(frozen=True, slots=True)
 class JobSpec:
     """A submitted job: hashes of content-addressed blobs and declarations, no code.
@@ -199,6 +209,7 @@ class JobSpec:
     owner: str = (
         ""  # who submitted it, as the coordinator found by the token; "": from before there were names
     )
+    standbys: int | None = None  # workers that repeat stages' steps, at most; None: where they are worth it
 
 
 def stepwise_groups(names: Sequence[str], optimizer: Optimizer) -> dict[str, ParamGroup]:

@@ -115,7 +115,7 @@ Global___HelloRequest: _TypeAlias = HelloRequest  # noqa: Y015
 
 @_typing.final
 class HelloReply(_message.Message):
-    """relays: as of RelayWay."""
+    """relays: as of RelayWay. authorities: as of Authorities; unset without TLS."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -124,12 +124,15 @@ class HelloReply(_message.Message):
     TIME_S_FIELD_NUMBER: _builtins.int
     WORK_PORT_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
+    AUTHORITIES_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     version: _builtins.str
     time_s: _builtins.float
     work_port: _builtins.int
     @_builtins.property
     def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___Address]: ...
+    @_builtins.property
+    def authorities(self) -> Global___Authorities: ...
     def __init__(
         self,
         *,
@@ -138,14 +141,39 @@ class HelloReply(_message.Message):
         time_s: _builtins.float = ...,
         work_port: _builtins.int = ...,
         relays: _abc.Iterable[Global___Address] | None = ...,
+        authorities: Global___Authorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "relays", b"relays", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities", "protocol", b"protocol", "relays", b"relays", "time_s", b"time_s", "version", b"version", "work_port", b"work_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
+
+@_typing.final
+class Authorities(_message.Message):
+    """Certificates of the authorities that are trusted now, the newer one first; two of them for left_s more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CA_PEM_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    ca_pem: _builtins.bytes
+    left_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        ca_pem: _builtins.bytes = ...,
+        left_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ca_pem", b"ca_pem", "left_s", b"left_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Authorities: _TypeAlias = Authorities  # noqa: Y015
 
 @_typing.final
 class EnrollRequest(_message.Message):
@@ -833,7 +861,9 @@ Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
 
 @_typing.final
 class Loaded(_message.Message):
-    """fetched_s: of took_s, until the stage's tensors were on this machine's disk."""
+    """repeated_digests: of the steps that the stage has repeated by itself, one each, as of StepReady.
+    fetched_s: of took_s, until the stage's tensors were on this machine's disk.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -842,6 +872,7 @@ class Loaded(_message.Message):
     TOOK_S_FIELD_NUMBER: _builtins.int
     POPULATION_FIELD_NUMBER: _builtins.int
     CLIENTS_FIELD_NUMBER: _builtins.int
+    REPEATED_DIGESTS_FIELD_NUMBER: _builtins.int
     FETCHED_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
@@ -850,6 +881,8 @@ class Loaded(_message.Message):
     fetched_s: _builtins.float
     @_builtins.property
     def clients(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
+    @_builtins.property
+    def repeated_digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepDigest]: ...
     def __init__(
         self,
         *,
@@ -858,15 +891,42 @@ class Loaded(_message.Message):
         took_s: _builtins.float = ...,
         population: _builtins.str = ...,
         clients: _abc.Iterable[Global___RosterEntry] | None = ...,
+        repeated_digests: _abc.Iterable[Global___StepDigest] | None = ...,
         fetched_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "fetched_s", b"fetched_s", "job", b"job", "plan_version", b"plan_version", "population", b"population", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clients", b"clients", "fetched_s", b"fetched_s", "job", b"job", "plan_version", b"plan_version", "population", b"population", "repeated_digests", b"repeated_digests", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Loaded: _TypeAlias = Loaded  # noqa: Y015
+
+@_typing.final
+class StepDigest(_message.Message):
+    """Of a stage's part of a step: 8 bytes over its gradients, which every replica of the stage has in common, and
+    8 over the messages that it took, in their order, as they came; empty where nothing is checked.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRADIENTS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    gradients: _builtins.bytes
+    inputs: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        gradients: _builtins.bytes = ...,
+        inputs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gradients", b"gradients", "inputs", b"inputs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepDigest: _TypeAlias = StepDigest  # noqa: Y015
 
 @_typing.final
 class StageFailed(_message.Message):
@@ -957,6 +1017,7 @@ class StepReady(_message.Message):
     FINITE_FIELD_NUMBER: _builtins.int
     OPTIMIZER_S_FIELD_NUMBER: _builtins.int
     HANDLING_S_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     step: _builtins.int
@@ -980,6 +1041,8 @@ class StepReady(_message.Message):
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkGoodput]:
         """sent since the last report"""
 
+    @_builtins.property
+    def digest(self) -> Global___StepDigest: ...
     def __init__(
         self,
         *,
@@ -995,10 +1058,11 @@ class StepReady(_message.Message):
         finite: _builtins.bool = ...,
         optimizer_s: _builtins.float = ...,
         handling_s: _builtins.float = ...,
+        digest: Global___StepDigest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "digest", b"digest", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loss", b"_loss", "backward_s", b"backward_s", "digest", b"digest", "finite", b"finite", "forward_s", b"forward_s", "handling_s", b"handling_s", "job", b"job", "links", b"links", "loss", b"loss", "optimizer_s", b"optimizer_s", "plan_version", b"plan_version", "square_norms", b"square_norms", "step", b"step", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__loss: _TypeAlias = _typing.Literal["loss"]  # noqa: Y015
     _WhichOneofArgType__loss: _TypeAlias = _typing.Literal["_loss", b"_loss"]  # noqa: Y015
@@ -2078,7 +2142,12 @@ class Replay(_message.Message):
     ERAS_FIELD_NUMBER: _builtins.int
     GRADIENT_SCALES_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     first_step: _builtins.int
+    standby: _builtins.bool
+    """A rank beside the plan's: repeats every later step as well when it hears its commit, sends nothing. Then the
+    last of the versions is that of Assign.first_step or of a step after it, and there may be no scale at all.
+    """
     @_builtins.property
     def eras(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanEra]:
         """versions and codecs of those steps, ascending; the first begins at or before first_step"""
@@ -2098,10 +2167,11 @@ class Replay(_message.Message):
         eras: _abc.Iterable[Global___PlanEra] | None = ...,
         gradient_scales: _abc.Iterable[_builtins.float] | None = ...,
         stores: _abc.Iterable[_builtins.int] | None = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eras", b"eras", "first_step", b"first_step", "gradient_scales", b"gradient_scales", "standby", b"standby", "stores", b"stores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2148,11 +2218,14 @@ class Reconfigure(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     plan_version: _builtins.int
     base_version: _builtins.int
     """the oldest that this stage may have been assigned, or last reconfigured, under"""
     step: _builtins.int
+    standby: _builtins.bool
+    """who repeats this rank's steps goes on doing so, with these neighbours; unset, of one who did: it takes the rank"""
     @_builtins.property
     def plan(self) -> _atoll_job_pb2.Plan: ...
     @_builtins.property
@@ -2166,14 +2239,49 @@ class Reconfigure(_message.Message):
         step: _builtins.int = ...,
         plan: _atoll_job_pb2.Plan | None = ...,
         peers: _abc.Iterable[Global___RankPeer] | None = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "job", b"job", "peers", b"peers", "plan", b"plan", "plan_version", b"plan_version", "standby", b"standby", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reconfigure: _TypeAlias = Reconfigure  # noqa: Y015
+
+@_typing.final
+class Standbys(_message.Message):
+    """Workers beside the plan that repeat the steps of this rank's neighbours: all that there are now. They may ask
+    for what was sent to those ranks; what they are sent makes way for everything else.
+    checks: these compare what they repeat; each of the two kinds has a list of its own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    PLAN_VERSION_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    CHECKS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    plan_version: _builtins.int
+    checks: _builtins.bool
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankPeer]: ...
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        plan_version: _builtins.int = ...,
+        peers: _abc.Iterable[Global___RankPeer] | None = ...,
+        checks: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "job", b"job", "peers", b"peers", "plan_version", b"plan_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Standbys: _TypeAlias = Standbys  # noqa: Y015
 
 @_typing.final
 class StepStart(_message.Message):
@@ -2634,6 +2742,8 @@ class ToWorker(_message.Message):
     RECONFIGURE_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
     KEEP_COPIES_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
+    AUTHORITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2668,6 +2778,12 @@ class ToWorker(_message.Message):
     def revoked(self) -> Global___Revoked: ...
     @_builtins.property
     def keep_copies(self) -> Global___KeepCopies: ...
+    @_builtins.property
+    def standbys(self) -> Global___Standbys: ...
+    @_builtins.property
+    def authorities(self) -> Global___Authorities:
+        """from now on; who holds a certificate of the older one renews it"""
+
     def __init__(
         self,
         *,
@@ -2688,12 +2804,14 @@ class ToWorker(_message.Message):
         reconfigure: Global___Reconfigure | None = ...,
         revoked: Global___Revoked | None = ...,
         keep_copies: Global___KeepCopies | None = ...,
+        standbys: Global___Standbys | None = ...,
+        authorities: Global___Authorities | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "authorities", b"authorities", "body", b"body", "commit", b"commit", "discard", b"discard", "dismiss", b"dismiss", "evaluate_round", b"evaluate_round", "expect_peer", b"expect_peer", "keep_copies", b"keep_copies", "participate", b"participate", "probe_link", b"probe_link", "probe_ops", b"probe_ops", "reconfigure", b"reconfigure", "release", b"release", "revoked", b"revoked", "round_taken", b"round_taken", "standbys", b"standbys", "start", b"start", "train_round", b"train_round", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "keep_copies"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "probe_ops", "probe_link", "assign", "start", "commit", "discard", "release", "dismiss", "expect_peer", "participate", "train_round", "evaluate_round", "round_taken", "reconfigure", "revoked", "keep_copies", "standbys", "authorities"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -3002,6 +3120,8 @@ class StageStatus(_message.Message):
     BACKWARD_S_FIELD_NUMBER: _builtins.int
     REPLACE_S_FIELD_NUMBER: _builtins.int
     REPLACE_WHY_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    STANDBY_WHY_FIELD_NUMBER: _builtins.int
     COPY_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
@@ -3010,7 +3130,12 @@ class StageStatus(_message.Message):
     backward_s: _builtins.float
     replace_s: _builtins.float
     replace_why: _builtins.str
+    standby: _builtins.str
+    """worker that repeats this stage's steps"""
+    standby_why: _builtins.str
+    """how far it is, what it costs its volunteer, and what for"""
     copy: _builtins.str
+    """where the nearest copy of its part of the checkpoint is"""
     def __init__(
         self,
         *,
@@ -3021,11 +3146,13 @@ class StageStatus(_message.Message):
         backward_s: _builtins.float = ...,
         replace_s: _builtins.float | None = ...,
         replace_why: _builtins.str = ...,
+        standby: _builtins.str = ...,
+        standby_why: _builtins.str = ...,
         copy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "replace_s", b"replace_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "copy", b"copy", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s", "backward_s", b"backward_s", "busy_share", b"busy_share", "copy", b"copy", "forward_s", b"forward_s", "replace_s", b"replace_s", "replace_why", b"replace_why", "stage", b"stage", "standby", b"standby", "standby_why", b"standby_why", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replace_s: _TypeAlias = _typing.Literal["replace_s"]  # noqa: Y015
     _WhichOneofArgType__replace_s: _TypeAlias = _typing.Literal["_replace_s", b"_replace_s"]  # noqa: Y015
@@ -3100,6 +3227,7 @@ class JobUpdate(_message.Message):
     COMMIT_S_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     FEDERATED_FIELD_NUMBER: _builtins.int
+    SPOT_CHECKS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     name: _builtins.str
     state: _builtins.str
@@ -3118,6 +3246,8 @@ class JobUpdate(_message.Message):
     commit_s: _builtins.float
     """coordinator's share of a step, median"""
     checkpoint_step: _builtins.int
+    spot_checks: _builtins.str
+    """what they have shown so far"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStatus]: ...
     @_builtins.property
@@ -3155,10 +3285,11 @@ class JobUpdate(_message.Message):
         commit_s: _builtins.float | None = ...,
         checkpoint_step: _builtins.int = ...,
         federated: Global___FederatedStatus | None = ...,
+        spot_checks: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "loss", b"loss", "plan", b"plan", "samples_per_s", b"samples_per_s", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s", "_eta_s", b"_eta_s", "_eval_loss", b"_eval_loss", "_loss", b"_loss", "_samples_per_s", b"_samples_per_s", "_step_s", b"_step_s", "checkpoint_step", b"checkpoint_step", "commit_s", b"commit_s", "eta_s", b"eta_s", "eval_loss", b"eval_loss", "federated", b"federated", "job", b"job", "links", b"links", "loss", b"loss", "metrics", b"metrics", "name", b"name", "plan", b"plan", "plan_version", b"plan_version", "reason", b"reason", "samples_per_s", b"samples_per_s", "spot_checks", b"spot_checks", "stages", b"stages", "state", b"state", "step", b"step", "step_s", b"step_s", "steps", b"steps", "time_s", b"time_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__commit_s: _TypeAlias = _typing.Literal["commit_s"]  # noqa: Y015
     _WhichOneofArgType__commit_s: _TypeAlias = _typing.Literal["_commit_s", b"_commit_s"]  # noqa: Y015
@@ -3855,6 +3986,100 @@ class OwnerList(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OwnerList: _TypeAlias = OwnerList  # noqa: Y015
+
+@_typing.final
+class AuthorityInfo(_message.Message):
+    """The newest first. ends_s: when it is trusted no more, 0: not decided. behind: enrolled workers that hold no
+    certificate of the newest one yet.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    ENDS_S_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    since_s: _builtins.float
+    ends_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        since_s: _builtins.float = ...,
+        ends_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends_s", b"ends_s", "fingerprint", b"fingerprint", "since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuthorityInfo: _TypeAlias = AuthorityInfo  # noqa: Y015
+
+@_typing.final
+class AuthorityList(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTHORITIES_FIELD_NUMBER: _builtins.int
+    CA_PEM_FIELD_NUMBER: _builtins.int
+    BEHIND_FIELD_NUMBER: _builtins.int
+    ca_pem: _builtins.bytes
+    @_builtins.property
+    def authorities(self) -> _containers.RepeatedCompositeFieldContainer[Global___AuthorityInfo]: ...
+    @_builtins.property
+    def behind(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        authorities: _abc.Iterable[Global___AuthorityInfo] | None = ...,
+        ca_pem: _builtins.bytes = ...,
+        behind: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorities", b"authorities", "behind", b"behind", "ca_pem", b"ca_pem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AuthorityList: _TypeAlias = AuthorityList  # noqa: Y015
+
+@_typing.final
+class RotateAuthorityRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVERLAP_S_FIELD_NUMBER: _builtins.int
+    overlap_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        overlap_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overlap_s", b"overlap_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RotateAuthorityRequest: _TypeAlias = RotateAuthorityRequest  # noqa: Y015
+
+@_typing.final
+class DropAuthorityRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANYWAY_FIELD_NUMBER: _builtins.int
+    anyway: _builtins.bool
+    def __init__(
+        self,
+        *,
+        anyway: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anyway", b"anyway"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropAuthorityRequest: _TypeAlias = DropAuthorityRequest  # noqa: Y015
 
 @_typing.final
 class KickRequest(_message.Message):

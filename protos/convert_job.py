@@ -5,6 +5,7 @@ from __future__ import annotations
 from atoll.dataset_spec import DataField, DataSpec, Layout
 from atoll.errors import BadFrame, UsageError
 from atoll.job import (
+    MAX_STANDBYS,
     JobSpec,
     Optimizer,
     OptimizerName,
@@ -103,6 +104,7 @@ def training_to_proto(training: TrainingSpec) -> pb.TrainingSpec:
         compress=training.compress,
         blocks=training.blocks,
         average_buffers=training.average_buffers,
+        spot_checks=training.spot_checks,
     )
 
 
@@ -126,6 +128,7 @@ def training_from_proto(message: pb.TrainingSpec, limits: Limits) -> TrainingSpe
         compress=message.compress or "off",
         blocks=message.blocks or 1,
         average_buffers=message.average_buffers,
+        spot_checks=bounds.number("spot_checks", message.spot_checks, 0.0, 1.0),
     )
 
 
@@ -197,6 +200,8 @@ def job_to_proto(spec: JobSpec) -> pb.JobSpec:
         owner=spec.owner,
         hidden=sorted(spec.hidden),
     )
+    if spec.standbys is not None:
+        message.standbys = spec.standbys
     if spec.eval_data is not None:
         message.eval_data.CopyFrom(data_to_proto(spec.eval_data))
     if spec.federated is not None:
@@ -235,6 +240,11 @@ def job_from_proto(message: pb.JobSpec, limits: Limits) -> JobSpec:
             for name in bounds.count("hidden tensors", message.hidden, limits.items)
         ),
         federated=federated,
+        standbys=(
+            bounds.within("standbys", message.standbys, 0, MAX_STANDBYS)
+            if message.HasField("standbys")
+            else None
+        ),
     )
 
 

@@ -22,6 +22,8 @@ class Event(StrEnum):
     TOKEN_REVOKED = "token.revoked"  # noqa: S105 - a name
     TOKEN_REFUSED = "token.refused"  # noqa: S105 - a name
     CERTIFICATE_RENEWED = "certificate.renewed"
+    AUTHORITY_CHANGED = "authority.changed"
+    CONNECTIONS_ENDED = "connections.ended"
     WORKER_ENROLLED = "worker.enrolled"
     WORKER_STATE = "worker.state"
     WORKER_SUSPECTED = "worker.suspected"
@@ -39,6 +41,8 @@ class Event(StrEnum):
     PEER_JOINED = "peer.joined"
     RELAY_STARTED = "relay.started"
     RECONFIGURED = "job.reconfigured"
+    STANDBY_CHOSEN = "standby.chosen"
+    STANDBY_DROPPED = "standby.dropped"
     LINKS_JUDGED = "links.judged"
     OPS_PROBED = "ops.probed"
     JOB_SUBMITTED = "job.submitted"
@@ -53,6 +57,9 @@ class Event(StrEnum):
     CONSENT_AWAITED = "consent.awaited"
     CONSENT_GIVEN = "consent.given"
     CONSENT_REFUSED = "consent.refused"
+    CHECK_BEGUN = "check.begun"
+    STEPS_CHECKED = "steps.checked"
+    WORK_REJECTED = "work.rejected"
     CHECKPOINT_STORED = "checkpoint.stored"
     CHECKPOINT_TORN = "checkpoint.torn"
     COPY_KEPT = "copy.kept"

@@ -65,6 +65,22 @@ class Common:
 
 
 @dataclass(frozen=True)
+class TokenCopies:
+    """Files for others on the coordinator's machine, who are not to see its state folder."""
+
+    join_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the join token there as well, for workers that take it by --token-file.",
+        ),
+    ] = None
+    owner_token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the owner's token there as well.")
+    ] = None
+
+
+@dataclass(frozen=True)
 class JobOptions:
     """Options of the commands that read a job file and plan for it."""
 
@@ -89,6 +105,16 @@ class JobOptions:
             "CODEC[:RATIO]; same as --set compress=HOW.",
         ),
     ] = None
+    spot_checks: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Share of the steps that an idle worker repeats to compare; 0: none; same as "
+            "--set spot_checks=SHARE.",
+        ),
+    ] = None
     trace: Trace = False
 
     def load(self, path: Path, *more: str) -> Job:
@@ -97,7 +123,7 @@ class JobOptions:
         from coordinator.client.job_file import load_job
         from coordinator.planning.ratios import check_compression
 
-        given = (("steps", self.steps), ("compress", self.compress))
+        given = (("steps", self.steps), ("compress", self.compress), ("spot_checks", self.spot_checks))
         items = [f"{name}={value}" for name, value in given if value is not None]
         job = load_job(path, [*(self.sets or []), *items, *more], full_trace=self.trace)
         check_compression(job.training.compression)  # before the capture, which takes its time

@@ -100,6 +100,11 @@ class Introduction:
     copy_bytes: int = 0  # of disk that it lends to copies
 
     @property
+    def place(self) -> tuple[object, ...]:
+        """Where the worker is and may be dialled: another one means that it has moved."""
+        return self.addresses, self.nearby, self.seen
+
+    @property
     def device_class(self) -> DeviceClass:
         """The class of machines that compute the same bits as this one."""
         device = f"cpu {self.instructions}" if self.kind == "cpu" else self.model
@@ -162,12 +167,27 @@ class PeerJoined:
 
 
 @dataclass(frozen=True, slots=True)
+class Digest:
+    """Of a stage's part of a step, in hex: of its gradients, which every replica of the stage has in common,
+    and of the messages that it took for them. "": not told."""
+
+    gradients: str = ""
+    inputs: str = ""
+
+
+NO_DIGEST = Digest()
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
+    """``digests``: of the steps that the stage has repeated by itself, one each, as of StepReady."""
+
     job: str
     version: int
     took_s: float = 0.0
     population: str = ""  # hash of the data of ``clients``
     clients: Mapping[str, int] = field(default_factory=dict)  # registered samples by client of a population
+    digests: tuple[Digest, ...] = ()
     fetched_s: float = 0.0  # of took_s, until the tensors were on its disk
 
 
@@ -197,6 +217,7 @@ class StepReady:
     optimizer_s: float = 0.0
     handling_s: float = 0.0  # of messages: neither computing nor codecs nor waiting
     links: tuple[Goodput, ...] = ()
+    digest: Digest = NO_DIGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +474,23 @@ class LinksChosen:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapsJudged:
+    """Predicted seconds of a step of the running plan, and by (rank, worker) with that swap."""
+
+    job: str
+    attempt: int
+    step_s: float
+    swapped_s: Mapping[tuple[int, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapsFailed:
+    job: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LinksFailed:
     job: str
     attempt: int
@@ -541,6 +579,8 @@ JobEvent = (
     | PlanFailed
     | LinksChosen
     | LinksFailed
+    | SwapsJudged
+    | SwapsFailed
     | CancelAsked
     | AggregatorEvent
 )
@@ -593,6 +633,8 @@ Event = (
     | PlanFailed
     | LinksChosen
     | LinksFailed
+    | SwapsJudged
+    | SwapsFailed
     | CancelAsked
     | AppLent
     | AppReturned

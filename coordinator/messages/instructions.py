@@ -17,6 +17,7 @@ from coordinator.messages.facts import (
     Fact,
     Reconfigured,
     RoundEvaluated,
+    WorkRejected,
 )
 from coordinator.planning.costs.fleet import Fleet
 from protos.telemetry import Event as Name
@@ -64,6 +65,14 @@ class Revoked:
 
 
 @dataclass(frozen=True, slots=True)
+class TrustAuthorities:
+    """Authorities of this coordinator from now on, PEM, the newer one first; two for ``left_s`` more."""
+
+    ca_pem: bytes
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ExpectPeer:
     """Accept this peer's connections, or dial it where it accepts none of ours."""
 
@@ -85,12 +94,13 @@ class RankPeer:
 @dataclass(frozen=True, slots=True)
 class Replay:
     """Steps from ``first_step`` on that a rank repeats by itself; ``stores``: numbers of steps after which it
-    stores its part of a checkpoint."""
+    stores its part of a checkpoint; ``standby``: and every later one, beside the plan."""
 
     first_step: int
     eras: tuple[Era, ...]  # ascending; the first begins at or before ``first_step``
     scales: tuple[float, ...]  # one a step
     stores: tuple[int, ...] = ()
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +139,26 @@ class KeepCopies:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigure:
-    """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under."""
+    """Keep the stage, begin ``step`` anew with these peers. ``base``: the version it was given under.
+    ``standby``: go on standing by for the rank; without, who stands by takes it."""
 
     job: str
     plan: Plan
     base: int
     step: int
     peers: tuple[RankPeer, ...]
+    standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StandbysHere:
+    """All workers beside the plan that repeat the steps of a rank's neighbours, each with its rank: to stand
+    by, or as ``checks``, which compare."""
+
+    job: str
+    version: int
+    peers: tuple[RankPeer, ...]
+    checks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +281,10 @@ Message = (
     | ExpectPeer
     | Revoked
     | KeepCopies
+    | TrustAuthorities
     | Assign
     | Reconfigure
+    | StandbysHere
     | StepStart
     | StepCommit
     | StepDiscard
@@ -320,6 +345,19 @@ class ChooseLinks:
     plan: Plan
     training: TrainingSpec
     fleet: Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeSwaps:
+    """Predict a running plan's step as it is and with an idle worker in one rank's place, for each of
+    ``swaps`` (rank, worker); answers SwapsJudged or SwapsFailed with the same attempt."""
+
+    job: str
+    attempt: int
+    plan: Plan
+    training: TrainingSpec
+    fleet: Fleet
+    swaps: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +486,9 @@ def line_of(fact: Fact) -> Log | None:
         case Reconfigured(job, version, step, base, _, newcomers, reason):
             fields = {"version": version, "base": base, "step": step, "reason": reason}
             return Log(Name.RECONFIGURED.value, job=job, fields={**fields, "ranks": list(newcomers)})
+        case WorkRejected(job, step, worker, reason):
+            fields = {"step": step, "worker": worker, "reason": reason}
+            return Log(Name.WORK_REJECTED.value, "warning", job, fields)
         case CheckpointTorn(job, step, reason):
             fields = {"step": step, "reason": reason}
             return Log(Name.CHECKPOINT_TORN.value, "warning", job, fields)
@@ -460,6 +501,7 @@ Instruction = (
     | ReadJob
     | MakePlan
     | ChooseLinks
+    | JudgeSwaps
     | OpenAggregator
     | AggregateRound
     | EvaluateModel

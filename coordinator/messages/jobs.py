@@ -44,6 +44,10 @@ STEPPING = frozenset({Phase.TRAINING, Phase.EVALUATING})
 ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.CANCELLED})
 
 
+BESIDE = 1 << 31
+"""Versions of plans from here on are of nobody who trains: who repeats steps beside a plan is given one."""
+
+
 class StepPhase(StrEnum):
     """Phase of the step in flight."""
 
@@ -95,18 +99,35 @@ class StageLost:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Other workers take over the ranks in ``newcomers``, the others stay; ``workers`` by rank. ``blamed``: a
-    stage broke by itself."""
+    """Other workers have ranks from now on; ``workers`` by rank. Those of ``newcomers`` are given their
+    stage, the others hold theirs, as standbys perhaps. ``blamed``: a stage broke by itself; ``chosen``:
+    nobody is lost."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
     reason: str
     blamed: bool = False
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LogsShort:
     """Somebody's send log does not reach back to the newest checkpoint any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogsWanted:
+    """Send logs are to reach back to ``first_step`` until further notice; None: to the newest checkpoint."""
+
+    first_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Steps since ``before`` are wrong, and so are newer checkpoints: they are done anew."""
+
+    before: Checkpoint
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +172,8 @@ Event = (
     | StageLost
     | Replaced
     | LogsShort
+    | LogsWanted
+    | Rejected
     | Resumed
     | Torn
     | Cancelled
@@ -244,6 +267,22 @@ class Redo:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """A worker beside the plan that repeats the steps of a rank; ``step``: so many are in its state, as it
+    says, ``progress`` its heartbeat's. ``swap``: why it is to take the rank's place once it has caught up."""
+
+    worker: str
+    rank: int
+    since_s: float
+    step: int
+    moved_s: float  # when ``step`` or ``progress`` was another last
+    progress: int = 0
+    loaded: bool = False  # it has repeated all that had to be when it was asked
+    why: str = ""
+    swap: str = ""
+
+
 Todo = Record | ToRanks | AssignAll | Reassign | Redo | ReleaseAll | Point | Dropped | LinksDue
 
 
@@ -273,6 +312,7 @@ class JobState:
     awaiting_eval: int | None = None  # step whose evaluation is running
     eval_owed: bool = False  # one was dropped: the next commit asks for another
     store_owed: bool = False  # the next commit asks for a checkpoint
+    logs_from: int | None = None  # step from which on somebody repeats steps beside the plan
     stores: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)  # step -> rank -> ...
     loss: float | None = None
     eval_loss: float | None = None
@@ -288,6 +328,7 @@ class JobState:
     wanted: Relinked | None = None  # waits for a commit that can carry it
     relink: Relink | None = None  # said with a commit, not begun
     lineage: tuple[tuple[int, int], ...] = ()  # (version, its first step) on the stages of this plan
+    standbys: Mapping[int, Standby] = field(default_factory=dict)  # by rank
 
     @property
     def n_ranks(self) -> int:
@@ -300,6 +341,16 @@ class JobState:
     @property
     def steps(self) -> int:
         return self.spec.training.steps
+
+    @property
+    def replay_from(self) -> int:
+        """Return the first step whose messages somebody may still ask for."""
+        checked = self.checkpoint.step if self.logs_from is None else self.logs_from
+        return min([self.checkpoint.step, checked, *(standby.step for standby in self.standbys.values())])
+
+    def standby_of(self, worker: str) -> Standby | None:
+        """Return what a worker stands by for, None where it does not."""
+        return next((s for s in self.standbys.values() if s.worker == worker), None)
 
     @property
     def step_phase(self) -> StepPhase:

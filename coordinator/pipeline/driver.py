@@ -14,6 +14,7 @@ from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
 from coordinator.messages.facts import CheckpointStored, CheckpointTorn, JobRecord, RatioCapped
 from coordinator.messages.jobs import (
+    BESIDE,
     ENDED,
     FEDERATING,
     PREPARING,
@@ -47,8 +48,8 @@ from coordinator.messages.jobs import (
 )
 from coordinator.pipeline import machine, reconfigure, restart
 from coordinator.pipeline.assigning import assignment, reconfiguration
+from coordinator.pipeline.beside import Beside
 from coordinator.pipeline.calibration import learn
-from coordinator.pipeline.copies import Copies
 from coordinator.pipeline.doubt import left_out
 from coordinator.pipeline.link_adaptation import Adapting, capped
 from coordinator.pipeline.losses import Losses
@@ -86,7 +87,7 @@ class PipelineDriver:
     stuck: Stuck = field(init=False)
     suspicion: Suspicion = field(init=False)
     losses: Losses = field(init=False)
-    copies: Copies = field(init=False)
+    beside: Beside = field(init=False)
     _committed: JobState | None = None  # after its newest step, not learned from yet
 
     def __post_init__(self) -> None:
@@ -94,8 +95,22 @@ class PipelineDriver:
         self.adapting = Adapting(self.effects, self.config.adaptation)
         self.stuck = Stuck(self.effects.roster, self.effects.label)
         self.suspicion = Suspicion(self.effects, self.stuck)
-        self.copies = Copies(self.effects)
-        self.losses = Losses(self.effects, self.profiling, self.config.liveness.dead_after_s, self._step)
+        self.beside = Beside(
+            self.effects,
+            self.jobs,
+            self.config.concurrent_jobs,
+            self._put,
+            self._step,
+            self.suspicion,
+            self.profiling.newcomers_timed,
+        )
+        self.losses = Losses(
+            self.effects,
+            self.profiling,
+            self.config.liveness.dead_after_s,
+            self._step,
+            self.beside.checks.make_way,
+        )
 
     # ------------------------------------------------------------ jobs
 
@@ -171,6 +186,10 @@ class PipelineDriver:
                 self._links_chosen(event)
             case ev.LinksFailed():
                 self.adapting.failed(event)
+            case ev.SwapsJudged():
+                self.beside.joining.judged(self.jobs[event.job], event)
+            case ev.SwapsFailed():
+                self.beside.joining.failed(event)
             case _:
                 self.effects.drop(type(event).__name__, f"{event.job} is cut into stages", event.job)
 
@@ -232,12 +251,17 @@ class PipelineDriver:
     # ------------------------------------------------------------ workers
 
     def uses(self, job: str, worker: str) -> bool:
-        """Whether the worker holds a stage of the job."""
-        return self.jobs[job].rank_of(worker) is not None
+        """Whether the worker holds a stage of the job, or repeats its steps."""
+        state = self.jobs[job]
+        beside = self.beside.standbys.uses(state, worker) or self.beside.checks.repeats(job, worker)
+        return state.rank_of(worker) is not None or beside
 
     def current(self, job: str, version: int) -> bool:
-        """Whether ``version`` is one that the plan has had since it was adopted or reconfigured."""
+        """Whether ``version`` is one that the plan has had since it was adopted or reconfigured, or that of
+        who repeats its steps now."""
         state = self.jobs[job]
+        if version >= BESIDE:
+            return self.beside.checks.current(job, version)
         return version >= state.assigned and current(state, version)
 
     def keeps(self, job: str) -> bool:
@@ -247,8 +271,13 @@ class PipelineDriver:
     def admitted(self, worker: str) -> None:
         """Give a worker its rank again after our restart. Else release the stage that one which was away may
         still hold: it would refuse to be measured."""
+        held = self.effects.roster.workers[worker].introduction.held
         for state in list(self.jobs.values()):
-            if state.phase in ENDED or state.rank_of(worker) is None:
+            if state.phase in ENDED:
+                continue
+            if state.rank_of(worker) is None:
+                if held is not None and held.job == state.job:  # it stood by
+                    self._take_back(state, worker)
                 continue
             back = self.returning.get(state.job)
             if back is None or worker not in back.missing:
@@ -328,6 +357,9 @@ class PipelineDriver:
         """Repeat what was under way to a worker; its own last words it repeats itself."""
         state = self.jobs[job]
         rank = state.rank_of(worker)
+        if state.phase in RUNNING and job not in self.returning:
+            self.beside.standbys.reconnected(state, worker)
+            state = self.jobs[job]
         if rank is None:
             return
         if state.phase is Phase.LOADING and job in self.returning:
@@ -347,7 +379,7 @@ class PipelineDriver:
         if since == state.assigned:
             source = state.source or state.checkpoint
             replay = reconfigure.replay(state, record, rank, source) if state.moving else None
-            holders = self.copies.holders(state, rank, worker)
+            holders = self.beside.copies.holders(state, rank, worker)
             self.effects.send(worker, assignment(state, rank, roster, source, replay, holders))
             return
         if state.last_commit is not None:
@@ -360,7 +392,8 @@ class PipelineDriver:
         """Go on without a worker that is gone, or must not be used any more."""
         state, back = self.jobs[job], self.returning.get(job)
         rank = state.rank_of(worker)
-        if state.phase not in RUNNING or rank is None:
+        self.beside.checks.lost(job, worker)
+        if self.beside.standbys.lost(state, worker, reason) or state.phase not in RUNNING or rank is None:
             return
         if back is not None:
             self._missed(state, back, worker, f"is lost: {reason}")
@@ -370,12 +403,15 @@ class PipelineDriver:
     def _reassign(self, state: JobState, todo: Reassign) -> None:
         self.adapting.adopted(state, self.effects.ledger.jobs[state.job].cap)
         self.losses.forget(state.job)
+        state = self.beside.standbys.reassigned(state)
         for worker in todo.left:
             self._let_go(state, worker, todo.reason)
         for rank, place in enumerate(state.plan.places if state.plan else ()):
-            if self.effects.roster.workers[place.worker].member.job != state.job:
+            member = self.effects.roster.workers[place.worker].member
+            if (member.job, member.rank) != (state.job, rank):
                 self.effects.move(place.worker, members.AssignedTo(state.job, rank))
             self._give(state, rank)
+        self.beside.standbys.follow(state)
 
     def _failed(self, state: JobState, failed: FromRank[ev.StageFailed]) -> None:
         """A stage broke: whoever comes back with it after our restart is as good as lost."""
@@ -392,12 +428,18 @@ class PipelineDriver:
         """Handle a message of a worker about one of these jobs."""
         state = self.jobs[message.job]
         if isinstance(message, ev.CopyHeld):
-            self.copies.heard(worker, message)
+            self.beside.copies.heard(worker, message)
             return
         if not isinstance(message, ev.StageMessage):
             self.effects.drop(type(message).__name__, f"of {worker}: {message.job} has stages", message.job)
             return
-        rank = state.rank_of(worker)
+        if self.beside.checks.repeats(state.job, worker):
+            self.beside.checks.heard(state, message)
+            return
+        rank, standby = state.rank_of(worker), state.standby_of(worker)
+        if rank is None and standby is not None:
+            self.beside.standbys.heard(state, standby, message)
+            return
         if rank is None:
             why = f"of {worker}, which has no rank in {message.job}"
             self.effects.drop(type(message).__name__, why)
@@ -408,6 +450,8 @@ class PipelineDriver:
             if wrong is not None:
                 self.effects.quarantine(worker, wrong)
                 return
+        if isinstance(message, ev.Loaded) and self._has_repeated(state, rank, message):
+            self.beside.checks.replayed(state, rank, worker, message.digests)
         if isinstance(message, ev.StageFailed):
             self._failed(state, FromRank(rank, message))
             return
@@ -423,6 +467,12 @@ class PipelineDriver:
         self._step(message.job, FromRank(rank, message))
         if self.jobs[message.job].step > state.step:
             self._committed = self.jobs[message.job]
+            self.beside.standbys.swap(self.jobs[message.job])
+
+    def _has_repeated(self, state: JobState, rank: int, message: ev.Loaded) -> bool:
+        """Whether a rank is loaded now that has taken over a lost one's steps."""
+        fresh = message.version == state.assigned and rank not in state.loaded
+        return state.moving and fresh and self.effects.ledger.jobs[state.job].given(rank) == state.assigned
 
     # ------------------------------------------------------------ time and storage
 
@@ -432,6 +482,7 @@ class PipelineDriver:
         if state is not None:
             self.adapting.committed(state)
             self.suspicion.committed(state)
+            self.beside.checks.committed(state)
             learn(self.effects.roster, state, follows=state.job in self.adapting.of)
 
     def tick(self) -> None:
@@ -448,7 +499,7 @@ class PipelineDriver:
         for blamed, seconds in self.stuck.tick(here, self.effects.now_s):
             self.effects.quarantine(blamed.worker, f"{blamed.reason}; for {seconds:.0f} s", seconds)
         self.suspicion.tick(self.jobs)
-        self.copies.tick(self.jobs)
+        self.beside.tick(self.returning)
 
     def storage_failed(self, reason: str) -> None:
         """Stop every job where it is: nothing can be made durable."""
@@ -476,6 +527,7 @@ class PipelineDriver:
 
     def advance(self) -> None:
         """Pick jobs while there is room, measure what they need, plan them."""
+        self.beside.make_way()
         busy = [s for s in self.jobs.values() if s.phase in RUNNING | PREPARING]
         waiting = [s for s in self.jobs.values() if s.phase in WAITING]
         for state in sorted(waiting, key=lambda s: s.created_s):
@@ -550,6 +602,9 @@ class PipelineDriver:
         if state.phase in ENDED:
             self.adapting.over(job)
         self.suspicion.stepped(before, state)
+        if self.jobs[job].standbys and self.jobs[job].phase not in RUNNING:
+            self.beside.standbys.over(self.jobs[job])
+        self.beside.checks.stepped(before, state)
 
     def _evaluated(self, state: JobState) -> None:
         at_end = state.phase is Phase.STORING
@@ -562,12 +617,15 @@ class PipelineDriver:
         match todo:
             case Record(fact):
                 self.effects.record(fact)
-                if isinstance(fact, CheckpointStored) and not state.moving:
+                loading = state.moving or not all(standby.loaded for standby in state.standbys.values())
+                if isinstance(fact, CheckpointStored) and not (loading or self.beside.checks.busy(state.job)):
                     self.effects.emit(do.SweepBlobs())
             case ToRanks(message, rank):
                 for at, place in enumerate(state.plan.places if state.plan else ()):
                     if rank is None or rank == at:
                         self.effects.send(place.worker, message)
+                if rank is None and isinstance(message, do.StepCommit):
+                    self.beside.standbys.committed(state, message)
             case LinksDue():
                 self._links_due(state, todo)
             case AssignAll():

@@ -38,10 +38,16 @@ def loss_costs(state: JobState, record: JobRecord, roster: Roster) -> list[LossC
 def _cost(state: JobState, record: JobRecord, roster: Roster, rank: int) -> LossCost:
     notice_s = roster.liveness.dead_after_s
     steps = state.step - state.checkpoint.step
-    chosen = choose(state, record, roster, {rank})
+    chosen, standby = choose(state, record, roster, {rank}), state.standbys.get(rank)
+    if isinstance(chosen, Choice) and rank not in chosen.newcomers and standby is not None:
+        behind = max(0, state.step - standby.step)
+        seconds = notice_s + behind * repeated_s(state, roster, rank)
+        return LossCost(
+            seconds, f"{standby.worker} stands by, {behind} steps behind: {notice_s:.1f} s to notice"
+        )
     copy = ""
     if isinstance(chosen, Choice):
-        worker, each_s = chosen.workers[rank], _repeated_s(state, roster, rank)
+        worker, each_s = chosen.workers[rank], repeated_s(state, roster, rank)
         load_s, copy = _loaded_s(state, roster, rank, worker)
         how = f"{worker} takes over: {notice_s:.1f} s to notice, {load_s:.1f} s to load"
         again = f", {steps} steps of {each_s:.2g} s repeated by it alone" if steps else ""
@@ -72,7 +78,7 @@ def _loaded_s(state: JobState, roster: Roster, rank: int, worker: str) -> tuple[
     return load_s, f"{place}, {found.seconds:.1f} s from {worker}"
 
 
-def _repeated_s(state: JobState, roster: Roster, rank: int) -> float:
+def repeated_s(state: JobState, roster: Roster, rank: int) -> float:
     """Return what a step takes that a rank repeats: computing, or its messages where they take longer."""
     report, prediction, plan = state.reports.get(rank), state.plan and state.plan.prediction, state.plan
     busy_s = report.forward_s + report.backward_s + report.optimizer_s if report is not None else 0.0

@@ -31,12 +31,13 @@ class _Accused:
 
 @dataclass(slots=True)
 class Losses:
-    """``step``: step a job's machine."""
+    """``step``: step a job's machine; ``make_way``: let those go who are busy beside plans."""
 
     effects: Effects
     profiling: Profiling
     dead_after_s: float
     step: Callable[[str, Event], None]
+    make_way: Callable[[], None] = lambda: None
     _accused: dict[str, _Accused] = field(default_factory=dict)  # by job
 
     def replace(
@@ -59,6 +60,7 @@ class Losses:
         """Return who takes over these ranks; see ``reconfigure.choose``."""
         if self.effects.storage:
             return Refused(self.effects.storage)
+        self.make_way()
         return choose(state, self.effects.ledger.jobs[state.job], self.effects.roster, ranks, again)
 
     def replaced(
@@ -68,9 +70,12 @@ class Losses:
         steps = state.step - state.checkpoint.step
         repeating = f", repeating {steps} steps from step {state.checkpoint.step}" if steps else ""
         taken = ", ".join(
-            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}" for rank in sorted(ranks)
+            f"{self.effects.label(chosen.workers[rank])} takes over rank {rank}{repeating}"
+            if rank in chosen.newcomers
+            else f"{self.effects.label(chosen.workers[rank])} takes rank {rank}, for which it stood by"
+            for rank in sorted(ranks)
         )
-        words = f"{reason}; {taken}{repeating}" if ranks else f"{reason}; all connect anew"
+        words = f"{reason}; {taken}" if ranks else f"{reason}; all connect anew"
         self.step(state.job, Replaced(chosen.workers, chosen.newcomers, words, blamed))
 
     def doubted(self, state: JobState, reason: str) -> None:

@@ -9,9 +9,10 @@ message carries (job, plan version, step); what does not match is dropped and co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from atoll.job import CHECKPOINT_EVERY_S
 from atoll.transitions import Transitions
 from coordinator.messages.events import EvalReady, Loaded, StageFailed, StageMessage, StateStored, StepReady
 from coordinator.messages.facts import (
@@ -41,6 +42,7 @@ from coordinator.messages.jobs import (
     JobState,
     LinksDue,
     LogsShort,
+    LogsWanted,
     Phase,
     Picked,
     Planned,
@@ -49,6 +51,7 @@ from coordinator.messages.jobs import (
     Reassign,
     Record,
     Redo,
+    Rejected,
     ReleaseAll,
     Relinked,
     Replaced,
@@ -63,8 +66,7 @@ from coordinator.pipeline import link_policy, relink
 from coordinator.pipeline.doubt import diverged, doubted, finite, words
 
 RECENT = 21  # step times kept for medians
-CHECKPOINT_EVERY_S = 300.0  # where the job does not say: a lost worker costs at most this much work
-STORING_SHARE = 20.0  # and storing takes at most a twentieth of the time: a slow uplink stores rarely
+STORING_SHARE = 20.0  # storing takes at most a twentieth of the time: a slow uplink stores rarely
 MAX_FAILURES = 3  # of stages, without a committed step in between
 SHOWN_GAP = 0.01  # of the loss through the codecs: less than this is noise
 _CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_
@@ -286,7 +288,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
         last,
         change,
         coded,
-        state.checkpoint.step,
+        state.replay_from,
     )
     took_s = now_s - state.begun_s if state.begun_s is not None else None
     committed = replace(
@@ -311,7 +313,7 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     )
     committed = relink.begun(committed)
     todo: list[Todo] = [
-        Record(_fact(commit, loss, now_s)),
+        Record(_fact(commit, loss, now_s, reports)),
         *_change_links(state, change),
         ToRanks(commit),
         Point(done, "loss", loss),
@@ -325,8 +327,10 @@ def _commit(state: JobState, ready: Mapping[int, StepReady], now_s: float) -> Ou
     return settled, todo + more
 
 
-def _fact(commit: StepCommit, loss: float, now_s: float) -> StepCommitted:
-    """Everything that the commit says, so that it can be said again after a restart."""
+def _fact(commit: StepCommit, loss: float, now_s: float, reports: Sequence[StepReady]) -> StepCommitted:
+    """Everything that the commit says, so that it can be said again after a restart; and the ranks' digests,
+    for who repeats the step."""
+    digests = tuple(report.digest.gradients + report.digest.inputs for report in reports)
     return StepCommitted(
         commit.job,
         commit.version,
@@ -338,6 +342,7 @@ def _fact(commit: StepCommit, loss: float, now_s: float) -> StepCommitted:
         commit.evaluate,
         commit.last,
         commit.evaluate_coded,
+        digests if any(digests) else (),
     )
 
 
@@ -498,8 +503,16 @@ def _lose(state: JobState, event: StageLost, now_s: float) -> Outcome:
 @TRANSITIONS.on(*RUNNING)
 def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
     """Everybody keeps what is committed, and the step in flight begins anew with the newcomers."""
-    if state.plan is None or state.checkpoint.step >= state.steps or _too_often(state, event.blamed):
+    over = state.checkpoint.step >= state.steps
+    if state.plan is None or over or (_too_often(state, event.blamed) and not event.chosen):
         return _interrupt(state, event.reason, event.blamed)
+    # Of steps before, who has stood by stores nothing: a checkpoint that lacks its part will not be whole.
+    promoted = {
+        rank
+        for rank, place in enumerate(state.plan.places)
+        if place.worker != event.workers[rank] and rank not in event.newcomers
+    }
+    stores = {done: parts for done, parts in state.stores.items() if promoted <= parts.keys()}
     version = max(state.version, state.relink.version if state.relink is not None else 0) + 1
     moved = replace(
         state,
@@ -516,7 +529,9 @@ def _replace(state: JobState, event: Replaced, now_s: float) -> Outcome:
         reports={},
         awaiting_eval=None,
         eval_owed=state.eval_owed or state.awaiting_eval is not None,
-        failures=state.failures + 1,
+        stores=stores,
+        store_owed=state.store_owed or len(stores) < len(state.stores),
+        failures=state.failures + (not event.chosen),
         begun_s=None,
         wanted=None,
         relink=None,
@@ -543,6 +558,17 @@ def _too_often(state: JobState, blamed: bool) -> bool:
 @TRANSITIONS.on(*STEPPING)
 def _owe_checkpoint(state: JobState, event: LogsShort, now_s: float) -> Outcome:
     return replace(state, store_owed=not state.stores), []
+
+
+@TRANSITIONS.on(*Phase)
+def _keep_logs(state: JobState, event: LogsWanted, now_s: float) -> Outcome:
+    return replace(state, logs_from=event.first_step), []
+
+
+@TRANSITIONS.on(*RUNNING)
+def _reject(state: JobState, event: Rejected, now_s: float) -> Outcome:
+    """Wrong steps are no result, however far the job has come."""
+    return _interrupt(replace(state, checkpoint=event.before), event.reason, blamed=False)
 
 
 def _place(state: JobState, rank: int) -> str:

@@ -3,18 +3,20 @@
 A stage is a function of its state and its messages. The newest checkpoint has the state; the neighbours' send
 logs have the messages since; the journal has the scale of each step and the codecs of each version. So
 whoever comes repeats those steps, up to the one that was in flight. Neighbours that are lost at once repeat
-them together, each from what the other one sends anew. Where no stage is left that holds newer state, or no
-worker fits, the job goes back to its checkpoint.
+them together, each from what the other one sends anew. Who has stood by for a lost rank is there already: it
+takes the place as those do who stay. Where no stage is left that holds newer state, or no worker fits, the
+job goes back to its checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from coordinator.membership.member import Phase as Membership
 from coordinator.messages import instructions as do
-from coordinator.messages.facts import Checkpoint
+from coordinator.messages.facts import Checkpoint, Era
 from coordinator.messages.jobs import STEPPING, JobState, Phase
 from coordinator.pipeline.assigning import neighbours
 from coordinator.pipeline.successors import Successors
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Workers by rank from now on; those of ``newcomers`` are given their stage."""
+    """Workers by rank from now on; those of ``newcomers`` are given their stage, others hold theirs."""
 
     workers: tuple[str, ...]
     newcomers: frozenset[int]
@@ -57,6 +59,16 @@ def replay(state: JobState, record: JobRecord, rank: int, source: Checkpoint) ->
     )
     kept = tuple(era for era in eras if era not in over)
     return do.Replay(source.step, kept, tuple(record.scales[-steps:]), stores)
+
+
+def standing_by(state: JobState, record: JobRecord, source: Checkpoint) -> do.Replay:
+    """Return what who stands by from now on repeats after ``source``: every step, under whatever version."""
+    scales = tuple(record.scales[-(state.step - source.step) :]) if state.step > source.step else ()
+    over = [era for era in record.eras if era.first_step <= source.step][:-1]
+    eras = tuple(era for era in record.eras if era not in over)
+    if state.relink is not None:
+        eras += (Era(state.relink.version, state.relink.first_step, state.relink.links),)
+    return do.Replay(source.step, eras, scales, standby=True)
 
 
 def not_repeatable(state: JobState, record: JobRecord) -> str:
@@ -91,22 +103,54 @@ def choose(
         return Refused(wrong)
     workers = [place.worker for place in plan.places]
     loading = {r for r in range(len(workers)) if state.moving and record.given(r) == state.assigned}
-    newcomers = frozenset(lost) | (loading - state.loaded)
-    wrong = _unlogged(state, roster, newcomers)
+    ready = _standing_by(state, roster, lost)
+    newcomers = frozenset(lost).difference(ready) | (loading - state.loaded)
+    wrong = _unlogged(state, roster, newcomers, ready)
     if wrong:
         return Refused(wrong)
-    chosen = Successors(state, roster, frozenset(lost), again).chosen()
+    spare = [s.worker for s in state.standbys.values() if _here(roster, s.worker)]
+    missing = frozenset(lost).difference(ready)
+    chosen = Successors(state, roster, missing, again, ready, spare).chosen()
     if isinstance(chosen, tuple):
         stages = [plan.places[rank].stage for rank in chosen]
         if len(stages) == 1:
             return Refused(f"no idle worker can take over stage {stages[0]}", for_now=True)
         words = f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"
         return Refused(f"too few idle workers can take over stages {words}", for_now=True)
-    return Choice(tuple(chosen.get(rank, worker) for rank, worker in enumerate(workers)), newcomers)
+    taken = {**ready, **chosen}
+    return Choice(tuple(taken.get(rank, worker) for rank, worker in enumerate(workers)), newcomers)
 
 
-def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int]) -> str:
-    """Return whose messages since the checkpoint nobody has any more, "" where all are there."""
+def _standing_by(state: JobState, roster: Roster, lost: Collection[int]) -> dict[int, str]:
+    """Return by rank who has stood by for one that is lost and can take it as it is.
+
+    Not where the model is to be stored after the last step: a standby has stored nothing.
+    """
+    found: dict[int, str] = {}
+    if state.plan is None or state.step >= state.steps:
+        return found
+    for rank in lost:
+        standby = state.standbys.get(rank)
+        if standby is None or not _here(roster, standby.worker):
+            continue
+        others = neighbours(state.plan, rank)
+        behind = standby.step < state.step
+        if behind and others.intersection(lost):
+            continue  # what it has not heard is lost
+        if not any(logged_from(state, roster, other) > standby.step for other in others.difference(lost)):
+            found[rank] = standby.worker
+    return found
+
+
+def _here(roster: Roster, worker: str) -> bool:
+    known = roster.workers.get(worker)
+    kept_out = known is None or known.quarantined or known.guest.paused or known.session is None
+    return known is not None and not kept_out and known.member.phase is Membership.ASSIGNED
+
+
+def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int], ready: Mapping[int, str]) -> str:
+    """Return whose messages since the checkpoint nobody has any more, "" where all are there; ``ready``: who
+    takes a rank as it is."""
     if state.plan is None or state.step == state.checkpoint.step:
         return ""
     places = state.plan.places
@@ -114,15 +158,18 @@ def _unlogged(state: JobState, roster: Roster, newcomers: frozenset[int]) -> str
         return "all stages are lost at once"
     for rank in sorted(newcomers):
         for other in sorted(neighbours(state.plan, rank) - newcomers):
-            logged = logged_from(state, roster, other)
+            logged = logged_from(state, roster, other, ready.get(other))
             if logged > state.checkpoint.step:
                 return f"stage {places[other].stage} has its messages from step {logged} on only"
     return ""
 
 
-def logged_from(state: JobState, roster: Roster, rank: int) -> int:
-    """Return the step from which on a rank's send log is whole, 0 before it has said so."""
-    known = roster.workers.get(state.plan.places[rank].worker) if state.plan is not None else None
+def logged_from(state: JobState, roster: Roster, rank: int, worker: str | None = None) -> int:
+    """Return the step from which on a rank's send log is whole, 0 before it has said so; ``worker``: who has
+    the rank, None: whom the plan says."""
+    if state.plan is None:
+        return 0
+    known = roster.workers.get(worker or state.plan.places[rank].worker)
     beat = known.beat if known is not None else None
     return beat.logged_from if beat is not None and beat.job == state.job else 0
 

@@ -4,11 +4,12 @@ Who takes over has the memory, a way to each neighbour and links that are known 
 repeat the same bits that one is best with which the job is the least late in ten minutes: seconds until it
 has the stage's tensors, seconds of the steps that it repeats, and what it adds to those that follow. Of
 several ranks each goes to a worker of its own; a neighbour that is lost too counts as who takes its place.
+Who stands by for another rank is asked after those that are idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from coordinator.pipeline.fetching import Fetch, Fetching
 from coordinator.planning.costs.fleet import UNKNOWN
 
 if TYPE_CHECKING:
+    from atoll.device_class import DeviceClass
     from atoll.plan import Plan
     from coordinator.membership.roster import Roster
     from coordinator.planning.costs.fleet import Device
@@ -33,6 +35,7 @@ class Successor:
     """A worker for a rank; the smallest is the best."""
 
     again: bool  # it has just lost that rank itself
+    spare: bool  # it stands by for another rank
     other_bits: bool  # of another class than the worker before: what it repeats has other bits
     late_s: float  # that the job would be after HORIZON_S
     step_s: float  # that it would compute a step, and its messages travel
@@ -40,18 +43,21 @@ class Successor:
     worker: str
 
     @property
-    def order(self) -> tuple[bool, bool, float, bool, float]:
-        return self.again, self.other_bits, self.late_s, not self.fetch.here, self.step_s
+    def order(self) -> tuple[bool, bool, bool, float, bool, float]:
+        return self.again, self.spare, self.other_bits, self.late_s, not self.fetch.here, self.step_s
 
 
 @dataclass(slots=True)
 class Successors:
-    """Choices for a job's ranks; ``again``: workers of lost ranks that may have theirs once more."""
+    """Choices for a job's ranks; ``again``: workers of lost ranks that may have theirs once more, ``ready``:
+    by rank who takes one as it is, ``spare``: who stands by."""
 
     state: JobState
     roster: Roster
     lost: frozenset[int]
     again: Collection[str] = ()
+    ready: Mapping[int, str] = field(default_factory=dict)
+    spare: Collection[str] = ()
     _plan: Plan = field(init=False)
     _workers: list[str] = field(init=False)  # by rank, before
     _free: list[str] = field(init=False)
@@ -65,9 +71,9 @@ class Successors:
         self._workers = [place.worker for place in self._plan.places]
         precision = self.state.spec.training.precision.value
         idle = roster.plannable(roster.idle(), precision)
-        self._free = [worker for worker in idle if worker not in self._workers]
-        known = [w for w in dict.fromkeys((*idle, *self._workers)) if w in roster.workers]
-        self._fleet = {device.worker: device for device in roster.fleet(known, precision).devices}
+        taken = {*self._workers, *self.ready.values()}
+        self._free = [worker for worker in (*idle, *self.spare) if worker not in taken]
+        self._fleet = _devices(roster, (*idle, *self.spare, *self._workers), precision)
         self._fetching = Fetching(self.state, roster)
 
     def chosen(self) -> dict[int, str] | tuple[int, ...]:
@@ -96,7 +102,7 @@ class Successors:
 
     def of(self, rank: int, given: Mapping[int, str] | None = None) -> list[Successor]:
         """Return who fits a rank, the best first; ``given``: lost ranks that have a worker again."""
-        given = given or {}
+        given = {**self.ready, **(given or {})}
         before = self._workers[rank]
         own = [worker for worker in self.again if worker == before and worker in self._fleet]
         was = self._fleet.get(before)
@@ -107,7 +113,8 @@ class Successors:
                 other_bits = self._fleet[worker].device_class != (was.device_class if was else None)
                 fetch = self._fetching.by(rank, worker)
                 late_s = fetch.seconds + self._late_s(step_s)
-                found.append(Successor(worker in self.again, other_bits, late_s, step_s, fetch, worker))
+                again, spare = worker in self.again, worker in self.spare
+                found.append(Successor(again, spare, other_bits, late_s, step_s, fetch, worker))
         return sorted(found, key=lambda successor: successor.order)
 
     def _late_s(self, step_s: float) -> float:
@@ -120,37 +127,71 @@ class Successors:
         return (state.step - state.checkpoint.step) * step_s + left * max(0.0, step_s - usual_s)
 
     def _step_s(self, rank: int, worker: str, given: Mapping[int, str]) -> float:
-        """Return the seconds a step that a worker would compute in a rank, and its messages travel; infinite
-        where it has not the memory, or no way to a neighbour."""
-        before, prediction = self._workers[rank], self._plan.prediction
         peers = {
             given.get(other, self._workers[other]): self._workers[other]
             for other in neighbours(self._plan, rank)
             if other in given or other not in self.lost
         }
-        here = [peer for peer in peers if peer in self.roster.workers]  # others may be on their way back
-        if not all(self.roster.connectable(worker, peer) for peer in here):
+        return seconds_of(self.state, self.roster, rank, self._fleet, worker, peers)
+
+
+def alike(state: JobState, roster: Roster, rank: int, wanted: DeviceClass) -> list[str]:
+    """Return the idle workers of a class of device that could hold a rank, the quickest first."""
+    if state.plan is None:
+        return []
+    precision = state.spec.training.precision.value
+    places = [place.worker for place in state.plan.places]
+    idle = [w for w in roster.idle() if roster.workers[w].introduction.device_class == wanted]
+    idle = [w for w in roster.plannable(idle, precision) if w not in places]
+    fleet = _devices(roster, (*idle, *places), precision)
+    worth = {w: seconds_of(state, roster, rank, fleet, w) for w in idle}
+    return sorted((w for w in idle if worth[w] < inf), key=lambda w: worth[w])
+
+
+def seconds_of(
+    state: JobState,
+    roster: Roster,
+    rank: int,
+    fleet: Mapping[str, Device],
+    worker: str,
+    peers: Mapping[str, str] | None = None,
+) -> float:
+    """Return the seconds a step that a worker would compute in a rank, and its messages travel; infinite
+    where it has not the memory, or no way to a neighbour. ``peers``: who is in the neighbouring ranks then,
+    with who is in each now; None: the same."""
+    plan = state.plan
+    assert plan is not None  # noqa: S101 - it has ranks
+    workers, prediction = [place.worker for place in plan.places], plan.prediction
+    before = workers[rank]
+    if peers is None:
+        peers = {workers[other]: workers[other] for other in neighbours(plan, rank)}
+    here = [peer for peer in peers if peer in roster.workers]  # others may be on their way back
+    if not all(roster.connectable(worker, peer) for peer in here):
+        return inf
+    seconds = 0.0
+    if prediction is not None:
+        stage = prediction.stages[rank]
+        if stage.memory_bytes > fleet[worker].memory_limit_bytes:
             return inf
-        seconds = 0.0
-        if prediction is not None:
-            stage = prediction.stages[rank]
-            if stage.memory_bytes > self._fleet[worker].memory_limit_bytes:
+        usual = [_unit_s(fleet[w]) for w in (before, *workers) if w in fleet]
+        reference = next(filter(None, usual), 0.0)
+        seconds = stage.compute_s * (_unit_s(fleet[worker]) / reference if reference else 1.0)
+    sent = (
+        {(link.source, link.target): link.bytes_per_step for link in prediction.links} if prediction else {}
+    )
+    for peer, was in peers.items():
+        for pair, old in (((worker, peer), (before, was)), ((peer, worker), (was, before))):
+            link = roster.links.table.get(*pair) or UNKNOWN
+            if link.bandwidth_bps <= MIN_BANDWIDTH_BPS:
                 return inf
-            usual = [_unit_s(self._fleet[w]) for w in (before, *self._workers) if w in self._fleet]
-            reference = next(filter(None, usual), 0.0)
-            seconds = stage.compute_s * (_unit_s(self._fleet[worker]) / reference if reference else 1.0)
-        sent = (
-            {(link.source, link.target): link.bytes_per_step for link in prediction.links}
-            if prediction
-            else {}
-        )
-        for peer, was in peers.items():
-            for pair, old in (((worker, peer), (before, was)), ((peer, worker), (was, before))):
-                link = self.roster.links.table.get(*pair) or UNKNOWN
-                if link.bandwidth_bps <= MIN_BANDWIDTH_BPS:
-                    return inf
-                seconds += 8 * sent.get(old, 0) / link.bandwidth_bps + link.latency_s
-        return seconds
+            seconds += 8 * sent.get(old, 0) / link.bandwidth_bps + link.latency_s
+    return seconds
+
+
+def _devices(roster: Roster, workers: Iterable[str], precision: str) -> dict[str, Device]:
+    """Return the devices of those workers that are known."""
+    known = [worker for worker in dict.fromkeys(workers) if worker in roster.workers]
+    return {device.worker: device for device in roster.fleet(known, precision).devices}
 
 
 def _unit_s(device: Device) -> float:

@@ -9,11 +9,11 @@ from typing import Any
 from atoll.errors import BadFrame
 from atoll.federated import MAX_SAMPLES, ConsentWord, checked_name
 from atoll.opdag import op_refs
-from atoll.plan import Plan
 from atoll.program import stage_programs
 from coordinator.membership.roster import MAX_MEMORY_BYTES, MIN_MEMORY_BYTES
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages.facts import MOST_REPLAYED
 from coordinator.planning.costs.op_seconds import Probe
 from coordinator.services.blob_rights import leaves_of, most_bytes
 from coordinator.storage.graph_store import GraphStore, leaf_metas
@@ -21,6 +21,7 @@ from protos import atoll_control_pb2 as pb
 from protos import atoll_job_pb2 as job_pb
 from protos import bounds
 from protos.bounds import DEFAULT_LIMITS as LIMITS
+from protos.bounds import DIGEST_BYTES
 from protos.convert import metas_to_proto, state_to_proto, to_proto
 from protos.convert_federated import datasets_from_proto, figures
 from protos.convert_plan import link_to_proto
@@ -193,7 +194,15 @@ def _ready(m: pb.StepReady) -> ev.StepReady:
             )
             for g in bounds.count("link figures", m.links, LIMITS.stages)
         ),
+        digest=_digest(m.digest),
     )
+
+
+def _digest(m: pb.StepDigest) -> ev.Digest:
+    for name, value in (("gradients", m.gradients), ("inputs", m.inputs)):
+        if len(value) not in (0, DIGEST_BYTES):
+            raise BadFrame(f"a digest of {name} of {len(value)} bytes, not {DIGEST_BYTES}")
+    return ev.Digest(m.gradients.hex(), m.inputs.hex())
 
 
 def _eval_ready(m: pb.EvalReady) -> ev.EvalReady:
@@ -252,8 +261,9 @@ def _loaded(m: pb.Loaded) -> ev.Loaded:
         checked_name("client", e.client): bounds.within("samples of a client", e.n_samples, 1, MAX_SAMPLES)
         for e in bounds.count("clients of a population", m.clients, MAX_CLIENTS)
     }
-    fetched_s = _seconds("fetched_s", m.fetched_s)
-    return ev.Loaded(m.job, m.plan_version, m.took_s, clean(m.population, 64), clients, fetched_s)
+    digests = tuple(map(_digest, bounds.count("repeated steps", m.repeated_digests, 2 * MOST_REPLAYED)))
+    population, fetched_s = clean(m.population, 64), _seconds("fetched_s", m.fetched_s)
+    return ev.Loaded(m.job, m.plan_version, m.took_s, population, clients, digests, fetched_s)
 
 
 def _client_evaluated(m: pb.ClientEvaluated) -> ev.ClientEvaluated:
@@ -380,6 +390,8 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(probe_link=probe)
         case do.Revoked(worker, reason):
             return pb.ToWorker(revoked=pb.Revoked(worker=worker, reason=reason))
+        case do.TrustAuthorities(ca_pem, left_s):
+            return pb.ToWorker(authorities=pb.Authorities(ca_pem=ca_pem, left_s=left_s))
         case do.ExpectPeer():
             expected = _peer(message.peer, message, way)
             return pb.ToWorker(expect_peer=pb.ExpectPeer(peer=expected, dial=message.dial))
@@ -390,6 +402,10 @@ def to_worker(message: do.Message, graphs: GraphStore, way: Way = no_way) -> pb.
             return pb.ToWorker(assign=_assign(message, graphs, way))
         case do.Reconfigure():
             return pb.ToWorker(reconfigure=_reconfigure(message, way))
+        case do.StandbysHere(job, version, peers, checks):
+            peers_of = _peers(peers, way)
+            beside = pb.Standbys(job=job, plan_version=version, peers=peers_of, checks=checks)
+            return pb.ToWorker(standbys=beside)
         case do.ProbeOps():
             raise TypeError("op probes need their job's DAG: use probe_ops_message")
 
@@ -482,7 +498,11 @@ def _replay(replay: do.Replay) -> pb.Replay:
         for era in replay.eras
     ]
     return pb.Replay(
-        first_step=replay.first_step, eras=eras, gradient_scales=replay.scales, stores=replay.stores
+        first_step=replay.first_step,
+        eras=eras,
+        gradient_scales=replay.scales,
+        stores=replay.stores,
+        standby=replay.standby,
     )
 
 
@@ -494,6 +514,7 @@ def _reconfigure(message: do.Reconfigure, way: Way) -> pb.Reconfigure:
         step=message.step,
         plan=to_proto(message.plan),
         peers=_peers(message.peers, way),
+        standby=message.standby,
     )
 
 

@@ -8,13 +8,16 @@ the next loss, whatever the cut.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from coordinator.messages import events as ev
 from coordinator.messages import instructions as do
+from coordinator.messages.jobs import BESIDE
 from coordinator.pipeline.machine import clip_scale
 from coordinator.pipeline.relink import version_at
 from tests.sim.clock import Process, digest
@@ -52,6 +55,13 @@ def update(tensors: Mapping[str, str], step: int, loss: str, scale: float) -> di
     return {name: digest(value, step, loss, scale) for name, value in tensors.items()}
 
 
+def told(tensors: Mapping[str, str], step: int, loss: str, given: str, taken: str) -> ev.Digest:
+    """Return what a stage says of its gradients in a step, and of the messages that it took."""
+    return ev.Digest(
+        digest("gradients", sorted(tensors.items()), step, loss)[:16], digest("inputs", given, taken)[:16]
+    )
+
+
 def square_norms(tensors: Mapping[str, str], names: Iterable[str], loss: str) -> tuple[float, ...]:
     """Return the squared norms of a step's gradients, so that each step is clipped by another scale."""
     return tuple(number(digest("norm", tensors[name], loss)) for name in names)
@@ -77,6 +87,7 @@ def reference(spec: JobSpec, steps: int) -> tuple[dict[str, str], list[float]]:
     return tensors, losses
 
 
+_serials = itertools.count()
 Key = tuple[str, int, int, bool]
 """Job, plan version, step, forwards."""
 
@@ -90,7 +101,9 @@ class Held:
     tensors: dict[str, str]
     step: int
     first: int  # step that it applies first
-    outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss
+    outputs: dict[int, str] = field(default_factory=dict)  # step -> the pipeline's loss, as it applies it
+    digests: list[ev.Digest] = field(default_factory=list)  # of steps that are repeated
+    serial: int = field(default_factory=lambda: next(_serials))
 
     @property
     def stage(self) -> int:
@@ -125,7 +138,8 @@ class Tensors:
 class Machine(Process):
     """A process that computes; ``hung``: what it computes now never ends; ``claims``: the worker that it
     pretends to wait for; ``poison``: what it computes is not finite; ``slanders``: it only says so;
-    ``diverges_at``: the step at which the model itself is not finite any more."""
+    ``diverges_at``: the step at which the model itself is not finite any more; ``cheats_from``: the first at
+    which its gradients are others; ``slips``: they are where it repeats steps."""
 
     slowness: float = field(default=1.0, kw_only=True)
     hung: bool = field(default=False, kw_only=True)
@@ -134,11 +148,19 @@ class Machine(Process):
     slanders: bool = field(default=False, kw_only=True)
     diverges_at: float = field(default=math.inf, kw_only=True)
     disk: set[str] = field(default_factory=set, kw_only=True)  # blobs, whatever becomes of the process
+    cheats_from: float = field(default=math.inf, kw_only=True)
+    slips: bool = field(default=False, kw_only=True)
+
+    @property
+    def misleads(self) -> bool:
+        """Whether it has computed wrong, or may."""
+        return self.slips or self.cheats_from < math.inf
 
     def start(self) -> None:
         """Begin a life in which computations end."""
         super().start()
         self.hung, self.claims, self.poison, self.slanders = False, "", False, False
+        self.cheats_from, self.slips = math.inf, False
 
 
 @dataclass
@@ -155,15 +177,19 @@ class Bench:
     tell: Callable[[ev.CopyHeld], None] = lambda held: None  # the coordinator, of copies
     held: Held | None = None
     repeats: Held | None = None  # a stage on its way to the step in flight
+    standby: bool = False  # ... that repeats every later step as well
+    queue: deque[todo.RepeatStep | todo.Reconfigure] = field(default_factory=deque)  # of a standby
     log: SendLog = field(default_factory=SendLog)
     joined: str = ""
     copies: dict[str, ev.CopyHeld] = field(default_factory=dict)
-    warm: list[bool] = field(default_factory=list)  # of each stage that was loaded
+    warm: list[bool] = field(default_factory=list)  # of each stage that was loaded, but for spot checks
     inbox: dict[Key, str] = field(default_factory=dict)
     kept: dict[Key, str] = field(default_factory=dict)  # what neighbours send again
     running: tuple[str, int, int] | None = None
     progress: int = 0
     _asked_s: float = 0.0  # when the step under way was asked for
+    _asking: bool = False  # a step that is repeated is under way
+    _said_loaded: bool = False
     _sent: dict[Key, str] = field(default_factory=dict)
     _due: bool = False  # the step under way has computed for long enough to send something
     _turn: int = 0
@@ -185,6 +211,12 @@ class Bench:
             case todo.ApplyStep(job, version, step, scale, store, replay_from):
                 self.log.trim(replay_from, step)
                 self._later(APPLY_S, lambda: self._apply(job, version, step, scale, store))
+            case todo.Reconfigure(repeating=True) | todo.RepeatStep():
+                if isinstance(instruction, todo.RepeatStep):
+                    self.log.trim(instruction.replay_from, instruction.step)
+                self.queue.append(instruction)
+                if self.repeats is not None and not self._asking and self._said_loaded:
+                    self._repeat()
             case todo.Reconfigure(job, version, step, work):
                 self._reconfigure(job, version, step, work)
             case todo.Evaluate(job, version, step):
@@ -226,7 +258,8 @@ class Bench:
     def _stop(self) -> None:
         self._turn += 1
         self.running = self.repeats = None
-        self._loading = False
+        self._asking = self._said_loaded = self.standby = self._loading = False
+        self.queue.clear()
 
     def _forget(self, which: Callable[[Key], bool]) -> None:
         for messages in (self.inbox, self._sent):
@@ -270,8 +303,10 @@ class Bench:
                 return
             self.kept.clear()
             self._loading = False
-            self.warm.append(warm)
+            if work.plan.version < BESIDE:
+                self.warm.append(warm)
             self.repeats = Held(work, work.plan, blobs, first, first)
+            self.standby = work.replay is not None and work.replay.standby
             self._repeat()
 
         self._later(WARM_S if warm else LOAD_S, loaded)
@@ -315,6 +350,9 @@ class Bench:
         self._stop()
         held.plan = work.plan
         held.outputs.clear()
+        self._connect(held, job, version, step)
+
+    def _connect(self, held: Held, job: str, version: int, step: int) -> None:
 
         def connected() -> None:
             away = [peer for peer in held.neighbours.values() if not self.reaches(peer)]
@@ -332,33 +370,59 @@ class Bench:
         held = self.repeats
         assert held is not None
         work = held.work
-        if held.step == work.first_step:
-            self.held, self.repeats = held, None
+        self._asking = False
+        if held.step == work.first_step and not self._said_loaded:
+            self._said_loaded = True
+            if not self.standby:
+                self.held, self.repeats = held, None
             version = work.plan.version
-            self.post(e.StageLoaded(work.job, version, ev.Loaded(work.job, version, LOAD_S)))
+            message = ev.Loaded(work.job, version, LOAD_S, digests=tuple(held.digests))
+            self.post(e.StageLoaded(work.job, version, message))
+            if not self.standby:
+                return
+        if held.step >= work.first_step and not self._goes_on(held):
             return
+        self._asking = True
         self._asked_s, self._went = self.process.clock.now_s, None
         self._ask(held, held.step)
         self._go_on()
 
     def _ask(self, held: Held, step: int) -> None:
         """Ask for what is missing of the step, and again where nobody answers."""
-        if held is not self.repeats or held.step != step:
+        if held is not self.repeats or held.step != step or not self._asking:
             return
         for forwards in self._missing(held):
             peer = held.neighbours[forwards]
             self.send(peer, Wanted(self.process.name, held.work.job, self._era(held), step, forwards))
         self.process.after(AGAIN_S, lambda: self._ask(held, step))
 
+    def _goes_on(self, held: Held) -> bool:
+        """Do what a standby has heard: True where that is to repeat a step."""
+        while self.queue:
+            order = self.queue[0]
+            assert order.step == held.step, f"{self.process.name} has {held.step} steps, next is {order.step}"
+            if isinstance(order, todo.RepeatStep):
+                return True
+            self.queue.popleft()
+            held.plan = order.work.plan
+            if not order.standby:
+                self._stop()
+                self.held = held
+                self._connect(held, order.job, order.version, order.step)
+                return False
+        return False
+
     def _era(self, held: Held) -> int:
         """Return the version of the step that is repeated."""
+        if held.step >= held.work.first_step:
+            return self.queue[0].version
         assert held.work.replay is not None
         eras = [(era.version, era.first_step) for era in held.work.replay.eras]
         return version_at(eras, held.step, 0)
 
     def _answered(self, answer: Kept) -> None:
         held = self.repeats
-        if held is None or (answer.job, answer.step) != (held.work.job, held.step):
+        if held is None or not self._asking or (answer.job, answer.step) != (held.work.job, held.step):
             return
         self.progress += 1
         if answer.value is None:
@@ -378,7 +442,7 @@ class Bench:
         return [forwards for forwards in held.neighbours if (*at, forwards) not in self.kept]
 
     def _waits_for_repeats(self, held: Held) -> ev.Waits | None:
-        if held.step == held.work.first_step or not (missing := self._missing(held)):
+        if not self._asking or not (missing := self._missing(held)):
             return None
         waited_s = self.process.clock.now_s - self._asked_s
         return ev.Waits(held.neighbours[missing[0]], "replay", held.step, waited_s)
@@ -403,12 +467,24 @@ class Bench:
         assert held is not None
         assert held.work.replay is not None
         job, step, version, replay = held.work.job, held.step, self._era(held), held.work.replay
+        if step < held.work.first_step:
+            scale = replay.scales[step - replay.first_step]
+        else:
+            order = self.queue.popleft()
+            assert isinstance(order, todo.RepeatStep)
+            scale = order.gradient_scale
+        given = digest("batch", step) if held.stage == 0 else self.kept[job, version, step, True]
         loss = self._went if held.last else self.kept[job, version, step, False]
         assert loss is not None
         self._record(version, step, False, loss)
-        held.tensors = update(held.tensors, step, loss, replay.scales[step - replay.first_step])
+        taken = "" if held.last else loss
+        loss = digest("slip", loss) if self.process.slips else loss
+        held.digests.append(told(held.tensors, step, loss, given, taken))
+        held.tensors = update(held.tensors, step, loss, scale)
         held.step = step + 1
         self.applied(job, version, step)
+        if self.standby:
+            self.post(e.StepApplied(job, version, step))
         if held.step in replay.stores:
             self._snapshot(held, version, step)
         self._repeat()
@@ -433,7 +509,8 @@ class Bench:
     def peer_lost(self, peer: str, reason: str) -> None:
         """A peer that is to send messages again is gone."""
         held = self.repeats
-        if held is not None and peer in held.neighbours.values():
+        waits = self._asking or not self.standby
+        if held is not None and waits and peer in held.neighbours.values():
             self._stop()
             work = held.work
             self.post(e.StageBroke(work.job, work.plan.version, work.first_step, reason, peer))
@@ -487,15 +564,21 @@ class Bench:
         loss = held.outputs.get(step) if held.last else self.inbox.get((job, version, step, False))
         if loss is None:
             return
-        held.outputs[step] = loss
+        given = digest("batch", step) if held.stage == 0 else self.inbox.get((job, version, step, True), "")
+        taken = "" if held.last else loss
+        used = digest("cheat", loss) if step >= self.process.cheats_from and loss != NAN else loss
+        held.outputs[step] = used
         self._sent[*running, False] = loss
         self.log.add(version, step, False, loss)
         if held.stage:
             self.send(held.neighbour(-1), Tensors(job, version, step, False, loss))
         shown = number(loss) if held.last else None
-        norms = square_norms(held.tensors, sorted(held.tensors), loss)
+        norms = square_norms(held.tensors, sorted(held.tensors), used)
         finite = loss != NAN and not self.process.slanders
-        message = ev.StepReady(job, version, step, shown, norms, finite=finite, forward_s=self._computed_s)
+        message = ev.StepReady(
+            job, version, step, shown, norms, finite=finite, forward_s=self._computed_s,
+            digest=told(held.tensors, step, used, given, taken),
+        )  # fmt: skip
         self.running = None
         self.post(e.StepDone(job, version, step, message))
 

@@ -26,7 +26,7 @@ def warm(world: World, worker: str) -> list[bool]:
 @pytest.mark.parametrize("seed", range(1))
 def test_a_lost_stage_is_taken_over_from_a_copy(seed: int, worker: str) -> None:
     """Of the newest checkpoint: two steps later at the latest it is on a backup's disk."""
-    world, moves = ran(Scenario(seed=seed, workers=5, faults=(Crash(LOADED_S + 3.6, 0.0, worker),)))
+    world, moves = ran(Scenario(seed=seed, workers=5, faults=(Crash(LOADED_S + 4.0, 0.0, worker),)))
     assert [warm(world, name) for name in newcomers(world, moves)] == [[True]]
 
 

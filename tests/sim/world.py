@@ -22,16 +22,21 @@ FAULTS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 600.0
 TAKEN_OVER = 0.1  # share of the runs in which a second coordinator starts on the first one's database
 SHORT_LOGS = 0.05  # share of the runs in which send logs do not reach back to the checkpoint
+WITH_STANDBYS = 0.4  # share of the runs
 FOLD_EVERY = 50  # events between two looks at whether the ledger is its journal's fold
 
 
-def pipeline_job(steps: int = 16, tensors: int = 6) -> JobSpec:
+def pipeline_job(
+    steps: int = 16, tensors: int = 6, spot_checks: float = 0.2, standbys: int | None = 0
+) -> JobSpec:
     """Return a job of so many steps that can be cut into as many stages as it has tensors."""
     names = {f"w{at:02}": digest("initial", at) for at in range(tensors)}
     clipped = Optimizer(clip_norm=1.5)
-    training = TrainingSpec(steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1)
+    training = TrainingSpec(
+        steps, 2, optimizer=clipped, checkpoint_every=3, eval_every=4, eval_batches=1, spot_checks=spot_checks
+    )
     data = DataSpec((), 8, 1)
-    return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data)
+    return JobSpec("job", training, "ab" * 32, "cd" * 32, names, data, data, standbys=standbys)
 
 
 def federated_job(rounds: int = 6) -> JobSpec:
@@ -56,6 +61,8 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     log_steps: int = 1000  # that a send log has room for
     stages: int = 3  # of a plan, at most
+    standbys: int | None = 0  # as of ``JobSpec``
+    steps: int = 16
 
     def names(self) -> list[str]:
         return [f"w{at}" for at in range(self.workers)]
@@ -71,7 +78,9 @@ def scenario(seed: int) -> Scenario:
     if random.random() < TAKEN_OVER:
         faults += (TakeOver(round(2.0 + 14.0 * random.random(), 2), round(1.0 + 3.0 * random.random(), 2)),)
     log_steps = 2 if random.random() < SHORT_LOGS else found.log_steps
-    return replace(found, faults=tuple(sorted(faults, key=lambda fault: fault.at_s)), log_steps=log_steps)
+    standbys = random.randint(1, 2) if random.random() < WITH_STANDBYS else 0
+    faults = tuple(sorted(faults, key=lambda fault: fault.at_s))
+    return replace(found, faults=faults, log_steps=log_steps, standbys=standbys)
 
 
 @dataclass
@@ -139,7 +148,8 @@ class World:
         self.coordinator.start()
         for at, worker in enumerate(self.workers.values()):
             self.clock.after(0.1 * at, worker.start)
-        jobs = [pipeline_job() for _ in range(self.scenario.pipeline)]
+        scenario = self.scenario
+        jobs = [pipeline_job(scenario.steps, standbys=scenario.standbys) for _ in range(scenario.pipeline)]
         jobs += [federated_job() for _ in range(self.scenario.federated)]
         for at, spec in enumerate(jobs):
             self.submit(f"job-{at + 1}", spec, 1.0 + at)
@@ -170,6 +180,11 @@ class World:
     def short_logs(self) -> bool:
         """Whether send logs may not reach back to the newest checkpoint."""
         return self.scenario.log_steps < 10
+
+    @property
+    def misled(self) -> bool:
+        """Whether a worker computes wrong and does not say so."""
+        return any(worker.misleads for worker in self.workers.values())
 
     @property
     def over(self) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from worker.transport.contract import Goodput
 
 MAX_RELAY_S = 60.0
+MAX_OVERLAP_S = 366 * 86_400.0
 MAX_ADDRESSES = 16
 MEGA = 1e6
 MAX_PROBES = 20_000
@@ -94,6 +95,7 @@ class PeerRevoked:
 
 
 @dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CopyAsked:
     """A stage's part of a checkpoint to be kept on disk; ``blobs``: with the most bytes that each has."""
 
@@ -109,7 +111,25 @@ class CopiesAsked:
     copies: tuple[CopyAsked, ...]
 
 
-Beside = PeerExpected | PeerRevoked | CopiesAsked
+@dataclass(frozen=True, slots=True)
+class StandbysExpected:
+    """Workers that repeat the steps of neighbours' ranks, by name; not an event of the session."""
+
+    job: str
+    ranks: Mapping[str, int]
+    links: tuple[PeerLink, ...]
+    checks: bool = False  # they compare; else they stand by
+
+
+@dataclass(frozen=True, slots=True)
+class AuthoritiesNamed:
+    """The authorities that the coordinator trusts, two for ``left_s`` more; not an event of the session."""
+
+    ca_pem: bytes
+    left_s: float
+
+
+Beside = PeerExpected | PeerRevoked | CopiesAsked | StandbysExpected | AuthoritiesNamed
 """What the coordinator says that no session has to do with."""
 
 
@@ -165,7 +185,8 @@ def _assign(m: pb.Assign) -> events.Assign:
         PeerLink(*_peer(holder)) for holder in bounds.count("holders", list(m.holders), MAX_HOLDERS)
     )
     m.ClearField("holders")  # what computes asks nobody but this process
-    return events.Assign(job, m.plan_version, peers, m.first_step, AssignedStage(m, links, holders), eras)
+    work = AssignedStage(m, links, holders)
+    return events.Assign(job, m.plan_version, peers, m.first_step, work, eras, m.replay.standby)
 
 
 def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
@@ -189,7 +210,8 @@ def _keep_copies(m: pb.KeepCopies) -> CopiesAsked:
 def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
     """(first step, version) of the steps that a stage is to repeat."""
     replay = m.replay
-    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - 1)
+    least = int(not replay.standby)  # who stands by repeats later steps as well
+    bounds.within("first step of a replay", replay.first_step, 0, m.first_step - least)
     steps = m.first_step - replay.first_step
     bounds.within("gradient scales of a replay", len(replay.gradient_scales), steps, min(steps, MAX_REPLAY))
     for scale in replay.gradient_scales:
@@ -202,8 +224,11 @@ def _replayed(m: pb.Assign) -> tuple[tuple[int, int], ...]:
     if list(firsts) != sorted(set(firsts)) or list(versions) != sorted(set(versions)):
         raise BadFrame("the versions in a replay are not in order")
     bounds.within("first version in a replay", firsts[0], 0, replay.first_step)
-    bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
-    bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
+    if replay.standby:
+        bounds.within("last version in a replay", versions[-1], 0, MAX_VERSION)
+    else:
+        bounds.within("last version in a replay", firsts[-1], 0, m.first_step - 1)
+        bounds.within("last version in a replay", versions[-1], 0, m.plan_version - 1)
     for era in replay.eras:
         for link in bounds.count("links", era.links, DEFAULT_LIMITS.items):
             convert_plan.link_from_proto(link, DEFAULT_LIMITS.stages, DEFAULT_LIMITS)
@@ -219,10 +244,17 @@ def _reconfigure(m: pb.Reconfigure) -> events.Reconfigure:
         bounds.within("step", m.step, 0, MAX_STEP),
         frozenset(link.worker for link in links),
         ReconfiguredStage(m, links),
+        m.standby,
     )
 
 
-def neighbours(m: pb.Assign | pb.Reconfigure) -> tuple[PeerLink, ...]:
+def _standbys(m: pb.Standbys) -> StandbysExpected:
+    links = neighbours(m)
+    ranks = {entry.peer.worker: entry.rank for entry in m.peers}
+    return StandbysExpected(bounds.name("job", m.job, DEFAULT_LIMITS), ranks, links, m.checks)
+
+
+def neighbours(m: pb.Assign | pb.Reconfigure | pb.Standbys) -> tuple[PeerLink, ...]:
     """The peers of a stage, each once; their relays' tickets stay here. Raises BadFrame."""
     links: dict[str, PeerLink] = {}
     for entry in bounds.count("peers", list(m.peers), DEFAULT_LIMITS.stages):
@@ -304,6 +336,7 @@ _READERS: Mapping[str, Any] = {
     "probe_link": _link,
     "assign": _assign,
     "reconfigure": _reconfigure,
+    "standbys": _standbys,
     "start": lambda m: events.StepStart(m.job, m.plan_version, m.step),
     "commit": _commit,
     "discard": lambda m: events.StepDiscard(m.job, m.plan_version, m.step, clean(m.reason, MAX_REASON_CHARS)),
@@ -313,6 +346,9 @@ _READERS: Mapping[str, Any] = {
     "keep_copies": _keep_copies,
     "revoked": lambda m: PeerRevoked(
         bounds.name("worker", m.worker, DEFAULT_LIMITS), clean(m.reason, MAX_REASON_CHARS)
+    ),
+    "authorities": lambda m: AuthoritiesNamed(
+        m.ca_pem, bounds.number("left_s", m.left_s, 0.0, MAX_OVERLAP_S)
     ),
     "participate": wire_federated.invited,
     "train_round": wire_federated.train_asked,
@@ -392,6 +428,7 @@ def step_ready(
             finite=report.stage.finite,
             optimizer_s=report.optimizer_s,
             handling_s=report.handling_s,
+            digest=pb.StepDigest(gradients=report.stage.digest, inputs=report.inputs),
         )
     )
 
@@ -448,21 +485,19 @@ def loaded(
     took_s: float,
     population: str = "",
     clients: Mapping[str, int] | None = None,
+    digests: Sequence[tuple[bytes, bytes]] = (),
     fetched_s: float = 0.0,
 ) -> pb.FromWorker:
-    """The stage is loaded and its neighbours are connected; or a federated job is, for these clients of a
-    population."""
-    roster = [pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()]
-    return pb.FromWorker(
-        loaded=pb.Loaded(
-            job=job,
-            plan_version=version,
-            took_s=took_s,
-            population=population,
-            clients=roster,
-            fetched_s=fetched_s,
-        )
+    """The stage is loaded, its neighbours are connected, and steps were repeated that have these
+    ``digests``; or a federated job is loaded, for these clients of a population."""
+    message = pb.Loaded(
+        job=job, plan_version=version, took_s=took_s, population=population, fetched_s=fetched_s
     )
+    message.clients.extend(
+        pb.RosterEntry(client=name, n_samples=size) for name, size in (clients or {}).items()
+    )
+    message.repeated_digests.extend(pb.StepDigest(gradients=own, inputs=taken) for own, taken in digests)
+    return pb.FromWorker(loaded=message)
 
 
 def state_stored(

@@ -35,12 +35,19 @@ class TensorLinks(Protocol):
         """Raises TimeoutError when it is not here in time, PeerLost when it cannot come."""
         ...
 
+    def take_digest(self) -> bytes:
+        """Return a digest of training's messages received since the last call; empty where there is none."""
+        ...
+
     def step_done(self, step: int) -> None:
         """Messages of ``step`` and before are not wanted any more."""
         ...
 
-    def reconfigure(self, plan_version: int, first_step: int, codecs: StageCodecs) -> None:
-        """From ``first_step`` on messages are of this version alone, whatever was lost or aborted before."""
+    def reconfigure(
+        self, plan_version: int, first_step: int, codecs: StageCodecs, *, sends: bool = True
+    ) -> None:
+        """From ``first_step`` on messages are of this version alone, whatever was lost or aborted before;
+        ``sends``: and go to the peers, not to the send log alone."""
         ...
 
     def ask(self, peer: str, key: MessageKey) -> None:

@@ -68,6 +68,8 @@ class TransportConfig:
     max_message_bytes: int = 1 << 30
     max_queued_bytes: int = 256 << 20  # unconfirmed, per peer; then send() waits
     max_messages: int = 1024  # unconfirmed, per peer
+    max_background_bytes: int = 16 << 20  # the same of background messages, which count for themselves
+    max_background_messages: int = 256  # that wait
     max_window_bytes: int = 64 << 20  # in flight to a peer
     max_connections: int = 64  # accepted, all peers together
     streams: int = 0  # connections to a peer; 0 = by the round trip
@@ -76,6 +78,7 @@ class TransportConfig:
     idle_s: float = 30.0  # without a chunk either way: not part of what we train, so hardly pinged
     reconnect_s: float = 0.4  # or six round trips, if that is more
     relay_reconnect_s: float = 30.0  # the same of a peer behind a relay, which may be started anew
+    move_s: float = 10.0  # the same of one whose address, or ours, has changed
     upgrade_s: float = 10.0  # a relayed peer is dialled again after so long, then twice that, ...
     upgrade_most_s: float = 160.0  # ... up to this
     coordinator: str = ""  # host of a relay that is offered without one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+from dataclasses import replace
 
 import pytest
 
@@ -20,12 +21,16 @@ PLAN = Plan("j", 3, HASH, "", "even", ScheduleName.GPIPE, 2, one_replica(2, STAG
 LINKS = (LinkSpec(0, 1, "topk", 8.0, Mask.NONE, "slow"), LinkSpec(1, 0))
 FACTS: list[facts.Fact] = [
     facts.CoordinatorStarted(7),
+    facts.JobSubmitted("s", "", replace(spec(), standbys=2), 0, {}, 1.5),
     facts.JobSubmitted("j", "s", spec(), 2, {"w0": HASH}, 1.5),
     facts.JobSubmitted("f", "", federated_job(), 0, {}, 1.5),
     facts.PlanAdopted("j", PLAN),
     facts.LinksChanged("j", 4, 9, LINKS, "slower"),
     facts.RatioCapped("j", 5, 11.2),
     facts.StepCommitted("j", 3, 8, 1 / 3, 2.5, 0.75, store=True, evaluate=True, coded=True),
+    facts.StepCommitted("j", 3, 9, 0.5, 2.5, 0.75, digests=("0123456789abcdef" * 2, "")),
+    facts.SpotChecked("j", 1, 6, 9, "w-b"),
+    facts.WorkRejected("j", 6, "w-a", "wrong: w-a computed step 8 of stage 1 otherwise than w-b and w-c"),
     facts.Evaluated("j", 9, 0.25),
     facts.CheckpointStored("j", 9, {"w0": HASH, "w1": HASH}),
     facts.CheckpointTorn("j", 6, "its blob is gone"),

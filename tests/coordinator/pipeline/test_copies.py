@@ -173,7 +173,7 @@ def test_a_keeper_may_fetch_what_it_is_to_keep_and_put_nothing() -> None:
     graphs: Any = None
     role = role_of(world.scheduler, graphs, "c")
     assert isinstance(role, KeeperRole)
-    assert role.copies == driver.copies.of("c")
+    assert role.copies == driver.beside.copies.of("c")
     assert role.allowance().n_bytes == 0
     world.join("e")
     assert role_of(world.scheduler, graphs, "e") is None
