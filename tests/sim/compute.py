@@ -422,8 +422,10 @@ class Bench:
 
     def _answered(self, answer: Kept) -> None:
         held = self.repeats
-        if held is None or not self._asking or (answer.job, answer.step) != (held.work.job, held.step):
+        if held is None or not self._asking:
             return
+        if (answer.job, answer.version, answer.step) != (held.work.job, self._era(held), held.step):
+            return  # to somebody that this process was before
         self.progress += 1
         if answer.value is None:
             reason = f"a message of step {answer.step} has left the send log"

@@ -95,7 +95,6 @@ class PeerRevoked:
 
 
 @dataclass(frozen=True, slots=True)
-@dataclass(frozen=True, slots=True)
 class CopyAsked:
     """A stage's part of a checkpoint to be kept on disk; ``blobs``: with the most bytes that each has."""
 
