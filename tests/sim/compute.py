@@ -433,8 +433,8 @@ class Bench:
             self.post(e.StageBroke(held.work.job, held.work.plan.version, held.work.first_step, reason))
             return
         key = (answer.job, answer.version, answer.step, answer.forwards)
-        if key in self.kept:
-            return
+        if answer.forwards not in self._missing(held):
+            return  # it is here, or was asked for while another stage was
         self.kept[key] = answer.value
         self._go_on()
 
